@@ -212,12 +212,15 @@ class Leaf:
 AS_TEXT = 1 << 16
 """The ``method`` of a record that a plain pickle holds as text, each byte as the character of that number."""
 
+AS_ESCAPED = AS_TEXT + 1
+"""The same in a pickle of protocol 0, which is a text itself: some characters are written as their numbers."""
+
 
 class Record(NamedTuple):
     """A named run of bytes in a container. ``offset`` is where its payload begins, ``None`` if unknown.
 
     ``stored`` is the size in the file and ``size`` the size once unpacked; they differ only under compression.
-    ``method`` is that of zip archives, or ``AS_TEXT``.
+    ``method`` is that of zip archives, ``AS_TEXT`` or ``AS_ESCAPED``.
     """
 
     name: str

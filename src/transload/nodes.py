@@ -133,7 +133,8 @@ class Pickle:
     does not know; ``python2_texts`` are the ids of texts of Python 2, which may be wanted as bytes, and ``undecoded``
     counts those that are not UTF-8. ``path`` leads to its root where it is a
     part of a checkpoint of many pickles. ``loader`` is the function that makes storages of bytes in the pickle, where
-    that is all it is there for: then it is not among the ``globals``, and the storages are ``persistent``.
+    that is all it is there for: then it is not among the ``globals``, and the storages are ``persistent``. ``wrapper``
+    is the same for the class that announces arrays in files of joblib; ``raw`` is where their bytes begin and end.
     """
 
     def __init__(self, name: str, start: int = 0) -> None:
@@ -149,6 +150,8 @@ class Pickle:
         self.root: object = None
         self.globals: dict[tuple[str, str], Global] = {}
         self.loader: Global | None = None
+        self.wrapper: Global | None = None
+        self.raw: list[tuple[int, int]] = []
         self.calls: list[Call] = []
         self.built: list[tuple[object, object]] = []
         self.extensions: list[Extension] = []
@@ -158,6 +161,11 @@ class Pickle:
         self.ambiguous: list[tuple[int, str]] = []
         self.broken = ""
         self.cut = False
+
+    @property
+    def data(self) -> bool:
+        """Whether it is a plain pickle that holds tensors, or arrays of joblib, which were read."""
+        return self.loader is not None or self.wrapper is not None
 
 
 REBUILD_ARGUMENTS: dict[str, tuple[int, int]] = {

@@ -88,9 +88,18 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
     source = open_source(f)
     try:
-        return read_source(source, verify=verify)
+        return read_source(unpacked(source), verify=verify)
     finally:
         source.close()
+
+
+def unpacked(source: Source) -> Source:
+    """What a compressed file holds where that can be read as it is: as joblib writes tensors. Else the source."""
+    if source.read(0, 1) not in (b"\x1f", b"B", b"\xfd", b"\x5d", b"\x78"):  # no compressor begins otherwise
+        return source
+    from transload.formats import plain_pickle
+
+    return plain_pickle.unpacked(source)
 
 
 def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> Checkpoint:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from transload.findings import is_named, quoted, rescue_command
+from transload.io.packed import packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 
 # Everything is decided from these few bytes, so that a file of a terabyte costs what a small one does.
@@ -107,9 +108,8 @@ def match(pattern: str, text: str) -> str:
     return clean(found[1]) if found else ""
 
 
-# How much a packer may unpack to, and what its window may take: 1 KiB of xz can ask for 4 GiB.
+# How much of what a packer unpacks is looked at.
 UNPACKED = 64 * 1024
-LZMA_MEMORY = 64 << 20
 # Members of a tar looked at; each costs one small read.
 TAR_MEMBERS = 64
 # Names of a zip that are looked at, and how much of its directory: a zip can hold millions of empty records.
@@ -268,23 +268,10 @@ def _packed(view: View) -> Foreign | None:
     if packer is None:
         return None
     format_, _, command, rescued = packer
-    inner = b""
-    try:
-        if format_ in ("gzip", "zlib"):
-            import zlib
-
-            inner = zlib.decompressobj(31 if format_ == "gzip" else 15).decompress(view.head, UNPACKED)
-        elif format_ == "bzip2":
-            import bz2
-
-            # One block of bz2 is up to 900 kB unpacked, and nothing comes out before all of it is in.
-            inner = bz2.BZ2Decompressor().decompress(view.wide[:SCAN], UNPACKED)
-        elif format_ == "xz":
-            import lzma
-
-            inner = lzma.LZMADecompressor(memlimit=LZMA_MEMORY).decompress(view.head, UNPACKED)
-    except Exception:  # noqa: BLE001 (zlib.error, LZMAError, OSError, EOFError …: a stranger's stream)
-        inner = b""
+    # One block of bz2 is up to 900 kB unpacked, and nothing comes out before all of it is in.
+    head = view.wide[:SCAN] if format_ == "bzip2" else view.head
+    kind = packed_as(head)
+    inner = b"".join(unpack(BytesSource(head), kind, UNPACKED)) if kind else b""
     if format_ == "zlib" and not inner:  # its two bytes occur by chance: there the data must really unpack
         return None
     fix: tuple[str, ...] = (f"Unpack it first: {command} {view.file} > {view.beside('.unpacked')}",)

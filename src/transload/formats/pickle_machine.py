@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import _codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
-from itertools import compress
+from itertools import compress, takewhile
 from struct import Struct
 from struct import error as struct_error
-from typing import Any
+from typing import Any, Protocol
 
 from transload.io.sources import Source
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
@@ -67,7 +67,7 @@ class Machine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
 
     ``memo`` is a list while each entry is written once and in order, as all writers but Python 2's number them; then a
-    dictionary. ``loader`` is the global ``LOADER`` once it was met, if somebody reads what it is given: ``held``.
+    dictionary. ``loader`` is the global ``LOADER`` once it was met, if ``held`` reads what it is given.
     """
 
     __slots__ = (
@@ -178,8 +178,15 @@ class Machine:
         return items
 
 
-Held = Callable[[Any, int], Persistent | None]
-"""Given the arguments of a call of ``LOADER`` and where that ends: the storage in them, ``None`` if there is none."""
+class Held(Protocol):
+    """Reads what a plain pickle holds beside its opcodes. Both give ``None`` for anything else."""
+
+    def storage(self, args: Any, end: int) -> Persistent | None:
+        """The storage in the arguments of a call of ``LOADER``, which ends there."""
+
+    def array(self, made: Call) -> Any:
+        """What joblib makes of an object that was given its state: an array, whose bytes follow and are passed over."""
+
 
 _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
@@ -430,8 +437,8 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine],
         out.ambiguous.clear()  # the rest of the frame is missing: some loaders fail at its head, the others at its end
         vm.frames.pop()
     if vm.frames:  # a frame must end where an opcode ends
-        crossed = {end for end in vm.frames if end < out.end}
-        for position, _ in opcodes(data, start):
+        crossed = {end for end in vm.frames if end < out.end} - {begin for begin, _ in out.raw}
+        for position, _ in opcodes(data, start, out.raw):
             if position >= out.end:
                 break
             crossed.discard(position)
@@ -439,7 +446,7 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine],
         if not out.broken and vm.frames[-1] > out.end:
             out.ambiguous.append((out.end, "STOP comes before the end of its frame"))
         if out.ambiguous:  # both readings of it count
-            _add(out, run(_read_by_frames(data, start), name=name))
+            add_uses(out, run(_read_by_frames(data, start), name=name))
     return out
 
 
@@ -459,7 +466,7 @@ def run_part(vm: Machine, data: bytes) -> bool:
     return False
 
 
-def _add(into: Pickle, other: Pickle) -> None:
+def add_uses(into: Pickle, other: Pickle) -> None:
     """Add what another pickle would import, call and change."""
     for key, node in other.globals.items():
         into.globals.setdefault(key, node)
@@ -561,7 +568,7 @@ def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
             into.python2_texts |= pickle.python2_texts
             into.undecoded += pickle.undecoded
             into.rare |= pickle.rare
-            _add(into, pickle)
+            add_uses(into, pickle)
             into.persistent += pickle.persistent
             into.irregular += pickle.irregular[: MAX_IRREGULAR - len(into.irregular)]
             into.ambiguous += pickle.ambiguous[: MAX_IRREGULAR - len(into.ambiguous)]
@@ -571,12 +578,17 @@ def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
     return pickles
 
 
-def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
+def opcodes(data: bytes, start: int = 0, raw: Iterable[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
     r"""Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
+
+    ``raw`` are where bytes that are no opcodes begin and end.
 
     >>> [chr(code) for _, code in opcodes(b"K\x01q\x00.")]
     ['K', 'q', '.']
     """
+    for begin, end in raw:
+        yield from takewhile(lambda each: each[0] < begin, opcodes(data, start))  # noqa: B023 - used up at once
+        start = end
     position, size = start, len(data)
     while position < size:
         code = data[position]
@@ -655,7 +667,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                 push(items)
             elif op == 0x52:  # REDUCE
                 args = stack.pop()
-                if stack[-1] is loader and vm.held is not None and (held := vm.held(args, pos)) is not None:
+                if stack[-1] is loader and vm.held is not None and (held := vm.held.storage(args, pos)) is not None:
                     stack[-1] = held
                     continue
                 node = stack[-1] = Call(stack[-1], args, "reduce", pos)
@@ -751,6 +763,8 @@ def _rare(vm: Machine, op: int) -> None:
             if target.states is None:
                 target.states = []
             target.states.append(state)
+            if vm.held is not None and (array := vm.held.array(target)) is not None:
+                stack[-1] = array
         else:
             vm.out.built.append((target, state))
     elif op == 0x80:  # PROTO

@@ -5,32 +5,85 @@ A tensor in one is the call that also stands in a checkpoint, but its storage is
 reads these streams, so that a pickle of tensors is the checkpoint it is. Bytes that are anything else stay what the
 call makes of them for every loader: code that runs. A pickle without tensors is judged all the same, since something
 may load it.
+
+joblib writes the bytes of a numpy array behind the opcodes of a wrapper that describes it, and goes on behind them.
+``pickle`` would read them as opcodes: a file in which both find something to do is an attack. Such files are often
+compressed as a whole: ``unpacked`` has what they hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Record
-from transload.contents import AS_TEXT
+from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
-from transload.formats.pickle_machine import LOADER, MAX_STREAM, Held, Machine, run, run_at
+from transload.formats.arrays import dtype_of, shape_of
+from transload.formats.pickle_machine import (
+    LOADER,
+    MAX_STREAM,
+    Broken,
+    Cut,
+    Held,
+    Machine,
+    add_uses,
+    run,
+    run_at,
+)
 from transload.formats.tensors import MAX_SIZE, Place, StorageTable, called, find_tensors
 from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
+from transload.io.packed import Unpacked, packed_as, unpack
 from transload.io.sources import Source
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 
 _MAX_PICKLES = 1000
 _WINDOW = 1 << 16
-_ARRAYS = ("joblib.numpy_pickle", "NumpyArrayWrapper")
+_WRAPPERS = frozenset((f"{package}joblib.numpy_pickle", "NumpyArrayWrapper") for package in ("", "sklearn.externals."))
+# Names by which protocols 0 and 1 make an object.
+_RECONSTRUCTING = frozenset(
+    {
+        *((module, "_reconstructor") for module in ("copyreg", "copy_reg")),
+        *((module, "object") for module in ("builtins", "__builtin__")),
+    }
+)
+_WRAPPED = frozenset({"subclass", "shape", "order", "dtype"})
+_WRAPPED_TOO = frozenset({"allow_mmap", "numpy_array_alignment_bytes"})
+_MAX_CALLS = 4096  # of a dtype with many fields, between a wrapper and its state
+
+_MAX_UNPACKED_RATIO = 64
+_MIN_UNPACKED_LIMIT = 256 << 20
+"""A compressed file may unpack to so many times its size, or to this: a kilobyte can become a gigabyte."""
 
 _MAX_BEHIND = 64
 """From the end of the bytes of a storage to the end of the call that gets them: entries into the memo, the codec, a
 tuple, perhaps the head of a frame."""
+
+
+def unpacked(source: Source) -> Source:
+    """What a compressed file holds if that is a plain pickle of tensors, or of arrays; else the source itself."""
+    kind = packed_as(source.read(0, 8))
+    limit = max(_MIN_UNPACKED_LIMIT, _MAX_UNPACKED_RATIO * source.size)
+    held = bytearray()
+    for piece in unpack(source, kind, limit) if kind else ():
+        held += piece
+        if len(held) >= _WINDOW and not _names_data(held):
+            return source
+    if not held or not _names_data(held) or len(held) >= limit:
+        return source
+    inner = Unpacked(held, source.name, kind, source.size)
+    checkpoint = read_plain_pickle(inner)
+    return inner if checkpoint is not None and checkpoint.format == "pickle" and checkpoint.pickles[0].data else source
+
+
+def _names_data(held: bytearray) -> bool:
+    """Whether names of torch or joblib stand where a pickle begins."""
+    return held.find(b"torch", 0, 1 << 20) >= 0 or held.find(b"joblib", 0, 1 << 20) >= 0
 
 
 def read_plain_pickle(source: Source) -> Checkpoint | None:
@@ -43,17 +96,21 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT, held.begin)
     if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
         # It is one, and a long one; where tensors lie in it, as long as they are.
-        window, most = (source.size, source.size) if LOADER in first.globals else (1 << 20, MAX_STREAM)
+        data = LOADER in first.globals or _WRAPPERS & first.globals.keys()
+        window, most = (source.size, source.size) if data else (1 << 20, MAX_STREAM)
         first, end = run_at(source, 0, "pickle", window, most, held.begin)
     if not _is_pickle(first, source.size):
         return None
     first.main = True
     _excuse(first, held.storages)
+    _compare_readings(first, source, 0)
     pickles = [first]
     while end < source.size and len(pickles) <= _MAX_PICKLES and not pickles[-1].broken:
         other = _Reader(end)
-        pickle, end = run_at(source, end, f"pickle {len(pickles) + 1}", _WINDOW, reader=other.begin)
+        begin = end
+        pickle, end = run_at(source, begin, f"pickle {len(pickles) + 1}", _WINDOW, reader=other.begin)
         _excuse(pickle, other.storages)
+        _compare_readings(pickle, source, begin)
         pickles.append(pickle)
     root = first.root
     kinds = {Dict: "a dictionary", Set: "a set", list: "a list", tuple: "a tuple"}
@@ -63,21 +120,21 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     elif first.loader is not None and first.broken:
         kind = "tensors"
     joblib = any(module.startswith("joblib.") for module, _ in first.globals)
-    readable = first.loader is not None and _ARRAYS not in first.globals
+    readable = first.data
     out = Draft(source.name, "joblib" if joblib and not readable else "pickle", source.size)
+    if isinstance(source, Unpacked):
+        out.nbytes = source.packed
+        out.facts.append(("compression", source.kind))
     if readable and not first.broken:
         out.problems.add("plain-pickle", first.name, f"protocol {first.protocol}, holding {kind}")
     elif not readable:
         title = f"a plain pickle (protocol {first.protocol}, holding {kind}), not a torch checkpoint"
         fix = ("torch.load does not read it. Whoever wrote it used pickle.dump: ask for a file saved with torch.save.",)
-        if first.loader is not None:
-            title = "a joblib file with numpy arrays, whose bytes lie between its opcodes, where they are not read"
-            fix = ("If you trust its author: torch.save(joblib.load(path), new) writes what is read here.",)
         out.problems.append(Problem("not-a-checkpoint", title=title, fix=fix))
     out.problems += [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
     if ends_like_zip(source):
         out.problems.add("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it")
-    if first.loader is not None:
+    if readable:
         places = {storage.key: storage.place for storage in held.storages}
         tree = read_tree(first, StorageTable(lambda key, _: places[key]))
         out.take(*tree)
@@ -95,14 +152,14 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
 
 def holds_tensors(source: Source) -> bool:
     """Whether a file is a plain pickle of tensors, and no checkpoint of torch.save."""
-    checkpoint = None if source.read(0, 1) != b"\x80" or looks_like_legacy(source) else read_plain_pickle(source)
-    return checkpoint is not None and checkpoint.pickles[0].loader is not None
+    checkpoint = None if looks_like_legacy(source) else read_plain_pickle(source)
+    return checkpoint is not None and checkpoint.pickles[0].data
 
 
 def _is_pickle(pickle: Pickle, size: int) -> bool:
     if not pickle.broken:
         return pickle.protocol >= 2 or pickle.end == size or bool(pickle.globals)
-    asked = pickle.calls or pickle.extensions or LOADER in pickle.globals
+    asked = pickle.calls or pickle.extensions or pickle.raw or LOADER in pickle.globals
     return bool(asked) or (pickle.protocol >= 2 and bool(pickle.globals))
 
 
@@ -128,7 +185,7 @@ class _Reader:
         """What a run asks for storages."""
         held = _Held(vm, self._offset)
         self.storages = held.storages
-        return held.read
+        return held
 
 
 class _Stream(NamedTuple):
@@ -155,7 +212,54 @@ class _Held:
         self._head = MAGIC_PICKLE  # the first three pickles of a stream that was read: they are nearly always the same
         self.storages: list[_Storage] = []
 
-    def read(self, args: Any, end: int) -> Persistent | None:
+    def array(self, made: Call) -> Any:
+        """The array whose bytes follow; ``None`` unless a wrapper of joblib was given its state."""
+        vm, args = self._vm, made.args
+        kind: Any = made.callee
+        plain = made.kind == "newobj" and args == ()
+        if called(made).endswith("._reconstructor") and type(args) is tuple and len(args) == 3:
+            kind, plain = args[0], made.kind == "reduce" and args[2] is None
+        if type(kind) is not Global or (kind.module, kind.name) not in _WRAPPERS:
+            return None
+        states, calls = made.states or [], vm.out.calls
+        state: dict[Any, Any] = {}
+        if len(states) == 1 and type(states[0]) is Dict and len(states[0].items) <= 2 * len(_WRAPPED | _WRAPPED_TOO):
+            state = {key: value for key, value in states[0].pairs() if type(key) is str}
+            plain = plain and 2 * len(state) == len(states[0].items)
+        shape, dtype, order = shape_of(state.get("shape")), dtype_of(state.get("dtype")), state.get("order")
+        padded = state.get("numpy_array_alignment_bytes")
+        place = next((at for at in range(1, min(len(calls), _MAX_CALLS) + 1) if calls[-at] is made), 0)
+        if not plain or not _WRAPPED <= state.keys() <= _WRAPPED | _WRAPPED_TOO or order not in ("C", "F") or not place:
+            raise Broken("an array that joblib does not write so")
+        if shape is None or dtype is None or type(padded) not in (int, type(None)):
+            raise Broken("an array that joblib does not write so")
+        del calls[-place]
+        begin, found = vm.pos, None
+        if dtype.objects:  # it follows as a pickle of its own
+            found = run(vm.data, begin, vm.out.name)
+            vm.pos = found.end
+            vm.out.persistent += found.persistent
+            vm.out.irregular += found.irregular
+            vm.out.ambiguous += found.ambiguous
+            add_uses(vm.out, found)
+            if found.broken:
+                raise (Cut if found.cut else Broken)(found.broken)
+        else:
+            if padded is not None:
+                vm.take(vm.take(1)[0])
+            nbytes = prod(shape) * dtype.itemsize
+            if nbytes > vm.size - vm.pos:
+                raise Cut(f"an array of {nbytes} bytes is announced, {vm.size - vm.pos} are left")
+            vm.pos += nbytes
+        vm.out.raw.append((begin, vm.pos))
+        if found is not None:
+            return found.root
+        data = bytearray(memoryview(vm.data)[vm.pos - nbytes : vm.pos])
+        # As protocol 5 has it, which every reader of arrays knows.
+        function = Global("numpy._core.numeric", "_frombuffer", begin)
+        return Call(function, (data, state["dtype"], shape, order), "reduce", vm.pos)
+
+    def storage(self, args: Any, end: int) -> Persistent | None:
         """The storage that a call gets whose opcode ends there; ``None`` if it gets anything else."""
         node: Any = args[0] if type(args) is tuple and len(args) == 1 else None
         text = _encoded_text(node)
@@ -166,17 +270,18 @@ class _Held:
         stream = self._stream(data) if type(data) is bytes else None
         if stream is None:
             return None
-        raw = text.encode() if text else data
-        lowest = max(self._behind, end - len(raw) - _MAX_BEHIND)
-        at = self._vm.data.rfind(raw, lowest, end)
-        if at < 0:
+        for form in _TEXTS if text else (0,):
+            method, raw = form, _TEXTS[form](text) if text else data
+            if (at := self._vm.data.rfind(raw, max(self._behind, end - len(raw) - _MAX_BEHIND), end)) >= 0:
+                break
+        else:
             return None
         self._behind, self._vm.pos = end, end
         key = str(len(self.storages))
         name, stored, record = f"storage {key}", max(0, len(data) - stream.start), None
         if text and stored:
-            before = len(text[: stream.start].encode())
-            record = Record(name, self._offset + at + before, stored, len(raw) - before, None, AS_TEXT)
+            before = len(_TEXTS[method](text[: stream.start]))
+            record = Record(name, self._offset + at + before, stored, len(raw) - before, None, method)
             place = Place(None, stored, name, compressed=True)
         else:
             place = Place(self._offset + at + stream.start, stored, name)
@@ -226,6 +331,16 @@ def _is_plain(pickle: Pickle, *, named: bool = False) -> bool:
     return not odd and (named or not (pickle.globals or pickle.persistent))
 
 
+def _escaped(text: str) -> bytes:
+    """A text as protocol 0 has it."""
+    for character in "\\\0\n\r\x1a":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("raw-unicode-escape")
+
+
+_TEXTS: dict[int, Callable[[Any], bytes]] = {AS_TEXT: str.encode, AS_ESCAPED: _escaped}
+
+
 def _encoded_text(node: object) -> str:
     """The text in ``_codecs.encode(text, "latin1")``, as which pickles up to protocol 2 hold bytes."""
     if type(node) is not Call or called(node) != "_codecs.encode" or node.kind != "reduce":
@@ -238,19 +353,21 @@ def _encoded_text(node: object) -> str:
 
 
 def _excuse(pickle: Pickle, storages: list[_Storage]) -> None:
-    """Take ``LOADER`` from the names of a pickle if each use of it is a storage, which needs no loader here."""
-    loader = pickle.globals.get(LOADER)
+    """Take ``LOADER`` and the wrapper of arrays from the names of a pickle if each use of them was read here."""
+    left = {key: node for key, node in pickle.globals.items() if key == LOADER or key in _WRAPPERS}
+    if pickle.raw:
+        left |= {key: node for key, node in pickle.globals.items() if key in _RECONSTRUCTING}
     # A persistent id that is not one of ours makes every reader of a plain pickle fail.
-    if loader is None or len(pickle.persistent) != len(storages) or pickle.ambiguous:
+    if not left or len(pickle.persistent) != len(storages) or pickle.ambiguous:
         return
     waiting: list[Any] = [pickle.root, *pickle.calls]
     waiting += [part for pair in pickle.built for part in pair]
     seen: set[int] = set()
     while waiting:
         node = waiting.pop()
-        if node is loader:
-            return
         kind = type(node)
+        if kind is Global:
+            left.pop((node.module, node.name), None)
         if kind not in _HOLDERS or id(node) in seen:
             continue
         seen.add(id(node))
@@ -258,7 +375,30 @@ def _excuse(pickle: Pickle, storages: list[_Storage]) -> None:
             waiting += (node.callee, node.args, node.kwargs, node.states, node.items, node.appended)
         else:
             waiting += node if kind is list or kind is tuple else node.items
-    pickle.loader = pickle.globals.pop(LOADER)
+    pickle.loader = left.get(LOADER)
+    pickle.wrapper = next((node for key, node in left.items() if key in _WRAPPERS), None)
+    for key in left:
+        del pickle.globals[key]
+
+
+def _compare_readings(pickle: Pickle, source: Source, offset: int) -> None:
+    """Note if the module ``pickle`` would find anything to do in the bytes of arrays, and add that."""
+    if not pickle.raw:
+        return
+    begin, end = pickle.raw[0]
+    other, _ = run_at(source, offset, pickle.name, _WINDOW, source.size)
+    known = {LOADER, *_WRAPPERS, *_RECONSTRUCTING, *pickle.globals}
+    names = {key: node for key, node in other.globals.items() if key not in known}
+    calls = [call for call in other.calls if call.position > begin and type(call.callee) in (Global, Call)]
+    if any(begin < call.position <= end for call in pickle.calls):
+        # An array of objects is a pickle by itself: read on as this one, its entries of the memo are others.
+        pickle.globals |= names
+        names, calls = {}, [call for call in calls if called(call) == ".".join(LOADER)]
+    if names or calls or other.extensions or other.built:
+        pickle.ambiguous.append((begin, "pickle would read the bytes of an array as opcodes"))
+        add_uses(pickle, other)
+    elif _WRAPPERS & pickle.globals.keys() and not pickle.broken:
+        pickle.ambiguous.append((begin, "joblib would look for arrays where there may be none"))
 
 
 _HOLDERS = frozenset({Call, Dict, Set, list, tuple})

@@ -250,14 +250,14 @@ def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[b
                 break
 
 
-def from_text(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """The bytes that ``stored`` bytes of UTF-8 stand for, each as a character, in pieces, ``limit`` at most.
+def from_text(encoding: str, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+    """The bytes that ``stored`` bytes of text stand for, each as a character, in pieces, ``limit`` at most.
 
     Raises ``UnicodeError`` where that is something else.
     """
     from codecs import getincrementaldecoder
 
-    machine, left = getincrementaldecoder("utf-8")(), limit
+    machine, left = getincrementaldecoder(encoding)(), limit
     for start in range(0, stored, _PIECE):
         text = machine.decode(source.read(offset + start, min(_PIECE, stored - start)))
         yield text.encode("latin-1")[:left]

@@ -319,12 +319,16 @@ class _Judge:
                 # today. And torch.load translates torch.tensor only with weights_only=False.
                 if pickle.protocol > 2 or node.module == "torch.tensor":
                     self.count(node.module, node.name, pickle, node.count)
-        if pickle.loader is not None:  # each of its calls was read, and is a storage
-            key = (pickle.loader.module, pickle.loader.name)
-            use = self.excused.setdefault(key, _Use(*key, pickle.name))
-            use.verdict, use.purpose = "data", "makes the storage of a tensor from bytes in the pickle"
-            use.imported += pickle.loader.count
-            use.called += len(pickle.persistent)
+        for known_use, count, purpose in (  # each of their calls was read
+            (pickle.loader, len(pickle.persistent), "makes the storage of a tensor from bytes in the pickle"),
+            (pickle.wrapper, len(pickle.raw), "announces a numpy array, whose bytes follow in the file of joblib"),
+        ):
+            if known_use is not None:
+                key = (known_use.module, known_use.name)
+                use = self.excused.setdefault(key, _Use(*key, pickle.name))
+                use.verdict, use.purpose = "data", purpose
+                use.imported += known_use.count
+                use.called += count
         inside: list[Pickle] = []
         ordered = self.uses.get(("collections", "OrderedDict"))
         for call in pickle.calls:

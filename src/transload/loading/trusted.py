@@ -336,6 +336,10 @@ def load_trusted(
             return unpickled(file, find)
         if checkpoint.format == "pickle":
             main = checkpoint.pickles[0]
+            if main.raw:  # the module pickle does not read arrays of joblib, but the same calls as protocol 5 has them
+                from transload.formats.pickle_writer import dumps
+
+                return unpickled(io.BytesIO(dumps(main.root)), find)
             if main.loader is not None:  # each call of it is one of the storages, in this order
                 ids = iter([node.id for node in main.persistent])
                 held = lambda _: find(next(ids))  # noqa: E731 - the functions above have it from here

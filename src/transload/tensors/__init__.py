@@ -16,7 +16,7 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from transload.contents import AS_TEXT
+from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.errors import BrokenFileError, UsageError
 from transload.frozen import facts
 from transload.io.sources import (
@@ -158,9 +158,13 @@ class OpenCheckpoint:
         return checkpoint, (Piece(checkpoint, lambda name: self._beside(_join(path, name)), index=index),)
 
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        from transload.formats import read_source
+        from transload.formats import read_source, unpacked
 
         self._open[""] = source
+        inner = unpacked(source)
+        if inner is not source:  # it is in memory
+            source.close()
+            self._open[""], source, path = inner, inner, ""
         checkpoint = read_source(source, tree=self._tree)
         return checkpoint, (Piece(checkpoint, lambda _: source, path),)
 
@@ -349,7 +353,11 @@ class PackedStorages:
         return Inflating(source, record.offset, record.stored, record.size, unpack)
 
 
-_UNPACK = {8: inflated, AS_TEXT: from_text}  # deflated, as every zip tool does it
+_UNPACK = {  # deflated, as every zip tool does it
+    8: inflated,
+    AS_TEXT: partial(from_text, "utf-8"),
+    AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
+}
 
 
 class Inflating:
