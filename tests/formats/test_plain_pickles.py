@@ -20,7 +20,7 @@ from tests.loading.zoo import tagged
 
 import transload
 from transload.checkpoint import Checkpoint
-from transload.errors import BrokenFileError, RescueError, RetagError, UnsafeError
+from transload.errors import BrokenFileError, RescueError, UnsafeError
 from transload.judge import inspect
 
 PROTOCOLS = (0, 1, 2, 3, 4, 5)
@@ -118,7 +118,7 @@ def test_tensors_lie_where_they_are_said_to() -> None:
 
 
 @each("protocol", (2, 5))
-def test_it_is_opened_converted_verified_and_not_retagged(protocol: int, tmp_path: Path) -> None:
+def test_it_is_opened_converted_and_verified(protocol: int, tmp_path: Path) -> None:
     path = tmp_path / "old.pkl"
     value = {**trained(), "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}
     path.write_bytes(dumped(value, protocol, "cuda:0"))
@@ -128,9 +128,6 @@ def test_it_is_opened_converted_verified_and_not_retagged(protocol: int, tmp_pat
     transload.convert(path, tmp_path / "new.pt")
     same(dict(torch.load(tmp_path / "new.pt")["model"]), dict(again(value["model"])))
     assert transload.verify(path).integrity == "unchecked"
-    with pytest.raises(RetagError, match="plain pickle") as raised:
-        transload.retag(path, "cpu")
-    assert f"transload convert {path} NEW.pt" in raised.value.fix
     with pytest.raises(RescueError, match="plain pickle"):
         transload.rescue(path, tmp_path / "rescued.pkl")
 

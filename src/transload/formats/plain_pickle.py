@@ -277,6 +277,8 @@ class _Held:
         else:
             return None
         self._behind, self._vm.pos = end, end
+        if text and self._vm.out.calls[-1] is node:
+            self._vm.out.calls.pop()  # it was read with the storage
         key = str(len(self.storages))
         name, stored, record = f"storage {key}", max(0, len(data) - stream.start), None
         if text and stored:
@@ -284,7 +286,7 @@ class _Held:
             record = Record(name, self._offset + at + before, stored, len(raw) - before, None, method)
             place = Place(None, stored, name, compressed=True)
         else:
-            place = Place(self._offset + at + stream.start, stored, name)
+            place = Place(None if text else self._offset + at + stream.start, stored, name)
         self.storages.append(_Storage(key, place, record))
         kind = self._vm.find(stream.kind.module, stream.kind.name)
         storage = Persistent(("storage", kind, key, stream.tag, stream.numel), end)
@@ -331,14 +333,14 @@ def _is_plain(pickle: Pickle, *, named: bool = False) -> bool:
     return not odd and (named or not (pickle.globals or pickle.persistent))
 
 
-def _escaped(text: str) -> bytes:
+def escaped(text: str) -> bytes:
     """A text as protocol 0 has it."""
     for character in "\\\0\n\r\x1a":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("raw-unicode-escape")
 
 
-_TEXTS: dict[int, Callable[[Any], bytes]] = {AS_TEXT: str.encode, AS_ESCAPED: _escaped}
+_TEXTS: dict[int, Callable[[Any], bytes]] = {AS_TEXT: str.encode, AS_ESCAPED: escaped}
 
 
 def _encoded_text(node: object) -> str:

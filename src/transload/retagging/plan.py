@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -25,7 +27,16 @@ from transload.io.sources import FileSource, Source
 from transload.judge import judge
 from transload.judge.problems import command_lines
 from transload.nodes import Pickle
-from transload.retagging.tags import Edit, find_sites, patched, rewritten, same_but_tags, spliced, tag_of
+from transload.retagging.tags import (
+    Edit,
+    find_sites,
+    patched,
+    rewritten,
+    rewritten_inside,
+    same_but_tags,
+    spliced,
+    tag_of,
+)
 
 OTHERS = "*"
 """The key of a mapping that stands for every tag it does not name."""
@@ -131,10 +142,6 @@ _OTHERS: dict[str, tuple[str, str]] = {
     "deepspeed": ("it is a directory of several files", "{each}"),
     "megatron": ("it is a directory of several files", "{each}"),
     "directory": ("it is a directory", "Name a file in it."),
-    "pickle": (
-        "it is a plain pickle: the tag of each tensor lies in a checkpoint inside the pickle",
-        "transload.load(path) loads it anywhere. To let plain torch.load do so: transload convert {path} NEW.pt",
-    ),
 }
 
 
@@ -147,13 +154,12 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
     repair = "\n".join(command_lines(findings))  # the command, after the sentence that introduces it
     if checkpoint.integrity == "not-a-checkpoint":
         raise RetagError(f"it is not a checkpoint: {why}", where=path, fix=repair)
-    if kind not in ("torch-zip", "torch-legacy"):
+    if kind not in ("torch-zip", "torch-legacy", "pickle"):
         why, fix = _OTHERS.get(kind, (f"its format is {kind}", _AGAIN))
         if kind == "torch-directory":
             fix = f"{fix}\n{rescue_command(path)}"
-        fix = fix.replace("{each}", _each(checkpoint, to)).replace("{path}", quoted(path))
-        raise RetagError(why, where=path, fix=fix)
-    if any(record.method for record in checkpoint.records):
+        raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint, to)))
+    if kind == "torch-zip" and any(record.method for record in checkpoint.records):
         raise RetagError("it was zipped again with compression", where=path, fix=repair or _AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):
         see = f"See all of it: transload inspect {quoted(path)}"
@@ -233,7 +239,8 @@ def plan_of(source: FileSource, wanted: TagMap, *, copy: bool) -> Plan:
 def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap, *, copy: bool) -> tuple[str, Changes]:
     """The method and the changes; an error unless the file as it would be differs from this one in its tags alone."""
     record = None  # that of the index; in the legacy format the pickles follow one another
-    offset, size = sum(pickle.end for pickle in checkpoint.pickles[:3]), main.end
+    plain = checkpoint.format == "pickle"
+    offset, size = 0 if plain else sum(pickle.end for pickle in checkpoint.pickles[:3]), main.end
     if checkpoint.format == "torch-zip":
         names = {each.name.lower(): each for each in reversed(checkpoint.records) if each.offset is not None}
         record = names.get("data.pkl")
@@ -241,30 +248,39 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
             raise RetagError("its data.pkl is missing", where=checkpoint.path)
         offset, size = record.offset or 0, record.size
     data = source.read(offset, size)
-    sites = find_sites(main, data)
-    if all(wanted.new(tag) == tag for tag in sites.unclear):
-        edits = patched(main, data, sites, wanted.new)
-        if edits is not None:
+    edits: list[Edit] | None
+    if plain:
+        edits = rewritten_inside(main, data, wanted.new)
+        fits, clear = edits is not None and not any(edit.grown for edit in edits), edits is not None
+    else:
+        sites = find_sites(main, data)
+        clear = all(wanted.new(tag) == tag for tag in sites.unclear)
+        edits = patched(main, data, sites, wanted.new) if clear else None
+        fits = edits is not None
+        edits = rewritten(main, data, sites, wanted.new) if clear and edits is None else edits
+    if clear and edits is not None:
+        if fits:
             method, changes = "patch", _overwritten(source, record, offset, data, edits)
+        elif record is not None:
+            method, changes = "append", _appended(source, record, spliced(data, edits))
+        elif copy:
+            runs = tuple(Change(offset + at, data[at:end], new) for at, end, new in sorted(edits))
+            grown = sum(edit.grown for edit in edits)
+            method, changes = "rewrite", Changes(runs, source.size, source.size + grown)
         else:
-            new = spliced(data, rewritten(main, data, sites, wanted.new))
-            if record is not None:
-                method, changes = "append", _appended(source, record, new)
-            elif copy:
-                grown = len(new) - len(data)
-                method, changes = "rewrite", Changes((Change(offset, data, new),), source.size, source.size + grown)
-            else:
-                what = "the new tags do not fit into the place of the old ones, and the legacy format has no other"
-                raise RetagError(what, where=source.name, fix="Write a copy: -o COPY.")
+            which = "a plain pickle" if plain else "the legacy format"
+            what = f"the new tags do not fit into the place of the old ones, and {which} has no other"
+            raise RetagError(what, where=source.name, fix="Write a copy: -o COPY.")
         # Tensors and values follow from the pickle and the storages, which are compared, so they need not be listed.
         again = read_source(changes.made(source), tree=bool(checkpoint.problems))
         pickle = next((each for each in again.pickles if each.main), None)
-        # In a legacy stream the storages follow the pickle, and move with its end.
-        shift = changes.new_size - changes.old_size if record is None else 0
+        # Without records the storages move with what lies before them.
+        runs = changes.runs if record is None else ()
+        begins, shifts = [run.offset for run in runs], [0, *accumulate(len(run.new) - len(run.old) for run in runs)]
         storages = [
             storage._replace(
                 device=wanted.new(storage.device),
-                offset=None if storage.offset is None else storage.offset + shift,
+                offset=storage.offset and storage.offset + shifts[bisect_right(begins, storage.offset)],
                 tensors=(),
             )
             for storage in checkpoint.storages

@@ -2,20 +2,24 @@
 
 The pickle machine says which persistent ids there are; ``find_sites`` finds the opcodes that make them. ``patched``
 gives the edits that keep the length of the pickle, ``rewritten`` those that need not. ``same_but_tags`` proves the
-result: a mistake made before does no harm.
+result: a mistake made before does no harm. A plain pickle has a stream for each of its storages, and in that the tag:
+``rewritten_inside`` edits all of them.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from transload.formats.pickle_machine import opcodes
+from transload.formats.pickle_machine import opcodes, run
+from transload.formats.plain_pickle import escaped
+from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
 _MARK, _TUPLE, _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x68, 0x80, 0x95, 0x94
@@ -177,6 +181,11 @@ class Edit(NamedTuple):
     end: int
     new: bytes
 
+    @property
+    def grown(self) -> int:
+        """By how many bytes the stream gets longer."""
+        return len(self.new) - (self.end - self.at)
+
 
 def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
     """``data`` with all edits made.
@@ -231,14 +240,73 @@ def rewritten(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> li
         edits.append(Edit(site.at, site.end, _text(tag, code)))
         if site.literal:
             edits += (Edit(*read, data[site.at : site.end]) for read in found.reads.get(site.entry, ()))
-    frames = []
-    for frame in found.frames:
+    return [*edits, *_reframed(data, found.frames, edits)]
+
+
+def _reframed(data: bytes, frames: list[int], edits: list[Edit]) -> Iterator[Edit]:
+    """The lengths of frames that grow with the edits in them."""
+    edits = sorted(edits)
+    places, grown_before = [edit.at for edit in edits], [0, *accumulate(edit.grown for edit in edits)]
+    for frame in frames:
         begin = frame + 9  # after the opcode and the length of the frame
         length = int.from_bytes(data[frame + 1 : begin], "little")
-        grown = sum(len(new) - (end - at) for at, end, new in edits if begin <= at < begin + length)
-        if grown:
-            frames.append(Edit(frame + 1, begin, (length + grown).to_bytes(8, "little")))
-    return [*edits, *frames]
+        first, last = bisect_left(places, begin), bisect_left(places, begin + length)
+        if grown := grown_before[last] - grown_before[first]:
+            yield Edit(frame + 1, begin, (length + grown).to_bytes(8, "little"))
+
+
+# -- in streams inside a plain pickle
+
+_BYTES = {0x42: 4, 0x43: 1, 0x8E: 8}  # BINBYTES, SHORT_BINBYTES, BINBYTES8: bytes of the length
+_TEXTS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x56: 0}  # BINUNICODE, SHORT_BINUNICODE, BINUNICODE8; UNICODE, which is a line
+_HEAD = 4096  # bytes of a stream before those of its storage: a few hundred
+
+
+def rewritten_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | None:
+    """Edits of the streams that a plain pickle has for its storages; ``None`` if they are not all found as such.
+
+    They keep the length of a stream where the new tag fits into it.
+    """
+    edits: list[Edit] = []
+    frames: list[int] = []
+    found = 0
+    for (at, code), (end, _) in pairwise(opcodes(data, pickle.start, pickle.raw)):
+        if code == _FRAME:
+            frames.append(at)
+        if code not in _BYTES and code not in _TEXTS:
+            continue
+        begin = at + 1 + _BYTES.get(code, _TEXTS.get(code, 0))
+        encoding = "raw-unicode-escape" if code == 0x56 else "utf-8" if code in _TEXTS else ""
+        head = data[begin : min(end, begin + _HEAD)]
+        try:
+            text = getincrementaldecoder(encoding)().decode(head) if encoding else ""
+            stream = text.encode("latin-1") if encoding else head
+        except UnicodeError:
+            continue
+        if not stream.startswith(MAGIC_PICKLE):
+            continue
+        found += 1
+        main = run(stream, run(stream, run(stream, len(MAGIC_PICKLE)).end).end)
+        sites = find_sites(main, stream)
+        if main.broken or any(renamed(tag) != tag for tag in sites.unclear):
+            return None
+        inside = patched(main, stream, sites, renamed)
+        inside = rewritten(main, stream, sites, renamed) if inside is None else inside
+        if not inside:
+            continue
+        old, new = stream[: main.end], spliced(stream[: main.end], inside)
+        if encoding:
+            encode = escaped if code == 0x56 else str.encode
+            old, new = encode(old.decode("latin-1")), encode(new.decode("latin-1"))
+        edits.append(Edit(begin, begin + len(old), new))
+        if edits[-1].grown and code != 0x56:
+            length = end - begin + edits[-1].grown
+            codes, width = (_BYTES if code in _BYTES else _TEXTS), begin - at - 1
+            if length.bit_length() > 8 * width:
+                width = 4 if width == 1 else 8
+                code = next(other for other in codes if codes[other] == width)  # noqa: PLW2901 - a longer form of it
+            edits.append(Edit(at, begin, bytes([code]) + length.to_bytes(width, "little")))
+    return [*edits, *_reframed(data, frames, edits)] if found == len(pickle.persistent) else None
 
 
 def _text(text: str, code: int) -> bytes:
@@ -332,7 +400,8 @@ _FIELDS: dict[type, Callable[[Any], tuple[object, ...]]] = {
     Big: lambda node: (node.nbytes,),
     OutOfBand: lambda _: (),
 }
-_PLAIN_FIELDS = attrgetter("protocol", "python2", "undecoded", "rare", "broken", "cut")
+_PLAIN_FIELDS = attrgetter("protocol", "python2", "undecoded", "broken", "cut")
+_LENGTH_FORMS = frozenset({"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"})
 _NODE_FIELDS = attrgetter("calls", "built", "extensions", "persistent", "root")
 
 
@@ -341,7 +410,7 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
 
     Everything a loader would do is compared, in order; and what was one object is one object still.
     """
-    if _PLAIN_FIELDS(old) != _PLAIN_FIELDS(new):
+    if _PLAIN_FIELDS(old) != _PLAIN_FIELDS(new) or old.rare - _LENGTH_FORMS != new.rare - _LENGTH_FORMS:
         return False
     if list(old.globals) != list(new.globals) or len(old.irregular) != len(new.irregular):
         return False
@@ -382,8 +451,10 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
                 mine, theirs = ((*node.id[:_TAG], *node.id[_TAG + 1 :]) for node in (left, right))
             elif kind in _FIELDS:
                 mine, theirs = _FIELDS[kind](left), _FIELDS[kind](right)
-            elif kind in (tuple, list, bytearray):
+            elif kind in (tuple, list):
                 mine, theirs = left, right
+            elif kind is bytearray:
+                mine, theirs = (bytes(left),), (bytes(right),)
             else:
                 return False
             if len(mine) != len(theirs):
