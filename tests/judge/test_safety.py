@@ -47,6 +47,7 @@ def evidence(checkpoint: Checkpoint) -> str:
 TRUSTED = {
     "an enumeration of Python 3.11": getattr_of(CLASS, "RED"),
     "a bound method": getattr_of(CLASS + b")R", "method"),
+    "a call of a method of a class": getattr_of(CLASS, "method") + b")R",
     "a class in a class": getattr_of(CLASS, "Inner") + b")\x81",
     "a class in a class, with a state": getattr_of(CLASS, "Inner") + b")\x81}b",
     "a class in a class of the older format": b"(" + text("module") + getattr_of(CLASS, "Inner") + b"NNtQ)\x81",
@@ -60,7 +61,6 @@ TRUSTED = {
 }
 DANGEROUS = {
     "N3 a chain": getattr_of(getattr_of(CLASS, "a"), "b"),
-    "N3 a call of a method": getattr_of(CLASS, "method") + b")R",
     "N3 a call of a bound method": getattr_of(CLASS + b")R", "method") + b")R",
     "N3 a double underscore": getattr_of(CLASS, "__globals__"),
     "N3 a double underscore of an object": getattr_of(CLASS + b")R", "__class__"),

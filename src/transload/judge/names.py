@@ -427,11 +427,6 @@ def can_be_allowed(module: str, name: str) -> bool:
     return True
 
 
-def is_known_part(module: str, name: str) -> bool:
-    """Whether something in a class of Python, torch or numpy is known to be data: ``ZoneInfo._unpickle``."""
-    return _is_own(module) and can_be_allowed(module, name)
-
-
 def _is_own(module: str) -> bool:
     """Whether a module belongs to the standard library, to torch or to numpy."""
     package, dot, _ = module.partition(".")

@@ -18,7 +18,6 @@ from transload.judge.names import (
     canonical,
     classify,
     is_class_path,
-    is_known_part,
     torch_spelling,
 )
 from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
@@ -254,7 +253,8 @@ class Judgement(NamedTuple):
 def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False) -> Judgement:
     """Judge streams by what a loader would import, call and set: nothing that any of them asks for is left out.
 
-    Where a program has allowed ``getattr``, its loader looks at what is found by it: then a call of that is no alarm.
+    A call of what ``getattr`` finds is no alarm if that may be a part of a model: a method of a stranger's class. Where
+    a program has allowed ``getattr``, its loader looks at what is found, and no such call is.
     """
     judge = _Judge(getattr_allowed)
     for pickle in pickles:
@@ -374,7 +374,9 @@ class _Judge:
         if _is_newobj_ex(callee):
             self.unloadable = self.unloadable or "makes objects with keyword arguments"
         elif (inner := _inner_name(callee)) and (
-            call.kind in ("newobj", "newobj_ex") or self.getattr_allowed or is_known_part(*inner)
+            call.kind in ("newobj", "newobj_ex")
+            or self.getattr_allowed
+            or (call.kind == "reduce" and can_be_allowed(*inner))
         ):
             self.inner_names.add(inner)
         elif call.kind == "stack_global":
@@ -478,6 +480,9 @@ class _Judge:
             for use in trust:
                 groups.setdefault(use.purpose, []).append(use.full_name)
             evidence = [f"{', '.join(same)}: {purpose}" for purpose, same in groups.items()]
+            if self.inner_names:
+                inside = [f"{module}.{name}" for module, name in sorted(self.inner_names)[:_MAX_EVIDENCE]]
+                evidence.append(f"{', '.join(inside)}: called, found inside a class named above"[:_MAX_WORDING])
             names_in_it, them = ("1 name", "it") if len(trust) == 1 else (f"{len(trust)} names", "them")
             title = f"torch.load refuses {names_in_it} in it unless you allow {them}"
             fixes: tuple[str, ...] = ()

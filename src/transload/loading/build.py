@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS
 from transload.judge.names import can_be_allowed
-from transload.loading.refusal import Allowed, NeedsTrust, Unknown, Wrong, name_of
+from transload.loading.refusal import Allowed, NeedsTrust, Unknown, Wrong, in_phrases, name_of
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def build_object(
         raise BrokenFileError(f"it holds {reason}", where=place, fix=_GET_AGAIN) from reason
     except NeedsTrust as reason:
         fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
-        raise UnsafeError(f"it holds {reason}, which is more than plain data", where=where, fix=fix) from reason
+        what = in_phrases(f"it holds {reason}, which is more than plain data", getattr(reason.node, "callee", None))
+        raise UnsafeError(what, where=where, fix=fix) from reason
     except Unknown as name:
         what = f"it holds {name}, which this torch does not have"
         raise LoadError(what, where=where, fix="A newer torch may have it.") from name
@@ -147,7 +148,7 @@ class _Builder:
                 if needed is not None:
                     stack.append((node, steps, needed))
                     stack += [(each, None, ()) for each in reversed(needed)]
-        except Wrong as reason:
+        except (Wrong, NeedsTrust) as reason:
             reason.node = node
             raise
         if waiting:
@@ -230,7 +231,8 @@ class _Builder:
         """The object of an allowed name."""
         found = self._allowed.object_of(node)
         if found is None:
-            raise UnsafeError(f"it names {node.full_name}, which nobody has allowed", where=self._where)
+            what = in_phrases(f"it names {node.full_name}, which nobody has allowed", node)
+            raise UnsafeError(what, where=self._where)
         return found
 
     # -- calls
@@ -327,7 +329,7 @@ class _Builder:
         name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
         if not self._allowed.allows(target):
             fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
-            raise UnsafeError(f"it calls {name}, which nobody has allowed", where=self._where, fix=fix)
+            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where, fix=fix)
         return self._invoke(name, target, how, args, kwargs)
 
     def _invoke(self, name: str, target: Any, how: str, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -342,7 +344,7 @@ class _Builder:
 
     def _run(self, name: str, target: Any, args: Args, kwargs: Any = None) -> Any:
         if target is None:
-            raise UnsafeError(f"it calls {name}, which nobody has allowed", where=self._where)
+            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where)
         try:
             return target(*args, **(kwargs or {}))
         except Exception as error:
@@ -378,7 +380,7 @@ class _Builder:
         if kind in plain or self._allowed.allows(kind):
             return
         name = f"{kind.__module__}.{kind.__qualname__}"
-        what = f"values {how} an object of {name}, which nobody has allowed"
+        what = in_phrases(f"values {how} an object of {name}, which nobody has allowed")
         fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
         raise UnsafeError(
             what, where=self._where, fix=fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""

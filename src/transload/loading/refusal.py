@@ -13,12 +13,13 @@ from transload.errors import LoadError, UnsafeError
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import judge_pickles, safe_globals_lines
+from transload.nodes import Global
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transload.checkpoint import Checkpoint, Tensor
-    from transload.nodes import Global, Pickle
+    from transload.nodes import Pickle
 
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
 """Never allowed, whatever the program says (torch/_weights_only_unpickler.py, and two more)."""
@@ -48,7 +49,9 @@ class Wrong(Exception):  # noqa: N818 - the same
 
 
 class NeedsTrust(Exception):  # noqa: N818 - the same
-    """A value that may hold any object; the text says what it is."""
+    """A value that may hold any object; the text says what it is, ``node`` where it was met."""
+
+    node: object = None
 
 
 class Allowed:
@@ -230,13 +233,18 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
 
 
 def _listed(what: str, lines: list[str], refused: list[Global]) -> str:
-    """All of it, in the phrases of torch that programs look for: it names the first name, as torch would."""
+    """All of it; of the names the first, as torch would."""
     shown = lines[:_SHOWN] + ([f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-    text = "\n  ".join([f"Weights only load failed: {what}:", *shown])
-    if refused:
-        name = torch_spelling(refused[0].module, refused[0].name).removeprefix("builtins.")
-        text += f"\nUnsupported global: GLOBAL {name} was not an allowed global by default."
-    return text
+    return in_phrases("\n  ".join([f"{what}:", *shown]), refused[0] if refused else None)
+
+
+def in_phrases(what: str, refused: object = None) -> str:
+    """Why a file is not loaded, in the phrases of torch that programs look for; ``refused`` may be a name."""
+    text = f"Weights only load failed: {what}"
+    if type(refused) is not Global:
+        return text
+    name = torch_spelling(refused.module, refused.name).removeprefix("builtins.")
+    return f"{text}\nUnsupported global: GLOBAL {name} was not an allowed global by default."
 
 
 def _without_code(checkpoint: Checkpoint) -> str:
