@@ -300,11 +300,22 @@ def test_no_command_is_told_for_a_name_that_anybody_may_own(tmp_path: Path) -> N
 
 
 def test_a_module_that_another_release_has(tmp_path: Path) -> None:
-    path = saved(tmp_path, forge.call(forge.name("numpy._core.multiarray", "_reconstruct")))
-    machine = with_packages(SERVER, tmp_path / "site", "numpy/__init__.py", "numpy/core/__init__.py")
-    assert check(path, machine=machine).findings[0].title == (
-        "it needs numpy._core, which this release of numpy does not have"
-    )
+    path = saved(tmp_path, forge.call(forge.name("transformers.models.newest", "Config")))
+    machine = with_packages(SERVER, tmp_path / "site", "transformers/__init__.py", "transformers/models/__init__.py")
+    titles = [finding.title for finding in check(path, machine=machine).findings]
+    assert "it needs transformers.models.newest, which this release of transformers does not have" in titles
+
+
+@pytest.mark.parametrize(("dtype", "loads"), [("f4", True), (object, False)])
+def test_arrays_need_numpy_and_none_of_its_modules(dtype: Any, loads: bool, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "model.pt"
+    torch.save({"w": torch.ones(2), "a": numpy.ones(2, dtype)}, path)
+    release_1 = with_packages(SERVER, tmp_path / "site", "numpy/__init__.py", "numpy/core/__init__.py")
+    result = check(path, machine=release_1)
+    assert codes(result) == ([] if loads else ["needs-trust"])
+    missing = check(path, machine=with_packages(SERVER, tmp_path / "none")).findings[-1]
+    assert (missing.code, missing.title) == ("missing-package", "it needs numpy, which is not installed")
 
 
 def test_names_of_the_saving_script_are_no_package(tmp_path: Path) -> None:

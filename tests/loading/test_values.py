@@ -95,6 +95,23 @@ def test_they_load_as_torch_loads_them_with_trust() -> None:
     for_each([(value, n) for value in (*ARRAYS.values(), *PLAIN.values()) for n in (2, 3, 4, 5)], check)
 
 
+def test_inspect_says_what_torch_and_what_load_does() -> None:
+    def check(value: Any) -> None:
+        told = transload.inspect(saved(value, 2))
+        refused = [finding for finding in told.findings if finding.code == "needs-trust"]
+        if told.safety == "data-only":  # a state of Python's generator is numbers
+            return
+        assert "refuses it" in told.prediction
+        assert told.prediction.endswith("; transload.load loads it as data")
+        assert refused[0].evidence[-1].startswith("transload.load needs no trust")
+
+    for_each([*ARRAYS.values(), *PLAIN.values()], check)
+    for value in REFUSED.values():
+        told = transload.inspect(saved(value, 2))
+        assert (told.safety, "transload.load" in told.prediction) == ("needs-trust", False)
+        assert not any("transload.load" in line for finding in told.findings for line in finding.evidence)
+
+
 @each("name", REFUSED)
 def test_what_may_hold_more_than_data_is_refused(name: str) -> None:
     for protocol in (2, 4, 5):

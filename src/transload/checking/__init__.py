@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError
 from transload.findings import Finding, Severity
+from transload.formats.arrays import NUMPY_CALLS, is_plain
+from transload.formats.tensors import called
 from transload.frozen import Reported
 from transload.judge.problems import refuse_broken
 from transload.loading.placement import AUTO, is_choice, place
@@ -279,8 +281,10 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
     """What was found in the file itself, weighed for this machine."""
     from transload.judge.problems import WITHOUT_CODE
 
-    # Whether load refuses names in it, as far as no program has allowed any.
-    refused = checkpoint.format not in PROGRAMS and bool(_TorchDefault().refused(loaded_pickles(checkpoint)))
+    # Whether load refuses names in it, as far as no program has allowed any, or arrays of more than numbers and text.
+    pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
+    arrays = (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS)
+    refused = bool(_TorchDefault().refused(pickles)) or not all(map(is_plain, arrays))
     for finding in checkpoint.findings:
         if finding.code in ("device-objects", "script-device", "export-device"):
             here = all(devices.get(name) for text in finding.evidence for name in _DEVICE.findall(text))

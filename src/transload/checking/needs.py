@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transload.diagnose.tables import cuda_text, numbers_of, runs_on
 from transload.errors import TransloadError
 from transload.frozen import Plain, facts
+from transload.judge.names import PLAIN_VALUES
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
@@ -101,7 +102,9 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
     for use in checkpoint.globals:
         package = use.module.partition(".")[0] if use.stream in streams else "torch"
         if use.verdict != "data" and package not in _NO_PACKAGE and package not in sys.stdlib_module_names:
-            modules.setdefault(package, []).append((use.module, use.name))
+            # What transload.load makes itself needs the package, wherever in that the release has it.
+            module = package if use.full_name in PLAIN_VALUES else use.module
+            modules.setdefault(package, []).append((module, use.full_name.removeprefix(f"{module}.")))
     if checkpoint.path.endswith(".safetensors"):
         modules.setdefault("safetensors", []).append(("safetensors.torch", "load_file"))
     broken = {each.package.replace("-", "_"): each for each in reversed(machine.extensions)}

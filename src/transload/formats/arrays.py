@@ -22,6 +22,7 @@ NUMPY_CALLS = frozenset({"numpy.dtype", *_RECONSTRUCT, *_FROM_BUFFER, *NUMPY_SCA
 """What makes arrays, numbers and dtypes."""
 
 _CODE = re.compile(r"[biufcmMOSUV][0-9]{1,9}", re.ASCII)
+_PLAIN_CODE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SUV][0-9]+", re.ASCII)
 _ENDIANS = ("<", ">", "|", "=")
 _OBJECTS = 1  # among the flags of a dtype: its elements are references
 _MAX_DIMENSIONS = 64
@@ -65,8 +66,14 @@ def dtype_of(node: Any) -> Dtype | None:
     if type(flags) is not int or type(size) is not int or size not in (-1, itemsize):
         return None
     objects = bool(flags & _OBJECTS)
-    plain = not any(state[2:5]) and not any(state[8:]) and code[0] not in "mMO" and not objects
+    plain = not any(state[2:5]) and not any(state[8:]) and not objects and _PLAIN_CODE.fullmatch(code) is not None
     return Dtype(code, state[1] == ">", itemsize, plain, objects)
+
+
+def is_plain(node: Call) -> bool:
+    """Whether a call of one of ``NUMPY_CALLS`` makes plain data."""
+    dtype = dtype_of(node)
+    return dtype.plain if dtype is not None else array_of(node) is not None
 
 
 def array_of(node: Call) -> Array | None:

@@ -58,8 +58,8 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
 
     # torch.load passes over the other records of an archive, and the pickles in them.
     loaded = [pickle for pickle in checkpoint.pickles if pickle.main or checkpoint.format != "torch-zip"]
-    safety = names.safety if len(loaded) == len(checkpoint.pickles) else judge_pickles(loaded).safety
-    prediction = f"torch.load {_prediction(judged, worst_safety(safety, forced))}"
+    part = names if len(loaded) == len(checkpoint.pickles) else judge_pickles(loaded)
+    prediction = f"torch.load {_prediction(judged, worst_safety(part.safety, forced), as_data=part.as_data)}"
     return replace(judged, written_by=origin(checkpoint), prediction=prediction)
 
 
@@ -150,11 +150,11 @@ _NESTED = frozenset(
 _REFUSES = "refuses it (weights_only=True, the default from 2.6 on)"
 
 
-def _prediction(checkpoint: Checkpoint, safety: Safety) -> str:
+def _prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     """The outcome with a torch of today, on a machine with and without the devices the file names.
 
-    ``safety`` is that of the part torch reads, which may be better than that of the whole file. What one release says
-    on one machine, word for word, is in ``checking.torch_says``.
+    ``safety`` is that of the part torch reads, which may be better than that of the whole file; ``as_data`` is as in a
+    ``Judgement``. What one release says on one machine, word for word, is in ``checking.torch_says``.
     """
     codes = {problem.code for problem in checkpoint.problems}
     noticed = codes - _UNNOTICED
@@ -170,7 +170,8 @@ def _prediction(checkpoint: Checkpoint, safety: Safety) -> str:
     if checkpoint.integrity == "not-a-checkpoint":
         return "fails, with an error that does not say why"
     if "plain-pickle" in codes and safety != "dangerous" and not unreadable:
-        return "fails, with an error that does not say why: pickle.dump wrote it, and transload.load reads it"
+        reads = " with weights_only=False, if you trust it" if safety == "needs-trust" and not as_data else ""
+        return f"fails, with an error that does not say why: pickle.dump wrote it, and transload.load reads it{reads}"
     if any(storage.record.startswith("tensors/") for storage in checkpoint.storages):
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:
@@ -194,6 +195,7 @@ def _prediction(checkpoint: Checkpoint, safety: Safety) -> str:
         )
     elif safety == "needs-trust":
         first = f"{_REFUSES} until you allow the names below"
+        first += "; transload.load loads it as data" if as_data else ""
     elif _NESTED & {use.full_name for use in checkpoint.globals}:
         first = "loads it up to torch 2.14"
         if any(part.name.startswith("_metadata_cache/") for tensor in checkpoint.tensors for part in tensor.parts):

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
 from transload.formats import pickle_machine
+from transload.formats.arrays import NUMPY_CALLS, is_plain
+from transload.formats.tensors import called
 from transload.judge.names import (
+    ALSO_DATA,
+    PLAIN_VALUES,
     TORCH_DEFAULT,
     can_be_allowed,
     canonical,
@@ -176,14 +180,14 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
         if count != 4:
             return "unknown", "_rebuild_from_type_v2 has the wrong number of arguments"
         function, kind, inner, state = args
-        called = full_name(function)
-        if not called:
+        inside = full_name(function)
+        if not inside:
             return "dangerous", "_rebuild_from_type_v2 is given a computed function to call"
-        if called not in _CARRIERS and called != f"{_NJT}._rebuild_njt":
-            return "needs-trust", f"_rebuild_from_type_v2 is given {called} to call"
+        if inside not in _CARRIERS and inside != f"{_NJT}._rebuild_njt":
+            return "needs-trust", f"_rebuild_from_type_v2 is given {inside} to call"
         if full_name(kind) not in ("torch.Tensor", _PARAMETER, f"{_NJT}.NestedTensor"):
             return "needs-trust", f"a tensor of the class {full_name(kind) or 'nobody can name'}"
-        return check_call(called, Call(function, inner, "reduce", 0)) or _check_attributes(state)
+        return check_call(inside, Call(function, inner, "reduce", 0)) or _check_attributes(state)
     if name.endswith("Storage"):
         # A file's storages come through persistent ids; a number here is a size that nothing bounds.
         return "dangerous", f"{name} is called: unbounded, uninitialised memory"
@@ -241,13 +245,15 @@ _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
 class Judgement(NamedTuple):
     """The safety verdict on some pickles, every global they name, and why.
 
-    ``inside`` are what they find inside classes that they name, by module and name.
+    ``inside`` are what they find inside classes that they name, by module and name. ``as_data``: torch refuses names in
+    it, and ``transload.load`` makes what they stand for as data.
     """
 
     safety: Safety
     globals: tuple[GlobalUse, ...]
     findings: tuple[Finding, ...]
     inside: tuple[tuple[str, str], ...]
+    as_data: bool = False
 
 
 def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False) -> Judgement:
@@ -461,6 +467,13 @@ class _Judge:
             levels.append("dangerous")
         if trust:
             levels.append("needs-trust")
+        calls = (call for pickle in self.kept for call in pickle.calls if called(call) in NUMPY_CALLS)
+        as_data = (
+            worst_safety(*levels) == "needs-trust"
+            and not (self.complaints or self.inner_names)
+            and all(use.full_name in PLAIN_VALUES or use.full_name in ALSO_DATA for use in trust)
+            and all(map(is_plain, calls))
+        )
         findings = []
         if dangerous:
             evidence = []
@@ -483,6 +496,8 @@ class _Judge:
             if self.inner_names:
                 inside = [f"{module}.{name}" for module, name in sorted(self.inner_names)[:_MAX_EVIDENCE]]
                 evidence.append(f"{', '.join(inside)}: called, found inside a class named above"[:_MAX_WORDING])
+            if as_data:
+                evidence.append("transload.load needs no trust for them: it makes them itself, as data")
             names_in_it, them = ("1 name", "it") if len(trust) == 1 else (f"{len(trust)} names", "them")
             title = f"torch.load refuses {names_in_it} in it unless you allow {them}"
             fixes: tuple[str, ...] = ()
@@ -496,7 +511,7 @@ class _Judge:
                 if not fixes and not any(pickle.broken for pickle in self.kept):
                     fixes = _unallowed(trust)
             findings.append(Finding("needs-trust", "warning", title, _cut(evidence), fixes))
-        return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)))
+        return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)), as_data)
 
 
 def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:

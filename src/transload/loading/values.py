@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import os
-import re
 import types
 from collections import deque
 from collections.abc import Callable
@@ -24,8 +23,6 @@ from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
 Args = tuple[Any, ...]
-
-_DTYPE = re.compile(r"(?:b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SUV]\d{1,9})", re.ASCII)
 
 
 def has(name: str) -> bool:
@@ -69,7 +66,7 @@ def from_numpy(node: Call) -> Any:
     name = called(node)
     array = None if name == "numpy.dtype" else array_of(node)
     dtype = dtype_of(node) if name == "numpy.dtype" else array and array.dtype
-    if dtype is None or not dtype.plain or not _DTYPE.fullmatch(dtype.code):
+    if dtype is None or not dtype.plain:
         raise NeedsTrust("a numpy array of objects or records, or of a class of its own")
     kind = np.dtype(dtype.code).newbyteorder(">" if dtype.big_endian else "<")
     if array is None:

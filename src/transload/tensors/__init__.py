@@ -353,7 +353,7 @@ class PackedStorages:
         return Inflating(source, record.offset, record.stored, record.size, unpack)
 
 
-_UNPACK = {  # deflated, as every zip tool does it
+_UNPACK: dict[int, Callable[..., Iterator[bytes]]] = {  # deflated, as every zip tool does it
     8: inflated,
     AS_TEXT: partial(from_text, "utf-8"),
     AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
