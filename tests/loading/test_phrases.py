@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Made:
     def make(cls) -> Made:
         return cls()
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> Any:
         return Made.make, ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime as dt
 import decimal
 import fractions
@@ -13,12 +14,13 @@ import pickle
 import random
 import types
 import uuid
-from collections import deque
+import zoneinfo
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests import forge
 from tests.each import each, for_each
 from tests.loading.equal import same
 
@@ -56,6 +58,8 @@ PLAIN: dict[str, Any] = {
     "date and time": dt.datetime(2020, 1, 2, 3, 4, 5),  # noqa: DTZ001 - those without a zone are saved, too
     "with a zone": dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc),
     "with a named zone": dt.datetime(2020, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=2), "x")),
+    "in a zone": dt.datetime(2020, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "zone": zoneinfo.ZoneInfo("UTC"),
     "span": dt.timedelta(1, 2, 3),
     "path": pathlib.Path("/a/b"),
     "path of Windows": pathlib.PureWindowsPath("c:/x"),
@@ -66,7 +70,11 @@ PLAIN: dict[str, Any] = {
     "namespace": types.SimpleNamespace(q=2),
     "slice": slice(1, None, 2),
     "range": range(1, 9, 3),
-    "queue": deque([1, torch.ones(1)], maxlen=3),
+    "queue": collections.deque([1, torch.ones(1)], maxlen=3),
+    "dictionaries": collections.ChainMap({"a": 1}, {"a": 2, "b": torch.ones(2)}),
+    "dictionary in an object": collections.UserDict({"a": torch.ones(2)}),
+    "list in an object": collections.UserList([1]),
+    "text in an object": collections.UserString("x"),
 }
 REFUSED: dict[str, Any] = {
     "objects": np.array([1, None], dtype=object),
@@ -155,6 +163,28 @@ def test_arrays_that_numpy_does_not_write_are_refused(name: str) -> None:
         transload.load(saved(Crafted(ODD[name]), 2))
 
 
+def test_states_and_zones_that_python_does_not_write_are_refused() -> None:
+    for name, state in (("UserDict", {"data": [1]}), ("UserList", {"data": [1], "append": 2}), ("ChainMap", [1])):
+        with pytest.raises(Exception, match="does not write"):
+            values.set_state(values.make(f"collections.{name}", ()), state)
+    with pytest.raises(transload.LoadError, match="'Nowhere/Town' is not known here"):
+        values.make("zoneinfo.ZoneInfo._unpickle", ("Nowhere/Town", True))
+    with pytest.raises(Exception, match="fails"):
+        values.make("zoneinfo.ZoneInfo._unpickle", ("../../etc/passwd", True))
+
+
+def test_getattr_finds_nothing_but_zones() -> None:
+    zone = forge.name("zoneinfo", "ZoneInfo") + forge.text("_unpickle")
+    found = forge.name("builtins", "getattr") + zone + b"\x86R"
+    made = found + forge.text("UTC") + b"\x88\x86R"
+    assert transload.load(forge.checkpoint(forge.pickled(made))) == zoneinfo.ZoneInfo("UTC")
+    other = found.replace(forge.text("_unpickle"), forge.text("no_cache")) + forge.text("UTC") + b"\x85R"
+    getattr_itself = forge.name("builtins", "getattr")
+    for body in (found, other, b"(" + made + getattr_itself + b"t", getattr_itself, b"(" + made + other + b"t"):
+        with pytest.raises(transload.UnsafeError, match="Weights only load failed"):
+            transload.load(forge.checkpoint(forge.pickled(body)))
+
+
 def test_arguments_of_other_types_are_refused() -> None:
     with pytest.raises(Exception, match="nobody writes"):
         values.make("datetime.datetime", ("2020",))
@@ -165,7 +195,7 @@ def test_arguments_of_other_types_are_refused() -> None:
 
 
 def test_every_value_that_can_be_made_is_let_through() -> None:
-    assert {*values._VALUES, *NUMPY_CALLS, "numpy.ndarray"} == PLAIN_VALUES.keys()
+    assert {*values._VALUES, *NUMPY_CALLS, "numpy.ndarray", "zoneinfo.ZoneInfo"} == PLAIN_VALUES.keys()
 
 
 # -- arguments of load

@@ -89,7 +89,7 @@ def test_arrays_of_joblib_stay(tmp_path: Path) -> None:
     with tagged("cuda:0"):
         joblib.dump(held, path)
     assert retag(path, "cpu").method == "patch"
-    assert joblib.load(path)["a"].tolist() == held["a"].tolist()  # type: ignore[attr-defined]
+    assert joblib.load(path)["a"].tolist() == held["a"].tolist()
     assert retag(path, "privateuseone:10", out=tmp_path / "copy").grown > 0
     assert tags(tmp_path / "copy") == {"privateuseone:10"}
     with warnings.catch_warnings():

@@ -82,11 +82,13 @@ PLAIN_VALUES = _each(
         "a range of numbers": "builtins.range",
         "a slice": "builtins.slice",
         "a queue": "collections.deque",
+        "a dictionary of several": "collections.ChainMap",
+        "a dictionary, list or text in an object": "collections.UserDict collections.UserList collections.UserString",
         "a date": "datetime.date",
         "a date and time": "datetime.datetime",
         "a time of day": "datetime.time",
         "a span of time": "datetime.timedelta",
-        "a time zone": "datetime.timezone",
+        "a time zone": "datetime.timezone zoneinfo.ZoneInfo zoneinfo.ZoneInfo._unpickle",
         "a decimal number": "decimal.Decimal",
         "a fraction": "fractions.Fraction",
         "the type of a numpy array": "numpy.dtype",
@@ -169,6 +171,7 @@ _FAMILIES = _each(
         "a class of timm: the file holds a whole module": "timm.",
         "a class of ultralytics: the file holds a whole model": "ultralytics.",
         "an enumeration": "enum.",
+        "a dictionary with attributes": "addict. box. easydict. ml_collections. munch. yacs.",
     }
 )
 
@@ -327,9 +330,8 @@ _NOT_COMPUTES = _names(
 _MODULES = sys.stdlib_module_names | _names("torch np grad _VF _Reduction")
 # Single names of either kind.
 _PARTS = _names(
-    "_io.BytesIO _io.StringIO io.BytesIO io.StringIO array.array array._array_reconstructor collections.ChainMap "
-    "collections.UserDict collections.UserList collections.UserString functools.partial logging.getLogger "
-    "random.Random re._compile re.RegexFlag statistics.NormalDist string.Template types.GenericAlias "
+    "_io.BytesIO _io.StringIO io.BytesIO io.StringIO array.array array._array_reconstructor functools.partial "
+    "logging.getLogger random.Random re._compile re.RegexFlag statistics.NormalDist string.Template types.GenericAlias "
     "types.MappingProxyType types.NoneType typing.Any typing.Optional typing.Union uuid.SafeUUID "
     "zoneinfo.ZoneInfo zoneinfo.ZoneInfo._unpickle zoneinfo._czoneinfo.ZoneInfo "
     "torch.nn.backends.thnn._get_thnn_function_backend torch.Generator torch.dtype torch.layout "

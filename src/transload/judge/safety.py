@@ -467,11 +467,14 @@ class _Judge:
             levels.append("dangerous")
         if trust:
             levels.append("needs-trust")
+        with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
+        found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
+        known = {*PLAIN_VALUES, *ALSO_DATA, *found}
         calls = (call for pickle in self.kept for call in pickle.calls if called(call) in NUMPY_CALLS)
         as_data = (
             worst_safety(*levels) == "needs-trust"
-            and not (self.complaints or self.inner_names)
-            and all(use.full_name in PLAIN_VALUES or use.full_name in ALSO_DATA for use in trust)
+            and not self.complaints
+            and all(use.full_name in known for use in trust)
             and all(map(is_plain, calls))
         )
         findings = []
@@ -627,6 +630,18 @@ def _inner_name(node: object) -> tuple[str, str] | None:
     module, name = canonical(found[0].module, found[0].name)
     inner = f"{name}.{found[1]}"
     return (module, inner) if classify(module, inner)[0] != "dangerous" and is_class_path(inner) else None
+
+
+def plain_value(node: object) -> str:
+    """The name of a plain value that ``getattr`` finds in its class, as the zone of a date is made; else empty."""
+    inner = ".".join(_inner_name(node) or ())
+    return inner if inner in PLAIN_VALUES else ""
+
+
+def finds_plain_values(pickle: Pickle) -> bool:
+    """Whether all that ``getattr`` finds for a pickle are plain values."""
+    calls = [call for call in pickle.calls if full_name(call.callee) == "builtins.getattr"]
+    return bool(calls) and all(map(plain_value, calls))
 
 
 def _is_newobj_ex(callee: object) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS
 from transload.judge.names import can_be_allowed
+from transload.judge.safety import plain_value
 from transload.loading.refusal import Allowed, NeedsTrust, Unknown, Wrong, in_phrases, name_of
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
@@ -247,7 +248,11 @@ class _Builder:
             raise Wrong("a call whose arguments are not a tuple")
         callee = node.callee if type(node.callee) is Global else module_class(node.callee)
         name = (self._names.get(callee) or name_of(callee)) if type(callee) is Global else ""
-        if type(node.callee) is Call:  # getattr(Outer, "Inner"), which is looked up first
+        if type(node.callee) is Call and node.kind == "reduce" and (value := plain_value(node.callee)):
+            from transload.loading.values import make
+
+            made = make(value, tuple((yield node.args)))
+        elif type(node.callee) is Call:  # getattr(Outer, "Inner"), which is looked up first
             target, *found = yield (node.callee, *node.args)
             kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
             made = self._call_found(target, node.kind, tuple(found), kwargs)

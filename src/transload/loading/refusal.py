@@ -12,7 +12,7 @@ from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
-from transload.judge.safety import judge_pickles, safe_globals_lines
+from transload.judge.safety import finds_plain_values, judge_pickles, safe_globals_lines
 from transload.nodes import Global
 
 if TYPE_CHECKING:
@@ -67,7 +67,12 @@ class Allowed:
 
     def refused(self, pickles: Iterable[Pickle]) -> list[Global]:
         """The names in some pickles that nobody has allowed."""
-        nodes = [node for pickle in pickles for node in pickle.globals.values()]
+        nodes = [
+            node
+            for pickle in pickles
+            for node in pickle.globals.values()
+            if not (_full(node) == "builtins.getattr" and finds_plain_values(pickle))
+        ]
         return [node for node in nodes if not self.is_known(node) and self.user(node) is None]
 
     def user(self, node: Global) -> Any:

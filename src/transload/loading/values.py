@@ -7,10 +7,10 @@ that the file names is called. What could hold any object (an array of objects, 
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime as dt
 import os
 import types
-from collections import deque
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -23,6 +23,13 @@ from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
 Args = tuple[Any, ...]
+_HELD = {
+    "UserDict": ("data", dict),
+    "UserList": ("data", list),
+    "UserString": ("data", str),
+    "ChainMap": ("maps", list),
+}
+"""Classes of ``collections`` by the one attribute that they have, and what that is."""
 
 
 def has(name: str) -> bool:
@@ -47,6 +54,11 @@ def set_state(made: Any, state: Any) -> bool:
     if kind in (argparse.Namespace, types.SimpleNamespace):
         if type(state) is not dict or any(type(key) is not str for key in state):
             raise Wrong("a namespace whose values have no names")
+        vars(made).update(state)
+    elif kind.__module__ == "collections" and kind.__name__ in _HELD:
+        name, held = _HELD[kind.__name__]
+        if type(state) is not dict or [*state] != [name] or type(state[name]) is not held:
+            raise Wrong(f"a {kind.__name__} with a state that Python does not write")
         vars(made).update(state)
     elif (kind.__module__, kind.__name__) == ("uuid", "UUID"):
         number = state.get("int") if type(state) is dict else None
@@ -110,6 +122,25 @@ def _of(module: str, name: str) -> Callable[..., Any]:
     return made
 
 
+def _zone(key: str, cached: object = True) -> Any:
+    from zoneinfo import ZoneInfo
+
+    try:
+        return ZoneInfo(key) if cached else ZoneInfo.no_cache(key)
+    except (LookupError, OSError) as error:
+        raise LoadError(f"the time zone {key[:80]!r} is not known here", fix="pip install tzdata") from error
+
+
+def _bare(name: str) -> Callable[..., Any]:
+    """An object of ``collections`` that is nothing before it is given its state."""
+
+    def made(_: object = None) -> Any:
+        kind = getattr(collections, name)
+        return kind.__new__(kind)
+
+    return made
+
+
 def _identifier() -> Any:
     from uuid import UUID
 
@@ -123,12 +154,14 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "types.SimpleNamespace": (types.SimpleNamespace,),
     "builtins.range": (range, int, int, int),
     "builtins.slice": (slice, _INDEX, _INDEX, _INDEX),
-    "collections.deque": (deque, (list, tuple), _INDEX),
+    "collections.deque": (collections.deque, (list, tuple), _INDEX),
+    **{f"collections.{name}": (_bare(name), *((str,) if name == "UserString" else ())) for name in _HELD},
     "datetime.date": (dt.date, (bytes, int), int, int),
     "datetime.datetime": (dt.datetime, bytes, _ZONE),
     "datetime.time": (dt.time, bytes, _ZONE),
     "datetime.timedelta": (dt.timedelta, int, int, int),
     "datetime.timezone": (dt.timezone, dt.timedelta, str),
+    "zoneinfo.ZoneInfo._unpickle": (_zone, str, (bool, int)),
     "decimal.Decimal": (_of("decimal", "Decimal"), str),
     "fractions.Fraction": (_of("fractions", "Fraction"), (str, int), int),
     "uuid.UUID": (_identifier,),
