@@ -240,7 +240,7 @@ class _Held:
             vm.pos = found.end
             vm.out.persistent += found.persistent
             vm.out.irregular += found.irregular
-            vm.out.ambiguous += found.ambiguous
+            vm.out.ambiguous += () if found.cut else found.ambiguous
             add_uses(vm.out, found)
             if found.broken:
                 raise (Cut if found.cut else Broken)(found.broken)
