@@ -188,6 +188,13 @@ def test_one_by_hand() -> None:
     )
 
 
+def test_the_frame_ends_where_an_array_begins() -> None:
+    for inside in (0, 5):
+        body = wrapped(b"")
+        framed = b"\x80\x04\x95" + struct.pack("<Q", len(body) + inside) + body + NUMBERS + b"."
+        assert inspect(framed).safety == ("dangerous" if inside else "needs-trust")
+
+
 def padded(opcodes: bytes) -> bytes:
     return opcodes + b"N" * (16 - len(opcodes))
 
@@ -213,6 +220,8 @@ def test_both_readings_of_a_file_count(body: bytes) -> None:
 
 
 ODD = {
+    "a state that numpy ignores": wrapped(pickled(b"N"), dtype("f4", flags=63).replace(b"\x89\x88", b"\x89\x89")),
+    "a class that is not numpy's": wrapped(NUMBERS).replace(name("numpy", "ndarray"), name("torch", "Tensor")),
     "another size by the state": wrapped(NUMBERS, dtype("V4", 8)),
     "an attribute of its own": wrapped(NUMBERS, more=text("read") + name("builtins", "print")),
     "no shape": WRAPPER + b")\x81}b" + NUMBERS,

@@ -54,16 +54,20 @@ def dtype_of(node: Any) -> Dtype | None:
     if type(node) is not Call or called(node) != "numpy.dtype" or node.kind != "reduce" or node.items or node.appended:
         return None
     code: Any = node.args[0] if type(node.args) is tuple and 1 <= len(node.args) <= 3 else None
-    states = node.states or [(3, "=", None, None, None, -1, -1, 0)]
-    state: Any = states[0]
-    if type(code) is not str or not _CODE.fullmatch(code) or len(states) > 1 or type(state) is not tuple:
-        return None
-    if not 5 <= len(state) <= 9 or state[1] not in _ENDIANS:
+    if type(code) is not str or not _CODE.fullmatch(code) or len(node.states or ()) > 1:
         return None
     itemsize = int(code[1:]) * (4 if code[0] == "U" else 1)
+    state: Any = (3, "=", None, None, None, itemsize, -1, 0)
+    if node.states:
+        # Of a dtype that is not a copy numpy ignores the state. The size in it counts for some kinds, and its flags
+        # say whether there are objects.
+        state = node.states[0]
+        if node.args[1:] != (False, True) or type(state) is not tuple or not 5 <= len(state) <= 9:
+            return None
     size, flags = (*state[5:6], -1)[0], (*state[7:8], 0)[0]
-    # The size that the state tells counts for some kinds, and the flags tell whether there are objects.
-    if type(flags) is not int or type(size) is not int or size not in (-1, itemsize):
+    if type(flags) is not int or size not in ((itemsize,) if code[0] in "SUV" else (itemsize, -1)):
+        return None
+    if state[1] not in _ENDIANS:
         return None
     objects = bool(flags & _OBJECTS)
     plain = not any(state[2:5]) and not any(state[8:]) and not objects and _PLAIN_CODE.fullmatch(code) is not None

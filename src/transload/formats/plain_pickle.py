@@ -227,12 +227,14 @@ class _Held:
             state = {key: value for key, value in states[0].pairs() if type(key) is str}
             plain = plain and 2 * len(state) == len(states[0].items)
         shape, dtype, order = shape_of(state.get("shape")), dtype_of(state.get("dtype")), state.get("order")
-        padded = state.get("numpy_array_alignment_bytes")
+        padded, mapped = state.get("numpy_array_alignment_bytes"), state.get("allow_mmap", False)
         place = next((at for at in range(1, min(len(calls), _MAX_CALLS) + 1) if calls[-at] is made), 0)
-        if not plain or not _WRAPPED <= state.keys() <= _WRAPPED | _WRAPPED_TOO or order not in ("C", "F") or not place:
+        plain = plain and _WRAPPED <= state.keys() <= _WRAPPED | _WRAPPED_TOO and order in ("C", "F")
+        plain = plain and type(padded) in (int, type(None)) and type(mapped) is bool
+        if not plain or not place or shape is None or dtype is None or not _is_numpy(state["subclass"]):
             raise Broken("an array that joblib does not write so")
-        if shape is None or dtype is None or type(padded) not in (int, type(None)):
-            raise Broken("an array that joblib does not write so")
+        if vm.pos < vm.frame_end:  # joblib would look for it behind the frame
+            vm.ambiguous("an array begins inside a frame")
         del calls[-place]
         begin, found = vm.pos, None
         if dtype.objects:  # it follows as a pickle of its own
@@ -325,6 +327,10 @@ class _Held:
         if not 0 <= nbytes < MAX_SIZE or len(data) > start + nbytes or (len(data) >= start and count != numel):
             return None
         return _Stream(kind, tag, numel, nbytes, start)
+
+
+def _is_numpy(node: object) -> bool:
+    return type(node) is Global and node.module.partition(".")[0] == "numpy"
 
 
 def _is_plain(pickle: Pickle, *, named: bool = False) -> bool:
