@@ -53,7 +53,8 @@ def dtype_of(node: Any) -> Dtype | None:
     """The dtype that a call makes; ``None`` for one that numpy does not write, which may turn out as another."""
     if type(node) is not Call or called(node) != "numpy.dtype" or node.kind != "reduce" or node.items or node.appended:
         return None
-    code: Any = node.args[0] if type(node.args) is tuple and 1 <= len(node.args) <= 3 else None
+    args: Any = node.args if type(node.args) is tuple and len(node.args) <= 3 else ()
+    code = args[0] if args else None
     if type(code) is not str or not _CODE.fullmatch(code) or len(node.states or ()) > 1:
         return None
     itemsize = int(code[1:]) * (4 if code[0] == "U" else 1)
@@ -62,7 +63,7 @@ def dtype_of(node: Any) -> Dtype | None:
         # Of a dtype that is not a copy numpy ignores the state. The size in it counts for some kinds, and its flags
         # say whether there are objects.
         state = node.states[0]
-        if node.args[1:] != (False, True) or type(state) is not tuple or not 5 <= len(state) <= 9:
+        if args[1:] != (False, True) or type(state) is not tuple or not 5 <= len(state) <= 9:
             return None
     size, flags = (*state[5:6], -1)[0], (*state[7:8], 0)[0]
     if type(flags) is not int or size not in ((itemsize,) if code[0] in "SUV" else (itemsize, -1)):
