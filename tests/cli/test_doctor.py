@@ -6,7 +6,6 @@ import io
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,13 +288,16 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.Cap
 class Asked:
     """Stands in for the examination, and keeps what it was asked."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
+    def __init__(self) -> None:
+        self.words: tuple[str, ...] = ()
         self.arguments: tuple[Any, ...] = ()
 
-    def __call__(self, python: str = "", *, torch: bool = True, timeout: float = 0.0) -> transload.Diagnosis:
+    def __call__(
+        self, python: str = "", *, torch: bool = True, timeout: float = 0.0, progress: Callable[[str], object] = print
+    ) -> transload.Diagnosis:
         self.arguments = (python, torch, timeout)
-        time.sleep(self.seconds)
+        for words in ("running torch", *self.words):
+            progress(words)
         return judge_machine(bare())
 
 
@@ -330,7 +332,7 @@ def test_an_interpreter_on_the_path_is_found(asked: Asked, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_only_a_person_is_told_to_wait_and_nothing_of_it_stays(
+def test_what_is_waited_for_is_shown_and_stays_only_where_nobody_watches(
     terminal: bool, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stream(io.StringIO):
@@ -341,11 +343,21 @@ def test_only_a_person_is_told_to_wait_and_nothing_of_it_stays(
 
     stream = Stream()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(command, "_PATIENCE", 0.01)
-    asked.seconds = 0.3
+    monkeypatch.setenv("COLUMNS", "80")
+    asked.words = ("running torch: import, at /home/mary/torch.py:2", f"running torch: import, at /{'x' * 99}.py:2")
     assert main(["doctor"]) == 0
-    word = "asking torch …"
-    assert stream.getvalue() == (f"{word}\r{' ' * len(word)}\r" if terminal else "")
+    assert stream.getvalue() == ""  # it was quick
+    monkeypatch.setattr(command, "_PATIENCE", 0.0)
+    monkeypatch.setattr(command, "_LONG_PATIENCE", 0.0)
+    assert main(["doctor"]) == 0
+    if not terminal:
+        assert stream.getvalue() == "transload: still running torch\n"
+        return
+    first, second, third, wiped, end = stream.getvalue().split("\r")[1:]
+    assert (first, second) == ("running torch …", "running torch: import, at ~user2/torch.py:2 …")
+    assert (third, len(third)) == (f"…{'x' * 71}.py:2 …", 79)
+    assert (wiped.strip(), end) == ("", "")
+    assert len(wiped) >= len(third)
 
 
 # -- the real thing ---------------------------------------------------------------------------------------------------

@@ -189,6 +189,28 @@ def test_hurry_brings_the_deadline_nearer() -> None:
         assert child.outcome().state == "hung"
 
 
+def test_a_child_that_does_nothing_is_given_up_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_LOOK", 0.05)
+    monkeypatch.setattr(children, "_LONG", 0.0)
+    waited: list[str] = []
+    with Child(question("report.doing('import'); time.sleep(600)"), LONG) as child:
+        told = child.outcome(0.3, waited.append)
+    if sys.platform == "linux":
+        assert re.fullmatch(r"hung in import after \d\.\d s, idle for the last 0 s", told.detail)
+    assert "import" in waited
+    assert not alive(child.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what /proc tells")
+def test_a_child_works_while_anything_that_it_started_does() -> None:
+    text = "import subprocess; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with Child(question(text), LONG) as child:
+        while children._work(child.pid) < 3 * children._WORK and not child.ended():
+            time.sleep(0.01)
+        assert not child.ended()
+    assert children._work(child.pid) == -1
+
+
 def interrupted(child: Child) -> None:
     with child:
         assert not child.ended()

@@ -14,6 +14,7 @@ from tests.elf_forge import LOADABLE
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
 
 from transload._version import __version__
+from transload.diagnose import judge_machine
 from transload.diagnose import probes as module
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
@@ -151,6 +152,21 @@ def test_the_time_for_torch_can_be_set(tmp_path: Path) -> None:
     assert machine.torch_run.answer.state == "hung"
 
 
+def test_what_is_imported_in_place_of_torch_may_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SHADOWED", 1.0)
+    monkeypatch.setattr("transload.diagnose.children._LOOK", 0.05)
+    monkeypatch.setattr("transload.diagnose.children._LONG", 0.0)
+    told: list[str] = []
+    machine = probe(host=host(tmp_path, torch=PATIENT), progress=told.append)
+    assert machine.torch.shadow == f"{tmp_path}/torch.py"
+    assert machine.torch_run.answer.state == "hung"
+    assert f"running torch: import, at {tmp_path}/torch.py:4" in told
+    finding = judge_machine(machine).cause
+    assert finding is not None
+    assert finding.code == "P03"
+    assert any(line.startswith(f"torch hung in import at {tmp_path}/torch.py:4 after ") for line in finding.evidence)
+
+
 def test_all_children_are_ended_when_the_user_has_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Child] = []
 
@@ -194,3 +210,5 @@ def test_the_usual_times_keep_the_promise() -> None:
     assert module._DRIVER + 5 * 0.2 < 10
     assert module._EXPERIMENTS + 5 * 0.2 <= 10
     assert module._DRIVER < module._EXPERIMENTS < module._TORCH
+    assert module._SHADOW_IDLE < module._SHADOWED <= 10
+    assert module._IDLE < module._TORCH

@@ -12,13 +12,14 @@ from transload.errors import UsageError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
     from transload.render.lines import Block
 
 _PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
+_LONG_PATIENCE = 5.0  # and whoever reads stderr elsewhere
 _INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")
 
 
@@ -83,8 +84,9 @@ def run_doctor(arguments: Namespace) -> int:
         diagnosis, names = judge_machine(_saved(arguments.saved)), Names()
     else:
         python = _interpreter(arguments.python) if arguments.python is not None else ""
-        with _patience("" if arguments.no_torch else "asking torch …"):
-            diagnosis = doctor(python, torch=not arguments.no_torch, timeout=arguments.timeout or 0.0)
+        timeout = arguments.timeout or 0.0
+        with _progress(redact=not arguments.no_redact) as progress:
+            diagnosis = doctor(python, torch=not arguments.no_torch, timeout=timeout, progress=progress)
         names = names_here()
     if not arguments.no_redact:
         diagnosis = redacted(diagnosis, names, runnable=not arguments.json)
@@ -162,28 +164,39 @@ def _saved(path: str) -> Machine:
 
 
 @contextmanager
-def _patience(words: str) -> Iterator[None]:
-    """Show words on stderr while something takes long, if a user is there to read them; wiped away afterwards."""
-    if not words or sys.stderr is None or not sys.stderr.isatty():
-        yield
-        return
-    from threading import Timer
+def _progress(*, redact: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows on stderr what is being waited for, once that takes long.
 
-    shown = []
+    On a terminal that is a line which is overwritten, and wiped away at the end; elsewhere it is written once.
+    """
+    from time import monotonic
 
-    def show_words() -> None:
-        from transload.render.lines import style_of
+    from transload.render.lines import style_of
 
-        shown.append(style_of(sys.stderr).text(words))
-        print(shown[0], end="", file=sys.stderr, flush=True)
+    stream, begun, shown = sys.stderr, monotonic(), 0
+    terminal = stream is not None and stream.isatty()
 
-    timer = Timer(_PATIENCE, show_words)
-    timer.daemon = True
-    timer.start()
+    def tell(words: str) -> None:
+        nonlocal shown
+        late = monotonic() - begun >= (_PATIENCE if terminal else _LONG_PATIENCE)
+        if stream is None or not late or (shown and not terminal):
+            return
+        from transload.diagnose.redact import names_here, redacted
+        from transload.machine import Machine
+        from transload.render.words import printable
+
+        told = redacted(Machine(transload=words), names_here()).transload if redact else words
+        style, line = style_of(stream), printable(told, None)
+        if not terminal:
+            line = f"transload: still {line}\n"
+        elif len(line) + 3 > style.width:
+            line = f"…{line[4 - style.width :]}"
+        line = style.text(f"\r{line} …" if terminal else line)
+        print(f"{line:<{shown}}", end="", file=stream, flush=True)
+        shown = len(line)
+
     try:
-        yield
+        yield tell
     finally:
-        timer.cancel()
-        timer.join()
-        if shown:
-            print(f"\r{' ' * len(shown[0])}\r", end="", file=sys.stderr, flush=True)
+        if shown and terminal:
+            print(f"\r{' ' * shown}\r", end="", file=stream, flush=True)

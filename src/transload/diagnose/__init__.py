@@ -8,22 +8,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
 
 
-def doctor(python: str = "", *, torch: bool = True, timeout: float = 0.0) -> Diagnosis:
+def doctor(
+    python: str = "", *, torch: bool = True, timeout: float = 0.0, progress: Callable[[str], object] | None = None
+) -> Diagnosis:
     """Examine this machine, and the environment of ``python`` (this interpreter unless another is named).
 
     Nothing is changed and torch is not imported into this process; with ``torch=False`` it is not run at all.
-    ``timeout`` is the most seconds the torch child may take.
+    ``timeout`` is the most seconds the torch child may take; without one it is 60, less where it hangs without
+    working. ``progress`` is called with words on what is being waited for.
 
     >>> transload.doctor().status  # doctest: +SKIP
     'ok'
     """
     from transload.diagnose.probes import probe
 
-    return judge_machine(probe(python, torch=torch, timeout=timeout))
+    return judge_machine(probe(python, torch=torch, timeout=timeout, progress=progress or (lambda _: None)))
 
 
 def judge_machine(machine: Machine) -> Diagnosis:

@@ -369,7 +369,8 @@ class Case(Machine):
 def quoted(text: str) -> str:
     """The first line of an error's text, as evidence; empty if there is none."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return f"torch says: {line[:_SHOWN]}" if line else ""
+    said = "torch " if line.startswith("hung ") else "torch says: "
+    return f"{said}{line[:_SHOWN]}" if line else ""
 
 
 def is_nvidia_library(name: str) -> bool:

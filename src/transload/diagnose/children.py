@@ -17,6 +17,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,9 +46,18 @@ _BACKSTOP = 5
 """Seconds after its deadline at which a child ends itself if the parent is gone and the lifeline did not work."""
 _STANDARD = 2
 """Files up to this number are the child's standard ones."""
+_LOOK = 1.0
+"""Seconds between two looks at a child that is waited for."""
+_LONG = 1.0
+"""Seconds after which it is said where a child is."""
+_WORK = 10
+"""Hundredths of a second, or pages read, that a child may use between two looks and still count as idle."""
 
+_DUMPED = re.compile(rb"(?:Timeout \([\d:.]+\)!|(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):)$")
+"""What faulthandler prints before the stack of each thread, the main one last."""
 _STACK = re.compile(r"Fatal Python error: |(?:Current thread|Stack).*\(most recent call first\)")
 _PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
+_OF_PYTHON = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,8 @@ class Outcome:
     end: str = ""
     """Why there is no more: ``SIGSEGV``, ``exit status 3``, ``hung``; empty where it was done."""
     seconds: float = 0.0
+    idle: float = 0.0
+    """Seconds without work after which it was given up, before its deadline; else 0."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -104,9 +116,10 @@ class Outcome:
             return self.end
         doing = self.facts.get("doing", "")
         step = f"in {doing}" if doing else "at its start"
-        place = _PLACE.search(self.noise, len(self.printed))
-        at = f" at {place[1]}:{place[2]}" if place else ""
+        place = _place(self.noise[len(self.printed) :])
+        at = f" at {place}" if place else ""
         time = f" after {self.seconds:.1f} s" if self.state == "hung" else ""
+        time += f", idle for the last {self.idle:.0f} s" if self.idle else ""
         words = " ".join(self.printed[-500:].split())
         return f"{self.end} {step}{at}{time}" + (f"; it printed: {words}" if words else "")
 
@@ -131,6 +144,8 @@ class Child:
         self._last = self.begun
         self._done = False
         self._noise = self._rest = b""
+        self._frames: list[bytes] = []
+        self._dumping = False
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
@@ -163,29 +178,45 @@ class Child:
         """Whether it is done or gone, without waiting."""
         return self._process is None or self._over.is_set() or self._process.poll() is not None
 
-    def outcome(self) -> Outcome:
-        """What became of it, at its deadline at the latest."""
+    def outcome(self, patience: float = inf, waiting: Callable[[str], object] = lambda _: None) -> Outcome:
+        """What became of it: at its deadline at the latest, or when it has not worked for ``patience`` seconds.
+
+        It works where it uses the processor, reads files or gets to another line. Only Linux tells. Once it takes long,
+        ``waiting`` is called each second with the step and the line where it is.
+        """
         process = self._process
         if process is None:
             return Outcome("unasked", end=self._refusal)
+        idle, looked = 0.0, monotonic()
+        since, work, place = looked, _work(process.pid), ""
         while not self.ended() and (left := self.deadline - monotonic()) > 0:
             self._over.wait(min(left, 0.05))
+            if (now := monotonic()) - looked < _LOOK:
+                continue
+            looked, done, there = now, _work(process.pid), _place(b"\n".join(self._frames).decode("utf-8", "replace"))
+            if now - self.begun > _LONG:
+                doing = [record["doing"] for record in list(self.records) if "doing" in record]
+                waiting(", at ".join(filter(None, (*doing[-1:], there))))
+            if done < 0 or done - work >= _WORK or "" != place != there != "":
+                since, work = now, done
+            elif now - since >= patience:
+                idle = now - since
+                break
+            place = there or place
         if process.poll() is not None and not self._over.wait(_GRACE):  # its last words may still be in the pipe
             self._finish()
         state: State = "answered" if self._done else "hung"
         end = "" if self._done else "hung"
         if not self._done:
             with suppress(subprocess.TimeoutExpired):  # it may have closed its output and live on
-                state, end = "crashed", _status(process.wait(max(0.0, self.deadline - monotonic())))
+                left = 0.0 if idle else self.deadline - monotonic()
+                state, end = "crashed", _status(process.wait(max(0.0, left)))
         seconds = (monotonic() if state == "hung" else self._last) - self.begun
-        if state == "hung" and any("traced" in record for record in self.records):
-            with suppress(OSError):  # it prints Python's stack, which is then found in its noise
-                process.send_signal(signal.SIGUSR1)
-            self._over.wait(_GRACE)
         if not self.close():
             end += ", and could not be killed,"
-        noise = (self._noise + self._rest).decode("utf-8", "replace").strip()
-        return Outcome(state, tuple(self.records), noise, end, seconds)
+        frames = (b"", b"Stack (most recent call first):", *self._frames) if state == "hung" and self._frames else ()
+        noise = b"\n".join((self._noise + self._rest, *frames)).decode("utf-8", "replace").strip()
+        return Outcome(state, tuple(self.records), noise, end, seconds, idle if state == "hung" else 0.0)
 
     def close(self) -> bool:
         """End it and everything it started. False where it does not die: then it is left to itself."""
@@ -243,7 +274,7 @@ class Child:
                     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                         record = {}
                     record = record if isinstance(record, dict) else {}
-                    self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
+                    self._noise = (self._noise + (before if record else self._printed(line)))[-_NOISE:]
                     if record and len(self.records) < _RECORDS:
                         self.records.append(record)
                         self._done = self._done or "done" in record
@@ -253,9 +284,45 @@ class Child:
                     self._finish()
         self._finish()
 
+    def _printed(self, line: bytes) -> bytes:
+        """A line without Python's stack, the last of which is kept apart; that of a crash is its last words."""
+        dumped = None if b"Fatal Python error" in self._noise else _DUMPED.search(line)
+        if not dumped and self._dumping and (not line or line.startswith(b"  ")):
+            self._frames.append(line)
+            return b""
+        self._dumping = bool(dumped)
+        self._frames = [] if dumped else self._frames
+        return line[: dumped.start()] if dumped else line + b"\n"
+
     def _finish(self) -> None:
         self._last = self._last if self._over.is_set() else monotonic()
         self._over.set()
+
+
+def _place(stack: str) -> str:
+    r"""The innermost line in a stack, of Python's own library only where there is no other.
+
+    >>> _place('File "/usr/lib/python3.11/threading.py", line 327 in wait\n  File "/x/torch/a.py", line 3 in f')
+    '/x/torch/a.py:3'
+    """
+    lines = [":".join(found.groups()) for found in _PLACE.finditer(stack)]
+    return next((line for line in lines if not _OF_PYTHON.search(line)), lines[0] if lines else "")
+
+
+def _work(session: int) -> int:
+    """What all processes of a session have done: hundredths of a second on a processor, and pages read from a disk.
+
+    It is -1 where the system does not tell.
+    """
+    total, known = 0, False
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if name.isdecimal():
+            with suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stream:
+                fields = stream.read().rpartition(b")")[2].split()
+                if int(fields[3]) == session:
+                    known = True
+                    total += sum(int(fields[place]) for place in (9, 10, 11, 12, 13, 14))
+    return total if known else -1
 
 
 def _closed(number: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,16 +189,27 @@ def test_an_import_that_crashes(tmp_path: Path, text: str, detail: str) -> None:
     assert told.available == Unknown(detail)
 
 
-def test_an_import_that_hangs(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import os, time\nos.write(1, b'\\x1e{\"here\": 1}\\n')\ntime.sleep(600)\n")
+@pytest.mark.parametrize(
+    "text",
+    ["time.sleep(600)", "threading.Event().wait()", "ctypes.PyDLL(None).pause()"],
+    ids=["python", "library", "c"],
+)
+def test_an_import_that_hangs(tmp_path: Path, text: str) -> None:
+    """The last one holds the interpreter's lock: no other thread of Python runs."""
+    (tmp_path / "torch.py").write_text(f"import ctypes, threading, time\nprint('hello', flush=True)\n{text}\n")
     host = Host(cwd=str(tmp_path))
-    with Child(question(host), LONG) as child:
-        while {"here": 1} not in child.records and not child.ended():
+    asked = question(host)
+    quick = replace(asked, script=asked.script.replace("EVERY = 1.0", "EVERY = 0.1"))
+    assert quick != asked
+    with Child(quick, LONG) as child:
+        while not any(b"torch.py" in line for line in child._frames) and not child.ended():
             time.sleep(0.01)
-        child.hurry(time.monotonic() + 0.1)
+        child.hurry(time.monotonic() + 0.5)
         told = torch_run(host, child.outcome())
     assert told.answer.state == "hung"
     assert told.answer.detail.startswith(f"hung in import at {tmp_path}/torch.py:3 after ")
+    assert told.answer.detail.endswith("it printed: hello")
+    assert told.warnings == ("hello",)
     assert names(told) == [("import", False)]
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from math import inf
 from typing import TypeVar
 
 from transload._version import __version__
@@ -20,6 +21,10 @@ _EXPERIMENTS = 9.0
 """Seconds from the start of everything to the end of the last experiment."""
 _TORCH = 60.0
 """Seconds for torch, which may lie on a cold network disk. Where the driver hangs, torch gets no more than it."""
+_IDLE = 15.0
+"""Seconds without work after which torch is given up sooner, unless the user said how long it may take."""
+_SHADOWED, _SHADOW_IDLE = 10.0, 3.0
+"""The same two for what is imported in place of torch, as its files show: how it ends is a detail."""
 
 Fact = TypeVar("Fact")
 
@@ -30,13 +35,14 @@ def probe(
     torch: bool = True,
     timeout: float = 0.0,
     host: Host | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> Machine:
     """What this host is, with the environment of ``python``; without one, of an interpreter that has a torch.
 
     With ``torch=False`` torch is not run; ``timeout`` is the most seconds it may take, 0 for the usual. ``progress`` is
-    called with a few words on what is being done. There is always an answer: a probe that fails is named in
-    ``Machine.problems``, and a driver that hangs is given up within ten seconds, and torch with it.
+    called with a few words on what is being done, and where torch is while it takes long. There is always an answer: a
+    probe that fails is named in ``Machine.problems``, and a driver that hangs is given up within ten seconds, and torch
+    with it.
     """
     begun = time.monotonic()
     here = host or Host()
@@ -51,6 +57,9 @@ def probe(
         except Exception as error:  # noqa: BLE001  reported as a bug of transload
             problems[name] = f"{type(error).__name__}: {error}"
             return default
+
+    def waiting(words: str) -> Callable[[str], object]:
+        return lambda where: progress(f"{words}: {where}")
 
     with ExitStack() as children:
 
@@ -113,8 +122,9 @@ def probe(
         import transload.diagnose.verdict  # noqa: F401
 
         progress("waiting for the driver")
-        cuda = attempt("cuda", bare.driver.cuda, lambda: driver.cuda(here, cuda_child.outcome()))
-        nvml = attempt("nvml", bare.driver.nvml, lambda: driver.nvml(here, nvml_child.outcome(), ours))
+        asked = waiting("waiting for the driver")
+        cuda = attempt("cuda", bare.driver.cuda, lambda: driver.cuda(here, cuda_child.outcome(inf, asked)))
+        nvml = attempt("nvml", bare.driver.nvml, lambda: driver.nvml(here, nvml_child.outcome(inf, asked), ours))
         if run and "hung" in (cuda.answer.state, nvml.answer.state) and not cuda.works:
             run.hurry(begun + _DRIVER)
         left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
@@ -122,5 +132,8 @@ def probe(
         ran = TorchRun(Answer(detail=examined.problem))
         if run:
             progress("running torch")
-            ran = attempt("torch run", bare.torch_run, lambda: torches.torch_run(here, run.outcome()))
+            patience = inf if timeout else _SHADOW_IDLE if found.shadow else _IDLE
+            run.hurry(begun + _SHADOWED if found.shadow and not timeout else inf)
+            ended = run.outcome(patience, waiting("running torch"))
+            ran = attempt("torch run", bare.torch_run, torches.torch_run, here, ended)
     return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)

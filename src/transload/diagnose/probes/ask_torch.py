@@ -7,6 +7,7 @@ went.
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from transload.diagnose.probes.ask import Report, begin, mapped
@@ -24,28 +25,47 @@ LIBRARIES = (
 WORDS = 2000
 """Letters of an error or a warning that are kept."""
 DEVICES = 64
+EVERY = 1.0
+"""Seconds between two looks at the stack."""
 
 
 def ask_torch() -> None:
     """Report everything."""
     report = begin()
-    try:  # report warnings, and print Python's stack at a crash, or when the parent loses patience
+    try:  # report warnings, and print Python's stack at a crash, and each second
         import warnings
 
         warnings.showwarning = lambda message, *_, **__: report.say(warning=clipped(message))
         import faulthandler
 
         faulthandler.enable(file=2, all_threads=False)
-        from _signal import SIGUSR1  # type: ignore[import-not-found]
-
-        faulthandler.register(SIGUSR1, file=2, all_threads=False)
-        report.say(traced=True)
-    except Exception:  # noqa: BLE001, S110  on Windows, or where a file of the user's is called warnings.py
+        watch(report.out, faulthandler)
+    except Exception:  # noqa: BLE001, S110  where a file of the user's is called warnings.py
         pass
     imported = step(report, "import", load)
     if imported:
         examine(report, imported[0])
     report.done()
+
+
+def watch(out: int, faulthandler: Any) -> None:
+    """Print Python's stack to a file each second, so that the parent sees where this process is.
+
+    A thread does so, in its turn. Where it gets none, torch is inside compiled code that holds the interpreter's lock;
+    its stack stands still then, and a thread that needs no turn can read it.
+    """
+    from _thread import start_new_thread
+
+    def look() -> None:
+        time.sleep(EVERY / 2)
+        while True:
+            faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=out)
+            faulthandler.dump_traceback(file=out)
+            time.sleep(EVERY)
+
+    if getattr(sys, "_is_gil_enabled", lambda: True)():  # else no stack stands still
+        faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=out)
+        start_new_thread(look, ())
 
 
 def step(report: Report, name: str, action: Any) -> list[Any]:

@@ -389,8 +389,9 @@ def symptoms(m: Case) -> Found:
                 fix = (f"{lib.path} crashes, not torch. Remove it:", *drop)
             yield "X11", Match((told, f"also without torch: {m.answer}", where), fix, title)
         else:
+            wait = "See what that line waits for, such as a lock, a network disk or another process." * (" at " in told)
             slow = ("Give it more time, in case it is only slow:", "$ transload doctor --timeout 120")
-            yield "X11", Match((told,), slow if hung else m.reinstall, title, likely=hung)
+            yield "X11", Match((told,), (wait, *slow) if hung else m.reinstall, title, likely=hung)
     elif m.import_error:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
