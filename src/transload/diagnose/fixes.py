@@ -110,6 +110,13 @@ def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
     return (*on_host(machine), write, "While no program uses the GPU (or reboot instead):", *again)
 
 
+def delete(machine: Machine, *paths: str) -> Lines:
+    """Delete files or folders of the user."""
+    if machine.platform.system == "Windows":
+        return tuple(f'$ Remove-Item -Recurse "{path}"' for path in paths)
+    return tuple(f"$ rm -r {quote(path)}" for path in paths)
+
+
 # -- variables of this shell, and where they come from
 
 
@@ -149,15 +156,21 @@ def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
     >>> drop_folder(Machine(variables=Variables({"LD_LIBRARY_PATH": "/a:/b"})), "LD_LIBRARY_PATH", "/b")[0]
     '$ export LD_LIBRARY_PATH=/a'
     """
-    bad, left = normpath(folder), []
-    for element in (machine.variables.get(variable) or "").split(":"):
-        plain = normpath(element) if element else ""
-        absolute = plain.startswith(("/", "..")) or plain in ("", ".")
-        # a relative element leads to the folder if that ends in it
-        if not (plain == bad if absolute else bad.endswith(f"/{plain}")):
-            left.append(element)
-    rest = ":".join(left)
+    elements = (machine.variables.get(variable) or "").split(":")
+    rest = ":".join(element for element in elements if not _leads_to(element, folder))
     return set_variable(machine, variable, rest) if rest.strip(":") else unset(machine, variable)
+
+
+def listed(machine: Machine, variable: str, folder: str) -> bool:
+    """Whether a folder is an element of a search path."""
+    return any(_leads_to(element, folder) for element in (machine.variables.get(variable) or "").split(":"))
+
+
+def _leads_to(element: str, folder: str) -> bool:
+    """Whether an element of a search path is a folder; a relative one is, if the folder ends in it."""
+    plain, wanted = normpath(element) if element else "", normpath(folder)
+    absolute = plain.startswith(("/", "..")) or plain in ("", ".")
+    return plain == wanted if absolute else wanted.endswith(f"/{plain}")
 
 
 def drop_library(machine: Machine, path: str, via: str) -> Lines:
@@ -495,8 +508,8 @@ def _torch_commands(machine: Machine, choice: WheelChoice, cuda: str, *, again: 
     beside = [name for name in _TRIO if name in machine.python.packages]
     if tool in _CONDAS:
         if again:  # conda keeps what already meets the request, and so what is broken
-            return _conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
-        return _conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *beside)
+            return conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
+        return conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *beside)
     wanted = (f"torch=={choice.torch_version}", *beside)
     if tool == "poetry" and choice.index_url:
         source = f"pytorch-{choice.build}"
@@ -535,6 +548,9 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     if gpu:
         return wheel(machine, release if wheel_choice(machine, release).torch_version else None)
     default = default_build(release, wheel_platform(machine))
+    if gpu is False and first and first.cuda and default and default.cuda:  # the small build does, with all beside it
+        beside = [name for name in _TRIO if name in machine.python.packages]
+        return install(machine, f"torch=={release}", *beside, index=f"{INDEX}/cpu", force=True)
     index = "" if (default and default.build == build) or not build else f"{INDEX}/{build}"
     return install(machine, f"torch=={release}", index=index, force=True)
 
@@ -552,13 +568,18 @@ def jetson_torch(machine: Machine) -> Lines:
     return install(machine, "torch", index=index, force=True)
 
 
-def _conda(machine: Machine, *names: str, force: bool = False) -> Lines:
+def conda(machine: Machine, *names: str, force: bool = False) -> Lines:
     """Install packages of conda-forge."""
     wanted = " ".join(names)
     if machine.python.tool == "pixi":
         return (f"$ pixi add {wanted}", *(("$ pixi clean", "$ pixi install") if force else ()))
     again = " --force-reinstall" if force else ""
     return (f"$ conda install{_prefix(machine)} -c conda-forge{again} {wanted}",)
+
+
+def conda_list(machine: Machine, pattern: str) -> str:
+    """List what conda installed in this environment, by a part of the name."""
+    return f"$ pixi list {pattern}" if machine.python.tool == "pixi" else f"$ conda list{_prefix(machine)} {pattern}"
 
 
 def _prefix(machine: Machine) -> str:
@@ -588,9 +609,10 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     """
     tool, project = _tool(machine), _project(machine)
     if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
-        return _conda(machine, *names, force=force)
+        return conda(machine, *names, force=force)
     wanted = " ".join(map(quote, requirements))
-    if project and not index and not force:
+    plain = not any(each.startswith("-") for each in requirements)  # a project's tool has no such options
+    if project and plain and not index and not force:
         return (f"$ {project} add {wanted}",)
     python = quote(machine.python.executable or "python")
     wanted += f" --index-url {index}" if index else ""
@@ -598,9 +620,10 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     if tool == "uv":
         lines: Lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}",)
     elif machine.python.externally_managed:
+        shared = " --system-site-packages" if "--no-deps" in requirements else ""  # with the torch that it has
         return (
             "This Python belongs to the system, which does not allow pip. Create an environment and use that:",
-            f"$ {python} -m venv .venv",
+            f"$ {python} -m venv{shared} .venv",
             f"$ .venv/bin/python -m pip install{again} {wanted}",
         )
     else:
@@ -618,7 +641,7 @@ def bring(machine: Machine, *libraries: str) -> Lines:
     ('$ conda install -c conda-forge --force-reinstall cudnn libcublas',)
     """
     names = sorted({package for name in libraries for start, package in _HOLDS.items() if name.startswith(start)})
-    return _conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()
+    return conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()
 
 
 def uninstall(machine: Machine, *packages: str) -> Lines:

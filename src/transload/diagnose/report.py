@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.case import LAYERS
+from transload.diagnose.fixes import listed
 from transload.diagnose.tables import chip_of, cu_result, cuda_text
 from transload.findings import Finding
 from transload.machine import Machine, Unknown, to_dict
@@ -378,8 +379,9 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     cuda, libraries = machine.driver.cuda, machine.torch_libraries
 
-    hiding = {"PYTHONPATH"} if torch.shadow_via == "PYTHONPATH" else set()  # which hides torch
-    told = DECIDING - (_SELDOM - hiding)
+    through = first is not None and listed(machine, "PYTHONPATH", first.location.rpartition("/")[0])
+    hiding = torch.shadow_via == "PYTHONPATH"
+    told = DECIDING - (_SELDOM - ({"PYTHONPATH"} if hiding or through else set()))
     shown = [printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in told]
     where = f" in {python.prefix}" if python.prefix else ""
     kind = f", {python.environment}" if python.environment else ""

@@ -69,6 +69,13 @@ def test_torchvision_for_another_cuda_gets_the_wheel_of_torchs_build() -> None:
     assert next(line for line in both if "--no-binary" in line).endswith("flash-attn")
 
 
+def test_only_what_has_a_source_distribution_is_compiled() -> None:
+    fix = told("P06", beside("bitsandbytes", missing=("libcudart.so.12",)), "warning").fix
+    assert fix[-1].endswith("-m pip install --no-deps --upgrade bitsandbytes")
+    fix = told("P06", beside("detectron2", missing=("libcudart.so.12",)), "warning").fix
+    assert fix == ("Install wheels of detectron2 built for torch 2.13.0 and CUDA 13.0.",)
+
+
 def test_a_package_that_needs_a_missing_library() -> None:
     assert alarms(beside("xformers", missing=("libcudart.so.12",))) == ["P06"]
     assert alarms(beside("xformers", missing=("libcuda.so.1",))) == []  # the driver's

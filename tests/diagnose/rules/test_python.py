@@ -10,6 +10,7 @@ from tests.diagnose.rules.torch_rows import told, unimportable, variables, witho
 from tests.each import each
 
 from transload.diagnose import judge_machine
+from transload.diagnose.report import chain
 from transload.machine import Machine, Torch, Unknown
 
 USER = "/home/user/.local/lib/python3.11/site-packages/torch"
@@ -87,7 +88,7 @@ def test_a_broken_torch_among_the_packages_is_nobodys_own_file() -> None:
         machine = changed(unimportable(healthy(), "ModuleNotFoundError: No module named 'torch._C'"), **facts)
         found = told("P03", changed(machine, torch__installs=()))
         assert found.title == "the installed torch is incomplete"
-        assert found.fix[0] == f"Delete {SITE}/torch, and install torch again:"
+        assert found.fix[0] == f"$ rm -r {SITE}/torch"
         assert any("-m pip install torch==" in line for line in found.fix)
 
 
@@ -109,6 +110,13 @@ def test_a_cpu_build_of_the_user_hides_the_environments_own() -> None:
     assert cause(machine) == "P02"
     assert told("P02", machine).fix[0] == "$ export PYTHONNOUSERSITE=1"
     assert f"it hides {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
+
+
+def test_a_torch_that_pythonpath_puts_first_is_not_for_pip_to_remove() -> None:
+    machine = variables(two("2.9.0+cpu", "2.13.0+cu130"), PYTHONPATH=f"/a:{USER.removesuffix('/torch')}")
+    machine = changed(machine, python__user_site="")
+    assert told("P02", machine).fix[0] == "$ export PYTHONPATH=/a"
+    assert chain(machine)["variables"][1].startswith("PYTHONPATH=")
 
 
 @each("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])

@@ -130,6 +130,14 @@ def test_only_the_metadata_is_left() -> None:
     machine = changed(no_torch_run(healthy()), torch=Torch(installs=(), dangling=(dist_info,)))
     assert cause(machine) == "T09"
     assert dist_info in told("T09", machine).evidence[0]
+    assert told("T09", machine).fix[0] == f"$ rm -r {dist_info}"  # pip removes nothing without a RECORD
+
+
+def test_without_a_gpu_a_broken_torch_is_replaced_by_the_cpu_build() -> None:
+    gone = (replace(install(), missing=("lib/libtorch_cuda.so: absent",)),)
+    machine = changed(no_torch_run(bare()), torch__installs=gone, python__packages={"torchvision": "0.28.0"})
+    cpu = "torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cpu"
+    assert told("T09", machine).fix == (f"$ /opt/venv/bin/python -m pip install --force-reinstall {cpu}",)
 
 
 def test_libraries_of_another_size_are_no_fault_by_themselves() -> None:

@@ -180,6 +180,15 @@ _BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 _OF_DRIVER = ("libcuda.so", "libnvidia-")
 # Without dependencies: an installer that may change torch would replace the build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
+_NEWEST = ("--no-deps", "--upgrade")
+# Packages with a source distribution on PyPI: pip cannot compile any other.
+_SOURCES = frozenset(
+    (
+        *("auto-gptq", "causal-conv1d", "deepspeed", "flash-attn", "gptqmodel", "grouped-gemm", "mamba-ssm"),
+        *("megablocks", "mmcv", "natten", "torch-cluster", "torch-scatter", "torch-sparse", "torch-spline-conv"),
+        *("transformer-engine-torch", "vllm", "xformers"),
+    )
+)
 _UNSTABLE = re.compile(r"dev|git|a\d|b\d|rc\d|nv\d")
 
 
@@ -218,6 +227,13 @@ def other_packages(m: Case) -> Found:
         names = sorted(packages)
         return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
+    def compiled(words: str, packages: list[str], *first: str) -> Lines:
+        """Compile those that can be, which needs the toolkit that torch was built with."""
+        names = [name for name in packages if name in _SOURCES]
+        toolkit = f", with the toolkit of CUDA {m.torch_cuda} installed" if m.torch_cuda else ""
+        install = fixes.install(m, *_COMPILE, *names, force=True)
+        return (f"{words} {', '.join(names)}{toolkit}:", *first, *install) if names else ()
+
     if lines:
         yield "P05", Match(tuple(lines), with_torch({each.package for each in trio}), severity="warning")
 
@@ -234,13 +250,12 @@ def other_packages(m: Case) -> Found:
         lines += what
         packages |= {each.package} if what else set()
     if packages:
-        companions = packages & {*_TRIO}  # they have no source distribution
-        others = sorted(packages - companions)
-        fix = with_torch(companions) if companions else ()
-        if others:
+        fix = with_torch(packages & {*_TRIO}) if packages & {*_TRIO} else ()
+        if "bitsandbytes" in packages:
+            fix = (*fix, "Install a bitsandbytes that knows this CUDA:", *fixes.install(m, *_NEWEST, "bitsandbytes"))
+        if others := sorted(packages - {*_TRIO, "bitsandbytes"}):
             fits = f"built for torch {release}{f' and CUDA {m.torch_cuda}' if m.torch_cuda else ''}"
-            wheels = f"Install wheels of {', '.join(others)} {fits}; or compile with that toolkit:"
-            fix = (*fix, wheels, *fixes.install(m, *_COMPILE, *others, force=True))
+            fix = (*fix, f"Install wheels of {', '.join(others)} {fits}.", *compiled("Or compile", others))
         yield "P06", Match(tuple(lines[:8]), fix, severity="warning")
 
     # none of a package's architectures runs on any card of this process
@@ -254,13 +269,9 @@ def other_packages(m: Case) -> Found:
         has = (f"{_named(each)} has code for {' '.join(each.architectures)}" for each in poor)
         names = sorted({each.package for each in poor})
         levels = ";".join(sorted({"{}.{}".format(*card.capability) for card in m.cards}))
-        fix = (
-            "Try the newest release:",
-            *fixes.install(m, "--no-deps", "--upgrade", *names, force=True),
-            "Or compile it for this card, with a CUDA toolkit of torch's version installed:",
-            *fixes.set_variable(m, "TORCH_CUDA_ARCH_LIST", levels),
-            *fixes.install(m, *_COMPILE, *names, force=True),
-        )
+        only = fixes.set_variable(m, "TORCH_CUDA_ARCH_LIST", levels)
+        newest = fixes.install(m, *_NEWEST, *names, force=True)
+        fix = ("Try the newest release:", *newest, *compiled("Or compile for this card", names, *only))
         yield "A03", Match((*has, *map(str, cards)), fix, severity="warning")
 
 

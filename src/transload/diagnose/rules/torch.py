@@ -91,6 +91,8 @@ def which_torch(m: Case) -> Found:
         if python.user_site and installs[0].location.startswith(python.user_site):
             without = fixes.set_variable(m, "PYTHONNOUSERSITE", "1")
             fix = (*without, "Or remove that torch permanently:", *remove)
+        elif fixes.listed(m, "PYTHONPATH", _folder(installs[0].location)):  # where pip removes nothing
+            fix = fixes.drop_folder(m, "PYTHONPATH", _folder(installs[0].location))
         # an error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two
         if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
             yield "P02", Match(evidence, fix)
@@ -125,8 +127,7 @@ def _shadowed(m: Case, shadow: str) -> Match:
     via, folder = m.torch.shadow_via, _folder(shadow)
     evidence = (f"import torch finds {shadow}{f', through {via}' if via else ''}", quoted(m.import_error))
     if folder.endswith(("/site-packages", "/dist-packages")):
-        fix = (f"Delete {shadow}, and install torch again:", *m.reinstall)
-        return Match(evidence, fix, "the installed torch is incomplete")
+        return Match(evidence, (*fixes.delete(m, shadow), *m.reinstall), "the installed torch is incomplete")
     if via == "PYTHONPATH":
         drop = fixes.drop_folder(m, "PYTHONPATH", folder)
         return Match(evidence, (f"Rename {shadow}, or remove its directory from PYTHONPATH:", *drop))
@@ -232,7 +233,7 @@ def other_build(m: Case) -> Found:
     if first is None:
         gone = tuple(f"{name} exists, but the files it lists do not" for name in torch.dangling)
         if gone and not m.imported and torch.installs == ():
-            yield "T09", Match(gone, m.reinstall)
+            yield "T09", Match(gone, (*fixes.delete(m, *torch.dangling), *m.reinstall))
         return
     # an error if torch cannot be imported or was not run; a note if a library only has another size
     unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
@@ -431,7 +432,7 @@ def mixed_libraries(m: Case) -> Found:
         keep = "Keep only one of the two. With torch from pip, remove the conda packages that this lists:"
         evidence = (quoted(m.import_error), *map(_line, from_conda[:4]), pip)
         severity: Severity = "error" if broken else "note"
-        yield "L07", Match(evidence, (keep, "$ conda list cuda"), severity=severity, likely=broken)
+        yield "L07", Match(evidence, (keep, fixes.conda_list(m, "cuda")), severity=severity, likely=broken)
 
     if shared := [each for each in libraries.overlaps if ".so" in each or ".dll" in each]:
         parts = (part.split() for each in shared for part in each.partition(": ")[2].split(","))
@@ -479,18 +480,17 @@ def other_libraries(m: Case) -> Found:
     told = _STDCPP.search(m.import_error)
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith(("GLIBCXX_", "CXXABI_"))]
     if told or (lacking and m.torch_not_run):
-        fix = (
-            "In a conda environment:",
-            "$ conda install -c conda-forge libstdcxx-ng",
-            "Otherwise use a newer system or image: the libstdc++ of this one is too old.",
-        )
+        fix = ("Use a newer system or image: the libstdc++ of this one is too old.",)
+        if m.python.environment in ("conda", "pixi"):
+            fix = fixes.conda(m, "libstdcxx-ng")
         place = _folder(told["library"]) if told else ""
         if place and place in path:
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", place)
         yield "L12", Match((error, *(f"not defined: {each}" for each in lacking[:3])), fix)
 
     if "undefined symbol: iJIT_" in m.import_error:
-        yield "L13", Match((error,), ('$ conda install "mkl<2024.1"',))
+        of_conda = m.python.environment in ("conda", "pixi")
+        yield "L13", Match((error,), fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1"))
 
     if told := _DLL.search(m.import_error):
         redist = "Install Microsoft's Visual C++ runtime, then restart: https://aka.ms/vs/17/release/vc_redist.x64.exe"

@@ -1,0 +1,68 @@
+"""Run pip commands one after the other, each in a fork of one process: importing pip takes most of its time.
+
+Started by the interpreter of a scratch environment, with a file of runs: what is there before, and the commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from pip._internal.cli.main import main
+
+WARM = ["install", "--quiet", "--dry-run", "--find-links", ".", "pip"]
+"""Has pip import all that it needs. Before Python 3.11 it would also remember what is installed."""
+
+
+def begin(site: Path, before: dict[str, tuple[str, str]]) -> None:
+    """Leave nothing but pip in ``site``, and these packages: their version, and what their version.py says."""
+    for path in site.iterdir():
+        if not path.name.startswith("pip"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name, (version, text) in before.items():
+        module = name.replace("-", "_")
+        info = site / f"{module}-{version}.dist-info"
+        for path, words in (
+            (site / module / "__init__.py", ""),
+            (site / module / "version.py", text),
+            (info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"),
+            (info / "INSTALLER", "pip\n"),
+            (
+                info / "RECORD",
+                f"{module}/__init__.py,,\n{module}/version.py,,\n{info.name}/METADATA,,\n{info.name}/RECORD,,\n",
+            ),
+        ):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(words)
+
+
+def run(arguments: list[str], environ: dict[str, str], out: str) -> int:
+    child = os.fork()
+    if not child:
+        code = 99
+        try:
+            os.environ.update(environ)
+            file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            code = main(arguments)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if sys.version_info >= (3, 11):
+    main(WARM)
+site, told = Path(sys.argv[1]), []
+for each in json.loads(Path(sys.argv[2]).read_text()):
+    begin(site, each["before"])
+    failed = ""
+    for arguments, environ in each["commands"]:
+        if run(arguments, environ, sys.argv[2] + ".out"):
+            failed = failed or f"{arguments}: {Path(sys.argv[2] + '.out').read_text()}"
+    versions = {path.parent.name: path.read_text() for path in site.glob("*/version.py")}
+    told.append([failed, versions])
+sys.stdout.write(json.dumps(told))
