@@ -6,16 +6,17 @@
 #   bench/gpu/doctor_states.sh [python]
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-PYTHON=$(command -v "${1:-python3}")
+PYTHON=$(realpath -s "$(command -v "${1:-python3}")")
 export PYTHONPATH=$PWD/src
 SCRATCH=$(mktemp -d)
 chmod 755 "$SCRATCH"
 trap 'rm -rf "$SCRATCH"' EXIT
 right=0 total=0
+LIMIT=480 # seconds after which no further state is begun
 
 # verdict COMMAND…: the code of the cause, or the status where there is none.
 verdict() {
-    "$@" >"$SCRATCH/report.json" 2>"$SCRATCH/errors"
+    timeout 90 "$@" >"$SCRATCH/report.json" 2>"$SCRATCH/errors"
     "$PYTHON" - "$SCRATCH/report.json" <<'END'
 import json, sys
 try:
@@ -30,12 +31,13 @@ END
 
 # state NAME TRUTH COMMAND…
 state() {
-    local name=$1 truth=$2 named
+    local name=$1 truth=$2 named begun=$SECONDS
     shift 2
-    named=$(verdict "$@")
     total=$((total + 1))
+    [ "$SECONDS" -lt "$LIMIT" ] || { printf '%-34s not begun: %d s have passed\n' "$name" "$SECONDS"; return; }
+    named=$(verdict "$@")
     case "|$truth|" in *"|$named|"*) right=$((right + 1)) mark=ok ;; *) mark=WRONG ;; esac
-    printf '%-34s named %-12s truth %-12s %s\n' "$name" "$named" "$truth" "$mark"
+    printf '%-34s named %-12s truth %-12s %3d s %s\n' "$name" "$named" "$truth" $((SECONDS - begun)) "$mark"
     if [ $mark = WRONG ]; then
         "$PYTHON" -c 'import json,sys; r=json.load(open(sys.argv[1])); [print("   ",f["code"],f["title"],f["evidence"]) for f in r["findings"]]' \
             "$SCRATCH/report.json" 2>/dev/null || tail -3 "$SCRATCH/errors"
@@ -95,6 +97,17 @@ echo "x = 1" >"$SCRATCH/shadow/torch/__init__.py"
 state "a folder torch that is none" P03 env PYTHONPATH="$SCRATCH/shadow:$PYTHONPATH" "${doctor[@]}"
 echo "x = 1" >"$SCRATCH/cwd/torch.py"
 state "torch.py in the current folder" P03 bash -c "cd $SCRATCH/cwd && exec \"\$@\"" - "${doctor[@]}"
+# A torch that hangs: the installed one, inside something that it imports, in Python and in C; and a file of its name.
+mkdir -p "$SCRATCH/hang"
+for kind in time.sleep ctypes.pause; do
+    echo "import ctypes, time; ctypes.pause = lambda _: ctypes.PyDLL(None).pause(); $kind(600)" \
+        >"$SCRATCH/hang/typing_extensions.py"
+    state "import torch hangs in $kind" X11 env PYTHONPATH="$SCRATCH/hang:$PYTHONPATH" "${doctor[@]}"
+    grep -o 'hung in import at [^"]*' "$SCRATCH/report.json" | head -1
+    cat "$SCRATCH/errors"
+done
+echo "import time; time.sleep(600)" >"$SCRATCH/cwd/torch.py"
+state "a torch.py that hangs" P03 bash -c "cd $SCRATCH/cwd && exec \"\$@\"" - "${doctor[@]}"
 libs=$("$PYTHON" -c 'import torch, os; print(os.path.dirname(torch.__file__) + "/lib")')
 state "libtorch_cuda.so emptied" "T09" inside "mount --bind /dev/null $libs/libtorch_cuda.so"
 cudnn=$("$PYTHON" -c 'import glob, torch, os; r = os.path.dirname(os.path.dirname(torch.__file__)); print((glob.glob(r + "/nvidia/cudnn/lib/libcudnn.so.9") or [""])[0])')
