@@ -222,6 +222,18 @@ def test_a_layer_that_only_a_finding_speaks_of_is_shown() -> None:
     assert "[K01]" in link(shown(diagnosed(bare(), found)), "kernel driver")
 
 
+def test_without_a_gpu_a_build_with_cuda_is_no_fault() -> None:
+    """Nothing in the chain but marks that all is well, or that there is nothing to do."""
+    error = "RuntimeError: Found no NVIDIA driver on your system"
+    steps = (Step("import", ok=True), Step("init", ok=False, error=error), Step("cpu", ok=True))
+    machine = changed(bare(), torch=healthy().torch, torch_run__steps=steps, torch_run__cuda="13.0")
+    text = shown(judge_machine(machine))
+    assert "works on the CPU" in link(text, "running torch")
+    assert not re.search("[✗?!]|Found no NVIDIA", text)
+    broken = changed(machine, torch_run__steps=(*steps[:2], Step("cpu", ok=False, error="OSError: no")))
+    assert "✗" in link(shown(judge_machine(broken)), "running torch")
+
+
 def test_a_failure_nobody_needs_is_no_cross() -> None:
     assert "✗" not in shown(diagnosed(refused(healthy(), 100), status="ok"))
 
