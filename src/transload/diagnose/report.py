@@ -425,8 +425,8 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
             found["fit"] = "idle", "not checked"
 
     # without any GPU it is not a fault that CUDA does not start
-    on_cpu = not (gpu or machine.accelerators) and any(step.name == "cpu" and step.ok for step in run.steps)
-    bad = (step for step in run.steps if not (step.ok or (on_cpu and step.name == "init")))
+    needed = gpu or machine.accelerators
+    bad = (step for step in run.steps if not step.ok and (needed or step.name != "init"))
     failed = next((f"{step.name}: {step.error}" for step in bad), "")
     state, silence = _silence(run.answer)
     done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
