@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
 from itertools import takewhile
-from struct import Struct, unpack
+from struct import Struct, unpack, unpack_from
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
@@ -233,7 +233,8 @@ def contents(elf: Elf, file: _File, name: str, limit: int) -> bytes:
 
 # -- symbols -----------------------------------------------------------------------------------------------------------
 # Those that are taken from others come first. Then come those that are defined, tens of thousands in libtorch_cpu. The
-# table of hashes has a number for each of these, in the same order: names are compared only where the numbers agree.
+# table of hashes has a number for each of these, in the same order, and those of one bucket side by side: names are
+# compared only where the numbers agree.
 
 _SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
@@ -244,6 +245,7 @@ _ANY = 1
 """The version of a symbol that has none."""
 
 _MOST_SYMBOLS = 1 << 20
+_LONGEST_BUCKET = 1 << 10  # in a file that is sound a handful: without an end each name would take the whole table
 _MOST_VERSIONS = 4096
 
 
@@ -289,10 +291,8 @@ def lacking(elf: Elf, file: _File, wanted: Collection[Wanted]) -> tuple[Wanted, 
     if 0 < first <= count:
         hashes = elf.offset(_HASHES)
         buckets, _, words = unpack("<3I", file.at(hashes, 12))
-        numbers = file.at(hashes + 16 + 8 * words + 4 * buckets, 4 * (count - first))
-        sought = {_gnu_hash(name) | 1 for name in names}  # the lowest bit has another meaning in the table
-        numbered = enumerate(unpack(f"<{count - first}I", numbers), first)
-        candidates = [index for index, number in numbered if number | 1 in sought]
+        table = file.at(hashes + 16 + 8 * words, 4 * (buckets + count - first))
+        candidates = [index for name in names if buckets for index in _bucket(table, buckets, first, _gnu_hash(name))]
     definitions, versions, strings = _definitions(elf, file), elf.offset(_VERSIONS), elf.offset(_STRINGS)
     found: dict[str, set[str | None]] = {}
     for index in candidates:
@@ -305,6 +305,20 @@ def lacking(elf: Elf, file: _File, wanted: Collection[Wanted]) -> tuple[Wanted, 
         return name in found and (not version or not found[name].isdisjoint((version, "")))
 
     return tuple(each for each in wanted if not is_defined(each.name, each.version))
+
+
+def _bucket(table: bytes, buckets: int, first: int, sought: int) -> Iterator[int]:
+    """The symbols with a hash.
+
+    ``table`` has the first symbol of each bucket, then the hash of each symbol, with a lowest bit that ends the bucket.
+    """
+    (index,) = unpack_from("<I", table, 4 * (sought % buckets))
+    for place in range(4 * (buckets + index - first), len(table), 4)[:_LONGEST_BUCKET] if index >= first else ():
+        (number,) = unpack_from("<I", table, place)
+        if number | 1 == sought | 1:
+            yield place // 4 - buckets + first
+        if number & 1:
+            return
 
 
 @lru_cache(maxsize=1 << 14)

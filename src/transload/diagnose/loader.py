@@ -89,6 +89,8 @@ class Loader:
     host: Host
     _seen: dict[str, Elf | Unknown | None] = field(default_factory=dict, init=False, repr=False)
     _divided: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    imports: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
+    """Folder of a torch → a process that has imported it, once that was followed."""
 
     # -- what is built into it
 

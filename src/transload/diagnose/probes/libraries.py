@@ -254,6 +254,7 @@ class _TorchImport:
         extension = host.paths(install.location, "_C.", ".so")
         for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
             self.missing += self.process.open(file, anyway=True)
+        loader.imports[install.location] = self.process
 
     def _preload(self, libraries: Sequence[Preload]) -> None:
         """Load one after the other, up to the first that is required and cannot be loaded.
@@ -502,7 +503,7 @@ def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> 
     if not found or host.uname[0] != "Linux":
         return tuple(bare.values())
     if install:
-        process = _TorchImport(loader, python.path, install).process
+        process = loader.imports.get(install.location) or _TorchImport(loader, python.path, install).process
     else:
         process = Process(loader)
         process.start()
