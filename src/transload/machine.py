@@ -267,11 +267,6 @@ class DriverLibraries:
         """The libcuda.so.1 that the loader should find; see also ``Cuda.library``."""
         return next((lib for lib in self.cuda or () if lib.via != "disk"), None)
 
-    @property
-    def libnvml(self) -> Library | None:
-        """The libnvidia-ml.so.1 that the loader should find."""
-        return next((lib for lib in self.nvml or () if lib.via != "disk"), None)
-
 
 State = Literal["answered", "no-library", "not-loadable", "no-symbol", "hung", "crashed", "unasked"]
 

@@ -112,6 +112,11 @@ def test_cards_of_two_ages_share_a_driver_where_there_is_one() -> None:
     assert "sudo apt install nvidia-driver-580" in commands(fixes.install_driver(holding(healthy(), ADA, PASCAL)))
 
 
+def test_nvidia_smi_is_named_with_a_folder_that_need_not_be_on_the_path() -> None:
+    assert fixes.smi(healthy()) == "nvidia-smi"
+    assert fixes.smi(in_wsl(healthy())) == "/usr/lib/wsl/lib/nvidia-smi"
+
+
 def test_a_floor_beyond_the_cards_last_branch_is_no_driver_at_all() -> None:
     (line,) = fixes.install_driver(holding(healthy(), KEPLER), at_least=580)
     assert line.startswith("Branch 470 is the last driver for Kepler")

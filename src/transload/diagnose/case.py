@@ -298,7 +298,8 @@ class Case(Machine):
             chip = chip_of(card.device)
             name = f" ({chip.code}, {chip.generation})" if chip else ""
             driver = f", bound to {card.driver}" if card.driver else ", not bound to a driver"
-            lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{name}{driver}")
+            asleep = f", in power state {card.power}" if card.power not in ("", "D0", "unknown") else ""
+            lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{name}{driver}{asleep}")
         return tuple(lines)
 
     @property

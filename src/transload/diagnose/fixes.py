@@ -110,6 +110,12 @@ def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
     return (*on_host(machine), write, "While no program uses the GPU (or reboot instead):", *again)
 
 
+def smi(machine: Machine) -> str:
+    """The name of nvidia-smi, with its folder where that need not be on PATH."""
+    path = machine.driver.libraries.smi
+    return "nvidia-smi" if path.startswith(("/usr/bin/", "/usr/local/bin/", "/bin/")) or not path else quote(path)
+
+
 def delete(machine: Machine, *paths: str) -> Lines:
     """Delete files or folders of the user."""
     if machine.platform.system == "Windows":

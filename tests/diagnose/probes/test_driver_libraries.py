@@ -44,8 +44,8 @@ def test_an_installed_driver(tmp_path: Path) -> None:
     found = libraries(tmp_path, {**installed(), "/usr/bin/nvidia-smi": b""}, PATH="/nowhere:/usr/bin")
     target = f"{DEBIAN}/libcuda.so.{VERSION}"
     assert found.cuda == (Library("libcuda.so.1", f"{DEBIAN}/libcuda.so.1", target, "default folder", VERSION),)
-    assert found.libnvml
-    assert found.libnvml.version == VERSION
+    assert found.nvml
+    assert found.nvml[0].version == VERSION
     assert isinstance(found.ptx_compiler, tuple)
     assert len(found.ptx_compiler) == 1
     assert (found.smi, found.preload, found.cwd_searched) == ("/usr/bin/nvidia-smi", (), ())

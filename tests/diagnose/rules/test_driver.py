@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.diagnose.machines import bare, changed, dead, healthy, in_container, in_slurm, in_wsl, refused
+from tests.diagnose.machines import bare, changed, dead, healthy, in_container, in_slurm, in_wsl, nvml_gpu, refused
 from tests.diagnose.rules.machine_rows import (
     alarms,
     blind_nvml,
@@ -54,6 +54,9 @@ def test_the_fabric_is_down_by_its_state() -> None:
     machine = with_gpu(not_ready(), fabric="in-progress")
     assert causes(machine) == ["S01"]
     assert "NVML reports that the fabric is in-progress" in told("S01", machine).evidence
+    refused_by_it = replace(nvml_gpu(), fabric="completed", fabric_status=6)
+    lines = told("S01", changed(machine, driver__nvml__gpus=(*machine.driver.nvml.gpus, refused_by_it))).evidence
+    assert any(line.startswith("registering NVIDIA H200 with it: ") for line in lines)
     assert not told("S01", machine).title.startswith("probably")
 
 

@@ -9,7 +9,7 @@ from tests.diagnose.rules.machine_rows import alarms, seen
 from tests.diagnose.rules.torch_rows import told
 from tests.each import each
 
-from transload.machine import Extension, Machine
+from transload.machine import Extension, Machine, Toolkit
 
 SYMBOL = "_ZN3c104cuda9SetDeviceEi"
 
@@ -74,6 +74,17 @@ def test_only_what_has_a_source_distribution_is_compiled() -> None:
     assert fix[-1].endswith("-m pip install --no-deps --upgrade bitsandbytes")
     fix = told("P06", beside("detectron2", missing=("libcudart.so.12",)), "warning").fix
     assert fix == ("Install wheels of detectron2 built for torch 2.13.0 and CUDA 13.0.",)
+
+
+def test_what_is_compiled_needs_the_toolkit_of_torchs_cuda() -> None:
+    machine = beside("flash-attn", undefined=(SYMBOL,))
+    needs = "that needs the toolkit of CUDA 13.0, and"
+    for toolkit, words in (
+        (Toolkit(), f"Or compile flash-attn ({needs} no nvcc was found):"),
+        (Toolkit("/usr/bin/nvcc", "12.4"), f"Or compile flash-attn ({needs} /usr/bin/nvcc is of 12.4):"),
+        (Toolkit("/usr/bin/nvcc", "13.0.1"), "Or compile flash-attn:"),
+    ):
+        assert words in told("P06", changed(machine, toolkit=toolkit), "warning").fix
 
 
 def test_a_package_that_needs_a_missing_library() -> None:

@@ -140,6 +140,8 @@ def test_cards_set_aside_for_virtual_machines() -> None:
     machine = changed(unloaded(healthy()), hardware__pci=pci)
     assert cause(machine) == "K05"
     assert seen("K05", changed(machine, hardware__pci=(pci[0], card(0x2335)))) is None
+    asleep = told("K05", changed(machine, hardware__pci=(replace(pci[0], power="D3cold"), pci[1]))).evidence
+    assert [line.endswith(", in power state D3cold") for line in asleep] == [True, False]
 
 
 def test_none_of_it_applies_under_wsl() -> None:

@@ -316,12 +316,14 @@ def not_ready(m: Case) -> Found:
         return
     switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_nvswitch(d.device)]
     states = {gpu.fabric for gpu in m.driver.nvml.gpus} & {"not-started", "in-progress"}
+    failed = [gpu for gpu in m.driver.nvml.gpus if gpu.fabric == "completed" and gpu.fabric_status]
     runs = "nv-fabricmanager" in m.kernel.daemons
     stopped = bool(manager) and not runs and not m.surroundings.container
     evidence = (
         m.answer,
         f"{len(switches)} NVSwitches are on the PCI bus" if switches else "",
         f"NVML reports that the fabric is {' and '.join(sorted(states))}" if states else "",
+        *(f"registering {gpu.name} with it: {nvml_result(gpu.fabric_status).text}" for gpu in failed),
         "nv-fabricmanager is installed but not running" if stopped else "",
         "nv-fabricmanager is running" if runs else "",
     )
@@ -425,7 +427,7 @@ def mig_unreachable(m: Case) -> Found:
     branch = numbers_of(m.driver.nvml.driver or m.kernel.version)[:1]
     if value.strip().startswith("MIG-GPU-") and branch >= (470,):
         evidence: Lines = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.relief)
-        fix: Lines = ("Use the name that starts with MIG- and has no slash, from:", "$ nvidia-smi -L")
+        fix: Lines = ("Use the name that starts with MIG- and has no slash, from:", f"$ {fixes.smi(m)} -L")
         yield "M03", Match(evidence, fix)
     elif closed and _all_mig(m):
         nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])

@@ -230,9 +230,11 @@ def other_packages(m: Case) -> Found:
     def compiled(words: str, packages: list[str], *first: str) -> Lines:
         """Compile those that can be, which needs the toolkit that torch was built with."""
         names = [name for name in packages if name in _SOURCES]
-        toolkit = f", with the toolkit of CUDA {m.torch_cuda} installed" if m.torch_cuda else ""
-        install = fixes.install(m, *_COMPILE, *names, force=True)
-        return (f"{words} {', '.join(names)}{toolkit}:", *first, *install) if names else ()
+        here = m.toolkit.version
+        found = f", and {m.toolkit.nvcc} is of {here}" if here else ", and no nvcc was found"
+        needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{found})" if m.torch_cuda else ""
+        words = f"{words} {', '.join(names)}{'' if here and here.startswith(m.torch_cuda) else needs}:"
+        return (words, *first, *fixes.install(m, *_COMPILE, *names, force=True)) if names else ()
 
     if lines:
         yield "P05", Match(tuple(lines), with_torch({each.package for each in trio}), severity="warning")
@@ -325,7 +327,7 @@ def not_allowed_to_work(m: Case) -> Found:
     if mode and (told or none_left):
         users = (f"in use by {process}" for gpu in taken for process in gpu.processes)
         wait = "Wait for the other process, or end it. Or let several share the card (needs root):" if taken else ""
-        fix = (wait, fixes.sudo(m, "nvidia-smi -c 0"))
+        fix = (wait, fixes.sudo(m, f"{fixes.smi(m)} -c 0"))
         yield "S05", Match((quoted(told), *mode, *users), fix, likely=not told and not closed)
 
     if "out of memory" in error.lower():  # for a small tensor; only likely if the card seems to have some
@@ -338,7 +340,7 @@ def not_allowed_to_work(m: Case) -> Found:
         else:
             free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
             holders = [f"{process} is using {gpu.name}" for gpu in gpus for process in gpu.processes]
-            fix = ("End the processes that hold the card's memory, or use another card:", "$ nvidia-smi")
+            fix = ("End the processes that hold the card's memory, or use another card:", f"$ {fixes.smi(m)}")
             full = any(gpu.free < _ENOUGH for gpu in known)
             yield "X06", Match((quoted(error), *free, *holders[:6]), fix, likely=not full)
 
