@@ -227,13 +227,13 @@ def other_packages(m: Case) -> Found:
         names = sorted(packages)
         return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
-    def compiled(words: str, packages: list[str], *first: str) -> Lines:
+    def compiled(purpose: str, packages: list[str], *first: str) -> Lines:
         """Compile those that can be, which needs the toolkit that torch was built with."""
         names = [name for name in packages if name in _SOURCES]
         here = m.toolkit.version
         found = f", and {m.toolkit.nvcc} is of {here}" if here else ", and no nvcc was found"
         needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{found})" if m.torch_cuda else ""
-        words = f"{words} {', '.join(names)}{'' if here and here.startswith(m.torch_cuda) else needs}:"
+        words = f"Or compile {', '.join(names)}{purpose}{'' if here and here.startswith(m.torch_cuda) else needs}:"
         return (words, *first, *fixes.install(m, *_COMPILE, *names, force=True)) if names else ()
 
     if lines:
@@ -257,7 +257,7 @@ def other_packages(m: Case) -> Found:
             fix = (*fix, "Install a bitsandbytes that knows this CUDA:", *fixes.install(m, *_NEWEST, "bitsandbytes"))
         if others := sorted(packages - {*_TRIO, "bitsandbytes"}):
             fits = f"built for torch {release}{f' and CUDA {m.torch_cuda}' if m.torch_cuda else ''}"
-            fix = (*fix, f"Install wheels of {', '.join(others)} {fits}.", *compiled("Or compile", others))
+            fix = (*fix, f"Install wheels of {', '.join(others)} {fits}.", *compiled("", others))
         yield "P06", Match(tuple(lines[:8]), fix, severity="warning")
 
     # none of a package's architectures runs on any card of this process
@@ -273,7 +273,7 @@ def other_packages(m: Case) -> Found:
         levels = ";".join(sorted({"{}.{}".format(*card.capability) for card in m.cards}))
         only = fixes.set_variable(m, "TORCH_CUDA_ARCH_LIST", levels)
         newest = fixes.install(m, *_NEWEST, *names, force=True)
-        fix = ("Try the newest release:", *newest, *compiled("Or compile for this card", names, *only))
+        fix = ("Try the newest release:", *newest, *compiled(" for this card", names, *only))
         yield "A03", Match((*has, *map(str, cards)), fix, severity="warning")
 
 
