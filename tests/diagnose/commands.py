@@ -7,7 +7,18 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from tests.diagnose.machines import bare, card, changed, dead, healthy, install, refused
+from tests.diagnose.machines import (
+    bare,
+    card,
+    changed,
+    dead,
+    healthy,
+    in_container,
+    install,
+    library,
+    needed,
+    refused,
+)
 from tests.golden.record import machines
 
 from transload.diagnose import judge_machine
@@ -23,6 +34,10 @@ class Fix(NamedTuple):
     commands: tuple[str, ...]
 
 
+FIRED: set[str] = set()
+"""The codes of all findings, once ``fixes`` was called."""
+
+
 @cache
 def fixes() -> tuple[Fix, ...]:
     """Each different one once."""
@@ -30,6 +45,7 @@ def fixes() -> tuple[Fix, ...]:
     for machine in (*map(machine_from, machines().values()), *variants()):
         diagnosis = judge_machine(machine)
         for finding in (*diagnosis.findings, *(muted.finding for muted in diagnosis.muted)):
+            FIRED.add(finding.code)
             commands = tuple(line[2:] for line in finding.fix if line.startswith("$ "))
             if commands:
                 key = (machine.platform.system, machine.platform.machine, *commands)
@@ -47,6 +63,16 @@ def variants() -> Iterator[Machine]:
         yield changed(machine, python__externally_managed=True)
         yield changed(machine, python__pip=False)
         yield machine
+    lxc = changed(
+        in_container(refused(healthy(), 803), "lxc"), driver__libraries__cuda=(library("libcuda.so.1", "570.1"),)
+    )
+    absent = tuple(replace(node, exists=False, error="ENOENT") for node in healthy().nodes.found)
+    yield from (lxc, changed(in_container(refused(healthy(), 100), "lxc"), nodes__found=absent))
+    mps = {"kernel__daemons": ("nvidia-cuda-mps-control",), "variables__values": {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/x"}}  # noqa: S108
+    yield changed(refused(healthy(), 805), **mps)
+    of_conda = replace(needed("libcudart.so.13", "nvidia/cu13/lib"), path="/opt/venv/lib/libcudart.so.13")
+    pixi = {"python__environment": "pixi", "python__tool": "pixi", "torch_libraries__needed": (of_conda,)}
+    yield changed(healthy(), **pixi)
     path = {"LD_LIBRARY_PATH": "/opt/x", "CUDA_VISIBLE_DEVICES": "-1"}
     hidden = changed(refused(healthy(), 100), variables__values=path)
     for shell in ("fish", "tcsh"):
@@ -75,6 +101,8 @@ def broken() -> Iterator[Machine]:
     cpu = (install("2.13.0+cpu", ""),)
     machine = healthy()
     yield changed(dead(machine), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
+    older = changed(machine, driver__cuda__version=12020, driver__nvml__cuda=12020, driver__nvml__driver="535.54.03")
+    yield changed(dead(older), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
     yield changed(machine, torch=Torch(()), torch_run__steps=(), torch_run__version="")
     lost = replace(install(), missing=("lib/libtorch_cuda.so: absent",))
     yield changed(fails(machine, "OSError: libtorch_cuda.so: cannot open shared object file"), torch__installs=(lost,))

@@ -22,9 +22,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.diagnose.commands import Fix, fixes
+from tests.diagnose.commands import FIRED, Fix, fixes
 
 from transload.diagnose.fixes import wheel_platform
+from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import INDEX, index_builds, numbers_of, releases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands for Linux")
@@ -52,7 +53,8 @@ STAND_INS = {
     "nixos-rebuild": "switch",
     "nvidia-ctk": r"cdi generate --output=\S+|runtime configure --runtime=docker"
     "|system create-dev-char-symlinks --create-all",
-    "nvidia-cuda-mps-control": "-d",
+    "lxc": "config device add CONTAINER gpu gpu",
+    "nvidia-cuda-mps-control": "-d|",
     "nvidia-modprobe": "-u -c=0|-c 0",
     "nvidia-smi": r"|-L|-c 0|-mig 0|-r( -i \d+)?|mig -lgip|mig -cgi 0 -C|conf-compute -srs 1",
     "pacman": f"-S(yu)?{PACKAGES}",
@@ -114,6 +116,8 @@ def test_every_command_of_the_shell_runs(tmp_path: Path) -> None:
             there = Path(path) if FILES.search(path) else Path(path, "x")
             write(there, f"nvidia vfio {root}/usr/local/cuda/lib64/stubs\n")
         write(root / "opt/venv/bin/python", f'#!/bin/sh\nexec {forged}/python "$@"\n')
+        for installer in re.findall(r"\S+\.run\b", line):
+            write(tmp_path / installer, '[ "$*" = --no-kernel-module ]\n')
         named = re.match(r"(?:export|unset) (\w+)", line)
         name = named[1] if named else "X"
         after = f'printf "%s\\n" "${{{name}-}}" > {root}/value'
@@ -125,6 +129,7 @@ def test_every_command_of_the_shell_runs(tmp_path: Path) -> None:
         [shutil.which("bash") or "bash", "-c", "\n".join(script)],
         env={"PATH": str(forged), "USER": "tester"},
         stdin=subprocess.DEVNULL,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
@@ -146,6 +151,11 @@ def test_every_command_of_the_shell_runs(tmp_path: Path) -> None:
             )
         elif removed := re.fullmatch(r"(?:sudo )?rm(?: -r)? (\S+)", line):
             assert not Path(f"{root}{removed[1]}").exists(), line
+
+
+def test_every_cause_is_among_the_machines() -> None:
+    fixes()
+    assert {code for code, rule in BY_CODE.items() if rule.check} - FIRED == set()
 
 
 def test_the_lines_for_other_shells_are_known() -> None:
