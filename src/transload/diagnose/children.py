@@ -25,7 +25,7 @@ from transload.diagnose.host import reason
 from transload.machine import Answer, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import IO
 
     from typing_extensions import Self
@@ -53,9 +53,10 @@ _LONG = 1.0
 _WORK = 10
 """Hundredths of a second, or pages read, that a child may use between two looks and still count as idle."""
 
-_DUMPED = re.compile(rb"(?:Timeout \([\d:.]+\)!|(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):)$")
+_STACK = re.compile(
+    rb"(Fatal Python error: .*|Timeout \([\d:.]+\)!|(?:Stack|(?:Current t|T)hread 0x.*) \(most recent call first\):)$"
+)
 """What faulthandler prints before the stack of each thread, the main one last."""
-_STACK = re.compile(r"Fatal Python error: |(?:Current thread|Stack).*\(most recent call first\)")
 _PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
 _OF_PYTHON = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
 
@@ -83,12 +84,14 @@ class Outcome:
     records: tuple[dict[str, Any], ...] = ()
     """Its reports, in order."""
     noise: str = ""
-    """The end of what it and its libraries printed."""
+    """The end of what it and its libraries printed, without Python's stack."""
     end: str = ""
     """Why there is no more: ``SIGSEGV``, ``exit status 3``, ``hung``; empty where it was done."""
     seconds: float = 0.0
     idle: float = 0.0
     """Seconds without work after which it was given up, before its deadline; else 0."""
+    place: str = ""
+    """The line of Python where it hung or crashed, where that is known."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -116,18 +119,11 @@ class Outcome:
             return self.end
         doing = self.facts.get("doing", "")
         step = f"in {doing}" if doing else "at its start"
-        place = _place(self.noise[len(self.printed) :])
-        at = f" at {place}" if place else ""
+        at = f" at {self.place}" if self.place else ""
         time = f" after {self.seconds:.1f} s" if self.state == "hung" else ""
         time += f", idle for the last {self.idle:.0f} s" if self.idle else ""
-        words = " ".join(self.printed[-500:].split())
+        words = " ".join(self.noise[-500:].split())
         return f"{self.end} {step}{at}{time}" + (f"; it printed: {words}" if words else "")
-
-    @property
-    def printed(self) -> str:
-        """Its noise up to Python's stack, which is printed last."""
-        stack = _STACK.search(self.noise)
-        return self.noise[: stack.start()] if stack else self.noise
 
 
 class Child:
@@ -145,7 +141,7 @@ class Child:
         self._done = False
         self._noise = self._rest = b""
         self._frames: list[bytes] = []
-        self._dumping = False
+        self._dumping = self._crashed = False
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
@@ -193,7 +189,7 @@ class Child:
             self._over.wait(min(left, 0.05))
             if (now := monotonic()) - looked < _LOOK:
                 continue
-            looked, done, there = now, _work(process.pid), _place(b"\n".join(self._frames).decode("utf-8", "replace"))
+            looked, done, there = now, _work(process.pid), _place(self._frames)
             if now - self.begun > _LONG:
                 doing = [record["doing"] for record in list(self.records) if "doing" in record]
                 waiting(", at ".join(filter(None, (*doing[-1:], there))))
@@ -214,9 +210,9 @@ class Child:
         seconds = (monotonic() if state == "hung" else self._last) - self.begun
         if not self.close():
             end += ", and could not be killed,"
-        frames = (b"", b"Stack (most recent call first):", *self._frames) if state == "hung" and self._frames else ()
-        noise = b"\n".join((self._noise + self._rest, *frames)).decode("utf-8", "replace").strip()
-        return Outcome(state, tuple(self.records), noise, end, seconds, idle if state == "hung" else 0.0)
+        noise = (self._noise + self._rest).decode("utf-8", "replace").strip()
+        place = _place(self._frames) if state == "hung" or self._crashed else ""
+        return Outcome(state, tuple(self.records), noise, end, seconds, idle if state == "hung" else 0.0, place)
 
     def close(self) -> bool:
         """End it and everything it started. False where it does not die: then it is left to itself."""
@@ -285,27 +281,31 @@ class Child:
         self._finish()
 
     def _printed(self, line: bytes) -> bytes:
-        """A line without Python's stack, the last of which is kept apart; that of a crash is its last words."""
-        dumped = None if b"Fatal Python error" in self._noise else _DUMPED.search(line)
-        if not dumped and self._dumping and (not line or line.startswith(b"  ")):
+        """A line without Python's stack, the last of which is kept apart. That of a crash is its last words."""
+        begins = _STACK.search(line)
+        if begins:
+            self._frames, self._dumping = [], True
+            self._crashed = self._crashed or begins[1].startswith(b"Fatal")
+            return line[: begins.start()]
+        if self._dumping and (not line or line.startswith(b"  ")):
             self._frames.append(line)
             return b""
-        self._dumping = bool(dumped)
-        self._frames = [] if dumped else self._frames
-        return line[: dumped.start()] if dumped else line + b"\n"
+        self._dumping = False
+        return b"" if self._crashed else line + b"\n"
 
     def _finish(self) -> None:
         self._last = self._last if self._over.is_set() else monotonic()
         self._over.set()
 
 
-def _place(stack: str) -> str:
-    r"""The innermost line in a stack, of Python's own library only where there is no other.
+def _place(stack: Iterable[bytes]) -> str:
+    """The innermost line in a stack, of Python's own library only where there is no other.
 
-    >>> _place('File "/usr/lib/python3.11/threading.py", line 327 in wait\n  File "/x/torch/a.py", line 3 in f')
+    >>> _place((b'File "/usr/lib/python3.11/threading.py", line 327 in wait', b'File "/x/torch/a.py", line 3 in f'))
     '/x/torch/a.py:3'
     """
-    lines = [":".join(found.groups()) for found in _PLACE.finditer(stack)]
+    found = (_PLACE.search(line.decode("utf-8", "replace")) for line in stack)
+    lines = [":".join(each.groups()) for each in found if each]
     return next((line for line in lines if not _OF_PYTHON.search(line)), lines[0] if lines else "")
 
 
