@@ -184,16 +184,17 @@ class Child:
         if process is None:
             return Outcome("unasked", end=self._refusal)
         idle, looked = 0.0, monotonic()
-        since, work, place = looked, _work(process.pid), ""
+        since, work, place = looked, -1, ""
         while not self.ended() and (left := self.deadline - monotonic()) > 0:
             self._over.wait(min(left, 0.05))
             if (now := monotonic()) - looked < _LOOK:
                 continue
-            looked, done, there = now, _work(process.pid), _place(self._frames)
+            looked, there = now, _place(self._frames)
+            done = _work(process.pid) if patience < inf else -1
             if now - self.begun > _LONG:
                 doing = [record["doing"] for record in list(self.records) if "doing" in record]
                 waiting(", at ".join(filter(None, (*doing[-1:], there))))
-            if done < 0 or done - work >= _WORK or "" != place != there != "":
+            if work < 0 or done < 0 or done - work >= _WORK or "" != place != there != "":
                 since, work = now, done
             elif now - since >= patience:
                 idle = now - since
