@@ -54,15 +54,16 @@ def run(arguments: list[str], environ: dict[str, str], out: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-if sys.version_info >= (3, 11):
-    main(WARM)
-site, told = Path(sys.argv[1]), []
-for each in json.loads(Path(sys.argv[2]).read_text()):
-    begin(site, each["before"])
-    failed = ""
-    for arguments, environ in each["commands"]:
-        if run(arguments, environ, sys.argv[2] + ".out"):
-            failed = failed or f"{arguments}: {Path(sys.argv[2] + '.out').read_text()}"
-    versions = {path.parent.name: path.read_text() for path in site.glob("*/version.py")}
-    told.append([failed, versions])
-sys.stdout.write(json.dumps(told))
+if __name__ == "__main__":
+    if sys.version_info >= (3, 11):
+        main(WARM)
+    site, told = Path(sys.argv[1]), []
+    for each in json.loads(Path(sys.argv[2]).read_text()):
+        begin(site, each["before"])
+        failed = ""
+        for arguments, environ in each["commands"]:
+            if run(arguments, environ, sys.argv[2] + ".out"):
+                failed = failed or f"{arguments}: {Path(sys.argv[2] + '.out').read_text()}"
+        versions = {path.parent.name: path.read_text() for path in site.glob("*/version.py")}
+        told.append([failed, versions])
+    sys.stdout.write(json.dumps(told))

@@ -57,6 +57,7 @@ _STACK = re.compile(
     rb"(Fatal Python error: .*|Timeout \([\d:.]+\)!|(?:Stack|(?:Current t|T)hread 0x.*) \(most recent call first\):)$"
 )
 """What faulthandler prints before the stack of each thread, the main one last."""
+_FATAL = "Fatal Python error: "
 _PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
 _OF_PYTHON = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
 
@@ -122,8 +123,13 @@ class Outcome:
         at = f" at {self.place}" if self.place else ""
         time = f" after {self.seconds:.1f} s" if self.state == "hung" else ""
         time += f", idle for the last {self.idle:.0f} s" if self.idle else ""
-        words = " ".join(self.noise[-500:].split())
+        words = " ".join(self.printed[-500:].split())
         return f"{self.end} {step}{at}{time}" + (f"; it printed: {words}" if words else "")
+
+    @property
+    def printed(self) -> str:
+        """Its noise up to what Python says of a crash."""
+        return self.noise.partition(_FATAL)[0]
 
 
 class Child:
@@ -141,7 +147,7 @@ class Child:
         self._done = False
         self._noise = self._rest = b""
         self._frames: list[bytes] = []
-        self._dumping = self._crashed = False
+        self._dumping = False
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
@@ -212,7 +218,7 @@ class Child:
         if not self.close():
             end += ", and could not be killed,"
         noise = (self._noise + self._rest).decode("utf-8", "replace").strip()
-        place = _place(self._frames) if state == "hung" or self._crashed else ""
+        place = _place(self._frames) if state == "hung" or _FATAL in noise else ""
         return Outcome(state, tuple(self.records), noise, end, seconds, idle if state == "hung" else 0.0, place)
 
     def close(self) -> bool:
@@ -282,17 +288,14 @@ class Child:
         self._finish()
 
     def _printed(self, line: bytes) -> bytes:
-        """A line without Python's stack, the last of which is kept apart. That of a crash is its last words."""
+        """A line without Python's stack, the last of which is kept apart."""
         begins = _STACK.search(line)
         if begins:
             self._frames, self._dumping = [], True
-            self._crashed = self._crashed or begins[1].startswith(b"Fatal")
-            return line[: begins.start()]
-        if self._dumping and (not line or line.startswith(b"  ")):
-            self._frames.append(line)
-            return b""
-        self._dumping = False
-        return b"" if self._crashed else line + b"\n"
+            return line + b"\n" if begins[1].startswith(b"Fatal") else line[: begins.start()]
+        self._dumping = self._dumping and (not line or line.startswith(b"  "))
+        self._frames += [line] if self._dumping else []
+        return b"" if self._dumping else line + b"\n"
 
     def _finish(self) -> None:
         self._last = self._last if self._over.is_set() else monotonic()

@@ -286,7 +286,7 @@ def torch_run(host: Host, outcome: Outcome) -> TorchRun:
     if outcome.state in {"hung", "crashed"} and doing not in {step.name for step in steps}:  # it did not return
         seconds = max(0.0, outcome.seconds - sum(step.seconds for step in steps))
         steps.append(Step(doing, ok=False, error=outcome.detail, seconds=round(seconds, 3)))
-    printed = [line.strip() for line in outcome.noise.splitlines() if line.strip()]
+    printed = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
     told = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.told(TorchRun)}
     found = TorchRun(outcome.answer, **told)
     return replace(
