@@ -228,7 +228,7 @@ class _Archive:
     def __init__(self, root: bytes, alignment: int) -> None:
         self.checksums: list[int] = []
         self.end = 0
-        self._lead = root + b"/"
+        self._lead = root + b"/" if root else b""
         self._alignment = alignment
         self._entries: list[bytes] = []
         self._count = 0
@@ -304,7 +304,8 @@ def write_archive(
 ) -> None:
     """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and names the last ones.
 
-    ``tell`` is called with numbers of bytes of records as they are written, those of the last ones left out.
+    With an empty ``root``, names are as they are. ``tell`` is called with numbers of bytes of records as they are
+    written, those of the last ones left out.
     """
     archive = _Archive(root, alignment)
     waiting: deque[_Write] = deque()

@@ -9,38 +9,22 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
-from transload.writing.objects import Leftovers, Omission
+from transload.writing.objects import Leftovers
 from transload.writing.output import Bundle, file_identity, refuse_existing, write_text
 from transload.writing.plan import Options, Plan, notes
-from transload.writing.transfer import Job, check_source, compare
+from transload.writing.result import Conversion
+from transload.writing.transfer import Job, check_source
 from transload.writing.writers import WRITERS
 
 if TYPE_CHECKING:
     from transload.io.sources import SourceLike
     from transload.tensors.content import Content
-
-
-class Written(NamedTuple):
-    """What is in the target, and what is not; ``Conversion`` says what the fields are."""
-
-    files: tuple[str, ...]
-    tensors: int
-    nbytes: int
-    copied: int
-    cast: int
-    infinite: int
-    aliases: tuple[tuple[str, str], ...]
-    left: tuple[Omission, ...]
-    listed: tuple[Omission, ...]
-    leftovers: str
-    others: int
-    renamed: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
 
 
 def write_content(
@@ -53,7 +37,7 @@ def write_content(
     verify: bool,
     overwrite: bool,
     progress: bool | Callable[[int, int], object] | None,
-) -> Written:
+) -> Conversion:
     """Write a checkpoint that is open, damaged or not; ``src`` is what it was opened by, if not its path.
 
     If this raises, nothing is there that was not before.
@@ -61,6 +45,7 @@ def write_content(
     from transload.formats import no_collecting
     from transload.io.pool import telling
 
+    begun = time.monotonic()
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
     refuse_existing(leftovers_path, overwrite=overwrite)
     if os.path.lexists(leftovers_path) and not _is_leftovers(leftovers_path):
@@ -75,10 +60,9 @@ def write_content(
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = Job(plan.content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))
-        locations = WRITERS[format_](job, plan)
+        WRITERS[format_](job, plan)
         if verify:
             check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
-            compare(locations, job)
         leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.content.checkpoint.tensors))
         table: dict[str, Any] = {}
         if leftovers.data not in (None, {}, []):
@@ -88,21 +72,26 @@ def write_content(
         if table:
             table = {"from": os.path.basename(checkpoint.path), **table}
             write_text(bundle.add(leftovers_path).descriptor, json.dumps(table, indent=1).encode() + b"\n")
-        written = Written(
-            tuple(bundle.paths),
-            len(plan.entries) + len(plan.aliases) + len(plan.carried),
-            plan.nbytes,
-            job.copied,
-            sum(entry.is_cast for entry in plan.entries),
-            sum(job.infinite.values()),
-            tuple(plan.aliases),
-            tuple(plan.omitted),
-            tuple(leftovers.listed),
-            leftovers_path if table else "",
-            plan.others,
-            tuple(plan.renamed),
-            tuple(notes(plan, job, leftovers)),
-        )
+    written = Conversion(
+        path=checkpoint.path,
+        out=dst,
+        format=checkpoint.format,
+        to=format_,
+        files=tuple(bundle.paths),
+        tensors=len(plan.entries) + len(plan.aliases) + len(plan.carried),
+        nbytes=plan.nbytes,
+        cast=sum(entry.is_cast for entry in plan.entries),
+        infinite=sum(job.infinite.values()),
+        aliases=tuple(plan.aliases),
+        left=tuple(plan.omitted),
+        listed=tuple(leftovers.listed),
+        leftovers=leftovers_path if table else "",
+        others=plan.others,
+        renamed=tuple(plan.renamed),
+        verified=verify,
+        seconds=time.monotonic() - begun,
+        notes=tuple(notes(plan, job, leftovers)),
+    )
     if overwrite and not table:
         with suppress(OSError):  # those of an earlier conversion are not those of this one
             if _is_leftovers(leftovers_path):

@@ -214,7 +214,7 @@ class Plan:
         """Bytes that progress counts: those that are written, and those that are then compared."""
         entries = self.storages if self.format == "torch" else self.entries
         nbytes = sum(entry.nbytes for entry in entries)
-        return sum(record.size for record in self.opening) + (2 * nbytes if verify else nbytes)
+        return 2 * nbytes if verify else nbytes
 
     def _with_arrays(self, content: Content) -> tuple[Content, tuple[Tensor, ...]]:
         """The source with the numpy arrays of its objects as tensors. A torch zip keeps no objects to look into."""

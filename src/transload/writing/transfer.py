@@ -1,9 +1,8 @@
 """The bytes of tensors on their way from the source to the target.
 
-A ``Job`` gives the bytes of an ``Entry`` as the target has them, rounded by ``cast`` where it has another dtype. There
-are two ways into a file: a ``Writer`` goes from front to back, and lets the kernel copy what the source holds as it is;
-``pour`` writes a file and reads it back in one pass, with several threads. ``compare`` reads back what was not poured.
-``check_source`` compares the checksums that the source was saved with.
+A ``Job`` gives the bytes of an ``Entry`` as the target has them, rounded by ``cast`` where it has another dtype.
+``pour`` writes a file and reads it back in one pass, with several threads; archives are written by ``formats``, and
+``read_back`` compares their checksums. ``check_source`` compares the checksums that the source was saved with.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from errno import EINVAL
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transload.checkpoint import Record
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.memory import PAGE, Pages, is_equal, view
@@ -55,9 +55,9 @@ class Entry(NamedTuple):
 class Job:
     """A conversion under way: the source, the target, and what the writers report back.
 
-    ``progress`` is called with bytes of tensors that were written or compared. ``copied`` counts the bytes that the
-    kernel copied by itself; ``infinite`` are finite numbers that became infinite, by the name of the tensor;
-    ``checksums`` are the CRC-32 of entries, by their ``id``, where they are known.
+    ``progress`` is called with bytes of tensors that were written or compared. ``infinite`` are finite numbers that
+    became infinite, by the name of the tensor; ``checksums`` are the CRC-32 of entries, by their ``id``, where they are
+    known.
     """
 
     content: Content
@@ -66,7 +66,6 @@ class Job:
     allow_inf: bool = False
     verify: bool = True
     progress: Callable[[int], None] = lambda _: None
-    copied: int = 0
     infinite: dict[str, int] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
 
@@ -94,63 +93,7 @@ class Job:
             raise OverflowRefusedError(what, where=self.content.checkpoint.path, fix=fix)
 
 
-# -- from front to back
-
-_GATHERED = 1 << 20  # small writes are put together up to here
-_LARGE = 256 << 10  # from here on the kernel copies; below, the call costs more than the copy
-_AT_ONCE = 64 << 20  # between two copies of this size progress is reported, and a signal is handled
-
-
-class Writer:
-    """Writes a file of a job by its descriptor. ``written`` is where it ends so far."""
-
-    def __init__(self, descriptor: int, job: Job) -> None:
-        from transload.io.atomic import SystemFile
-
-        self._descriptor, self._job = descriptor, job
-        self._sink = SystemFile(descriptor, push=True)
-        self._gathered: list[Any] = []
-        self._nbytes = 0
-        self._kernel_copies = hasattr(os, "copy_file_range")
-        self.written = 0
-
-    def write(self, data: Any) -> None:
-        """Write bytes, which may change afterwards; small ones are gathered as copies until ``flush``."""
-        self.written += len(data)
-        self._nbytes += len(data)
-        self._gathered.append(bytes(data) if len(data) < _GATHERED else data)
-        if self._nbytes >= _GATHERED:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what was gathered."""
-        self._sink.write(self._gathered)
-        self._gathered, self._nbytes = [], 0
-
-    def put(self, entry: Entry) -> None:
-        """Write the bytes of an entry; the kernel copies them if a file of the source holds them as they are."""
-        job, done, pieces = self._job, 0, None
-        run = job.run(entry) if entry.nbytes >= _LARGE and self._kernel_copies else None
-        source: Any = job.content.open_file(run.file) if run is not None else None
-        if run is not None and hasattr(source, "descriptor"):
-            self.flush()
-            while self._kernel_copies and done < run.nbytes:
-                count, most = 0, min(_AT_ONCE, run.nbytes - done)
-                with suppress(OSError):  # between file systems, or on a network; a full disk fails again in write()
-                    count = os.copy_file_range(source.descriptor, self._descriptor, most, run.offset + done)
-                self._kernel_copies = count > 0
-                self.written += count
-                job.copied += count
-                job.progress(count)
-                done += count
-            starts = range(run.offset + done, run.offset + run.nbytes, _GATHERED)
-            pieces = (source.read(at, min(_GATHERED, run.offset + run.nbytes - at)) for at in starts)
-        for piece in job.pieces(entry) if pieces is None else pieces:
-            self.write(piece)
-            job.progress(len(piece))
-            done += len(piece)
-        if done != entry.nbytes:
-            raise ContentError(f"{entry.name} has {done:,} bytes, not {entry.nbytes:,}")
+# -- archives that were just written
 
 
 class Descriptor(FileSource):
@@ -166,27 +109,47 @@ class Descriptor(FileSource):
         """Leave it open."""
 
 
+def read_back(source: Descriptor, records: Sequence[Record], nbytes: int, job: Job) -> None:
+    """Compare records with the checksums of what was written; ``ConvertError`` if any differs.
+
+    ``nbytes`` is how many of their bytes progress counts.
+    """
+    from transload.formats.verify import checksums
+
+    left = nbytes
+
+    def tell(count: int) -> None:
+        nonlocal left
+        told = min(count, left)  # what lies before and between records is read with them
+        left -= told
+        job.progress(told)
+
+    for index, value in checksums(source, records, tell).items():
+        if value != records[index].crc32:
+            raise ConvertError(f"{records[index].name}: {_DIFFERENT}", where=job.dst, fix=_TRY_AGAIN)
+    job.progress(left)
+
+
 # -- written and read back in one pass
 
 CHUNK = 4 << 20
 _THREADS = 5  # perhaps more than cores: most of the time they wait for the disk
 _PAST_THE_CACHE = 64 << 20  # bytes from which it is worth it; smaller files may as well stay in memory
-CAN_POUR = hasattr(os, "pwrite") and hasattr(os, "preadv")
 
 
 def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> list[int]:
-    """Write a file of ``head`` and the bytes of entries, and read it back; the CRC-32 of each entry.
+    """Write a file of ``head`` and the bytes of entries, and read it back if the job asks for it; their CRC-32.
 
     Chunks are filled in the order of the file, by one thread at a time; the same thread then sums, writes, reads back
     and compares its chunk, while others fill the next. ``ConvertError`` if the file does not hold what was written.
-    Progress counts the bytes of each entry twice: they are also compared.
+    Progress counts the bytes of each entry twice if they are also compared.
     """
     from transload.io.checksums import combined
     from transload.io.pool import each
 
     size = len(head) + sum(entry.nbytes for entry in entries)
     nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
-    count = _THREADS if size > CHUNK else 1
+    count = _THREADS if size > CHUNK and hasattr(os, "preadv") else 1  # Windows has one position for all threads
     free = [Chunk(nbytes) for _ in range(count)]
     file = PouredFile(descriptor, size, where)
 
@@ -194,7 +157,7 @@ def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where
         again = Chunk(nbytes)
 
         def process(chunk: Chunk) -> None:
-            file.write(chunk, again)
+            file.write(chunk, again if job.verify else None)
             free.append(chunk)
 
         return process
@@ -257,7 +220,7 @@ def _filled(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chunk]) 
             chunk.filled += count
             if entry is not None:
                 chunk.parts.append((index, chunk.filled - count, count))
-                job.progress(2 * count)
+                job.progress(2 * count if job.verify else count)
             done += count
         if done != nbytes:
             raise ContentError(f"{name} has {done:,} bytes, not {nbytes:,}", where=job.content.checkpoint.path)
@@ -278,8 +241,8 @@ class PouredFile:
         self._tail = (0, b"")
         self.sums: list[tuple[int, int, int, int]] = []
 
-    def write(self, chunk: Chunk, again: Chunk) -> None:
-        """Sum a chunk, write it, read it into another and compare."""
+    def write(self, chunk: Chunk, again: Chunk | None) -> None:
+        """Sum a chunk, write it, read it into another, if there is one, and compare."""
         from transload.io.checksums import fastest_crc32
 
         compute = fastest_crc32()
@@ -291,13 +254,14 @@ class PouredFile:
             self._tail = (chunk.offset + whole, bytes(chunk.view[whole : chunk.filled]))
         done = 0
         while done < whole:
-            done += self._retry_cached(os.pwrite, chunk.view[done:whole], chunk.offset + done)
+            done += self._retry_cached(_write_at, chunk.view[done:whole], chunk.offset + done)
         done = 0
-        while done < whole:
-            count = self._retry_cached(os.preadv, [again.view[done:whole]], chunk.offset + done)
+        while again is not None and done < whole:
+            count = self._retry_cached(_read_at, again.view[done:whole], chunk.offset + done)
             self._require(count > 0, "the file is shorter than what was written")
             done += count
-        self._require(is_equal(chunk.pages.address, again.pages.address, whole), _DIFFERENT)
+        same = again is None or is_equal(chunk.pages.address, again.pages.address, whole)
+        self._require(same, _DIFFERENT)
 
     def finish(self) -> None:
         """Write what is left of the end."""
@@ -331,6 +295,22 @@ class PouredFile:
         return call(self._descriptor, buffer, offset)
 
 
+def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.write(descriptor, data)
+
+
+def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [buffer], offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    data = os.read(descriptor, len(buffer))
+    buffer[: len(data)] = data
+    return len(data)
+
+
 def _set_direct(descriptor: int, *, on: bool) -> bool:
     """Turn writing past the page cache on or off; whether that was done."""
     if sys.platform != "linux":
@@ -344,65 +324,11 @@ def _set_direct(descriptor: int, *, on: bool) -> bool:
     return False
 
 
-# -- read back
-
-_COMPARED = 1 << 20  # bytes at once: two of these fit into the cache of a core
-_TASK = 64 << 20  # bytes that one thread compares
-
-
-class Location(NamedTuple):
-    """Where a reader of the target finds the bytes of an entry: ``read`` takes an offset and a count."""
-
-    entry: Entry
-    read: Callable[[int, int], bytes]
-    offset: int
-
-
-def compare(locations: list[Location], job: Job) -> None:
-    """Read the source and the target again and compare every byte; ``ConvertError`` if any differs."""
-    from transload.io.pool import each, threads
-
-    lock = Lock()
-
-    def tasks() -> Iterator[tuple[Location, int, int]]:
-        for location in locations:
-            nbytes = location.entry.nbytes
-            # What lies in files on both sides can be cut into parts for several threads.
-            step = _TASK if nbytes > _TASK and job.run(location.entry) is not None else max(nbytes, 1)
-            for start in range(0, max(nbytes, 1), step):
-                yield location, start, min(step, nbytes - start)
-
-    def check(task: tuple[Location, int, int]) -> None:
-        location, start, nbytes = task
-        if not _is_same(location, job, start, nbytes):
-            raise ConvertError(f"{location.entry.name}: {_DIFFERENT}", where=job.dst, fix=_TRY_AGAIN)
-        with lock:
-            job.progress(nbytes)
-
-    total = sum(location.entry.nbytes for location in locations)
-    each(tasks(), lambda: check, threads() if total >= _TASK else 1)
-
-
-def _is_same(location: Location, job: Job, start: int, nbytes: int) -> bool:
-    entry, read, offset = location
-    run, at, end = job.run(entry), offset + start, offset + start + nbytes
-    pieces: Iterator[Any] = job.pieces(entry, _COMPARED)
-    if run is not None:
-        source, stop = job.content.open_file(run.file), run.offset + start + nbytes
-        pieces = (source.read(first, min(_COMPARED, stop - first)) for first in range(stop - nbytes, stop, _COMPARED))
-    for piece in pieces:
-        if read(at, len(piece)) != bytes(piece):
-            return False
-        at += len(piece)
-    return at == end
-
-
 def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) -> None:
     """Compare the checksums that the source was saved with; ``ConvertError`` if one is wrong.
 
     Storages whose bytes were summed while they were written are not read again.
     """
-    from transload.checkpoint import Record
     from transload.formats.verify import verify_records
 
     content = job.content

@@ -1,77 +1,71 @@
 """The files of each format: a torch zip, safetensors, numpy's archive, and raw files.
 
-Each of ``WRITERS`` writes the entries of a target and reads its table back, as other programs find the tensors. It
-returns where they are, so that they can be compared; files that were poured have been compared already.
+Each of ``WRITERS`` writes the entries of a target, reads its table back, as other programs find the tensors, and
+compares what was written if the job asks for it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from struct import unpack
 from typing import Any
-from zlib import crc32
 
+from transload.checkpoint import Record as Stored
 from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError
-from transload.formats.zip import ALIGNMENT
-from transload.formats.zip_writer import (
-    PIECE,
-    SMALL,
-    Bunch,
-    Chunk,
-    Record,
-    central_entry,
-    descriptor,
-    end_of_archive,
-    local_header,
-    write_checkpoint,
-)
+from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive, write_checkpoint
+from transload.io.atomic import SystemFile
 from transload.writing.output import clear_parts, index_name, write_text
 from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
-from transload.writing.transfer import CAN_POUR, Descriptor, Entry, Job, Location, Writer, pour
+from transload.writing.transfer import Descriptor, Entry, Job, pour, read_back
 
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:
     return ConvertError(f"{name} does not read back as it was written", where=path)
 
 
-# -- torch: a zip archive as ``torch.save`` writes it
+# -- archives
 
 _MAX_BUNCH = 1000
+_Member = tuple[bytes, bytes, Entry]
+"""A name in the archive, what stands before the bytes of an entry there, and the entry."""
 
 
-def _write_torch(job: Job, plan: Plan) -> list[Location]:
-    """Write the object and its storages. A reader must find them just as they were written."""
+def _records(members: Iterable[_Member], job: Job) -> Iterator[Record | Bunch]:
+    small: list[tuple[bytes, bytes]] = []
+    for name, head, entry in members:
+        size = len(head) + entry.nbytes
+        if size <= SMALL:
+            small.append((name, b"".join(chunk.view for chunk in _chunks(head, entry, job))))
+        if small and (size > SMALL or len(small) >= _MAX_BUNCH):
+            yield Bunch(small)
+            small = []
+        if size > SMALL:
+            yield Record(name, size, partial(_chunks, head, entry, job))
+    if small:
+        yield Bunch(small)
+
+
+def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
+    yield from [Chunk(head)] if head else []
+    for piece in job.pieces(entry, PIECE):
+        yield Chunk(bytes(piece))  # a copy: the writer looks some pieces ahead
+        job.progress(len(piece))
+
+
+def _write_torch(job: Job, plan: Plan) -> None:
+    """Write a zip archive as ``torch.save`` does. A reader must find the storages just as they were written."""
     from transload.formats import read_source
-    from transload.io.atomic import SystemFile
 
     storages = plan.storages
-
-    def chunks(entry: Entry) -> Iterator[Chunk]:
-        for piece in job.pieces(entry, PIECE):
-            yield Chunk(bytes(piece))  # a copy: the writer looks some pieces ahead
-
-    def records() -> Iterator[Record | Bunch]:
-        small: list[tuple[bytes, bytes]] = []
-        for number, entry in enumerate(storages):
-            name, size = b"data/%d" % number, entry.nbytes
-            if size <= SMALL:
-                small.append((name, b"".join(map(bytes, job.pieces(entry)))))
-            if small and (size > SMALL or len(small) >= _MAX_BUNCH):
-                yield Bunch(small)
-                small = []
-            if size > SMALL:
-                yield Record(name, size, partial(chunks, entry))
-        if small:
-            yield Bunch(small)
-
     file = job.bundle.add(job.dst)
+    members = ((b"data/%d" % number, b"", entry) for number, entry in enumerate(storages))
     nbytes = sum(entry.nbytes for entry in storages)
-    write_checkpoint(SystemFile(file.descriptor, push=True), plan.opening, records(), nbytes, tell=job.progress)
+    write_checkpoint(SystemFile(file.descriptor, push=True), plan.opening, _records(members, job), nbytes)
 
     source = Descriptor(file.descriptor, file.path)
     read = read_source(source)
@@ -87,8 +81,11 @@ def _write_torch(job: Job, plan: Plan) -> list[Location]:
             same = found == (slot.entry.dtype, slot.offset, before.shape, slot.stride, str(slot.storage))
         if not same:
             raise _not_as_written(source.name, slot.entry.name)
-    offsets = {storage.key: storage.offset or 0 for storage in read.storages}
-    return [Location(entry, source.read, offsets[str(number)]) for number, entry in enumerate(storages) if entry.nbytes]
+    if job.verify:
+        written = {storage.key: storage for storage in read.storages}
+        pairs = [(entry, written[str(number)]) for number, entry in enumerate(storages) if entry.nbytes]
+        records = [Stored(entry.name, at.offset, at.nbytes, at.stored, at.crc32) for entry, at in pairs]
+        read_back(source, records, nbytes, job)
 
 
 # -- safetensors: one file, or shards with the index that Hugging Face's loaders expect
@@ -97,7 +94,7 @@ _MAX_HEADER = 100_000_000
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def _write_safetensors(job: Job, plan: Plan) -> list[Location]:
+def _write_safetensors(job: Job, plan: Plan) -> None:
     """Write a file, or shards of at most ``max_shard_size`` bytes, in the order of the entries, and their index."""
     max_size = plan.options.max_shard_size
     shards: list[list[Entry]] = [[]]
@@ -116,21 +113,11 @@ def _write_safetensors(job: Job, plan: Plan) -> list[Location]:
         stem = names[0].removesuffix(".safetensors")
         names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     clear_parts(index_name(job.dst))
-    locations: list[Location] = []
     for name, shard, header in zip(names, shards, headers, strict=True):
         file = job.bundle.add(name)
-        pours = job.verify and CAN_POUR
-        if pours:
-            checksums = pour(file.descriptor, header, shard, job, file.path)
-            job.checksums.update({id(entry): value for entry, value in zip(shard, checksums, strict=True)})
-        else:
-            writer = Writer(file.descriptor, job)
-            writer.write(header)
-            for entry in shard:
-                writer.put(entry)
-            writer.flush()
-        found = _locate(Descriptor(file.descriptor, file.path), shard)
-        locations += [] if pours else found
+        checksums = pour(file.descriptor, header, shard, job, file.path)
+        job.checksums.update({id(entry): value for entry, value in zip(shard, checksums, strict=True)})
+        _check_table(Descriptor(file.descriptor, file.path), shard)
     if len(shards) > 1:
         files = [os.path.basename(name) for name in names]
         weights = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
@@ -139,7 +126,6 @@ def _write_safetensors(job: Job, plan: Plan) -> list[Location]:
         job.bundle.add_index(index_name(job.dst), json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
         if os.path.isfile(job.dst) and job.dst not in job.bundle.paths:
             job.bundle.remove(job.dst)  # loaders would prefer it to the shards
-    return locations
 
 
 def _header(entries: list[Entry], plan: Plan) -> bytes:
@@ -160,22 +146,19 @@ def _header(entries: list[Entry], plan: Plan) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _locate(source: Descriptor, entries: list[Entry]) -> list[Location]:
-    """Where our reader finds the entries of a file that was just written; it must find just them."""
+def _check_table(source: Descriptor, entries: list[Entry]) -> None:
+    """Read the table of a file that was just written; our reader must find just the entries, in their places."""
     from transload.formats.safetensors import read_safetensors
 
     read = read_safetensors(source)
-    tensors = {tensor.name: tensor for tensor in read.tensors}
-    locations = []
+    found = {(tensor.name, tensor.dtype, tensor.shape, tensor.file_offset) for tensor in read.tensors}
+    at = source.size - sum(entry.nbytes for entry in entries)
     for entry in entries:
-        tensor = tensors.pop(entry.name, None)
-        same = tensor is not None and (tensor.dtype, tensor.shape) == (entry.dtype, entry.tensor.shape)
-        if tensor is None or not same or (tensor.file_offset is None and entry.nbytes):
+        if entry.nbytes and (entry.name, entry.dtype, entry.tensor.shape, at) not in found:
             raise _not_as_written(source.name, entry.name)
-        locations.append(Location(entry, source.read, tensor.file_offset or 0))
-    if tensors or read.problems:
+        at += entry.nbytes
+    if len(read.tensors) != len(entries) or read.problems:
         raise _not_as_written(source.name)
-    return locations
 
 
 # -- npz: one .npy for each tensor, not compressed, each at a multiple of 64 bytes
@@ -184,18 +167,14 @@ _MAX_RANK = 64  # dimensions that numpy takes, from 2.0 on; before that 32
 _MAX_NAME = 0xFFFF
 
 
-def _write_npz(job: Job, plan: Plan) -> list[Location]:
+def _write_npz(job: Job, plan: Plan) -> None:
     """Write the archive, and look where Python's own ``zipfile`` finds the arrays."""
     from zipfile import BadZipFile, ZipFile
 
-    file = job.bundle.add(job.dst)
-    writer = Writer(file.descriptor, job)
-    directory: list[bytes] = []
-    members: list[tuple[Entry, str, bytes]] = []
+    members: list[_Member] = []
     for entry in plan.entries:
-        name, shape, at = f"{member_name(entry.name)}.npy", entry.tensor.shape, writer.written
-        encoded = name.encode()
-        if len(encoded) > _MAX_NAME:
+        name, shape = f"{member_name(entry.name)}.npy".encode(), entry.tensor.shape
+        if len(name) > _MAX_NAME:
             raise ConvertError(f"the name {entry.name[:40]}… is too long for a zip archive", where=job.dst)
         if len(shape) > _MAX_RANK:
             what = f"{entry.name} has {len(shape):,} dimensions: numpy allows {_MAX_RANK}"
@@ -204,21 +183,9 @@ def _write_npz(job: Job, plan: Plan) -> list[Location]:
         dtype = NUMPY.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
         text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
         text += b" " * (-(len(text) + 11) % 64) + b"\n"
-        head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
-        size, checksum = len(head) + entry.nbytes, crc32(head)
-        writer.write(local_header(encoded, size, at, ALIGNMENT))
-        writer.write(head)
-        for piece in job.pieces(entry):
-            checksum = crc32(piece, checksum)
-            writer.write(piece)
-            job.progress(len(piece))
-        writer.write(descriptor(size, checksum, at))
-        directory.append(central_entry(encoded, size, checksum, at))
-        members.append((entry, name, head))
-    start, table = writer.written, b"".join(directory)
-    writer.write(table)
-    writer.write(end_of_archive(len(directory), start, len(table)))
-    writer.flush()
+        members.append((name, b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text, entry))
+    file = job.bundle.add(job.dst)
+    write_archive(SystemFile(file.descriptor, push=True), b"", _records(members, job), lambda _: ())
 
     source = Descriptor(file.descriptor, file.path)
     try:
@@ -228,15 +195,15 @@ def _write_npz(job: Job, plan: Plan) -> list[Location]:
         raise _not_as_written(source.name) from error
     if len(found) != len(members):
         raise _not_as_written(source.name)
-    locations = []
-    for info, (entry, name, head) in zip(found, members, strict=True):
-        lengths = unpack("<HH", source.read(info.header_offset + 26, 4))
-        at = info.header_offset + 30 + sum(lengths)
-        same = info.filename == name and info.file_size == len(head) + entry.nbytes
+    records = []
+    for info, (name, head, entry) in zip(found, members, strict=True):
+        at = info.header_offset + 30 + sum(unpack("<HH", source.read(info.header_offset + 26, 4)))
+        same = info.filename == name.decode() and info.file_size == len(head) + entry.nbytes
         if not same or source.read(at, len(head)) != head:
             raise _not_as_written(source.name, entry.name)
-        locations.append(Location(entry, source.read, at + len(head)))
-    return locations
+        records.append(Stored(entry.name, at, info.file_size, info.compress_size, info.CRC))
+    if job.verify:
+        read_back(source, records, plan.nbytes, job)
 
 
 # -- raw: a directory with the bytes of each tensor in a numbered file, and an index in JSON
@@ -246,23 +213,16 @@ def _write_npz(job: Job, plan: Plan) -> list[Location]:
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
-def _write_raw(job: Job, plan: Plan) -> list[Location]:
+def _write_raw(job: Job, plan: Plan) -> None:
     """Write the files and their index."""
     folder = job.bundle.add_folder(job.dst).hidden
     tensors: dict[str, Any] = {}
-    locations = []
     for number, entry in enumerate(plan.entries):
         name = f"{number:06d}.bin"
-        path = os.path.join(folder, name)
-        with _new_file(path) as file:
-            writer = Writer(file, job)
-            writer.put(entry)
-            writer.flush()
+        with _new_file(os.path.join(folder, name)) as file:
+            (job.checksums[id(entry)],) = pour(file, b"", [entry], job, f"{job.dst} › {entry.name}")
         shape = list(entry.tensor.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
-        if os.stat(path).st_size != entry.nbytes:
-            raise _not_as_written(job.dst, entry.name)
-        locations.append(Location(entry, partial(_read_file, path), 0))
     index = {
         "format": "transload-raw",
         "version": 1,
@@ -273,7 +233,6 @@ def _write_raw(job: Job, plan: Plan) -> list[Location]:
     }
     with _new_file(os.path.join(folder, "index.json")) as file:
         write_text(file, json.dumps(index, indent=1).encode() + b"\n")
-    return locations
 
 
 @contextmanager
@@ -285,14 +244,6 @@ def _new_file(path: str) -> Iterator[int]:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _read_file(path: str, offset: int, count: int) -> bytes:
-    """Bytes of a file that is closed again: there may be more of them than a process can have open."""
-    from transload.io.sources import FileSource
-
-    with closing(FileSource(path)) as file:
-        return file.read(offset, count)
 
 
 WRITERS = {"torch": _write_torch, "safetensors": _write_safetensors, "npz": _write_npz, "raw": _write_raw}
