@@ -250,7 +250,7 @@ def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRec
         if not (names.keys() & code or any(name.startswith(b"data/aotinductor/") for name in names)):
             lost.append(LostRecord("code", "the program is not in the file, only its tensors are"))
         versions = [names.get(name) for name in (b"version", b".data/version", b"archive_version")]
-        if not any(record is not None and record.origin for record in versions):  # or it was made here
+        if all(record is None or record.added for record in versions):
             lost.append(LostRecord("version", "it defines what the operators of the program mean"))
     return tuple(lost)
 

@@ -118,7 +118,8 @@ class ArchiveRecord(NamedTuple):
 
     ``stored`` and ``size`` differ if it is compressed. ``padding`` is that of its header; ``None`` is what aligns its
     bytes. ``before`` are bytes in front of it that belong to no record. ``order`` is its place in the directory.
-    ``header`` is where it was in the damaged file, -1 if it was not there; ``origin`` is its name there.
+    ``header`` is where it was in the damaged file, -1 if it was not there; ``added`` is whether it was made here.
+    ``lost`` and ``repaired_at`` are as in ``Recovered``, counted from its first byte.
     """
 
     name: bytes
@@ -134,7 +135,9 @@ class ArchiveRecord(NamedTuple):
     before: tuple[Part, ...] = ()
     order: int = 0
     header: int = -1
-    origin: bytes = b""
+    added: bool = False
+    lost: tuple[LostRange, ...] = ()
+    repaired_at: tuple[int, ...] = ()
 
 
 def key_of(name: bytes) -> str:
@@ -142,13 +145,11 @@ def key_of(name: bytes) -> str:
     return (name.partition(b"/")[2] or name).decode("utf-8", "backslashreplace")
 
 
-def stored_record(
-    name: bytes, part: Part, *, order: int = 0, origin: bytes = b"", crc32: int | None = None
-) -> ArchiveRecord:
+def stored_record(name: bytes, part: Part, *, order: int = 0, crc32: int | None = None) -> ArchiveRecord:
     """A record of these bytes, uncompressed. Their checksum is computed unless it is given."""
     flags = _UTF8 | HAS_DESCRIPTOR if part.length else _UTF8  # torch writes no descriptor behind an empty record
     value = checksum([part]) if crc32 is None else crc32
-    return ArchiveRecord(name, (part,), part.length, part.length, value, flags=flags, order=order, origin=origin)
+    return ArchiveRecord(name, (part,), part.length, part.length, value, flags=flags, order=order)
 
 
 class Piece(NamedTuple):
@@ -167,6 +168,24 @@ class Piece(NamedTuple):
 def archive(records: Sequence[ArchiveRecord], name: str) -> Assembly:
     """An archive of these records."""
     return Assembly((piece.part for piece in archive_pieces(records)), name)
+
+
+def content_starts(pieces: Sequence[Piece]) -> dict[bytes, int]:
+    """Where the bytes of each record begin, by its name."""
+    return {piece.record.name: piece.offset for piece in reversed(pieces) if piece.record is not None}
+
+
+def with_records(made: Recovered, records: Sequence[ArchiveRecord], after: Iterable[Part] = ()) -> Recovered:
+    """A recovered archive of these records, with what is lost and repaired in them; ``after`` as below."""
+    pieces = list(archive_pieces(records, after))
+    starts = content_starts(pieces)
+    placed = [(starts.get(record.name, 0), record) for record in records]
+    return made._replace(
+        source=Assembly((piece.part for piece in pieces), made.source.name),
+        records=tuple(records),
+        lost_ranges=tuple(LostRange(at + start, at + end, why) for at, each in placed for start, end, why in each.lost),
+        repaired_at=tuple(at + byte for at, record in placed for byte in record.repaired_at),
+    )
 
 
 def archive_pieces(records: Sequence[ArchiveRecord], after: Iterable[Part] = ()) -> Iterator[Piece]:
@@ -272,7 +291,7 @@ def recover_archive(source: Source) -> Recovered | None:
         right = _BYTE_ORDERS.get(record.stored, b"")
         if damaged is not None and record.name.endswith(b"/byteorder") and right:
             new = record._replace(content=(literal(right),), crc32=crc32(right), size=len(right))
-            records[index] = new._replace(method=0, origin=b"")
+            records[index] = new._replace(method=0, added=True, lost=())
             lost.remove(damaged)
     records = _with_version(records, notes)
     lost += [LostRecord(key_of(entry.name), "it is not in the file") for entry in found.missing]
@@ -491,6 +510,14 @@ def _rebuild(
         stored = sum(part.length for part in content)
         flags = 0x0808 if record.stored else 0x0800
         padding = None
+        missing: tuple[LostRange, ...] = ()
+        if verdict.state == "damaged":
+            why, places = "its bytes do not match their checksum", verdict.candidates
+            if len(places) > 1:
+                why += f"; a flipped bit in byte {' or '.join(f'{place:,}' for place in places)} would explain it"
+            missing = (LostRange(0, stored, why),)
+        elif not each.usable and record.present < stored:
+            missing = (LostRange(record.present, stored, "the file ends before its last byte"),)
         if by_torch:
             if record.local is not None and record.entry is not None and record.local.flags == record.entry.flags:
                 flags = record.local.flags
@@ -510,7 +537,8 @@ def _rebuild(
             (Part(source, reached, record.header - reached),) if by_torch and reached < record.header else (),
             order[each.name],
             record.header,
-            each.name,
+            lost=missing,
+            repaired_at=tuple(bit.byte - record.payload for bit in verdict.bits),
         )
         records.append(made)
         reached = record.end
@@ -543,7 +571,6 @@ def _assemble(
 ) -> Recovered:
     """Lay the records out, and compare the archive with the damaged file."""
     pieces = list(archive_pieces(records, after))
-    whole = Assembly((piece.part for piece in pieces), source.name)
     headers = {piece.offset for piece in pieces if piece.generated}
     in_place = not lost and all(record.header in headers for record in records)
     repairs = [repair for each in checked for repair in repairs_of(source, each.verdict, key_of(each.name))]
@@ -554,44 +581,28 @@ def _assemble(
             if generated:
                 right = part.source.read(0, part.length)
                 repairs += differences(offset, source.read(offset, part.length), right, certainty)
-    by_name = {each.name: each for each in checked}
-    repaired_at: list[int] = []
-    ranges: list[LostRange] = []
-    for offset, part, _, record in pieces:
-        each = by_name.get(record.origin) if record is not None else None
-        if each is None:
-            continue
-        if record is not None and part is record.content[0]:
-            repaired_at += [offset + bit.byte - each.found.payload for bit in each.verdict.bits]
-        if each.verdict.state == "damaged":
-            why, places = "its bytes do not match their checksum", each.verdict.candidates
-            if len(places) > 1:
-                why += f"; a flipped bit in byte {' or '.join(f'{place:,}' for place in places)} would explain it"
-            ranges.append(LostRange(offset, offset + part.length, why))
-        elif not each.usable and isinstance(part.source, Filler):
-            ranges.append(LostRange(offset, offset + part.length, "the file ends before its last byte"))
     notes: list[str] = []
     if len(repairs) > _MAX_REPAIRS:
         rest = f"the first {_MAX_REPAIRS:,} are listed"
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
-    lack = whole.size - source.size if in_place else 0
+    size = sum(piece.part.length for piece in pieces)
+    lack = size - source.size if in_place else 0
     if lack > 0:
         notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")
     if lack < 0:
-        another = source.read(whole.size, 4) == b"PK\x03\x04"
+        another = source.read(size, 4) == b"PK\x03\x04"
         what = "another archive begins there" if another else "they belong to no record"
-        notes.append(f"{-lack:,} bytes from byte {whole.size:,} on are left out: {what}")
-    return Recovered(
-        whole,
+        notes.append(f"{-lack:,} bytes from byte {size:,} on are left out: {what}")
+    unchecked = {key_of(each.name) for each in checked if each.verdict.state == "unchecked" and each.found.stored}
+    made = Recovered(
+        source,
         in_place,
-        tuple(ranges),
-        tuple(repairs[:_MAX_REPAIRS]),
-        tuple(lost),
-        tuple(notes),
-        tuple(records),
-        frozenset(key_of(each.name) for each in checked if each.verdict.state == "unchecked" and each.found.stored),
-        repaired_at=tuple(repaired_at),
+        repairs=tuple(repairs[:_MAX_REPAIRS]),
+        lost_records=tuple(lost),
+        notes=tuple(notes),
+        unchecked=frozenset(unchecked),
     )
+    return with_records(made, records, after)
 
 
 # -- archives packed by other programs
@@ -645,7 +656,7 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
         return kept
     notes.append("the record `version` was missing and was added: torch refuses an archive without it")
     name, order = index.name.removesuffix(b"data.pkl") + b"version", 1 + max(record.order for record in kept)
-    return [*kept, stored_record(name, literal(b"3\n"), order=order)]
+    return [*kept, stored_record(name, literal(b"3\n"), order=order)._replace(added=True)]
 
 
 # -- unzipped directories
@@ -668,7 +679,7 @@ def recover_directory(path: str) -> Recovered | None:
     for order, file in enumerate(sorted(files, key=lambda file: not file.name.endswith("data.pkl"))):
         name = os.fsencode(f"{os.path.basename(top)}/{file.name}")  # noqa: PTH119 - texts throughout, as given
         content = Part(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
-        records.append(stored_record(name, content, order=order, origin=name))
+        records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)
     made = archive(records, path)
     return Recovered(made, exact=False, notes=tuple(notes), records=tuple(records), all_unchecked=True)

@@ -25,10 +25,12 @@ from transload.rescuing.archive import (
     archive,
     archive_pieces,
     checksum,
+    content_starts,
     key_of,
     literal,
     replaced,
     stored_record,
+    with_records,
 )
 from transload.rescuing.damaged_index import Unread, read_damaged_index
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
@@ -150,21 +152,12 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
         if fill or not storage.nbytes:
             key = root + folder + storage.key.encode("utf-8", "backslashreplace")
             content = Part(Filler(storage.nbytes), 0, storage.nbytes)
-            added[key] = stored_record(key, content, order=order + len(added), crc32=0)
+            made = stored_record(key, content, order=order + len(added), crc32=0)
+            added[key] = made._replace(lost=(LostRange(0, storage.nbytes, _NOT_IN_FILE),) if storage.nbytes else ())
     if not added:
         return recovered, checkpoint
-    records = (*records, *added.values())
-    pieces = list(archive_pieces(records))
-    ranges = [
-        LostRange(piece.offset, piece.offset + piece.part.length, _NOT_IN_FILE)
-        for piece in pieces
-        if piece.record is not None and piece.record.name in added and piece.part.length
-    ]
-    other = recovered._replace(
-        source=Assembly((piece.part for piece in pieces), name),
+    other = with_records(recovered, (*records, *added.values()))._replace(
         exact=False,
-        records=records,
-        lost_ranges=(*recovered.lost_ranges, *ranges),
         lost_records=(
             *recovered.lost_records,
             *(LostRecord(key_of(record.name), _NOT_IN_FILE) for record in added.values() if record.stored),
@@ -250,7 +243,7 @@ def _with_index_read_again(recovered: Recovered) -> Recovered:
     if flat:
         some = ", ".join(flat[:_SHOWN]) + (" …" if len(flat) > _SHOWN else "")
         notes.append(f"{plural(len(flat), 'storage')} without name and shape became flat tensors: {some}")
-    return _moved(recovered, records)._replace(
+    return with_records(recovered, records)._replace(
         exact=False,
         index_read_again=True,
         notes=(*recovered.notes, *notes),
@@ -272,32 +265,6 @@ def _slots(persistent: Sequence[Persistent], locate: Callable[[str, int], Place]
         found = StorageTable(locate).resolve(node)
         if found is not None:
             yield found[0]
-
-
-def _moved(recovered: Recovered, records: tuple[ArchiveRecord, ...]) -> Recovered:
-    """A recovered archive with other records of the same names, and what was lost and repaired in them."""
-    pieces = list(archive_pieces(records))
-    starts = {piece.record.name: piece.offset for piece in reversed(pieces) if piece.record is not None}
-    old = [piece for piece in archive_pieces(recovered.records) if piece.record is not None]
-    ends = [piece.offset + piece.part.length for piece in old]
-    shifts: dict[bytes, int] = {}
-    for piece in old:
-        if piece.record is not None and key_of(piece.record.name) != _INDEX:
-            shifts.setdefault(piece.record.name, starts[piece.record.name] - piece.offset)
-
-    def shift(at: int) -> int | None:
-        place = bisect_right(ends, at)
-        record = old[place].record if place < len(old) and old[place].offset <= at else None
-        return None if record is None else shifts.get(record.name)
-
-    ranges = [(lost, shift(lost.start)) for lost in recovered.lost_ranges]
-    places = [(at, shift(at)) for at in recovered.repaired_at]
-    return recovered._replace(
-        source=Assembly((piece.part for piece in pieces), recovered.source.name),
-        records=records,
-        lost_ranges=tuple(LostRange(lost.start + by, lost.end + by, lost.why) for lost, by in ranges if by is not None),
-        repaired_at=tuple(at + by for at, by in places if by is not None),
-    )
 
 
 # -- with everything
@@ -347,16 +314,11 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     whole = Assembly(replaced(source, 0, source.size, fills), source.name)
     if not recovered.records:
         return whole
-    starts: dict[bytes, int] = {}
-    for piece in archive_pieces(recovered.records):
-        if piece.record is not None:
-            starts.setdefault(piece.record.name, piece.offset)
-    records: list[ArchiveRecord] = []
-    for record in recovered.records:
-        start = starts.get(record.name, 0)
-        is_filled = any(start <= at < start + record.stored for at, _ in fills)
-        content = Part(whole, start, record.stored)
-        records.append(record._replace(content=(content,), crc32=0) if is_filled else record)
+    starts = content_starts(list(archive_pieces(recovered.records)))
+    records = [
+        record._replace(content=(Part(whole, starts[record.name], record.stored),), crc32=0) if record.lost else record
+        for record in recovered.records
+    ]
     return rebuilt(recovered, records)
 
 
@@ -402,7 +364,7 @@ def without_lost(
         key = key_of(record.name)
         unused = key.startswith(("data/", "tensors/")) and key.partition("/")[2] not in needed
         if key == "data.pkl":
-            made = stored_record(record.name, literal(index), order=record.order, origin=record.origin)
+            made = stored_record(record.name, literal(index), order=record.order)
             records.append(made._replace(time=record.time, date=record.date))
         elif not (key in gone and unused):
             records.append(record._replace(padding=None, before=()))
