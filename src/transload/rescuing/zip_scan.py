@@ -410,16 +410,7 @@ class Scan:
 
     def _locate(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
         """Where the bytes of a record are, by what most of the evidence says."""
-        local, entry, descriptor = record.local, record.entry, None
-        if local is not None and entry is not None and (local.name, local.header) == (entry.name, entry.header):
-            end, agreed = local.end + entry.stored, True
-            if entry.stored and local.flags & HAS_DESCRIPTOR:
-                descriptor = _read_descriptor(self._source, end, wide=local.wide)
-                agreed = descriptor is not None and descriptor[:3] == (entry.crc32, entry.stored, entry.size)
-                end += descriptor.length if descriptor else 0
-            if agreed and end == following:  # the ordinary case: everything agrees
-                size = entry.stored
-                return FoundRecord(record.header, local, entry, local.wide, local.end, size, size, descriptor)
+        local, entry = record.local, record.entry
         options = [option for option in self._options(record, following) if option[0] > 0]
         if options:
             return max(options, key=lambda option: option[0])[1]
