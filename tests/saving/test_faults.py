@@ -18,7 +18,6 @@ from tests import forks
 
 from transload.errors import CannotWriteError, FullDiskError, NoDirectoryError, TransloadError
 from transload.formats import zip_writer as archive
-from transload.io import atomic as sinks
 from transload.saving import save
 from transload.saving import storages as contents
 
@@ -68,7 +67,6 @@ def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a few kilobytes were many megabytes, so that there are many writes."""
     for module, name, value in (
         (archive, "PIECE", 4096), (archive, "SMALL", 1024), (contents, "PIECE", 4096), (contents, "SMALL", 1024),
-        (sinks, "_BEHIND", 8192),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 

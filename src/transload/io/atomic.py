@@ -6,17 +6,14 @@ writes into the target itself, as pipes and devices need it. ``SystemFile`` and 
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import re
 import secrets
 import stat
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES, EAGAIN, EIO, EISDIR
-from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +28,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _AT_ONCE = 1000  # buffers: the system takes 1024
-_BEHIND = 16 << 20  # bytes after which the system is asked to begin to write them to the disk
-_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 class SystemFile:
-    """A file by its descriptor. What is written goes on to the disk at once, so that a flush has little left to do."""
+    """A file by its descriptor."""
 
-    def __init__(self, descriptor: int, *, push: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._push = push
-        self._written = self._pushed = 0
 
     def write(self, buffers: Sequence[Any]) -> None:
         """Write all of them, in this order."""
@@ -52,26 +45,10 @@ class SystemFile:
                     count = os.writev(self._descriptor, left)
                 else:
                     count = os.write(self._descriptor, left[0])
-                self._written += count
                 while left and count >= len(left[0]):
                     count -= len(left.pop(0))
                 if count:
                     left[0] = memoryview(left[0])[count:]
-        if self._push and self._written - self._pushed >= _BEHIND:
-            # Only a hint: what the system answers does not matter.
-            if call := _sync_file_range():
-                call(self._descriptor, self._pushed, self._written - self._pushed, _BEGIN_WRITING)
-            self._pushed = self._written
-
-
-@cache
-def _sync_file_range() -> Any:
-    if sys.platform != "linux":
-        return None
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
 
 
 class FileObject:

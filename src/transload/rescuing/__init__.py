@@ -85,7 +85,7 @@ def rescue(
     if made.done:
         text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
         with AtomicFile(made.report) as file:
-            SystemFile(file.descriptor, push=False).write([text.encode() + b"\n"])
+            SystemFile(file.descriptor).write([text.encode() + b"\n"])
     return made
 
 
@@ -159,7 +159,7 @@ def _rescue_file(
         if made.done and out is not None:
             tell = telling(progress, out.size, "writing")
             with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
-                sink = SystemFile(bundle.add(target).descriptor, push=True)
+                sink = SystemFile(bundle.add(target).descriptor)
                 for start in range(0, out.size, _PIECE):
                     count = min(_PIECE, out.size - start)
                     data = out.read(start, count)

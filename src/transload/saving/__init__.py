@@ -210,7 +210,7 @@ class _Save:
         whole = self.atomic and is_atomic(self.path)
         try:
             with (AtomicFile if whole else DirectFile)(self.path) as file:
-                self._write_into(SystemFile(file.descriptor, push=whole))
+                self._write_into(SystemFile(file.descriptor))
         except CannotWriteError as error:
             if whole and error.errno in _NO_NEW_FILES and os.access(self.path, os.W_OK):
                 error.fix = "The file cannot be replaced there; atomic=False writes into the file itself."

@@ -34,7 +34,7 @@ _MAX_INDEX = 100_000_000
 
 def write_text(descriptor: int, text: bytes) -> None:
     """Write all that a file holds."""
-    SystemFile(descriptor, push=False).write([text])
+    SystemFile(descriptor).write([text])
 
 
 def file_identity(file: str | int) -> set[tuple[int, int]]:
