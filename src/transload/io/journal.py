@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, UsageError, cannot_write
 from transload.frozen import facts
-from transload.io.sources import Assembly, BytesSource, Part, Source, has_journal, journal_path
+from transload.io.sources import Assembly, BytesSource, Part, Source, has_journal, journal_path, read_at
 
 
 class Change(NamedTuple):
@@ -122,22 +122,6 @@ class Disk:
             os.unlink(path)  # noqa: PTH108 - as above
 
 
-def _read_at(descriptor: int, offset: int, count: int) -> bytes:
-    """The bytes of an open file, fewer at its end."""
-    parts: list[bytes] = []
-    while count > 0:
-        if hasattr(os, "pread"):
-            part = os.pread(descriptor, count, offset)
-        else:  # pragma: no cover (Windows)
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            part = os.read(descriptor, count)
-        if not part:
-            break
-        parts.append(part)
-        offset, count = offset + len(part), count - len(part)
-    return b"".join(parts)
-
-
 _UNCHANGED = "nothing was changed"
 
 _MAGIC = b"TLRETAG1"
@@ -197,7 +181,7 @@ def state_of(descriptor: int, changes: Changes) -> Literal["old", "new", "betwee
     A file is recognised by its size and by every byte that was to change.
     """
     size = os.fstat(descriptor).st_size
-    pairs = [(_read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
+    pairs = [(read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
     if size == changes.old_size and all(data[: len(run.old)] == run.old for data, run in pairs):
         return "old"
     if size == changes.new_size and all(data[: len(run.new)] == run.new for data, run in pairs):
@@ -409,7 +393,7 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
         trusted = {0, os.fstat(descriptor).st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:
             return None
-        return journal_of(_read_at(journal, 0, status.st_size))
+        return journal_of(read_at(journal, 0, status.st_size))
     finally:
         os.close(journal)
 
@@ -529,7 +513,7 @@ def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
                 except OSError:  # across file systems before Linux 5.3, on some network file systems, on a full disk
                     kernel = False
             if not done:
-                data = _read_at(source, position, min(_PIECE, end - position))
+                data = read_at(source, position, min(_PIECE, end - position))
                 if not data:
                     raise OSError(EIO, "the file has become shorter")
                 Disk().write(target, data, position + shift)

@@ -59,7 +59,19 @@ class FileSource(Source):
                 "not a regular file (a device, pipe or socket)", where=self.name, fix="Copy the bytes to a file first."
             )
         self.size = status.st_size
-        self._lock = Lock()
+        self._stamp = _stamp(status)
+
+    def is_changed(self) -> bool:
+        """Whether somebody has written to it since it was opened; not known once it is closed."""
+        return self._fd >= 0 and _stamp(os.fstat(self._fd)) != self._stamp
+
+    def is_still(self, path: str) -> bool:
+        """Whether the path leads to this very file, and to as much of it."""
+        try:
+            status = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds
+        except OSError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), status) and status.st_size >= self.size
 
     @property
     def descriptor(self) -> int:
@@ -72,22 +84,9 @@ class FileSource(Source):
         if count <= 0:
             return b""
         try:
-            data = self._pread(count, offset)
-            while len(data) < count:  # one call gives at most 2 GiB on Linux, and less when interrupted
-                more = self._pread(count - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
+            return read_at(self._fd, offset, count)
         except OSError as error:
             raise _cannot_read(self.name, error) from error
-        return data
-
-    def _pread(self, count: int, offset: int) -> bytes:
-        if hasattr(os, "pread"):
-            return os.pread(self._fd, count, offset)
-        with self._lock:  # Windows
-            os.lseek(self._fd, offset, os.SEEK_SET)
-            return os.read(self._fd, count)
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
@@ -117,6 +116,30 @@ class FileSource(Source):
             self.close()
 
 
+_SEEKING = Lock()
+
+
+def read_at(descriptor: int, offset: int, count: int) -> bytes:
+    """The bytes of an open file, fewer at its end."""
+    data = b""
+    while len(data) < count:  # one call gives at most 2 GiB on Linux, and less when interrupted
+        if hasattr(os, "pread"):
+            part = os.pread(descriptor, count - len(data), offset + len(data))
+        else:  # Windows has one position for all threads
+            with _SEEKING:
+                os.lseek(descriptor, offset + len(data), os.SEEK_SET)
+                part = os.read(descriptor, count - len(data))
+        if not part:
+            break
+        data = data + part if data else part
+    return data
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    """What differs once somebody has written to a file."""
+    return status.st_size, status.st_mtime_ns // 1_000_000  # network file systems round it once it has reached them
+
+
 class BytesSource(Source):
     """A buffer in memory."""
 
@@ -137,7 +160,7 @@ class BytesSource(Source):
 
 
 class ObjectSource(Source):
-    """A seekable binary file object. It is read from its beginning and left where it stood."""
+    """A seekable binary file object. It is read from its beginning and left at ``home``, where it stood."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -145,10 +168,10 @@ class ObjectSource(Source):
         self.name = str(getattr(file, "name", "<file object>"))
         try:
             text = isinstance(file.read(0), str)
-            self._home = file.tell()
+            self.home = file.tell()
             file.seek(0, os.SEEK_END)
             self.size = file.tell()  # what seek returns is None for some, such as mmap before Python 3.13
-            file.seek(self._home)
+            file.seek(self.home)
         except (OSError, ValueError, AttributeError) as error:
             raise CannotReadError(
                 f"the file object cannot be searched ({error})",
@@ -170,28 +193,41 @@ class ObjectSource(Source):
             except (OSError, ValueError) as error:
                 raise _cannot_read(self.name, error) from error
 
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on, straight where the object can do that; how many bytes there were."""
+        into = getattr(self._file, "readinto", None)
+        done = 0
+        try:
+            with self._lock:
+                self._file.seek(offset)
+                while into and done < len(buffer) and (count := into(buffer[done:])):
+                    done += count
+        except (OSError, ValueError):
+            into = None
+        return done if into else copied(self, offset, buffer)  # which also has words for what goes wrong
+
     def close(self) -> None:
         """Put the position back; the object stays the caller's."""
         if not getattr(self._file, "closed", False):  # not every object that reads and seeks has it
-            self._file.seek(self._home)
+            self._file.seek(self.home)
 
 
 class Slice(Source):
     """A part of another source, as a source of its own: a checkpoint inside a package."""
 
     def __init__(self, base: Source, offset: int, size: int, name: str) -> None:
-        self._base = base
-        self._offset = offset
+        self.base = base
+        self.offset = offset
         self.size = max(0, min(size, base.size - offset))
         self.name = name
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
-        return self._base.read(self._offset + offset, min(count, self.size - offset))
+        return self.base.read(self.offset + offset, min(count, self.size - offset))
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
-        return self._base.readinto(self._offset + offset, buffer[: max(0, self.size - offset)])
+        return self.base.readinto(self.offset + offset, buffer[: max(0, self.size - offset)])
 
 
 def copied(source: Source, offset: int, buffer: memoryview) -> int:

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 
 from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.errors import BrokenFileError, UsageError
@@ -34,6 +34,10 @@ from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Record, Storage
+
+
+_WHOLE = "\0"
+"""The name, which no file has, of a file object of which only what follows its position is read."""
 
 
 class OpenCheckpoint:
@@ -88,16 +92,17 @@ class OpenCheckpoint:
     def check_unchanged(self) -> None:
         """``BrokenFileError`` if somebody wrote to a file while it was read: old and new may be mixed in what came."""
         for source in self._open.values():
-            if isinstance(source, _File) and source.status() != source.opened_with:
+            if isinstance(source, FileSource) and source.is_changed():
                 fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
     def leave_behind_content(self) -> None:
         """Leave a file object behind what was read of it: several objects can be written one after the other."""
-        source = self._open.get("")
-        if isinstance(source, _Object | _Leftovers) and self.checkpoint.format == "torch-legacy":
+        source, whole = self._open.get(""), self._open.get(_WHOLE)
+        if isinstance(whole, ObjectSource) and self.checkpoint.format == "torch-legacy":
             last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
-            source.leave_at(max(last, sum(pickle.end for pickle in self.checkpoint.pickles)))
+            end = max(last, sum(pickle.end for pickle in self.checkpoint.pickles))
+            whole.home = end + (source.offset if isinstance(source, Slice) else 0)
 
     def file(self, name: str = "") -> Source:
         """One of its files, by the name storages give it; it stays open until all are closed."""
@@ -132,7 +137,8 @@ class OpenCheckpoint:
 
     def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
         if not isinstance(f, str | os.PathLike):
-            return self._single(_from_object(f), "")
+            self._open[_WHOLE] = whole = open_source(f)
+            return self._single(_next_in_stream(whole), "")
         path = os.fspath(f)
         if has_journal(path):  # finish or undo a retag of the file that was interrupted
             from transload.io.journal import recover
@@ -140,7 +146,7 @@ class OpenCheckpoint:
             recover(path)
         is_directory = os.path.isdir(path)  # noqa: PTH112 - pathlib costs ten milliseconds
         if not is_directory and not path.endswith(".index.json"):
-            return self._single(_File(path), path)
+            return self._single(FileSource(path), path)
         from transload.formats import read_source
         from transload.formats.directory import read_directory, read_sharded
 
@@ -151,7 +157,8 @@ class OpenCheckpoint:
         if sharded or "unpacked" not in dict(checkpoint.facts):
             kind = "shard" if sharded else "weights"
             files = [_join(self._folder, part.name) for part in checkpoint.parts if part.kind == kind]
-            return checkpoint, tuple(self._piece(file) for file in files if file in self._read_files)
+            files = [file for file in files if file in self._read_files]
+            return checkpoint, tuple(_piece(self._read_files[file], self._open[file], file) for file in files)
         index = "data.pkl"
         if not os.path.exists(_join(path, index)):  # noqa: PTH110 - the same
             index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder unzipping has made
@@ -166,7 +173,7 @@ class OpenCheckpoint:
             source.close()
             self._open[""], source, path = inner, inner, ""
         checkpoint = read_source(source, tree=self._tree)
-        return checkpoint, (Piece(checkpoint, lambda _: source, path),)
+        return checkpoint, (_piece(checkpoint, source, path),)
 
     def _read_file(self, path: str) -> Checkpoint:
         """Read a file of a directory, and keep it open."""
@@ -174,10 +181,6 @@ class OpenCheckpoint:
 
         checkpoint = self._read_files[path] = read_source(self._beside(path))
         return checkpoint
-
-    def _piece(self, path: str) -> Piece:
-        source = self._open[path]
-        return Piece(self._read_files[path], lambda _: source, path)
 
     def _beside(self, path: str) -> Source:
         """One of many files; kept open, unless so many others are already that the program would have none left."""
@@ -189,7 +192,7 @@ class OpenCheckpoint:
                 # Half of the files that a process may have open: 512 of Linux' usual 1,024, 128 of macOS' 256.
                 soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
-            self._open[path] = _File(path) if len(self._open) < most else ReopenedFile(path)
+            self._open[path] = FileSource(path) if len(self._open) < most else ReopenedFile(path)
         return self._open[path]
 
 
@@ -205,6 +208,11 @@ class Piece:
     open: Callable[[str], Source]
     path: str = ""
     index: str = ""
+
+
+def _piece(checkpoint: Checkpoint, source: Source, path: str) -> Piece:
+    """A checkpoint that is one file."""
+    return Piece(checkpoint, lambda _: source, path)
 
 
 def members(node: Any) -> list[tuple[Key, object]]:
@@ -237,27 +245,6 @@ def _join(folder: str, name: str) -> str:
 # -- sources
 
 
-class _File(FileSource):
-    """A file of the system."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.opened_with = self.status()
-
-    def status(self) -> tuple[int, int]:
-        """What differs once somebody has written to it."""
-        status = os.fstat(self._fd)
-        return status.st_size, status.st_mtime_ns // 1_000_000  # network file systems round it once it has reached them
-
-    def is_still(self, path: str) -> bool:
-        """Whether the path leads to this very file, and to as much of it."""
-        try:
-            status = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds
-        except OSError:
-            return False
-        return os.path.samestat(os.fstat(self._fd), status) and status.st_size >= self.size
-
-
 class ReopenedFile(FileSource):
     """A file of the system that is opened for each reading: there are more of them than a process may have open."""
 
@@ -276,57 +263,15 @@ class ReopenedFile(FileSource):
             return file.readinto(offset, buffer)
 
 
-class _Object(ObjectSource):
-    """A file object, read into memory that exists already where the object can do that."""
+def _next_in_stream(source: Source) -> Source:
+    """What follows the position of a file object if that is a checkpoint, the next of several; else all of it."""
+    if not isinstance(source, ObjectSource) or not source.home:
+        return source
+    from transload.formats.torch_legacy import looks_like_legacy
+    from transload.formats.zip import starts_like_zip
 
-    @property
-    def position(self) -> int:
-        """Where the file object stood, and is left when it is closed here."""
-        return self._home
-
-    def leave_at(self, position: int) -> None:
-        """Leave the file object elsewhere."""
-        self._home = position
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
-        into = getattr(self._file, "readinto", None)
-        done = 0
-        try:
-            with self._lock:
-                self._file.seek(offset)
-                while into and done < len(buffer) and (count := into(buffer[done:])):
-                    done += count
-        except (OSError, ValueError):
-            into = None
-        return done if into else super().readinto(offset, buffer)  # which also has words for what goes wrong
-
-
-class _Leftovers(Slice):
-    """What follows the position of a file object: the next of several checkpoints in one stream."""
-
-    def leave_at(self, position: int) -> None:
-        """Where the file object is left when it is closed here, counted from where this begins."""
-        cast(_Object, self._base).leave_at(self._offset + position)
-
-    def close(self) -> None:
-        """Put the position back."""
-        self._base.close()
-
-
-def _from_object(f: bytes | bytearray | memoryview | BinaryIO) -> Source:
-    """Bytes, or a binary file object: the checkpoint that begins at its position, or else all of it."""
-    if isinstance(f, bytes | bytearray | memoryview) or not (hasattr(f, "read") and hasattr(f, "seek")):
-        return open_source(f)  # which has words for what cannot be read
-    source = _Object(f)
-    if home := source.position:
-        from transload.formats.torch_legacy import looks_like_legacy
-        from transload.formats.zip import starts_like_zip
-
-        leftovers = _Leftovers(source, home, source.size - home, source.name)
-        if starts_like_zip(leftovers) or looks_like_legacy(leftovers):
-            return leftovers
-    return source
+    following = Slice(source, source.home, source.size - source.home, source.name)
+    return following if starts_like_zip(following) or looks_like_legacy(following) else source
 
 
 class PackedStorages:
@@ -360,7 +305,7 @@ _UNPACK: dict[int, Callable[..., Iterator[bytes]]] = {  # deflated, as every zip
 }
 
 
-class Inflating:
+class Inflating(Source):
     """The content of a packed record. Reading on is cheap; going back begins again at the record's first byte."""
 
     def __init__(
@@ -411,6 +356,3 @@ class Inflating:
                 self._rewind()
                 raise
         return max(0, end - offset)
-
-    def close(self) -> None:
-        """Nothing to give back: the base is closed by its owner."""

@@ -26,7 +26,7 @@ from transload.io.sources import SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, rule_of
 from transload.render.checkpoint import INTEGRITY, findings
-from transload.render.lines import BLANK, Block, Line, Prose, Table, as_text, heading, note, row
+from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row
 from transload.render.words import count, plural, printable, size
 from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Damage, damages, misplaced, records_of, sum_records
@@ -304,20 +304,18 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
     odd = [tensor for tensor in verification.tensors if tensor.nan or tensor.inf]
     if odd:
         yield from heading("NaN or infinite", plural(len(odd), "tensor"))
-        rows: list[tuple[Line, ...]] = [
-            (
-                ((_named(tensor.name), ""),),
-                ((printable(tensor.dtype), "dim"),),
-                ((f"{tensor.nan:,} NaN" if tensor.nan else "", "trust"),),
-                ((f"{tensor.inf:,} inf" if tensor.inf else "", "trust"),),
-            )
-            for tensor in odd
-        ]
+        rows: list[tuple[Words, ...]] = []
+        for tensor in odd:
+            counts = [
+                f"{number:,} {word}" if number else "" for number, word in ((tensor.nan, "NaN"), (tensor.inf, "inf"))
+            ]
+            dtype = ((printable(tensor.dtype), "dim"),)
+            rows.append((_named(tensor.name), dtype, *(((text, "trust"),) for text in counts)))
         yield Table(rows, right=frozenset({2, 3}), drops=(1,))
     hashed = [tensor for tensor in verification.tensors if tensor.sha256]
     if hashes and hashed and not verification.manifest:
         yield from heading("sha256 of tensors", count(len(hashed)))
-        yield Table([(((tensor.sha256, "dim"),), ((_named(tensor.name), ""),)) for tensor in hashed])
+        yield Table([(((tensor.sha256, "dim"),), _named(tensor.name)) for tensor in hashed])
         left = len(verification.tensors) - len(hashed)
         if left:
             yield note(f"{plural(left, 'further entry').replace('entrys', 'entries')} without elements of their own")
@@ -370,7 +368,7 @@ def _named(name: str) -> str:
 def several(results: Sequence[Verification], total: int, *, hashes: bool = True) -> Iterator[Block]:
     """A table of several files, then what is to be said of those that have a problem, or were asked about."""
     if results:
-        title: tuple[Line, ...] = tuple(((word, "dim"),) for word in _TITLES)
+        title: tuple[Words, ...] = tuple(((word, "dim"),) for word in _TITLES)
         yield Table([title, *map(_cells, results)], right=frozenset({2, 3, 4}), drops=(1, 2), indent=0)
     for each in results:
         lists = list(_details(each, hashes=hashes))
@@ -384,14 +382,14 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
     yield from heading(", ".join(words))
 
 
-def _cells(each: Verification) -> tuple[Line, ...]:
+def _cells(each: Verification) -> tuple[Words, ...]:
     words = "differs" if each.differences and each.integrity in ("whole", "unchecked") else each.integrity
     role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
     return (
-        ((printable(each.path), ""),),
+        printable(each.path),
         ((printable(FORMATS.get(each.format, each.format)), "dim"),),
-        ((count(each.tensor_count), ""),),
-        ((size(each.nbytes), ""),),
+        count(each.tensor_count),
+        size(each.nbytes),
         ((count(each.checksums) if each.checksums else "none", "" if each.checksums else "dim"),),
         ((words, role),),
     )

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import EINVAL
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Record
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.memory import PAGE, Pages, is_equal, view
-from transload.io.sources import FileSource
+from transload.io.sources import FileSource, read_at
 from transload.tensors.content import Content, Run, numpy_or_none
 from transload.writing.output import Bundle
 
@@ -100,10 +99,8 @@ class Descriptor(FileSource):
     """A file that was just written, read by its descriptor; closed by the one who has opened it."""
 
     def __init__(self, descriptor: int, name: str) -> None:
-        self.name = name
-        self.size = os.fstat(descriptor).st_size
+        self.name, self.size = name, os.fstat(descriptor).st_size
         self._fd = descriptor
-        self._lock = Lock()
 
     def close(self) -> None:
         """Leave it open."""
@@ -305,8 +302,7 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
 def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [buffer], offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    data = os.read(descriptor, len(buffer))
+    data = read_at(descriptor, offset, len(buffer))
     buffer[: len(data)] = data
     return len(data)
 
