@@ -7,7 +7,7 @@ import io
 import pytest
 
 from transload.io import pool as loading
-from transload.verifying import Progress
+from transload.io.pool import Progress
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("at_once")
 def test_it_is_written_over_and_taken_away() -> None:
     stream = io.StringIO()
-    line = Progress(stream)
+    line = Progress(stream, "verifying", passing=True)
     line(1_000_000_000, 2_000_000_000)
     line(2_000_000_100, 2_000_000_000)
     assert stream.getvalue().count("\rverifying ") == 2
@@ -29,13 +29,13 @@ def test_it_is_written_over_and_taken_away() -> None:
 
 def test_what_is_done_at_once_shows_nothing() -> None:
     stream = io.StringIO()
-    line = Progress(stream)
+    line = Progress(stream, "verifying", passing=True)
     line(10, 10)
     line.end()
     assert stream.getvalue() == ""
 
 
 def test_nobody_looks() -> None:
-    line = Progress(None)
+    line = Progress(None, "verifying", passing=True)
     line(1, 2)
     line.end()

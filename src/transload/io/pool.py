@@ -98,26 +98,36 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 class Progress:
     """A line on a terminal that is overwritten: bytes done, bytes in all, and the speed.
 
+    It stays when all is done, unless it is ``passing``: then ``end`` removes it.
+
     >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
     'loading 3.0 of 4.0 GB, 2.0 GB/s'
     >>> Progress(None).text(560, 4500, 0.001), Progress(None).text(20_000_000, 4_000_000_000, 1)
     ('loading 0.6 of 4.5 kB, 560.0 kB/s', 'loading 0.0 of 4.0 GB, 20.0 MB/s')
     """
 
-    def __init__(self, stream: TextIO | None, verb: str = "loading") -> None:
+    def __init__(self, stream: TextIO | None, verb: str = "loading", *, passing: bool = False) -> None:
         self._stream = stream
         self._verb = verb
+        self._passing = passing
         self._begun = self._told = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Write the line, if it is time to, and end it when all is done."""
         now = time.monotonic()
-        if self._stream is None or (done < total and now - self._told < _EVERY):
+        is_over = done >= total and not self._passing
+        if self._stream is None or (not is_over and now - self._told < _EVERY):
             return
         self._told = now
-        end = "\n" if done >= total else ""
+        end = "\n" if is_over else ""
         self._stream.write(f"\r{self.text(done, total, now - self._begun)}\x1b[K{end}")
         self._stream.flush()
+
+    def end(self) -> None:
+        """Remove a line that is passing, if there is one."""
+        if self._stream is not None and self._told != self._begun:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
     def text(self, done: int, total: int, seconds: float) -> str:
         """The line itself."""

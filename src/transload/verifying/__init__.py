@@ -13,15 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any
 
 from transload._version import __version__
 from transload.checkpoint import FORMATS
 from transload.errors import ManifestError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
 from transload.frozen import Reported, facts
-from transload.io import pool
 from transload.io.atomic import AtomicFile
+from transload.io.pool import Progress
 from transload.io.sources import SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, rule_of
@@ -42,7 +42,7 @@ from transload.verifying.manifest import (
     to_json,
 )
 
-__all__ = ["Damage", "Difference", "Progress", "TensorSum", "Verification", "verify", "write_manifest"]
+__all__ = ["Damage", "Difference", "TensorSum", "Verification", "verify", "write_manifest"]
 
 
 @facts(frozen=True)
@@ -95,28 +95,6 @@ class Verification(Reported):
     def __str__(self) -> str:
         """The report as the command line gives it."""
         return as_text(report(self))
-
-
-class Progress(pool.Progress):
-    """A line on a terminal that is overwritten, and removed at the end: the report says everything.
-
-    >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
-    'verifying 3.0 of 4.0 GB, 2.0 GB/s'
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        super().__init__(stream, "verifying")
-        self._first = self._told
-
-    def __call__(self, done: int, total: int) -> None:
-        """Write the line, if it is time to. The bytes between records are read, too, but not part of the total."""
-        super().__call__(min(done, total - 1), total)
-
-    def end(self) -> None:
-        """Remove the line, if there is one."""
-        if self._stream is not None and self._told != self._first:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
 
 
 def verify(
@@ -184,12 +162,12 @@ class _Found:
         total = sum(record.stored for records in self._records.values() for record in records)
         total += sum(job.tensor.nbytes for job in jobs if job.key is None)
         wanted = progress is True and sys.stderr is not None and sys.stderr.isatty()
-        line = Progress(sys.stderr if wanted else None)
+        line = Progress(sys.stderr if wanted else None, "verifying", passing=True)
         show = line if progress is None or isinstance(progress, bool) else progress
         self._nbytes = 0
 
         def tell(nbytes: int) -> None:
-            self._nbytes += nbytes
+            self._nbytes += nbytes  # also what lies between records, which is not part of the total
             show(self._nbytes, total)
 
         try:
