@@ -20,12 +20,7 @@ _MADV_HUGEPAGE = 14
 # What Python maps without being told is shared, and shared memory is hardly ever had in huge pages.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _WRITABLE = 0x200  # PyBUF_WRITE
-_SHORT = 64 << 10  # copying more than this is worth letting other threads run
 
-# As ctypes.memmove, but other threads wait: letting them run takes longer than a short copy.
-_memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
 _view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -38,11 +33,8 @@ def view(address: int, nbytes: int) -> memoryview:
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
-    """Copy between addresses; other threads run meanwhile where it takes long enough."""
-    if nbytes < _SHORT:
-        _memmove(target, source, nbytes)
-    else:
-        _libc().memmove(target, source, nbytes)
+    """Copy between addresses; other threads run meanwhile."""
+    _libc().memmove(target, source, nbytes)
 
 
 def is_equal(first: int, second: int, nbytes: int) -> bool:
