@@ -251,5 +251,5 @@ def test_a_conversion_that_fails_holds_no_memory() -> None:
                 os.close(reading)
 
     threads = threading.active_count()
-    assert left_in_cycles(pour, transfer.PouredFile, transfer.Chunk) == []
+    assert left_in_cycles(pour, transfer.Chunk) == []
     assert threading.active_count() == threads

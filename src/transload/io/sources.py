@@ -68,10 +68,10 @@ class FileSource(Source):
     def is_still(self, path: str) -> bool:
         """Whether the path leads to this very file, and to as much of it."""
         try:
-            status = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds
-        except OSError:
+            status, own = os.stat(path), os.fstat(self._fd)  # noqa: PTH116 - pathlib costs ten milliseconds
+        except OSError:  # it is gone, or closed here
             return False
-        return os.path.samestat(os.fstat(self._fd), status) and status.st_size >= self.size
+        return os.path.samestat(own, status) and status.st_size >= self.size
 
     @property
     def descriptor(self) -> int:

@@ -141,31 +141,47 @@ def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where
     and compares its chunk, while others fill the next. ``ConvertError`` if the file does not hold what was written.
     Progress counts the bytes of each entry twice if they are also compared.
     """
-    from transload.io.checksums import combined
+    from transload.io.checksums import combined, fastest_crc32
     from transload.io.pool import each
 
     size = len(head) + sum(entry.nbytes for entry in entries)
     nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
     count = _THREADS if size > CHUNK and hasattr(os, "preadv") else 1  # Windows has one position for all threads
     free = [Chunk(nbytes) for _ in range(count)]
-    file = PouredFile(descriptor, size, where)
+    parts: list[tuple[int, int, int, int]] = []  # index of the entry, place in the file, bytes and checksum
 
     def worker() -> Callable[[Chunk], None]:
-        again = Chunk(nbytes)
+        again, compute = Chunk(nbytes), fastest_crc32()
 
         def process(chunk: Chunk) -> None:
-            file.write(chunk, again if job.verify else None)
+            for index, at, length in chunk.parts:
+                parts.append((index, chunk.offset + at, length, compute(chunk.view[at : at + length], 0)))
+            whole = -(-chunk.filled // PAGE) * PAGE  # as writing past the cache wants it; the file is cut afterwards
+            done = came = 0
+            while done < whole:
+                done += _retry_cached(_write_at, descriptor, chunk.view[done:whole], chunk.offset + done)
+            while job.verify and came < whole:
+                more = _retry_cached(_read_at, descriptor, again.view[came:whole], chunk.offset + came)
+                if not more:
+                    break
+                came += more
+            if job.verify and (came < whole or not is_equal(chunk.pages.address, again.pages.address, whole)):
+                raise ConvertError(_DIFFERENT, where=where, fix=_TRY_AGAIN)
             free.append(chunk)
 
         return process
 
+    # On Linux the bytes go to the disk and come back from it past the page cache, where the file system allows it: what
+    # is compared is then what the disk holds, no flush is left to wait for, and no other file is pushed out of memory.
+    direct = size >= _PAST_THE_CACHE and _set_direct(descriptor, on=True)
     try:
         each(_filled(head, entries, job, free), worker, count)
-        file.finish()
+        os.ftruncate(descriptor, size)
     finally:
-        file.close()
+        if direct:
+            _set_direct(descriptor, on=False)
     checksums = [0] * len(entries)
-    for index, _, length, checksum in sorted(file.sums):
+    for index, _, length, checksum in sorted(parts):
         before = checksums[index]
         checksums[index] = combined(before, checksum, length) if before else checksum
     return checksums
@@ -224,72 +240,18 @@ def _filled(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chunk]) 
     yield chunk
 
 
-class PouredFile:
-    """A file by its descriptor, whose chunks several threads write and compare, in any order.
+def _retry_cached(call: Callable[[int, Any, int], int], descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Read or write; without O_DIRECT where the file system accepts the flag and then refuses the call.
 
-    On Linux the bytes go to the disk and come back from it past the page cache, where the file system allows it: what
-    is compared is then what the disk holds, no flush is left to wait for, and no other file is pushed out of memory.
-    ``sums`` are index of the entry, place in the file, bytes and checksum of each part.
+    All threads share the file, and any of them may have turned the flag off meanwhile, so nobody asks who did.
     """
-
-    def __init__(self, descriptor: int, size: int, where: str) -> None:
-        self._descriptor, self._where = descriptor, where
-        self._direct = size >= _PAST_THE_CACHE and _set_direct(descriptor, on=True)
-        self._tail = (0, b"")
-        self.sums: list[tuple[int, int, int, int]] = []
-
-    def write(self, chunk: Chunk, again: Chunk | None) -> None:
-        """Sum a chunk, write it, read it into another, if there is one, and compare."""
-        from transload.io.checksums import fastest_crc32
-
-        compute = fastest_crc32()
-        for index, at, nbytes in chunk.parts:
-            self.sums.append((index, chunk.offset + at, nbytes, compute(chunk.view[at : at + nbytes], 0)))
-        whole = chunk.filled
-        if self._direct and whole % PAGE:  # the end of the file, less than a page: written last, through the cache
-            whole -= whole % PAGE
-            self._tail = (chunk.offset + whole, bytes(chunk.view[whole : chunk.filled]))
-        done = 0
-        while done < whole:
-            done += self._retry_cached(_write_at, chunk.view[done:whole], chunk.offset + done)
-        done = 0
-        while again is not None and done < whole:
-            count = self._retry_cached(_read_at, again.view[done:whole], chunk.offset + done)
-            self._require(count > 0, "the file is shorter than what was written")
-            done += count
-        same = again is None or is_equal(chunk.pages.address, again.pages.address, whole)
-        self._require(same, _DIFFERENT)
-
-    def finish(self) -> None:
-        """Write what is left of the end."""
-        offset, data = self._tail
-        if data:
-            self.close()
-            os.pwrite(self._descriptor, data, offset)
-            self._require(os.pread(self._descriptor, len(data), offset) == data, _DIFFERENT)
-
-    def close(self) -> None:
-        """Leave the descriptor as it was."""
-        if self._direct:
-            _set_direct(self._descriptor, on=False)
-
-    def _require(self, condition: bool, what: str) -> None:
-        if not condition:
-            raise ConvertError(what, where=self._where, fix=_TRY_AGAIN)
-
-    def _retry_cached(self, call: Callable[[int, Any, int], int], buffer: Any, offset: int) -> int:
-        """Read or write; without O_DIRECT where the file system accepts the flag and then refuses the call.
-
-        All threads share the file, and any of them may have turned the flag off meanwhile, so nobody asks who did.
-        """
-        try:
-            return call(self._descriptor, buffer, offset)
-        except OSError as error:
-            if error.errno != EINVAL:
-                raise
-        _set_direct(self._descriptor, on=False)
-        self._direct = False  # not before: a chunk that ends within a page must not be written past the cache
-        return call(self._descriptor, buffer, offset)
+    try:
+        return call(descriptor, buffer, offset)
+    except OSError as error:
+        if error.errno != EINVAL:
+            raise
+    _set_direct(descriptor, on=False)
+    return call(descriptor, buffer, offset)
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
