@@ -41,14 +41,17 @@ class Source(Protocol):
 
 
 class FileSource(Source):
-    """A file opened by path, read through one descriptor: what is judged is what is read."""
+    """A file opened by path, read through one descriptor: what is judged is what is read.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    ``opened`` is a descriptor of one that has no such name yet; it is left open.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], opened: int = -1) -> None:
         self.name = os.fspath(path)
         try:
             # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
             flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-            self._fd = os.open(self.name, flags)
+            self._fd = os.open(self.name, flags) if opened < 0 else os.dup(opened)
         except (OSError, ValueError) as error:
             raise _cannot_read(self.name, error) from error
         status = os.fstat(self._fd)

@@ -19,7 +19,7 @@ from transload.checkpoint import Record
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.memory import PAGE, Pages, is_equal, view
-from transload.io.sources import FileSource, read_at
+from transload.io.sources import Source, read_at
 from transload.tensors.content import Content, Run, numpy_or_none
 from transload.writing.output import Bundle
 
@@ -95,18 +95,7 @@ class Job:
 # -- archives that were just written
 
 
-class Descriptor(FileSource):
-    """A file that was just written, read by its descriptor; closed by the one who has opened it."""
-
-    def __init__(self, descriptor: int, name: str) -> None:
-        self.name, self.size = name, os.fstat(descriptor).st_size
-        self._fd = descriptor
-
-    def close(self) -> None:
-        """Leave it open."""
-
-
-def read_back(source: Descriptor, records: Sequence[Record], nbytes: int, job: Job) -> None:
+def read_back(source: Source, records: Sequence[Record], nbytes: int, job: Job) -> None:
     """Compare records with the checksums of what was written; ``ConvertError`` if any differs.
 
     ``nbytes`` is how many of their bytes progress counts.

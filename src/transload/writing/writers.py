@@ -19,9 +19,10 @@ from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive, write_checkpoint
 from transload.io.atomic import SystemFile
+from transload.io.sources import FileSource, Source
 from transload.writing.output import clear_parts, index_name, write_text
 from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
-from transload.writing.transfer import Descriptor, Entry, Job, pour, read_back
+from transload.writing.transfer import Entry, Job, pour, read_back
 
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:
@@ -67,7 +68,7 @@ def _write_torch(job: Job, plan: Plan) -> None:
     nbytes = sum(entry.nbytes for entry in storages)
     write_checkpoint(SystemFile(file.descriptor), plan.opening, _records(members, job), nbytes)
 
-    source = Descriptor(file.descriptor, file.path)
+    source = FileSource(file.path, file.descriptor)
     read = read_source(source)
     problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # a long history of losses
     if len(read.tensors) != len(plan.slots) or problems:
@@ -117,7 +118,7 @@ def _write_safetensors(job: Job, plan: Plan) -> None:
         file = job.bundle.add(name)
         checksums = pour(file.descriptor, header, shard, job, file.path)
         job.checksums.update({id(entry): value for entry, value in zip(shard, checksums, strict=True)})
-        _check_table(Descriptor(file.descriptor, file.path), shard)
+        _check_table(FileSource(file.path, file.descriptor), shard)
     if len(shards) > 1:
         files = [os.path.basename(name) for name in names]
         weights = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
@@ -146,7 +147,7 @@ def _header(entries: list[Entry], plan: Plan) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_table(source: Descriptor, entries: list[Entry]) -> None:
+def _check_table(source: Source, entries: list[Entry]) -> None:
     """Read the table of a file that was just written; our reader must find just the entries, in their places."""
     from transload.formats.safetensors import read_safetensors
 
@@ -187,7 +188,7 @@ def _write_npz(job: Job, plan: Plan) -> None:
     file = job.bundle.add(job.dst)
     write_archive(SystemFile(file.descriptor), b"", _records(members, job), lambda _: ())
 
-    source = Descriptor(file.descriptor, file.path)
+    source = FileSource(file.path, file.descriptor)
     try:
         with os.fdopen(os.dup(file.descriptor), "rb") as opened, ZipFile(opened) as archive:
             found = archive.infolist()
