@@ -33,7 +33,7 @@ VALUE: dict[str, Any] = {
     "text": np.array(["ab", "c"]),
     "truth values": np.array([True, False]),
     "number": np.float32(1.5),
-    "large": np.arange(100_000),
+    "large": np.arange(10_000),
     "the same twice": [np.arange(3)] * 2,
     "epoch": 3,
 }
@@ -121,7 +121,7 @@ def test_what_lz4_packed_is_named() -> None:
 
 def test_a_file_that_is_cut_anywhere_is_damaged() -> None:
     whole = dumped({"w": torch.ones(40), "a": np.arange(40), "b": np.arange(3)})
-    for length in range(whole.index(b"_load_from_bytes") + 40, len(whole), 13):
+    for length in range(whole.index(b"_load_from_bytes") + 40, len(whole), 37):
         told = inspect(whole[:length])
         assert (told.format, told.integrity) == ("pickle", "damaged"), length
         assert told.safety != "dangerous", length
@@ -245,7 +245,7 @@ def test_more_than_there_is_is_not_believed() -> None:
     shape = b"J\xff\xff\xff\x7f" * 2 + b"\x86"
     data = pickled(wrapped(NUMBERS).replace(b"K\x04\x85", shape), 3)
     assert inspect(data).integrity in ("damaged", "not-a-checkpoint")
-    bomb = dumped({"w": torch.zeros(20_000_000)}, compress=("bz2", 9))
+    bomb = dumped({"w": torch.zeros(1_000_000)}, compress=("bz2", 9))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transload.formats.plain_pickle._MIN_UNPACKED_LIMIT", 1 << 20)
         assert inspect(bomb).format == "bzip2"
