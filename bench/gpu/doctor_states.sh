@@ -16,7 +16,7 @@ LIMIT=480 # seconds after which no further state is begun
 
 # verdict COMMAND…: the code of the cause, or the status where there is none.
 verdict() {
-    timeout 90 "$@" >"$SCRATCH/report.json" 2>"$SCRATCH/errors"
+    "$@" >"$SCRATCH/report.json" 2>"$SCRATCH/errors"
     "$PYTHON" - "$SCRATCH/report.json" <<'END'
 import json, sys
 try:
@@ -44,7 +44,7 @@ state() {
     fi
 }
 
-doctor=("$PYTHON" -m transload doctor --json)
+doctor=(timeout 90 "$PYTHON" -m transload doctor --json)
 # inside COMMANDS: the doctor in a mount namespace of its own, after some shell commands.
 inside() { unshare --mount --propagation private bash -c "$1; exec \"\$@\"" - "${doctor[@]}"; }
 # nobody COMMANDS: the same, and then as a user who is nobody.
