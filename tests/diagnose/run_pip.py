@@ -11,8 +11,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from pip._internal.cli.main import main
-
 WARM = ["install", "--quiet", "--dry-run", "--find-links", ".", "pip"]
 """Has pip import all that it needs. Before Python 3.11 it would also remember what is installed."""
 
@@ -48,15 +46,21 @@ def run(arguments: list[str], environ: dict[str, str], out: str) -> int:
             file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, 1)
             os.dup2(file, 2)
-            code = main(arguments)
+            code = pip(arguments)
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def pip(arguments: list[str]) -> int:
+    from pip._internal.cli.main import main  # not where the module is only looked at for doctests
+
+    return main(arguments)
+
+
 if __name__ == "__main__":
     if sys.version_info >= (3, 11):
-        main(WARM)
+        pip(WARM)
     site, told = Path(sys.argv[1]), []
     for each in json.loads(Path(sys.argv[2]).read_text()):
         begin(site, each["before"])

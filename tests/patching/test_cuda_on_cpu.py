@@ -128,6 +128,16 @@ def test_whether_cuda_is_there_is_answered_truthfully(monkeypatch: pytest.Monkey
     assert not torch.cuda.is_available()
 
 
+def test_torch_may_ask_one_question_by_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As its CUDA builds do with PYTORCH_NVML_BASED_CUDA_CHECK=1, which Lightning sets.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: torch.cuda.device_count() > 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "of this test")  # so that it is asked again
+    monkeypatch.setattr(devices, "pretending", True)
+    with quiet():
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 1
+
+
 def test_nothing_is_answered_where_there_is_a_gpu(cards: Cards) -> None:
     cards(1)
     with transload.patch(), pytest.raises((RuntimeError, AssertionError)):

@@ -119,11 +119,15 @@ def _count(kind: str) -> int:
         if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has its own words for that
             return -1
         module: Any = getattr(torch, kind, None)
-        if kind == "mps":
-            _counts[key] = int(torch.backends.mps.is_available())
-        else:
-            known = hasattr(module, "is_available") and hasattr(module, "device_count")
-            _counts[key] = int(_true(module.device_count)()) if known and _true(module.is_available)() else 0
+        looking.append(kind)  # torch may ask one by the other, which is ours
+        try:
+            if kind == "mps":
+                _counts[key] = int(torch.backends.mps.is_available())
+            else:
+                known = hasattr(module, "is_available") and hasattr(module, "device_count")
+                _counts[key] = int(_true(module.device_count)()) if known and _true(module.is_available)() else 0
+        finally:
+            looking.pop()
         if _counts[key] and getattr(module, "is_initialized", bool)():
             _settled[kind] = _counts[key]
     return _counts[key]
