@@ -336,7 +336,7 @@ class Plan:
                 continue
             if allowance is not None:
                 allowance.spend(tensor)
-            self.entries.append(entry._replace(name=name))
+            self.entries.append(entry if name == entry.name else entry._replace(name=name))
         self.renamed += distinct.renamed
 
     def _plan_torch(self, selected: list[Entry], content: Content) -> None:

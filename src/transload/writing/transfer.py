@@ -67,10 +67,14 @@ class Job:
     progress: Callable[[int], None] = lambda _: None
     infinite: dict[str, int] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
+    _runs: dict[int, Run | None] = field(default_factory=dict)
 
     def run(self, entry: Entry) -> Run | None:
         """Where exactly these bytes lie in a file of the source, if they do."""
-        return None if entry.is_cast else self.content.run(entry.tensor)
+        key = id(entry)
+        if key not in self._runs:  # asked where it is written, and where its checksum is compared
+            self._runs[key] = None if entry.is_cast else self.content.run(entry.tensor)
+        return self._runs[key]
 
     def pieces(self, entry: Entry, size: int = _PIECE) -> Iterator[Any]:
         """The bytes, in pieces of ``size`` at most that are valid until the next is asked for."""
