@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.each import each
@@ -297,3 +298,13 @@ def test_other_packages_that_pickle(package: str, tmp_path: Path) -> None:
     assert transload.inspect(path).safety == "data-only"
     loaded = transload.load(path)["model"]
     assert all(torch.equal(loaded[key], weights[key]) for key in weights)
+
+
+def test_advice_names_the_function_that_reads_it() -> None:
+    values = {"w": torch.ones(2), "anchors": np.arange(3, dtype=np.float32)}
+    told = {finding.code: finding for finding in inspect(pickle.dumps(values)).findings}["needs-trust"]
+    assert told.title.startswith("it asks for ")
+    assert not told.fix
+    told = {f.code: f for f in inspect(pickle.dumps({**values, "layer": torch.nn.ReLU()})).findings}["needs-trust"]
+    assert told.title.startswith("transload.load refuses ")
+    assert "    obj = transload.load(path)" in told.fix

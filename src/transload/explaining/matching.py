@@ -29,7 +29,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
-from math import log
+from math import fsum, log
 from typing import Any, NamedTuple
 
 from transload.explaining.logs import ErrorChain, FlatText, RaisedError
@@ -372,7 +372,7 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     for code, shown, words in rows:
         common = words & there
         if len(common) > _FEWEST:
-            likeness = sum(weights[word] for word in common) / sum(weights[word] for word in words)
+            likeness = fsum(weights[word] for word in common) / fsum(weights[word] for word in words)
             if likeness > (similar[code].likeness if code in similar else _LEAST):
                 similar[code] = Near(code, shown, round(likeness, 2))
     for each in sorted(similar.values(), key=lambda each: -each.likeness):

@@ -35,7 +35,8 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
 
     The last two only if it is to be ``told``: they are for people.
     """
-    names = judge_pickles(checkpoint.pickles)
+    is_plain = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
+    names = judge_pickles(checkpoint.pickles, load="transload.load" if is_plain else "torch.load")
     forced, findings = judge_problems(checkpoint.problems)
     base: Safety = "code" if checkpoint.format in _PROGRAMS else "data-only"
     judged = replace(
@@ -171,7 +172,9 @@ def _prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str
         return "fails, with an error that does not say why"
     if "plain-pickle" in codes and safety != "dangerous" and not unreadable:
         reads = " with weights_only=False, if you trust it" if safety == "needs-trust" and not as_data else ""
-        return f"fails, with an error that does not say why: pickle.dump wrote it, and transload.load reads it{reads}"
+        return (
+            f"fails, with an error that does not say why: torch.save did not write it; transload.load reads it{reads}"
+        )
     if any(storage.record.startswith("tensors/") for storage in checkpoint.storages):
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:

@@ -256,17 +256,18 @@ class Judgement(NamedTuple):
     as_data: bool = False
 
 
-def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False) -> Judgement:
+def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False, load: str = "torch.load") -> Judgement:
     """Judge streams by what a loader would import, call and set: nothing that any of them asks for is left out.
 
-    A call of what ``getattr`` finds is no alarm if that may be a part of a model: a method of a stranger's class. Where
-    a program has allowed ``getattr``, its loader looks at what is found, and no such call is.
+    ``load`` is the function that reads such a file, for the advice. A call of what ``getattr`` finds is no alarm if
+    that may be a part of a model: a method of a stranger's class. Where a program has allowed ``getattr``, its loader
+    looks at what is found, and no such call is.
     """
     judge = _Judge(getattr_allowed)
     for pickle in pickles:
         judge.nested_left += MAX_DEPTH * (pickle.end - pickle.start)
         judge.read(pickle)
-    return judge.result()
+    return judge.result(load)
 
 
 class _Use:
@@ -448,7 +449,7 @@ class _Judge:
             self.complain("unknown", "it holds more pickles inside pickles than are read", pickle, call.position)
         return found
 
-    def result(self) -> Judgement:
+    def result(self, load: str) -> Judgement:
         """The verdict over everything taken in."""
         levels: list[Safety] = [safety for safety, _ in self.complaints.values()]
         if _GETATTR in self.uses and "dangerous" not in levels:
@@ -502,15 +503,17 @@ class _Judge:
             if as_data:
                 evidence.append("transload.load needs no trust for them: it makes them itself, as data")
             names_in_it, them = ("1 name", "it") if len(trust) == 1 else (f"{len(trust)} names", "them")
-            title = f"torch.load refuses {names_in_it} in it unless you allow {them}"
+            title = f"{load} refuses {names_in_it} in it unless you allow {them}"
             fixes: tuple[str, ...] = ()
-            if self.unloadable and not dangerous:
+            if as_data and load == "transload.load":
+                title = f"it asks for {names_in_it} beyond those of plain checkpoints"
+            elif self.unloadable and not dangerous:
                 fixes = (
                     f"Allowing the names is not enough: it {self.unloadable}, which weights_only=True never loads.",
                     "If you trust its author, load it with weights_only=False and save it again as a state dict.",
                 )
             elif not dangerous:
-                fixes = safe_globals_lines(trust, sorted(self.inner_names))
+                fixes = safe_globals_lines(trust, sorted(self.inner_names), load)
                 if not fixes and not any(pickle.broken for pickle in self.kept):
                     fixes = _unallowed(trust)
             findings.append(Finding("needs-trust", "warning", title, _cut(evidence), fixes))
