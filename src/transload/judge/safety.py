@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
 from transload.formats import pickle_machine
-from transload.formats.arrays import NUMPY_CALLS, is_plain
-from transload.formats.tensors import called
 from transload.judge.names import (
     ALSO_DATA,
     PLAIN_VALUES,
@@ -468,16 +466,7 @@ class _Judge:
             levels.append("dangerous")
         if trust:
             levels.append("needs-trust")
-        with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
-        found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
-        known = {*PLAIN_VALUES, *ALSO_DATA, *found}
-        calls = (call for pickle in self.kept for call in pickle.calls if called(call) in NUMPY_CALLS)
-        as_data = (
-            worst_safety(*levels) == "needs-trust"
-            and not self.complaints
-            and all(use.full_name in known for use in trust)
-            and all(map(is_plain, calls))
-        )
+        as_data = worst_safety(*levels) == "needs-trust" and not self.complaints and self._is_data(trust)
         findings = []
         if dangerous:
             evidence = []
@@ -518,6 +507,17 @@ class _Judge:
                     fixes = _unallowed(trust)
             findings.append(Finding("needs-trust", "warning", title, _cut(evidence), fixes))
         return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)), as_data)
+
+    def _is_data(self, trust: Iterable[GlobalUse]) -> bool:
+        """Whether these names only make plain values, which ``transload.load`` makes itself."""
+        from transload.formats.arrays import NUMPY_CALLS, is_plain
+        from transload.formats.tensors import called
+
+        with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
+        found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
+        known = {*PLAIN_VALUES, *ALSO_DATA, *found}
+        calls = (call for pickle in self.kept for call in pickle.calls if called(call) in NUMPY_CALLS)
+        return all(use.full_name in known for use in trust) and all(map(is_plain, calls))
 
 
 def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
-from transload.formats.arrays import NUMPY_CALLS
 from transload.judge.names import can_be_allowed
 from transload.judge.safety import plain_value
 from transload.loading.refusal import Allowed, NeedsTrust, Unknown, Wrong, in_phrases, name_of
@@ -261,7 +260,7 @@ class _Builder:
         elif name in _FROM_TYPE:
             # The function is only named there, and is one of ours where torch has it no more.
             made = self._from_type(node.args, (yield node.args[1:]))
-        elif name in NUMPY_CALLS:
+        elif name.startswith("numpy.") and _makes_array(name):
             from transload.loading.values import from_numpy
 
             self.made[id(node)] = from_numpy(node)
@@ -390,6 +389,13 @@ class _Builder:
         raise UnsafeError(
             what, where=self._where, fix=fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
         )
+
+
+def _makes_array(name: str) -> bool:
+    """Whether a function makes an array, a number or a dtype of numpy."""
+    from transload.formats.arrays import NUMPY_CALLS
+
+    return name in NUMPY_CALLS
 
 
 def _send(steps: _Steps, values: list[Any]) -> Any:
