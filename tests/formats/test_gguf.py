@@ -191,6 +191,7 @@ def test_every_prefix_is_read() -> None:
         cut = "gguf-header-cut" if end < forged.header else "gguf-truncated"
         assert cut in {problem.code for problem in checkpoint.problems}, end
         assert bool(checkpoint.storages) == (end >= forged.header)
+        assert "so does transload.load" in checkpoint.prediction
     with transload.open(forged.data[:-1], device="cpu") as handle:
         assert handle["blk.0.bias"].tolist() == [1, -2, 3]
 

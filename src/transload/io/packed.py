@@ -8,7 +8,7 @@ from typing import Any
 
 from transload.io.sources import BytesSource, Source
 
-_SIP = 1 << 16
+_CHUNK = 1 << 16
 _PIECE = 1 << 20
 _LZMA_MEMORY = 128 << 20
 """What the window of a stream may take: 1 KiB of xz can ask for 4 GiB."""
@@ -48,8 +48,8 @@ def unpack(source: Source, kind: str, limit: int) -> Iterator[bytes]:
     """What a source holds, in pieces, ``limit`` bytes at most; it ends early where the stream is cut or damaged."""
     try:
         machine, left = _UNPACKERS[kind][1](), limit
-        for start in range(0, source.size, _SIP):
-            packed = source.read(start, _SIP)
+        for start in range(0, source.size, _CHUNK):
+            packed = source.read(start, _CHUNK)
             while left > 0 and not machine.eof:
                 most = min(_PIECE, left)
                 piece = machine.decompress(packed, most)

@@ -162,6 +162,8 @@ def _prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str
     unreadable = any(rule_of(code).integrity in ("repairable", "damaged") for code in noticed)
     if checkpoint.format == "safetensors" and unreadable:
         return "fails, and so does safetensors.torch.load_file(path): the file is damaged"
+    if checkpoint.format == "gguf" and unreadable:
+        return "fails, and so does transload.load: the file is damaged"
     if checkpoint.format == "torch-directory":
         return f"fails on a directory: {rescue_command(checkpoint.path).removeprefix('$ ')} makes a file of it"
     if checkpoint.format in _OTHER_LOADER:

@@ -138,7 +138,7 @@ def rules() -> dict[str, Rule]:
         head = _HEAD.match(section)
         if head is None:
             raise ValueError(section)  # of our own page
-        # A command stands there as code, and FILE in it is replaced by ``with_commands``.
+        # The page shows a command as code. ``with_commands`` replaces FILE in it.
         steps = [f"$ {step[1:-1]}" if step.startswith("`transload ") else step for step in _STEP.findall(section)]
         effects: dict[str, Any] = dict(_EFFECT.findall(section))
         severity: Any = head["severity"]
