@@ -17,7 +17,7 @@ import pytest
 from tests.each import each
 
 from transload.cli.main import main
-from transload.diagnose.gather import RESULT, Gathering, rank_of
+from transload.diagnose.gather import RESULT, Gathering, folder_of, rank_of
 from transload.errors import TransloadError, UsageError
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -40,36 +40,35 @@ def torchrun(folder: Path, ranks: int, script: str) -> subprocess.CompletedProce
     )
 
 
+def broken_torch(folder: Path) -> Path:
+    """A folder for PYTHONPATH with a torch that is installed, as its files show, but cannot be imported."""
+    torch = folder / "broken" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: cannot open')", encoding="utf-8")
+    (torch / "_C.so").touch()
+    return torch.parent
+
+
 @needs_shell
-def test_a_rank_with_a_broken_torch_reports_and_one_that_never_starts_is_named(tmp_path: Path) -> None:
-    broken = tmp_path / "broken" / "torch"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: cannot open')", encoding="utf-8")
+@pytest.mark.parametrize(("broken", "absent"), [(2, ["rank 3"]), (0, [])], ids=str)
+def test_a_rank_with_a_broken_torch_reports_and_one_that_never_starts_is_named(
+    tmp_path: Path, broken: int, absent: list[str]
+) -> None:
+    """The first rank or another: whoever cannot reach the store of torchrun uses files, and leaves none."""
     script = f"""
-        [ "$RANK" = 2 ] && export PYTHONPATH="{broken.parent}:$PYTHONPATH"
+        [ "$RANK" = {broken} ] && export PYTHONPATH="{broken_torch(tmp_path)}:$PYTHONPATH"
         [ "$RANK" = 3 ] && exit 0
-        exec {{doctor}} --gather reports --no-torch --timeout 10 --json
+        exec {{doctor}} --gather --no-torch --timeout {10 if absent else 60} --json
     """
-    begun = time.monotonic()
-    done = torchrun(tmp_path, 4, script)
+    begun, before = time.monotonic(), {*tmp_path.iterdir(), tmp_path / "rank.sh"}
+    done = torchrun(tmp_path, 3 + len(absent), script)
     told = json.loads(done.stdout)
     assert done.returncode == 1
     assert time.monotonic() - begun < 60
-    assert (told["nodes"], told["silent"]) == (["rank 0", "rank 1", "rank 2"], ["rank 3"])
+    assert (told["nodes"], told["silent"]) == (["rank 0", "rank 1", "rank 2"], absent), done.stderr
     # A machine whose GPU is hidden has faults of its own, in all ranks.
-    (fault,) = (fault for fault in told["faults"] if fault["nodes"] == ["rank 2"])
-    assert (fault["code"], {*fault["because"]}) == ("P03", {"torch", "PYTHONPATH"})
-    assert {path.name for path in (tmp_path / "reports").iterdir()} == {
-        *("rank-0.json", "rank-1.json", "rank-2.json", RESULT)
-    }
-
-
-@needs_shell
-def test_ranks_report_through_the_store_of_torchrun(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, 2, "exec {doctor} --gather --no-torch --json")
-    told = json.loads(done.stdout)
-    assert (told["nodes"], told["silent"]) == (["rank 0", "rank 1"], []), done.stderr
-    assert done.returncode == (0 if told["ok"] else 1)  # as the machine is
+    assert [fault["because"] for fault in told["faults"] if fault["nodes"] == [f"rank {broken}"]] == [["PYTHONPATH"]]
+    assert {*tmp_path.iterdir()} == before
 
 
 @needs_shell
@@ -97,7 +96,7 @@ def test_the_init_container_of_the_recipe(tmp_path: Path) -> None:
     assert [pod.returncode for pod in pods] == [0 if told["ok"] else 1, 0]
 
 
-def test_without_torchrun_rank_0_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_rank_0_keeps_the_store(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -107,23 +106,79 @@ def test_without_torchrun_rank_0_keeps_the_store(monkeypatch: pytest.MonkeyPatch
         sent = pool.submit(Gathering(1, 2, "", 60.0).exchange, "one")
         assert Gathering(0, 2, "", 60.0).exchange("zero") == {0: "zero", 1: "one"}
         assert sent.result() == {}
-    begun = time.monotonic()
-    assert Gathering(0, 3, "", 2.0).exchange("zero") == {0: "zero"}  # the others never come
-    assert time.monotonic() - begun < 30
+    assert not job.with_name(f"transload-doctor-17-0-127.0.0.1-{port}").exists()
 
 
-def test_a_rank_that_cannot_import_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('broken')", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT are not set"):
-        Gathering(1, 2, "", 10.0)
+# -- a folder that nobody named
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the ranks of a job of Slurm meet."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"PROCID": "0", "NTASKS": "2", "JOB_ID": "17", "STEP_ID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    return tmp_path / "transload-doctor-17-0"
+
+
+def test_without_torch_the_ranks_meet_in_a_folder_and_leave_nothing(job: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(Gathering(rank, 3, "", 60.0).exchange, f"{rank}", "", "broken") for rank in (1, 2)]
+        assert Gathering(0, 3, "", 60.0).exchange("0", "", "broken") == {0: "0", 1: "1", 2: "2"}
+        assert [each.result() for each in others] == [{}, {}]
+    assert not job.exists()
+
+
+def test_what_was_left_in_that_folder_long_ago_does_not_count(job: Path) -> None:
+    job.mkdir()
+    (job / "rank-1.json").write_text("old", encoding="utf-8")
+    os.utime(job / "rank-1.json", (1e9, 1e9))
+    with pytest.raises(TransloadError, match=r"through torch: MASTER_ADDR .*; through .*: no other rank was there"):
+        Gathering(0, 2, "", 0.3).exchange("0")
+    assert not job.exists()
+
+
+def test_a_rank_whom_nobody_hears_says_so(job: Path) -> None:
+    with pytest.raises(TransloadError, match="rank 1 cannot reach the others: through torch: no torch; through"):
+        Gathering(1, 2, "", 0.3).exchange("{}", "", "no torch")
+    assert not job.exists()
+    job.touch()
+    with pytest.raises(TransloadError, match="it cannot be used to gather reports"):
+        Gathering(1, 2, "", 60.0)
+
+
+def test_a_torch_that_cannot_be_imported_is_quoted(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(TransloadError, match="rank 1 cannot reach the others through torch: ImportError: broken"):
-        Gathering(1, 2, "", 10.0).exchange("{}")
+    monkeypatch.setenv("PYTHONPATH", str(broken_torch(job.parent)))
+    with pytest.raises(TransloadError, match=r"through torch: ImportError: libtorch_cpu\.so: cannot open; through"):
+        Gathering(1, 2, "", 1.5).exchange("{}")
 
 
-# -- a folder
+def test_a_torch_that_hangs_is_not_waited_for(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transload.diagnose.gather._CONNECT", 0.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    broken = broken_torch(job.parent)
+    (broken / "torch" / "__init__.py").write_text("import time; time.sleep(600)", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(Gathering(1, 2, "", 60.0).exchange, "1")
+        assert Gathering(0, 2, "", 60.0).exchange("0") == {0: "0", 1: "1"}
+        assert other.result() == {}
+
+
+def test_jobs_are_told_apart_by_what_their_launchers_say() -> None:
+    master = {"MASTER_ADDR": "gpu0", "MASTER_PORT": "29500"}
+    elastic = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a/../b", "SLURM_STEP_ID": "9", **master}
+    assert folder_of(elastic) == "transload-doctor-a-..-b-gpu0-29500"
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun@1"}
+    assert folder_of(mpi) == "transload-doctor-prterun-1"
+    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT are not set"):
+        folder_of({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+# -- a folder that is named
 
 
 def test_all_reports_or_those_that_came_by_the_deadline(tmp_path: Path) -> None:

@@ -150,9 +150,10 @@ def run_gather(arguments: Namespace) -> int:
 
     The other ranks end with 0 whatever was found on them: a launcher that sees one fail ends all, rank 0 included.
     """
-    from transload.diagnose import doctor
+    from transload.diagnose import judge_machine
     from transload.diagnose.compare import compare, report
     from transload.diagnose.gather import PATIENCE, Gathering, rank_of
+    from transload.diagnose.probes import IDLE, probe
     from transload.diagnose.redact import names_here, redacted
     from transload.render.json import to_json
     from transload.render.lines import as_text
@@ -162,15 +163,17 @@ def run_gather(arguments: Namespace) -> int:
     end, code = monotonic() + seconds, 0
     try:
         gathering = Gathering(rank, size, arguments.gather, end - monotonic(), _waiting)
-        diagnosis = doctor(torch=not arguments.no_torch, timeout=seconds / 2)
-        python, node = diagnosis.machine.python.executable, f"rank {rank}"
+        machine = probe(torch=not arguments.no_torch, timeout=seconds / 2, idle=IDLE)
+        imported = machine.torch_run.step("import")
+        broken = imported.error if imported else machine.torch_run.answer.detail
+        diagnosis, node = judge_machine(machine), f"rank {rank}"
         if arguments.no_redact:
             node = f"{node} on {os.uname().nodename if hasattr(os, 'uname') else os.environ.get('COMPUTERNAME')}"
         else:
             diagnosis = redacted(diagnosis, names_here())
         text = "".join(to_json([{"node": node, **diagnosis.to_dict()}], several=False))
         try:
-            found = gathering.exchange(text, python)
+            found = gathering.exchange(text, machine.python.executable, broken)
         except TransloadError as error:
             if rank:
                 raise

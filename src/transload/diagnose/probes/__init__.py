@@ -21,10 +21,8 @@ _EXPERIMENTS = 9.0
 """Seconds from the start of everything to the end of the last experiment."""
 _TORCH = 60.0
 """Seconds for torch, which may lie on a cold network disk. Where the driver hangs, torch gets no more than it."""
-_IDLE = 15.0
+IDLE = 15.0
 """Seconds without work after which torch is given up sooner, unless the user said how long it may take."""
-_SHADOWED, _SHADOW_IDLE = 10.0, 3.0
-"""The same two for what is imported in place of torch, as its files show: how it ends is a detail."""
 
 Fact = TypeVar("Fact")
 
@@ -34,15 +32,16 @@ def probe(
     *,
     torch: bool = True,
     timeout: float = 0.0,
+    idle: float = 0.0,
     host: Host | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Machine:
     """What this host is, with the environment of ``python``; without one, of an interpreter that has a torch.
 
-    With ``torch=False`` torch is not run; ``timeout`` is the most seconds it may take, 0 for the usual. ``progress`` is
-    called with a few words on what is being done, and where torch is while it takes long. There is always an answer: a
-    probe that fails is named in ``Machine.problems``, and a driver that hangs is given up within ten seconds, and torch
-    with it.
+    With ``torch=False`` torch is not run, nor where its files show that another file is imported in its place.
+    ``timeout`` is the most seconds it may take, ``idle`` the most without work; 0 for the usual. ``progress`` is called
+    with a few words on what is being done, and where torch is while it takes long. There is always an answer: a probe
+    that fails is named in ``Machine.problems``, and a driver that hangs is given up within ten seconds, torch with it.
     """
     begun = time.monotonic()
     here = host or Host()
@@ -84,7 +83,9 @@ def probe(
         elif here.python == sys.executable:
             here, why = attempt("python", (here, ""), interpreters.choose, here)
         examined = attempt("python", Python(here.python), interpreters.python, here, why)
-        runs = torch and not examined.problem
+        found = attempt("torch", bare.torch, torches.torch, here, examined)
+        unasked = examined.problem or (f"import torch finds {found.shadow}" if found.shadow else "")
+        runs = torch and not unasked  # a stranger's file is not run to see what it does
         run = start(torches.question(here, examined.executable), timeout or _TORCH) if runs else None
 
         progress("reading files")
@@ -93,7 +94,6 @@ def probe(
 
         loader = Loader(here)
         cards = attempt("hardware", bare.hardware, hardware.hardware, here)
-        found = attempt("torch", bare.torch, torches.torch, here, examined)
         drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
         kernel = attempt("kernel", bare.kernel, hardware.kernel, here)
         own = tuple(f"({pid})" for pid in ours)  # our children may hang in the driver by now
@@ -129,11 +129,9 @@ def probe(
             run.hurry(begun + _DRIVER)
         left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
         tried: tuple[Experiment, ...] = attempt("experiments", (), driver.experiments, here, cuda, left)
-        ran = TorchRun(Answer(detail=examined.problem))
+        ran = TorchRun(Answer(detail=unasked))
         if run:
             progress("running torch")
-            patience = inf if timeout else _SHADOW_IDLE if found.shadow else _IDLE
-            run.hurry(begun + _SHADOWED if found.shadow and not timeout else inf)
-            ended = run.outcome(patience, waiting("running torch"))
+            ended = run.outcome(idle or (inf if timeout else IDLE), waiting("running torch"))
             ran = attempt("torch run", bare.torch_run, torches.torch_run, here, ended)
     return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)

@@ -35,8 +35,10 @@ def exchange(rank: int, size: int, folder: str, seconds: float) -> None:
         if rank:
             with open(os.path.join(folder, f"rank-{rank}.json"), encoding="utf-8") as stream:
                 text = stream.read()
+            store.wait([name + "reader"])  # the agent's store is there though rank 0 may not be able to read it
             store.set(name + str(store.add(name + "count", 1)), f"{rank} {text}")
-            report.say(sent=True)
+        else:
+            store.set(name + "reader", "1")
         for place in range(1, 1 if rank else size):  # in the order of arrival, so that only the end can be late
             store.set_timeout(timedelta(seconds=max(0.1, end - time.monotonic())))
             sender, _, text = store.get(name + str(place)).decode().partition(" ")
@@ -44,6 +46,7 @@ def exchange(rank: int, size: int, folder: str, seconds: float) -> None:
             with open(path + ".new", "w", encoding="utf-8") as stream:
                 stream.write(text)
             os.replace(path + ".new", path)
+        report.say(complete=True)
     except BaseException as error:  # noqa: BLE001  a torch that is broken may raise anything
         report.say(failed=(type(error).__name__ + ": " + str(error))[:500])
     report.done()

@@ -440,7 +440,7 @@ def symptoms(m: Case) -> Found:
     not_asked = cuda.answer.detail or m.problems.get("cuda", "")
     not_run = run.answer.detail or m.problems.get("torch run", "")
     driver = m.driver_unasked and m.hardware.present and not m.works
-    torch = m.torch_not_run and bool(not_run) and not m.python.problem
+    torch = m.torch_not_run and bool(not_run) and not (m.python.problem or m.torch.shadow)
     if driver or torch:
         evidence = (
             f"the CUDA driver was not asked: {not_asked}" if driver else "",
