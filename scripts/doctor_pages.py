@@ -5,17 +5,15 @@ Usage: python scripts/doctor_pages.py [--check]
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
+import re
 import sys
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import transload.machine
 from transload.diagnose.case import LAYERS, Rule
 from transload.diagnose.report import Status
 from transload.diagnose.rules import BY_CODE
@@ -102,7 +100,7 @@ def certainty(rule: Rule) -> str:
 
 
 def schema_text() -> str:
-    """The JSON schema of ``transload doctor --json``, with the docstring of each fact."""
+    """The JSON schema of ``transload doctor --json``, with the comment on each fact."""
     return _dumped(schema()) + "\n"
 
 
@@ -187,7 +185,7 @@ def _class(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if kind is Unknown:
         reason = {"type": "string", "description": "why it could not be found out"}
         return {"description": _first(kind.__doc__), **_object({"unknown": reason})}
-    hints, words = get_type_hints(kind), _docstrings(kind.__name__)
+    hints, words = get_type_hints(kind), _comments(kind)
     properties = {}
     for each in fields(kind):
         told = {"description": words[each.name]} if each.name in words else {}
@@ -195,16 +193,17 @@ def _class(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"description": _first(kind.__doc__), **_object(properties)}
 
 
-def _docstrings(name: str) -> dict[str, str]:
-    """The strings that stand below the fields of a class, which Python itself forgets."""
-    tree = ast.parse(inspect.getsource(transload.machine))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    out = {}
-    for field, below in pairwise(body):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)):
-            continue
-        if isinstance(below.value, ast.Constant):
-            out[ast.unparse(field.target)] = _first(below.value.value)
+def _comments(kind: Any) -> dict[str, str]:
+    """The comments of the fields of a class: beside each, or above it."""
+    out: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        code, _, words = line.partition("# ")
+        field = re.match(r"    (\w+): ", code)
+        above = [*above, words] if words else above
+        if field and above:
+            out[field[1]] = _first(" ".join(above))
+        above = above if words and not field else []
     return out
 
 

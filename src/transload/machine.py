@@ -2,7 +2,8 @@
 
 Probes fill these and rules judge them; ``diagnose.saved`` reads back what ``to_dict`` wrote, so that a machine can be
 judged elsewhere. Nothing here touches the host. What could not be determined is an ``Unknown`` with the reason,
-which is false in a condition: ``if kernel.loaded`` is true only if it is known to be loaded.
+which is false in a condition: ``if kernel.loaded`` is true only if it is known to be loaded. The comment
+beside or above a field is its description in docs/doctor.schema.json.
 
 Text is as the host provided it: untrusted, and escaped by whatever displays it.
 """
@@ -31,72 +32,53 @@ class Unknown:
         return False
 
 
+NOT_ASKED = Unknown("not asked")
+
+
 @facts(frozen=True)
 class Platform:
     """The operating system and the user."""
 
-    system: str = "Linux"
-    """As ``os.uname().sysname`` or ``platform.system()``: ``Linux``, ``Windows``, ``Darwin``."""
+    system: str = "Linux"  # As ``os.uname().sysname`` or ``platform.system()``: ``Linux``, ``Windows``, ``Darwin``.
     machine: str = "x86_64"
-    kernel: str = ""
-    """The release of the running kernel, as ``uname -r``."""
-    distribution: str = ""
-    """``ID`` of os-release: ``ubuntu``, ``fedora``, ``arch``, ``alpine``, ``nixos`` …"""
+    kernel: str = ""  # The release of the running kernel, as ``uname -r``.
+    distribution: str = ""  # ``ID`` of os-release: ``ubuntu``, ``fedora``, ``arch``, ``alpine``, ``nixos`` …
     distribution_like: tuple[str, ...] = ()
     distribution_version: str = ""
-    distribution_name: str = ""
-    """``PRETTY_NAME`` of os-release."""
-    libc: str = ""
-    """``glibc 2.36``, ``musl 1.2``, or empty if unknown."""
-    package_manager: str = ""
-    """``apt``, ``dnf``, ``pacman``, ``zypper``, ``apk``, ``nix``, or empty."""
-    shell: str = ""
-    """``bash``, ``zsh``, ``fish`` …, or empty."""
+    distribution_name: str = ""  # ``PRETTY_NAME`` of os-release.
+    libc: str = ""  # ``glibc 2.36``, ``musl 1.2``, or empty if unknown.
+    package_manager: str = ""  # ``apt``, ``dnf``, ``pacman``, ``zypper``, ``apk``, ``nix``, or empty.
+    shell: str = ""  # ``bash``, ``zsh``, ``fish`` …, or empty.
     root: bool = False
-    groups: tuple[str, ...] = ()
-    """Names of the groups of this process."""
-    laptop: bool | Unknown = Unknown("not asked")
-    address_space: int | None = None
-    """``ulimit -v`` in bytes; ``None`` if there is no limit."""
-    memory: int = -1
-    """Bytes of memory this process may use: the machine's, or the container's limit. -1: unknown."""
-    memory_free: int = -1
-    """How many of them are available without swapping."""
-    suspends: int = 0
-    """How often the machine was suspended since it booted."""
-    prime: str = ""
-    """Which card ``prime-select`` chose, from its file: ``nvidia``, ``intel``, ``on-demand``, or empty."""
+    groups: tuple[str, ...] = ()  # Names of the groups of this process.
+    laptop: bool | Unknown = NOT_ASKED
+    address_space: int | None = None  # ``ulimit -v`` in bytes; ``None`` if there is no limit.
+    memory: int = -1  # Bytes of memory this process may use: the machine's, or the container's limit. -1: unknown.
+    memory_free: int = -1  # How many of them are available without swapping.
+    suspends: int = 0  # How often the machine was suspended since it booted.
+    prime: str = ""  # Which card ``prime-select`` chose, from its file: ``nvidia``, ``intel``, ``on-demand``, or empty.
 
 
 @facts(frozen=True)
 class Surroundings:
     """Containers, schedulers and services around the process; facts, not verdicts."""
 
+    # ``docker``, ``podman``, ``apptainer``, ``singularity``, ``lxc``, ``nspawn``, ``containerd``, or ``container`` for
+    # one of unknown kind; empty outside.
     container: str = ""
-    """``docker``, ``podman``, ``apptainer``, ``singularity``, ``lxc``, ``nspawn``, ``containerd``, or ``container``
-    for one of unknown kind; empty outside."""
     kubernetes: bool = False
     slurm: bool = False
-    wsl: int = 0
-    """1 or 2 under the Windows Subsystem for Linux."""
-    service: str = ""
-    """The systemd unit the process runs in, if it is a service and not a user session."""
-    notebook: str = ""
-    """``colab``, ``kaggle``, ``runpod`` …, or empty."""
-    sandbox: str = ""
-    """``gvisor``, ``kata``, ``firecracker`` …: a kernel that is not the host's."""
-    selinux: str = ""
-    """``enforcing``, ``permissive``, or empty if there is none."""
-    private_dev: bool = False
-    """/dev is private to this process and contains no hardware devices."""
+    wsl: int = 0  # 1 or 2 under the Windows Subsystem for Linux.
+    service: str = ""  # The systemd unit the process runs in, if it is a service and not a user session.
+    notebook: str = ""  # ``colab``, ``kaggle``, ``runpod`` …, or empty.
+    sandbox: str = ""  # ``gvisor``, ``kata``, ``firecracker`` …: a kernel that is not the host's.
+    selinux: str = ""  # ``enforcing``, ``permissive``, or empty if there is none.
+    private_dev: bool = False  # /dev is private to this process and contains no hardware devices.
+    # Driver versions named by the CDI files of this host or container (``/etc/cdi``, ``/var/run/cdi``).
     cdi: tuple[str, ...] = ()
-    """Driver versions named by the CDI files of this host or container (``/etc/cdi``, ``/var/run/cdi``)."""
-    container_toolkit: bool | Unknown = Unknown("not asked")
-    """Whether nvidia-ctk or nvidia-container-runtime is installed here."""
-    docker: str = ""
-    """``installed``, ``snap``, or empty: how Docker is installed on this host."""
-    evidence: tuple[str, ...] = ()
-    """How each of the above was detected, one line each."""
+    container_toolkit: bool | Unknown = NOT_ASKED  # Whether nvidia-ctk or nvidia-container-runtime is installed here.
+    docker: str = ""  # ``installed``, ``snap``, or empty: how Docker is installed on this host.
+    evidence: tuple[str, ...] = ()  # How each of the above was detected, one line each.
 
 
 @facts(frozen=True)
@@ -106,16 +88,13 @@ class PciDevice:
     address: str
     vendor: int
     device: int
-    kind: int
-    """The class code, 24 bits: ``0x030000`` VGA, ``0x030200`` 3D controller, ``0x068000`` bridge."""
+    kind: int  # The class code, 24 bits: ``0x030000`` VGA, ``0x030200`` 3D controller, ``0x068000`` bridge.
+    # Name of the kernel driver bound to it: ``nvidia``, ``nouveau``, ``nova_core``, ``vfio-pci``, or empty.
     driver: str = ""
-    """Name of the kernel driver bound to it: ``nvidia``, ``nouveau``, ``nova_core``, ``vfio-pci``, or empty."""
-    power: str = ""
-    """``D0``, ``D3cold`` …"""
+    power: str = ""  # ``D0``, ``D3cold`` …
+    # Sizes of its memory regions in bytes, of those that have one, in order; 0 for one that was not assigned.
     bars: tuple[int, ...] = ()
-    """Sizes of its memory regions in bytes, of those that have one, in order; 0 for one that was not assigned."""
-    dead: bool = False
-    """Its configuration space reads all ones: it has fallen off the bus."""
+    dead: bool = False  # Its configuration space reads all ones: it has fallen off the bus.
 
     @property
     def display(self) -> bool:
@@ -127,12 +106,10 @@ class PciDevice:
 class Hardware:
     """The devices in the machine."""
 
-    pci: tuple[PciDevice, ...] | Unknown = Unknown("not asked")
-    """Display devices and accelerators (class ``0x12``) of any vendor, and every NVIDIA device."""
-    dxg: bool = False
-    """Whether /dev/dxg exists, the way to the GPU under WSL 2."""
-    tegra: str = ""
-    """The model of a Jetson; empty elsewhere."""
+    # Display devices and accelerators (class ``0x12``) of any vendor, and every NVIDIA device.
+    pci: tuple[PciDevice, ...] | Unknown = NOT_ASKED
+    dxg: bool = False  # Whether /dev/dxg exists, the way to the GPU under WSL 2.
+    tegra: str = ""  # The model of a Jetson; empty elsewhere.
 
     @property
     def gpus(self) -> tuple[PciDevice, ...]:
@@ -160,34 +137,28 @@ class ProcGpu:
 class Kernel:
     """NVIDIA's kernel driver."""
 
-    loaded: bool | Unknown = Unknown("not asked")
+    loaded: bool | Unknown = NOT_ASKED
     version: str = ""
-    flavour: str = ""
-    """``open`` or ``proprietary``; empty if unknown."""
+    flavour: str = ""  # ``open`` or ``proprietary``; empty if unknown.
+    # Loaded modules that matter here: ``nvidia``, ``nvidia_uvm``, ``nvidia_modeset``, ``nouveau``, ``nova_core`` …
     modules: tuple[str, ...] = ()
-    """Loaded modules that matter here: ``nvidia``, ``nvidia_uvm``, ``nvidia_modeset``, ``nouveau``, ``nova_core`` …"""
-    built_for: tuple[str, ...] | Unknown = Unknown("not asked")
-    """Kernel releases under /lib/modules that have an nvidia.ko."""
-    secure_boot: bool | Unknown = Unknown("not asked")
-    uvm_disable_hmm: str = ""
-    """The parameter of nvidia_uvm: ``Y``, ``N``, or empty if there is none."""
-    kaslr: bool | Unknown = Unknown("not asked")
-    parameters: dict[str, str] = field(default_factory=dict)
-    """/proc/driver/nvidia/params."""
+    built_for: tuple[str, ...] | Unknown = NOT_ASKED  # Kernel releases under /lib/modules that have an nvidia.ko.
+    secure_boot: bool | Unknown = NOT_ASKED
+    uvm_disable_hmm: str = ""  # The parameter of nvidia_uvm: ``Y``, ``N``, or empty if there is none.
+    kaslr: bool | Unknown = NOT_ASKED
+    parameters: dict[str, str] = field(default_factory=dict)  # /proc/driver/nvidia/params.
     gpus: tuple[ProcGpu, ...] = ()
-    firmware: bool | Unknown = Unknown("not asked")
-    """Whether /lib/firmware/nvidia contains a directory for the loaded version."""
-    log: tuple[str, ...] | Unknown = Unknown("not asked")
-    """The last lines of the kernel log that mention NVRM, nvidia, nouveau or Xid."""
+    firmware: bool | Unknown = NOT_ASKED  # Whether /lib/firmware/nvidia contains a directory for the loaded version.
+    # The last lines of the kernel log that mention NVRM, nvidia, nouveau or Xid.
+    log: tuple[str, ...] | Unknown = NOT_ASKED
+    # Of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``, ``nvidia-cuda-mps-server``,
+    # ``nvidia-gridd``: those that are running.
     daemons: tuple[str, ...] = ()
-    """Of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``, ``nvidia-cuda-mps-server``,
-    ``nvidia-gridd``: those that are running."""
+    # Processes in uninterruptible sleep that have an NVIDIA device open, or wait in its driver: ``name (pid)``.
     stuck: tuple[str, ...] = ()
-    """Processes in uninterruptible sleep that have an NVIDIA device open, or wait in its driver: ``name (pid)``."""
-    fabric_manager: str = ""
-    """Version of the installed fabric manager; empty if there is none."""
+    fabric_manager: str = ""  # Version of the installed fabric manager; empty if there is none.
+    # The directory of the MPS control pipe, if it exists: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``.
     mps_directory: str = ""
-    """The directory of the MPS control pipe, if it exists: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``."""
 
 
 @facts(frozen=True)
@@ -196,31 +167,28 @@ class Node:
 
     path: str
     exists: bool = True
-    kind: str = "char"
-    """``char``, ``file``, ``directory``, ``link``, or empty if it does not exist."""
+    kind: str = "char"  # ``char``, ``file``, ``directory``, ``link``, or empty if it does not exist.
     mode: int = 0o666
     uid: int = 0
     gid: int = 0
     group: str = ""
     major: int = 0
     minor: int = 0
-    error: str = ""
-    """Name of the errno of opening it: ``EACCES``, ``EPERM``, ``ENXIO`` …; empty if it could be opened."""
-    nodev: bool = False
-    """It is on a file system mounted with ``nodev``."""
+    error: str = ""  # Name of the errno of opening it: ``EACCES``, ``EPERM``, ``ENXIO`` …; empty if it could be opened.
+    nodev: bool = False  # It is on a file system mounted with ``nodev``.
 
 
 @facts(frozen=True)
 class Nodes:
     """The device nodes of NVIDIA, and of AMD's and Intel's compute drivers."""
 
+    # /dev/nvidiactl, /dev/nvidia0 …, /dev/nvidia-uvm, /dev/nvidia-caps/*, /dev/dxg, /dev/nvhost-*, /dev/nvmap,
+    # /dev/kfd, /dev/dri/render*, /dev/accel/*. The first three of NVIDIA are always listed, existing or not.
     found: tuple[Node, ...] = ()
-    """/dev/nvidiactl, /dev/nvidia0 …, /dev/nvidia-uvm, /dev/nvidia-caps/*, /dev/dxg, /dev/nvhost-*, /dev/nvmap,
-    /dev/kfd, /dev/dri/render*, /dev/accel/*. The first three of NVIDIA are always listed, existing or not."""
+    # From /proc/devices: ``nvidia``, ``nvidiactl``, ``nvidia-uvm``, ``nvidia-caps``, ``nvidia-nvswitch``, ``kfd``.
     majors: dict[str, int] = field(default_factory=dict)
-    """From /proc/devices: ``nvidia``, ``nvidiactl``, ``nvidia-uvm``, ``nvidia-caps``, ``nvidia-nvswitch``, ``kfd``."""
+    # The rules of the devices cgroup (version 1) that allow something; empty if it cannot be read.
     cgroup: tuple[str, ...] = ()
-    """The rules of the devices cgroup (version 1) that allow something; empty if it cannot be read."""
 
     def at(self, path: str) -> Node:
         """The node at ``path``; a missing one if it was not examined."""
@@ -234,33 +202,28 @@ Kind = Literal["driver", "stub", "compat", "wsl", "other"]
 class Library:
     """A shared library that the loader could use."""
 
-    name: str
-    """The name under which programs request it: ``libcuda.so.1``."""
+    name: str  # The name under which programs request it: ``libcuda.so.1``.
     path: str
-    target: str = ""
-    """The file after following all links: ``/usr/lib/x86_64-linux-gnu/libcuda.so.580.65.06``."""
+    target: str = ""  # The file after following all links: ``/usr/lib/x86_64-linux-gnu/libcuda.so.580.65.06``.
+    # How the loader finds it: ``LD_PRELOAD``, ``LD_LIBRARY_PATH``, ``ld.so.cache``, ``default folder``; or ``disk`` for
+    # one that the loader does not find.
     via: str = ""
-    """How the loader finds it: ``LD_PRELOAD``, ``LD_LIBRARY_PATH``, ``ld.so.cache``, ``default folder``; or
-    ``disk`` for one that the loader does not find."""
     version: str = ""
     kind: Kind = "driver"
-    problem: str = ""
-    """Why it cannot be loaded: ``not an ELF file``, ``for another machine (aarch64)``, ``empty`` …"""
+    problem: str = ""  # Why it cannot be loaded: ``not an ELF file``, ``for another machine (aarch64)``, ``empty`` …
 
 
 @facts(frozen=True)
 class DriverLibraries:
     """The driver's libraries. In each list a process gets the first one whose ``via`` is not ``disk``."""
 
-    cuda: tuple[Library, ...] | Unknown = Unknown("not asked")
-    nvml: tuple[Library, ...] | Unknown = Unknown("not asked")
-    ptx_compiler: tuple[Library, ...] | Unknown = Unknown("not asked")
-    smi: str = ""
-    """Path of nvidia-smi. It is never run: it may hang, and reports less than the libraries."""
-    preload: tuple[str, ...] = ()
-    """What /etc/ld.so.preload lists."""
+    cuda: tuple[Library, ...] | Unknown = NOT_ASKED
+    nvml: tuple[Library, ...] | Unknown = NOT_ASKED
+    ptx_compiler: tuple[Library, ...] | Unknown = NOT_ASKED
+    smi: str = ""  # Path of nvidia-smi. It is never run: it may hang, and reports less than the libraries.
+    preload: tuple[str, ...] = ()  # What /etc/ld.so.preload lists.
+    # Why the loader also searches the current directory: ``LD_LIBRARY_PATH has an empty element`` …
     cwd_searched: tuple[str, ...] = ()
-    """Why the loader also searches the current directory: ``LD_LIBRARY_PATH has an empty element`` …"""
 
     @property
     def libcuda(self) -> Library | None:
@@ -275,12 +238,11 @@ State = Literal["answered", "no-library", "not-loadable", "no-symbol", "hung", "
 class Answer:
     """The outcome of asking something in a child process."""
 
+    # ``no-library``: the loader did not find it. ``not-loadable``: it found something it could not load. ``no-symbol``:
+    # the library lacks a function every release has. ``hung``: no answer within the deadline. ``crashed``: a signal, or
+    # an exit without an answer.
     state: State = "unasked"
-    """``no-library``: the loader did not find it. ``not-loadable``: it found something it could not load.
-    ``no-symbol``: the library lacks a function every release has. ``hung``: no answer within the deadline.
-    ``crashed``: a signal, or an exit without an answer."""
-    detail: str = ""
-    """The message of the loader or the system; for ``hung`` and ``crashed`` also how far it got."""
+    detail: str = ""  # The message of the loader or the system; for ``hung`` and ``crashed`` also how far it got.
     seconds: float = 0.0
 
     @property
@@ -294,39 +256,27 @@ class NvmlGpu:
     """A card as NVML sees it. CUDA_VISIBLE_DEVICES does not apply here. -1 and empty: unknown."""
 
     index: int
-    code: int = 0
-    """The result of getting its handle: 0, or 15 for a lost card, 4 for one without permission …"""
+    code: int = 0  # The result of getting its handle: 0, or 15 for a lost card, 4 for one without permission …
     name: str = ""
     uuid: str = ""
-    capability: tuple[int, ...] = ()
-    """``(9, 0)``"""
+    capability: tuple[int, ...] = ()  # ``(9, 0)``
     address: str = ""
     memory: int = -1
     free: int = -1
-    compute_mode: str = ""
-    """``default``, ``exclusive-thread``, ``prohibited``, ``exclusive-process``."""
-    mig: str = ""
-    """``enabled``, ``disabled``, or empty if the card does not support it."""
-    mig_devices: tuple[str, ...] = ()
-    """UUIDs of its MIG devices."""
-    fabric: str = ""
-    """``not-supported``, ``not-started``, ``in-progress``, ``completed``, or empty if unknown."""
+    compute_mode: str = ""  # ``default``, ``exclusive-thread``, ``prohibited``, ``exclusive-process``.
+    mig: str = ""  # ``enabled``, ``disabled``, or empty if the card does not support it.
+    mig_devices: tuple[str, ...] = ()  # UUIDs of its MIG devices.
+    fabric: str = ""  # ``not-supported``, ``not-started``, ``in-progress``, ``completed``, or empty if unknown.
     fabric_status: int = 0
     retired_pending: bool = False
     remap_pending: bool = False
     remap_failure: bool = False
-    virtualization: str = ""
-    """``none``, ``passthrough``, ``vgpu``, ``host-vgpu``, ``host-vsga``."""
-    licence: str = ""
-    """``licensed``, ``unlicensed``, or empty if none is needed."""
-    processes: tuple[str, ...] = ()
-    """Other processes that compute on it: ``name (pid), 3.2 GB``."""
-    ecc: str = ""
-    """``enabled``, ``disabled``, or empty if the card does not support it."""
-    nvlinks: int = -1
-    """How many of its NVLinks are up."""
-    peers: int = -1
-    """How many other cards of the machine it can read directly (P2P)."""
+    virtualization: str = ""  # ``none``, ``passthrough``, ``vgpu``, ``host-vgpu``, ``host-vsga``.
+    licence: str = ""  # ``licensed``, ``unlicensed``, or empty if none is needed.
+    processes: tuple[str, ...] = ()  # Other processes that compute on it: ``name (pid), 3.2 GB``.
+    ecc: str = ""  # ``enabled``, ``disabled``, or empty if the card does not support it.
+    nvlinks: int = -1  # How many of its NVLinks are up.
+    peers: int = -1  # How many other cards of the machine it can read directly (P2P).
 
 
 @facts(frozen=True)
@@ -334,18 +284,14 @@ class Nvml:
     """What libnvidia-ml reports."""
 
     answer: Answer = Answer()
-    library: str = ""
-    """The file that was mapped."""
-    init: int = -1
-    """Result of ``nvmlInit_v2``."""
+    library: str = ""  # The file that was mapped.
+    init: int = -1  # Result of ``nvmlInit_v2``.
     driver: str = ""
-    cuda: int = 0
-    """``13000`` for CUDA 13.0"""
+    cuda: int = 0  # ``13000`` for CUDA 13.0
     count: int = -1
     count_code: int = -1
     gpus: tuple[NvmlGpu, ...] = ()
-    confidential: str = ""
-    """``ready``, ``not-ready`` if confidential computing is enabled; else empty."""
+    confidential: str = ""  # ``ready``, ``not-ready`` if confidential computing is enabled; else empty.
 
 
 @facts(frozen=True)
@@ -357,8 +303,7 @@ class CudaGpu:
     capability: tuple[int, ...] = ()
     uuid: str = ""
     memory: int = -1
-    compute_mode: int = -1
-    """Attribute 20: 0 default, 2 prohibited, 3 exclusive process."""
+    compute_mode: int = -1  # Attribute 20: 0 default, 2 prohibited, 3 exclusive process.
     integrated: bool = False
 
 
@@ -367,11 +312,9 @@ class Cuda:
     """What libcuda reports: ``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGetCount`` and the devices."""
 
     answer: Answer = Answer()
-    library: str = ""
-    """The file that was mapped."""
+    library: str = ""  # The file that was mapped.
     init: int = -1
-    version: int = 0
-    """``13000`` for CUDA 13.0"""
+    version: int = 0  # ``13000`` for CUDA 13.0
     count: int = -1
     count_code: int = -1
     gpus: tuple[CudaGpu, ...] = ()
@@ -386,8 +329,7 @@ class Cuda:
 class Experiment:
     """The CUDA driver asked again with something changed: a fix that is tried before it is recommended."""
 
-    change: tuple[str, ...]
-    """Names of the variables that were removed, such as ``CUDA_VISIBLE_DEVICES``."""
+    change: tuple[str, ...]  # Names of the variables that were removed, such as ``CUDA_VISIBLE_DEVICES``.
     cuda: Cuda
 
 
@@ -397,10 +339,8 @@ class Toolkit:
 
     nvcc: str = ""
     version: str = ""
-    home: str = ""
-    """``CUDA_HOME`` or ``CUDA_PATH``."""
-    folders: tuple[str, ...] = ()
-    """/usr/local/cuda*"""
+    home: str = ""  # ``CUDA_HOME`` or ``CUDA_PATH``.
+    folders: tuple[str, ...] = ()  # /usr/local/cuda*
 
 
 @facts(frozen=True)
@@ -408,72 +348,55 @@ class Python:
     """The examined interpreter, which need not be the one that runs transload."""
 
     executable: str = ""
-    version: str = ""
-    """``3.11.7``"""
+    version: str = ""  # ``3.11.7``
     implementation: str = "cpython"
     bits: int = 64
     free_threaded: bool = False
     prefix: str = ""
     base_prefix: str = ""
-    path: tuple[str, ...] = ()
-    """``sys.path``, without the entry of the script."""
+    path: tuple[str, ...] = ()  # ``sys.path``, without the entry of the script.
     user_site: str = ""
     user_site_enabled: bool = False
-    environment: str = ""
-    """``venv``, ``conda``, ``pixi``, ``system``, ``pyenv`` … what kind of environment it is."""
-    tool: str = "pip"
-    """What installs packages here: ``pip``, ``uv``, ``conda``, ``poetry``, ``pixi``, ``pdm``."""
-    project: bool = False
-    """Whether it belongs to a project whose packages that tool keeps in a lock file."""
-    pip: bool = True
-    """Whether pip is installed in it."""
+    environment: str = ""  # ``venv``, ``conda``, ``pixi``, ``system``, ``pyenv`` … what kind of environment it is.
+    tool: str = "pip"  # What installs packages here: ``pip``, ``uv``, ``conda``, ``poetry``, ``pixi``, ``pdm``.
+    project: bool = False  # Whether it belongs to a project whose packages that tool keeps in a lock file.
+    pip: bool = True  # Whether pip is installed in it.
     externally_managed: bool = False
-    why: str = ""
-    """Why this interpreter is examined, if that is not obvious."""
+    why: str = ""  # Why this interpreter is examined, if that is not obvious.
+    # Other interpreters on this host that have torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
     others: tuple[str, ...] = ()
-    """Other interpreters on this host that have torch: ``/usr/bin/python3: torch 2.8.0+cu128``."""
-    problem: str = ""
-    """Why it did not respond; the rest is then empty."""
+    problem: str = ""  # Why it did not respond; the rest is then empty.
+    # Name → version of the relevant packages: torch*, nvidia-*, cuda-*, triton, flash-attn, xformers, tensorflow …
     packages: dict[str, str] = field(default_factory=dict)
-    """Name → version of the relevant packages: torch*, nvidia-*, cuda-*, triton, flash-attn, xformers, tensorflow …"""
 
 
 @facts(frozen=True)
 class TorchInstall:
     """One torch on the path."""
 
-    location: str
-    """The directory ``torch``."""
-    version: str = ""
-    """From torch/version.py: ``2.15.0+cu132``."""
-    cuda: str = ""
-    """``13.2``; empty if it is built without CUDA, see ``known``."""
+    location: str  # The directory ``torch``.
+    version: str = ""  # From torch/version.py: ``2.15.0+cu132``.
+    cuda: str = ""  # ``13.2``; empty if it is built without CUDA, see ``known``.
     hip: str = ""
     xpu: str = ""
-    known: bool = True
-    """Whether version.py could be read; if not, ``problem`` says why."""
+    known: bool = True  # Whether version.py could be read; if not, ``problem`` says why.
     problem: str = ""
     dist_info: str = ""
     dist_version: str = ""
-    installer: str = ""
-    """``pip``, ``uv``, ``conda`` …"""
-    conda_build: str = ""
-    """``cuda126_mkl_py311…``, ``cpu_generic_py312…``"""
-    tags: tuple[str, ...] = ()
-    """Of the WHEEL file: ``cp311-cp311-manylinux_2_28_x86_64``."""
+    installer: str = ""  # ``pip``, ``uv``, ``conda`` …
+    conda_build: str = ""  # ``cuda126_mkl_py311…``, ``cpu_generic_py312…``
+    tags: tuple[str, ...] = ()  # Of the WHEEL file: ``cp311-cp311-manylinux_2_28_x86_64``.
+    # Files that RECORD lists and that are absent or truncated: ``lib/libtorch_cuda.so: absent`` …
     missing: tuple[str, ...] = ()
-    """Files that RECORD lists and that are absent or truncated: ``lib/libtorch_cuda.so: absent`` …"""
-    unlisted: tuple[str, ...] = ()
-    """Libraries in torch/lib that RECORD does not list."""
-    installed: float = 0.0
-    """Time stamp of the dist-info."""
+    unlisted: tuple[str, ...] = ()  # Libraries in torch/lib that RECORD does not list.
+    installed: float = 0.0  # Time stamp of the dist-info.
+    # Packages installed within a minute of it, the likely reason for its installation: ``ultralytics 8.3``.
     replaced_by: tuple[str, ...] = ()
-    """Packages installed within a minute of it, the likely reason for its installation: ``ultralytics 8.3``."""
+    # Complete libraries with another size than RECORD says: stripped or patched, which is harmless, or from another
+    # release: ``lib/libc10.so: 18 bytes instead of 20``.
     altered: tuple[str, ...] = ()
-    """Complete libraries with another size than RECORD says: stripped or patched, which is harmless, or from
-    another release: ``lib/libc10.so: 18 bytes instead of 20``."""
+    # Where it was installed from, if not from an index: the URL in direct_url.json, without credentials.
     origin: str = ""
-    """Where it was installed from, if not from an index: the URL in direct_url.json, without credentials."""
 
     @property
     def cpu_only(self) -> bool:
@@ -485,17 +408,15 @@ class TorchInstall:
 class Torch:
     """Every torch that the examined interpreter could import. The first is the one it would."""
 
-    installs: tuple[TorchInstall, ...] | Unknown = Unknown("not asked")
+    installs: tuple[TorchInstall, ...] | Unknown = NOT_ASKED
+    # A file or directory that is imported as torch but is not PyTorch: ``/home/user/project/torch.py``.
     shadow: str = ""
-    """A file or directory that is imported as torch but is not PyTorch: ``/home/user/project/torch.py``."""
-    leftovers: tuple[str, ...] = ()
-    """Paths of ``~orch-2.8.0.dist-info`` and the like, left by an interrupted pip."""
+    leftovers: tuple[str, ...] = ()  # Paths of ``~orch-2.8.0.dist-info`` and the like, left by an interrupted pip.
+    # Paths of dist-infos of a torch whose files are missing, or were overwritten by another.
     dangling: tuple[str, ...] = ()
-    """Paths of dist-infos of a torch whose files are missing, or were overwritten by another."""
+    # ``file``; ``package``, a directory that is not PyTorch; or ``source``, PyTorch's own source tree, not built.
     shadow_kind: str = ""
-    """``file``; ``package``, a directory that is not PyTorch; or ``source``, PyTorch's own source tree, not built."""
-    shadow_via: str = ""
-    """Why it is found first: ``the current directory``, ``PYTHONPATH``, ``sys.path``."""
+    shadow_via: str = ""  # Why it is found first: ``the current directory``, ``PYTHONPATH``, ``sys.path``.
 
     @property
     def first(self) -> TorchInstall | None:
@@ -507,23 +428,16 @@ class Torch:
 class Resolved:
     """A library that torch needs, and what the loader finds for it."""
 
-    name: str
-    """``libcudnn.so.9``"""
-    path: str = ""
-    """Empty if it is not found."""
+    name: str  # ``libcudnn.so.9``
+    path: str = ""  # Empty if it is not found.
+    # ``RUNPATH``, ``RPATH``, ``LD_LIBRARY_PATH``, ``LD_PRELOAD``, ``ld.so.cache``, ``default folder``, ``loaded``
+    # (another library already loaded it under that name).
     via: str = ""
-    """``RUNPATH``, ``RPATH``, ``LD_LIBRARY_PATH``, ``LD_PRELOAD``, ``ld.so.cache``, ``default folder``, ``loaded``
-    (another library already loaded it under that name)."""
-    needed_by: str = ""
-    """``libtorch_cuda.so``"""
-    version: str = ""
-    """From the file's name or the package that owns it."""
-    expected: str = ""
-    """The path in site-packages that the wheel expects; empty if it expects none."""
-    package: str = ""
-    """The distribution that should contain it: ``nvidia-cudnn-cu13``."""
-    problem: str = ""
-    """Why the file at ``path`` cannot be loaded: ``empty``, ``not an ELF file`` …"""
+    needed_by: str = ""  # ``libtorch_cuda.so``
+    version: str = ""  # From the file's name or the package that owns it.
+    expected: str = ""  # The path in site-packages that the wheel expects; empty if it expects none.
+    package: str = ""  # The distribution that should contain it: ``nvidia-cudnn-cu13``.
+    problem: str = ""  # Why the file at ``path`` cannot be loaded: ``empty``, ``not an ELF file`` …
 
     @property
     def shadowed(self) -> bool:
@@ -535,25 +449,24 @@ class Resolved:
 class TorchLibraries:
     """What torch's own binaries contain."""
 
-    architectures: tuple[str, ...] | Unknown = Unknown("not asked")
-    """The list compiled into libtorch_python: what ``torch.cuda.get_arch_list()`` returns."""
-    cubins: dict[str, int] | Unknown = Unknown("not asked")
-    """Architecture → number of kernels for it in libtorch_cuda: ``{"sm_90": 4711, "compute_90": 12}``."""
+    # The list compiled into libtorch_python: what ``torch.cuda.get_arch_list()`` returns.
+    architectures: tuple[str, ...] | Unknown = NOT_ASKED
+    # Architecture → number of kernels for it in libtorch_cuda: ``{"sm_90": 4711, "compute_90": 12}``.
+    cubins: dict[str, int] | Unknown = NOT_ASKED
+    # NVIDIA's libraries that it needs, directly or indirectly; and any other that is not found or cannot be loaded.
     needed: tuple[Resolved, ...] = ()
-    """NVIDIA's libraries that it needs, directly or indirectly; and any other that is not found or cannot be loaded."""
+    # Versioned symbols that the library to be loaded does not define: ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12,
+    # needed by libcusparse.so.12``; and whole versions: ``GLIBCXX_3.4.32 of libstdc++.so.6, needed by
+    # libtorch_cpu.so``.
     unresolved: tuple[str, ...] = ()
-    """Versioned symbols that the library to be loaded does not define:
-    ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12, needed by libcusparse.so.12``; and whole versions:
-    ``GLIBCXX_3.4.32 of libstdc++.so.6, needed by libtorch_cpu.so``."""
+    # Files that two installed distributions both own: ``nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12, …``.
     overlaps: tuple[str, ...] = ()
-    """Files that two installed distributions both own: ``nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12, …``."""
+    # Parts of cuDNN that would be loaded from elsewhere, in another release, because the wheel lacks them or the loader
+    # searches there first: ``libcudnn_ops.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9, by LD_LIBRARY_PATH``.
     split_cudnn: tuple[str, ...] = ()
-    """Parts of cuDNN that would be loaded from elsewhere, in another release, because the wheel lacks them or the
-    loader searches there first:
-    ``libcudnn_ops.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9, by LD_LIBRARY_PATH``."""
+    # Libraries for which the loader also searches the current directory: ``libcusparseLt.so.0: RUNPATH has an empty
+    # element``.
     cwd_searched: tuple[str, ...] = ()
-    """Libraries for which the loader also searches the current directory:
-    ``libcusparseLt.so.0: RUNPATH has an empty element``."""
 
 
 @facts(frozen=True)
@@ -562,18 +475,12 @@ class Extension:
 
     package: str
     version: str = ""
-    library: str = ""
-    """The examined file; the worst one if there are several."""
-    architectures: tuple[str, ...] = ()
-    """What its fatbins contain; empty if it has no code for a GPU."""
-    undefined: tuple[str, ...] = ()
-    """Symbols it needs from torch that torch does not define."""
-    missing: tuple[str, ...] = ()
-    """Libraries it needs that are not found."""
-    wants_torch: str = ""
-    """The torch its metadata pins: ``==2.8.0``."""
-    local: str = ""
-    """The local part of its version: ``cu128``, ``cpu``, ``pt28cu128`` …"""
+    library: str = ""  # The examined file; the worst one if there are several.
+    architectures: tuple[str, ...] = ()  # What its fatbins contain; empty if it has no code for a GPU.
+    undefined: tuple[str, ...] = ()  # Symbols it needs from torch that torch does not define.
+    missing: tuple[str, ...] = ()  # Libraries it needs that are not found.
+    wants_torch: str = ""  # The torch its metadata pins: ``==2.8.0``.
+    local: str = ""  # The local part of its version: ``cu128``, ``cpu``, ``pt28cu128`` …
 
 
 @facts(frozen=True)
@@ -581,11 +488,10 @@ class Variables:
     """Environment variables that affect CUDA or torch."""
 
     values: dict[str, str] = field(default_factory=dict)
+    # Name → files that set it, as far as found: ``/etc/environment:3``.
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name → files that set it, as far as found: ``/etc/environment:3``."""
+    # Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; empty if it can, or was not examined.
     cache_problem: str = ""
-    """Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; empty if it can, or
-    was not examined."""
 
     def get(self, name: str) -> str | None:
         """The value, or ``None`` if it is not set."""
@@ -596,26 +502,20 @@ class Variables:
 class Accelerator:
     """An accelerator other than an NVIDIA card."""
 
-    kind: str
-    """``rocm``, ``xpu``, ``mps``, ``npu`` …: the torch build it needs."""
+    kind: str  # ``rocm``, ``xpu``, ``mps``, ``npu`` …: the torch build it needs.
     name: str = ""
-    detail: str = ""
-    """``gfx1100``, ``Apple M2`` …"""
-    usable: bool = False
-    """Whether its compute driver works: /dev/kfd with a GPU, and so on."""
-    integrated: bool = False
-    """It is part of the processor: common, and seldom what torch should run on."""
+    detail: str = ""  # ``gfx1100``, ``Apple M2`` …
+    usable: bool = False  # Whether its compute driver works: /dev/kfd with a GPU, and so on.
+    integrated: bool = False  # It is part of the processor: common, and seldom what torch should run on.
 
 
 @facts(frozen=True)
 class Step:
     """One thing the torch child did."""
 
-    name: str
-    """``import``, ``available``, ``init``, ``kernel``, ``matmul``, ``convolution``"""
+    name: str  # ``import``, ``available``, ``init``, ``kernel``, ``matmul``, ``convolution``
     ok: bool
-    error: str = ""
-    """``RuntimeError: CUDA error: no kernel image is available …``"""
+    error: str = ""  # ``RuntimeError: CUDA error: no kernel image is available …``
     seconds: float = 0.0
 
 
@@ -625,26 +525,19 @@ class TorchRun:
 
     answer: Answer = Answer()
     version: str = ""
-    file: str = ""
-    """``torch.__file__``"""
+    file: str = ""  # ``torch.__file__``
     cuda: str = ""
     hip: str = ""
-    available: bool | Unknown = Unknown("not asked")
-    """``torch.cuda.is_available()``"""
-    count: int = -1
-    """``torch.cuda.device_count()``"""
+    available: bool | Unknown = NOT_ASKED  # ``torch.cuda.is_available()``
+    count: int = -1  # ``torch.cuda.device_count()``
     architectures: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
-    """``NVIDIA H200 (9, 0)``"""
+    devices: tuple[str, ...] = ()  # ``NVIDIA H200 (9, 0)``
     cudnn: str = ""
-    nccl: str = ""
-    """The release of NCCL that torch loaded: ``2.27.5``."""
+    nccl: str = ""  # The release of NCCL that torch loaded: ``2.27.5``.
     warnings: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
-    libraries: tuple[str, ...] = ()
-    """CUDA libraries that were mapped into the process."""
-    backends: tuple[str, ...] = ()
-    """Other backends of torch that work here: ``mps``, ``xpu``."""
+    libraries: tuple[str, ...] = ()  # CUDA libraries that were mapped into the process.
+    backends: tuple[str, ...] = ()  # Other backends of torch that work here: ``mps``, ``xpu``.
 
     def step(self, name: str) -> Step | None:
         """The step of that name, if it was reached."""
@@ -672,8 +565,7 @@ class Machine:
     """A host, layer by layer."""
 
     transload: str = ""
-    taken: str = ""
-    """When it was examined, UTC: ``2026-11-15T04:57:54Z``."""
+    taken: str = ""  # When it was examined, UTC: ``2026-11-15T04:57:54Z``.
     platform: Platform = Platform()
     surroundings: Surroundings = Surroundings()
     hardware: Hardware = Hardware()
@@ -688,8 +580,7 @@ class Machine:
     extensions: tuple[Extension, ...] = ()
     accelerators: tuple[Accelerator, ...] = ()
     torch_run: TorchRun = TorchRun()
-    problems: dict[str, str] = field(default_factory=dict)
-    """Probe → what stopped it. Its facts keep their defaults."""
+    problems: dict[str, str] = field(default_factory=dict)  # Probe → what stopped it. Its facts keep their defaults.
 
     @property
     def capabilities(self) -> dict[str, tuple[int, int]]:
