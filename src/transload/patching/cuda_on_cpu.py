@@ -8,9 +8,8 @@ to be told that it is (``devices.pretending``): one GPU, then.
 from __future__ import annotations
 
 import os
-import sys
 import time
-from functools import wraps
+from contextlib import nullcontext
 
 from transload.patching import devices
 from transload.patching.devices import on_cpu, substitute
@@ -23,62 +22,7 @@ if TYPE_CHECKING:
     Replace = Callable[[object, str, object], None]
 
 
-def patch_cuda(torch: Any, replace: Replace) -> None:
-    """Replace what only a GPU can answer, by ``replace(owner, name, value)``."""
-    for path, answers in _ANSWERS.items():
-        owner = _named(torch, path)
-        for name, answer in answers.items():
-            if hasattr(owner, name):  # not every release of torch has all of them
-                replace(owner, name, _answering(f"{path}.{name}", getattr(owner, name), answer))
-    for name, pretended in (("is_available", True), ("device_count", 1)):
-        replace(torch.cuda, name, _pretending(name, getattr(torch.cuda, name), pretended))
-    for name, make in _CLASSES.items():
-        replace(torch.cuda, name, _standing_in(f"torch.cuda.{name}", getattr(torch.cuda, name), make))
-    replace(torch, "Generator", _standing_in("", torch.Generator, _generator(torch.Generator)))
-    for name in dir(torch.cuda):
-        if name.endswith("Tensor") and isinstance(host := getattr(torch, name, None), type(torch.FloatTensor)):
-            replace(torch.cuda, name, _TensorType(name, (), {"real": getattr(torch.cuda, name), "host": host}))
-    replace(torch.Tensor, "type", _typing(torch.Tensor.type))
-    replace(torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type))
-    _patch_training(torch, replace)
-
-
-def _named(torch: Any, path: str) -> Any:
-    owner = torch
-    for part in path.split(".")[1:]:
-        owner = getattr(owner, part, None)
-    return owner
-
-
 # -- questions
-
-
-def _answering(name: str, real: Any, answer: Callable[..., Any]) -> Any:
-    @wraps(real)
-    def answered(*args: Any, **kwargs: Any) -> Any:
-        if devices.looking or not on_cpu():
-            return real(*args, **kwargs)
-        if name in _EFFECTS:
-            devices.noted[_EFFECTS[name]] = None
-        else:
-            devices.answered[name] = None
-        return answer(*args, **kwargs)
-
-    return answered
-
-
-def _pretending(name: str, real: Any, answer: Any) -> Any:
-    """``is_available`` and ``device_count``: the truth, which a program that dies may have been told."""
-
-    @wraps(real)
-    def asked() -> Any:
-        found = real()
-        if found or not devices.requested or devices.looking:
-            return found
-        devices.asked.add(name)
-        return answer if devices.pretending and on_cpu() else found
-
-    return asked
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -89,35 +33,28 @@ def _refuse_graphs(*_: Any, **__: Any) -> Any:
     raise RuntimeError("CUDA graphs record the kernels of a GPU, and there is none here: run this part without them")
 
 
-class Properties:
-    """Of a processor, under the names of those of a GPU."""
-
-    def __init__(self) -> None:
-        self.name = _cpu_name()
-        self.major = self.minor = 0
-        self.total_memory = _memory()[1]
-        self.multi_processor_count = os.cpu_count() or 1
-        self.is_integrated = self.is_multi_gpu_board = 0
-        self.warp_size = 1
-        self.gcnArchName = self.uuid = ""
-
-    def __repr__(self) -> str:
-        return f"transload.run.Properties(name={self.name!r}, total_memory={self.total_memory >> 20}MB)"
-
-
-def _cpu_name() -> str:
+def _cpu_name(*_: Any, **__: Any) -> str:
     from platform import machine
 
     return f"CPU ({machine()}, {os.cpu_count()} cores)"
 
 
-def _memory() -> tuple[int, int]:
+def _memory(*_: Any, **__: Any) -> tuple[int, int]:
     """Free and all memory of the host, in bytes."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0, 0
+
+
+def _properties(*_: Any, **__: Any) -> Any:
+    """Those of the processor, under the names of those of a GPU."""
+    from types import SimpleNamespace
+
+    numbers = {"major": 0, "minor": 0, "total_memory": _memory()[1], "multi_processor_count": os.cpu_count() or 1}
+    flags = {"is_integrated": 0, "is_multi_gpu_board": 0, "warp_size": 1}
+    return SimpleNamespace(name=_cpu_name(), **numbers, **flags, gcnArchName="", uuid="")
 
 
 def _rng_state(*_: Any, **__: Any) -> Any:
@@ -156,7 +93,7 @@ class Event:
     wait = synchronize = _nothing
 
 
-class Stream:
+class Stream(nullcontext["Any"]):
     """``torch.cuda.Stream``: there is one, and everything on it is done."""
 
     cuda_stream = stream_id = device_index = priority = 0
@@ -164,6 +101,7 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         import torch
 
+        super().__init__(self)
         self.device = torch.device("cpu")
 
     def record_event(self, event: Any = None) -> Any:
@@ -176,181 +114,132 @@ class Stream:
         """Whether all work on it is done."""
         return True
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to go back to."""
-
     wait_event = wait_stream = synchronize = _nothing
 
 
-class _StreamContext:
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        return None
-
-    __exit__ = _nothing
-
-
+_NOTHING_TO_DO = """empty_cache init ipc_collect reset_accumulated_memory_stats reset_max_memory_allocated
+reset_max_memory_cached reset_peak_memory_stats set_per_process_memory_fraction set_stream"""
 _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.cuda": {
-        "empty_cache": _nothing,
-        "init": _nothing,
-        "ipc_collect": _nothing,
-        "reset_accumulated_memory_stats": _nothing,
-        "reset_max_memory_allocated": _nothing,
-        "reset_max_memory_cached": _nothing,
-        "reset_peak_memory_stats": _nothing,
-        "set_per_process_memory_fraction": _nothing,
-        "set_stream": _nothing,
+        **dict.fromkeys(_NOTHING_TO_DO.split(), _nothing),
         "can_device_access_peer": lambda *_: False,
         "current_device": lambda: 0,
         "current_stream": Stream,
         "default_stream": Stream,
         "get_device_capability": lambda *_, **__: (0, 0),
-        "get_device_name": lambda *_, **__: _cpu_name(),
-        "get_device_properties": lambda *_, **__: Properties(),
+        "get_device_name": _cpu_name,
+        "get_device_properties": _properties,
         "get_rng_state": _rng_state,
         "initial_seed": _initial_seed,
-        "mem_get_info": lambda *_, **__: _memory(),
+        "mem_get_info": _memory,
         "memory_snapshot": lambda *_, **__: [],
         "memory_summary": lambda *_, **__: "",
-        "stream": _StreamContext,
+        "stream": lambda _: nullcontext(),
         "make_graphed_callables": _refuse_graphs,
     },
     "torch.cuda.nvtx": dict.fromkeys(("mark", "range_end", "range_pop", "range_push", "range_start"), lambda *_: 0),
     "torch.accelerator": dict.fromkeys(("empty_cache", "synchronize"), _nothing),
     "torch.Tensor": {"record_stream": _nothing},
-    "torch.cuda.amp.common": {"amp_definitely_not_available": lambda: True},
 }
 
 
-_CLASSES: dict[str, Callable[..., Any]] = {
-    "CUDAGraph": _refuse_graphs,
-    "Event": Event,
-    "Stream": Stream,
-    "graph": _refuse_graphs,
-}
-_EFFECTS = {"torch.cuda.amp.common.amp_definitely_not_available": "no mixed precision"}
+def _answering(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    def answered(real: Any, *args: Any, **kwargs: Any) -> Any:
+        if devices.looking or not on_cpu():
+            return real(*args, **kwargs)
+        devices.answered[name] = None
+        return answer(*args, **kwargs)
+
+    return answered
+
+
+def _pretending(name: str, answer: Any) -> Callable[..., Any]:
+    """``is_available`` and ``device_count``: the truth, which a program that dies may have been told."""
+
+    def asked(real: Any) -> Any:
+        found = real()
+        if found or not devices.requested or devices.looking:
+            return found
+        devices.asked.add(name)
+        return answer if devices.pretending and on_cpu() else found
+
+    return asked
 
 
 # -- classes
 
 
 class _StandIn(type):
-    """A class of torch, whose instances are made by somebody else where there is no GPU."""
+    """A class of torch in whose place ``ours`` is used where there is no GPU; without a ``label``, everywhere."""
 
     real: Any
-    make: Any
+    ours: Any
     label: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.label and on_cpu():
+        made = cls.chosen()
+        if made is cls.ours and cls.label:
             devices.answered[cls.label] = None
-        elif cls.label:
-            return cls.real(*args, **kwargs)
-        return cls.make(*args, **kwargs)
+        return made(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (cls.real, cls.make) if isinstance(cls.make, type) else cls.real)
+        known = isinstance(cls.ours, type) and isinstance(instance, cls.ours) and on_cpu()
+        return known or isinstance(instance, cls.real)
 
     def __subclasscheck__(cls, other: type) -> bool:
         return issubclass(other, cls.real)
 
-
-def _standing_in(label: str, real: Any, make: Any) -> Any:
-    inside = {"real": real, "make": staticmethod(make), "label": label, "__doc__": real.__doc__}
-    return _StandIn(real.__name__, (), inside)
-
-
-def _generator(real: Any) -> Callable[..., Any]:
-    def generator(device: Any = "cpu") -> Any:
-        return real(substitute(device))
-
-    return generator
-
-
-class _TensorType(type):
-    """``torch.cuda.FloatTensor`` and its like."""
-
-    real: Any
-    host: Any
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls.chosen()(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.chosen())
-
     def __getattr__(cls, name: str) -> Any:
-        return getattr(cls.chosen(), name)
+        return getattr(cls.real, name)
 
     def chosen(cls) -> Any:
-        """The type of tensors of the CPU, where there is no GPU."""
-        return cls.host if on_cpu() else cls.real
+        """What makes the instances."""
+        return cls.ours if not cls.label or on_cpu() else cls.real
+
+
+def replace_classes(torch: Any, replace: Replace) -> None:
+    """Put the stand-ins into torch: events, streams and graphs, generators, ``torch.cuda.FloatTensor`` and its like."""
+
+    def stand_in(owner: Any, name: str, label: str, ours: Any) -> None:
+        real = getattr(owner, name)
+        kept = staticmethod(ours) if not isinstance(ours, type) else ours
+        replace(owner, name, _StandIn(name, (), {"real": real, "ours": kept, "label": label, "__doc__": real.__doc__}))
+
+    def generator(device: Any = "cpu", real: Any = torch.Generator) -> Any:
+        return real(substitute(device))
+
+    for name, ours in (("CUDAGraph", _refuse_graphs), ("Event", Event), ("Stream", Stream), ("graph", _refuse_graphs)):
+        stand_in(torch.cuda, name, f"torch.cuda.{name}", ours)
+    stand_in(torch, "Generator", "", generator)
+    for name in dir(torch.cuda):
+        if name.endswith("Tensor") and isinstance(host := getattr(torch, name, None), type(torch.FloatTensor)):
+            stand_in(torch.cuda, name, f"torch.cuda.{name}", host)
 
 
 def _host_type(given: Any) -> Any:
     """A type of CUDA tensors, or its name, as that of the CPU; anything else unchanged."""
-    if isinstance(given, _TensorType):
+    if isinstance(given, _StandIn):
         return given.chosen()
     if isinstance(given, str) and given.startswith("torch.cuda.") and on_cpu():
         return given.replace("torch.cuda.", "torch.", 1)
     return given
 
 
-def _typing(real: Any) -> Any:
-    @wraps(real)
-    def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return real(self, *args, **kwargs) if dtype is None else real(self, _host_type(dtype), *args, **kwargs)
-
-    return type_
+def _type(real: Any, self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return real(self, *args, **kwargs) if dtype is None else real(self, _host_type(dtype), *args, **kwargs)
 
 
-def _default_type(real: Any) -> Any:
-    @wraps(real)
-    def set_default_tensor_type(given: Any) -> None:
-        real(_host_type(given))
-
-    return set_default_tensor_type
+def _set_default_type(real: Any, given: Any) -> None:
+    real(_host_type(given))
 
 
-# -- training on several devices
+# -- training on several devices: NCCL becomes gloo, and a model on the CPU needs no list of GPUs
 
 
-def _patch_training(torch: Any, replace: Replace) -> None:
-    """NCCL becomes gloo, and a model on the CPU needs no list of GPUs."""
-    parallel: Any = torch.nn.parallel.DistributedDataParallel
-    sync: Any = torch.nn.SyncBatchNorm
-    replace(parallel, "__init__", _wrapping(parallel.__init__))
-    replace(torch.nn.DataParallel, "__init__", _splitting(torch.nn.DataParallel.__init__))
-    convert = sync.convert_sync_batchnorm.__func__
+def _grouping(at: int) -> Callable[..., Any]:
+    """For a function whose argument ``backend``, the one ``at`` this position, may say nccl."""
 
-    def convert_sync_batchnorm(cls: Any, module: Any, process_group: Any = None) -> Any:
-        if not on_cpu():
-            return convert(cls, module, process_group)
-        devices.noted["SyncBatchNorm stays BatchNorm"] = None  # it computes on GPUs only
-        return module
-
-    replace(sync, "convert_sync_batchnorm", classmethod(convert_sync_batchnorm))
-    distributed = torch.distributed
-    if not distributed.is_available():
-        return
-    core = sys.modules["torch.distributed.distributed_c10d"]
-    for name, at in (("init_process_group", 0), ("new_group", 2)):
-        ours = _grouping(getattr(core, name), at)
-        for owner in (core, distributed):
-            replace(owner, name, ours)
-
-
-def _grouping(real: Any, at: int) -> Any:
-    """A function whose argument ``backend``, the one ``at`` this position, may say nccl."""
-
-    @wraps(real)
-    def group(*args: Any, **kwargs: Any) -> Any:
+    def group(real: Any, *args: Any, **kwargs: Any) -> Any:
         if on_cpu():
             kwargs.pop("device_id", None)
             backend = args[at] if len(args) > at else kwargs.get("backend")
@@ -363,32 +252,58 @@ def _grouping(real: Any, at: int) -> Any:
     return group
 
 
-def _splitting(real: Any) -> Any:
+def _keep_batch_norm(real: Any, cls: Any, module: Any, process_group: Any = None) -> Any:
+    if not on_cpu():
+        return real(cls, module, process_group)
+    devices.noted["SyncBatchNorm stays BatchNorm"] = None  # it computes on GPUs only
+    return module
+
+
+def _split(real: Any, *args: Any, **kwargs: Any) -> Any:
     """``DataParallel``, which without a GPU is the model itself, also where the program believes in one."""
-
-    @wraps(real)
-    def init(*args: Any, **kwargs: Any) -> Any:
-        if not on_cpu():
-            return real(*args, **kwargs)
-        devices.noted["DataParallel on one device"] = None
-        devices.looking.append("cuda")
-        try:
-            return real(*args, **kwargs)
-        finally:
-            devices.looking.pop()
-
-    return init
+    if not on_cpu():
+        return real(*args, **kwargs)
+    devices.noted["DataParallel on one device"] = None
+    devices.looking.append("cuda")
+    try:
+        return real(*args, **kwargs)
+    finally:
+        devices.looking.pop()
 
 
-def _wrapping(real: Any) -> Any:
+def _wrap(
+    real: Any, self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+) -> None:
     """``DistributedDataParallel``: the devices are those of its parameters."""
+    if on_cpu():
+        device_ids = output_device = None
+    real(self, module, device_ids, output_device, *args, **kwargs)
 
-    @wraps(real)
-    def init(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if on_cpu():
-            device_ids = output_device = None
-        real(self, module, device_ids, output_device, *args, **kwargs)
 
-    return init
+def _no_mixed_precision(real: Any) -> Any:
+    if devices.looking or not on_cpu():
+        return real()
+    devices.noted["no mixed precision"] = None
+    return True
+
+
+REPLACED: tuple[tuple[Callable[..., Any], str, str], ...] = (
+    *(
+        (_answering(f"{path}.{name}", answer), path, name)
+        for path in _ANSWERS
+        for name, answer in _ANSWERS[path].items()
+    ),
+    (_pretending("is_available", True), "torch.cuda", "is_available"),
+    (_pretending("device_count", 1), "torch.cuda", "device_count"),
+    (_type, "torch.Tensor", "type"),
+    (_set_default_type, "torch", "set_default_tensor_type"),
+    (_wrap, "torch.nn.parallel.DistributedDataParallel", "__init__"),
+    (_split, "torch.nn.DataParallel", "__init__"),
+    (_keep_batch_norm, "torch.nn.SyncBatchNorm", "convert_sync_batchnorm"),
+    (_grouping(0), "torch.distributed", "init_process_group"),
+    (_grouping(0), "torch.distributed.distributed_c10d", "init_process_group"),
+    (_grouping(2), "torch.distributed", "new_group"),
+    (_grouping(2), "torch.distributed.distributed_c10d", "new_group"),
+    (_no_mixed_precision, "torch.cuda.amp.common", "amp_definitely_not_available"),
+)
+"""What is called instead of a function, with that function first; where the function is, and its names."""

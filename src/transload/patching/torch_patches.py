@@ -14,7 +14,7 @@ import sys
 from functools import partial, wraps
 
 from transload.patching import devices
-from transload.patching.cuda_on_cpu import patch_cuda
+from transload.patching.cuda_on_cpu import REPLACED, replace_classes
 from transload.patching.devices import is_missing, on_cpu, substitute
 
 TYPE_CHECKING = False  # as in install.py
@@ -31,7 +31,7 @@ _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]], None]) -> None:
     """Patch torch. ``replace`` sets an attribute until the patches are removed, ``then`` adds what is done at that."""
     _register_restore(torch.serialization, then)
-    patch_cuda(torch, replace)
+    replace_classes(torch, replace)
 
     # torch would fill its tables of its own functions with ours at first use.
     from torch.utils._device import _device_constructors
@@ -49,12 +49,13 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
             real = getattr(owner, name, None)  # not every release of torch has all of them
             if real is None:
                 continue
+            bound = isinstance(vars(owner).get(name), classmethod)
             # It pickles under torch's name, and TorchScript finds the operator behind it.
-            ours = _wrapped(real, instead)
+            ours = _wrapped(real.__func__ if bound else real, instead)
             within = isinstance(owner, type)
             ours.__module__ = owner.__module__ if within else owner.__name__
             ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
-            replace(owner, name, ours)
+            replace(owner, name, classmethod(ours) if bound else ours)
             operator = builtins._find_builtin(real)  # noqa: SLF001
             if operator is not None:
                 builtins._register_builtin(ours, operator)  # noqa: SLF001
@@ -193,4 +194,5 @@ _REPLACED: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (_select, "torch.cuda.device", "__init__"),
     (_move, "torch.utils._device.DeviceContext", "__init__"),
     (_load, "torch.jit", "load"),
+    *REPLACED,
 )
