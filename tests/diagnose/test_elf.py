@@ -18,7 +18,6 @@ from transload.diagnose import elf as elf_module
 from transload.diagnose.elf import (
     Elf,
     Wanted,
-    _bucket,
     architectures,
     contents,
     lacking,
@@ -200,21 +199,6 @@ def test_symbols_as_a_real_linker_writes_them() -> None:
 
 
 # -- code for cards
-
-
-@each(
-    ("table", "found"),
-    [
-        ((3, 4, 8, 7), [4]),  # the bucket begins at symbol 3 and has three, of which the second is it
-        ((3, 8, 8, 9), [3, 4, 5]),  # three with the same hash
-        ((3, 9, 8, 8), [3]),  # the bucket ends at the first
-        ((1, 8, 8, 8), []),  # before the first symbol that is defined
-        ((77, 8, 8, 8), []),
-        ((3, *(8,) * 5000), [*range(3, 3 + 1024)]),  # without an end
-    ],
-)
-def test_the_bucket_of_a_hash(table: tuple[int, ...], found: list[int]) -> None:
-    assert list(_bucket(struct.pack(f"<{len(table)}I", *table), 1, 3, 8)) == found
 
 
 def test_architectures(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, wraps
+from functools import wraps
 from itertools import takewhile
-from struct import Struct, unpack, unpack_from
+from struct import Struct, unpack
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
@@ -218,34 +218,26 @@ def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int
             yield start, min(length, max(file.size - start, 0))
 
 
-def _section(elf: Elf, file: _File, name: str, limit: int) -> bytes | None:
-    return next((file.some(start, min(size, limit)) for start, size in _sections(elf, file, [name])), None)
-
-
 @_opens
 def contents(elf: Elf, file: _File, name: str, limit: int) -> bytes:
     """The bytes of a section, at most ``limit`` of them."""
-    found = _section(elf, file, name, limit)
-    if found is None:
-        raise _BrokenError(f"it has no section {name}")
-    return found
+    for start, size in _sections(elf, file, [name]):
+        return file.some(start, min(size, limit))
+    raise _BrokenError(f"it has no section {name}")
 
 
 # -- symbols -----------------------------------------------------------------------------------------------------------
-# Those that are taken from others come first. Then come those that are defined, tens of thousands in libtorch_cpu. The
-# table of hashes has a number for each of these, in the same order, and those of one bucket side by side: names are
-# compared only where the numbers agree.
 
 _SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
 _DEFINITION = Struct("<HHHHIII")
-_HASHES, _VERSIONS, _DEFINITIONS, _NEEDS = 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
+_STRINGS_SIZE, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
 _WEAK = 2
 _ANY = 1
 """The version of a symbol that has none."""
 
-_MOST_SYMBOLS = 1 << 20
-_LONGEST_BUCKET = 1 << 10  # in a file that is sound a handful: without an end each name would take the whole table
+_MOST_SYMBOLS = 1 << 20  # libtorch_cpu has fifty thousand,
+_LONGEST_STRINGS = 1 << 26  # whose names take four megabytes
 _MOST_VERSIONS = 4096
 
 
@@ -257,49 +249,43 @@ class Wanted(NamedTuple):
     file: str = ""
 
 
-def _symbols(elf: Elf, file: _File) -> tuple[int, int, int]:
-    """Where their table is, how many there are, and which is the first that is defined; 0 where that is not known."""
-    hashes = elf.offset(_HASHES)
-    for start, size in _sections(elf, file, [".dynsym"]):
-        return start, min(size // _SYMBOL.size, _MOST_SYMBOLS), file.number(hashes + 4) if hashes >= 0 else 0
-    raise _BrokenError("it has no table of symbols")
+def _symbols(elf: Elf, file: _File) -> Iterator[tuple[bytes, bool, bool, int]]:
+    """Of every symbol its name, whether it is defined, whether it is weak, and the number of its version."""
+    start, size = next(_sections(elf, file, [".dynsym"]), (0, 0))
+    if not start:
+        raise _BrokenError("it has no table of symbols")
+    count = min(size // _SYMBOL.size, _MOST_SYMBOLS)
+    versions = elf.offset(_VERSIONS)
+    numbers = unpack(f"<{count}H", file.at(versions, 2 * count)) if versions >= 0 else (_ANY,) * count
+    names = file.some(elf.offset(_STRINGS), min(elf.dynamic.get(_STRINGS_SIZE, 0), _LONGEST_STRINGS))
+    symbols = _SYMBOL.iter_unpack(file.at(start, count * _SYMBOL.size))
+    for (place, info, section), number in zip(symbols, numbers, strict=True):
+        end = names.find(b"\0", place, place + _LONGEST_NAME)
+        if end > place:
+            yield names[place:end], section != 0, info >> 4 == _WEAK, number & 0x7FFF
 
 
 @_opens
 def undefined(elf: Elf, file: _File, of: Collection[str] = ()) -> tuple[Wanted, ...]:
     """The symbols it takes from others, without weak ones; with ``of``, only those versioned by these files."""
-    needs = {number: (version, source) for source, number, version in _needs(elf, file)}
-    start, count, first = _symbols(elf, file)
-    count = min(first or count, count)
-    versions, strings = elf.offset(_VERSIONS), elf.offset(_STRINGS)
-    numbers = unpack(f"<{count}H", file.at(versions, 2 * count)) if versions >= 0 else (_ANY,) * count
-    symbols = _SYMBOL.iter_unpack(file.at(start, count * _SYMBOL.size))
+    needs = {number: (version, source) for source, number, version, _ in _needs(elf, file)}
     found = []
-    for (place, info, section), number in zip(symbols, numbers, strict=True):
-        need = needs.get(number & 0x7FFF, ("", ""))
-        if place and section == 0 and info >> 4 != _WEAK and (not of or need[1] in of):
-            found.append(Wanted(file.text(strings + place), *need))
+    for name, defined, weak, number in _symbols(elf, file):
+        need = needs.get(number, ("", ""))
+        if not (defined or weak) and (not of or need[1] in of):
+            found.append(Wanted(name.decode("utf-8", "surrogateescape"), *need))
     return tuple(found)
 
 
 @_opens
 def lacking(elf: Elf, file: _File, wanted: Collection[Wanted]) -> tuple[Wanted, ...]:
     """Those of ``wanted`` that it does not define in the version they ask for."""
-    names = {each.name for each in wanted}
-    start, count, first = _symbols(elf, file)
-    candidates: Iterable[int] = range(count)
-    if 0 < first <= count:
-        hashes = elf.offset(_HASHES)
-        buckets, _, words = unpack("<3I", file.at(hashes, 12))
-        table = file.at(hashes + 16 + 8 * words, 4 * (buckets + count - first))
-        candidates = [index for name in names if buckets for index in _bucket(table, buckets, first, _gnu_hash(name))]
-    definitions, versions, strings = _definitions(elf, file), elf.offset(_VERSIONS), elf.offset(_STRINGS)
+    names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted}
+    definitions = _definitions(elf, file)
     found: dict[str, set[str | None]] = {}
-    for index in candidates:
-        place, _, section = _SYMBOL.unpack(file.at(start + index * _SYMBOL.size, _SYMBOL.size))
-        if section and (name := file.text(strings + place)) in names:
-            number = file.number(versions + 2 * index, 2) & 0x7FFF if versions >= 0 else _ANY
-            found.setdefault(name, set()).add(definitions.get(number) if number > _ANY else "")
+    for name, defined, _, number in _symbols(elf, file):
+        if defined and name in names:
+            found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
 
     def is_defined(name: str, version: str) -> bool:
         return name in found and (not version or not found[name].isdisjoint((version, "")))
@@ -307,36 +293,14 @@ def lacking(elf: Elf, file: _File, wanted: Collection[Wanted]) -> tuple[Wanted, 
     return tuple(each for each in wanted if not is_defined(each.name, each.version))
 
 
-def _bucket(table: bytes, buckets: int, first: int, sought: int) -> Iterator[int]:
-    """The symbols with a hash.
-
-    ``table`` has the first symbol of each bucket, then the hash of each symbol, with a lowest bit that ends the bucket.
-    """
-    (index,) = unpack_from("<I", table, 4 * (sought % buckets))
-    for place in range(4 * (buckets + index - first), len(table), 4)[:_LONGEST_BUCKET] if index >= first else ():
-        (number,) = unpack_from("<I", table, place)
-        if number | 1 == sought | 1:
-            yield place // 4 - buckets + first
-        if number & 1:
-            return
-
-
-@lru_cache(maxsize=1 << 14)
-def _gnu_hash(name: str) -> int:
-    value = 5381
-    for byte in name.encode("utf-8", "surrogateescape"):
-        value = value * 33 + byte & 0xFFFFFFFF
-    return value
-
-
 @_opens
 def version_needs(elf: Elf, file: _File) -> tuple[tuple[str, str], ...]:
     """(file, version) that it asks for: ``("libc.so.6", "GLIBC_2.28")``; weak ones left out."""
-    return tuple((name, version) for name, _, version in _needs(elf, file, weak=False))
+    return tuple((name, version) for name, _, version, weak in _needs(elf, file) if not weak)
 
 
-def _needs(elf: Elf, file: _File, *, weak: bool = True) -> Iterator[tuple[str, int, str]]:
-    """File, index and name of every version it asks for."""
+def _needs(elf: Elf, file: _File) -> Iterator[tuple[str, int, str, bool]]:
+    """File, index and name of every version it asks for, and whether it can do without."""
     strings, at = elf.offset(_STRINGS), elf.offset(_NEEDS)
     left = _MOST_VERSIONS
     while at >= 0 and left:
@@ -344,8 +308,7 @@ def _needs(elf: Elf, file: _File, *, weak: bool = True) -> Iterator[tuple[str, i
         source, entry = file.text(strings + name), at + aux
         for _ in range(min(count, left)):
             _, flags, index, version, step = _NEED_VERSION.unpack(file.at(entry, _NEED_VERSION.size))
-            if weak or not flags & 2:
-                yield source, index & 0x7FFF, file.text(strings + version)
+            yield source, index & 0x7FFF, file.text(strings + version), bool(flags & 2)
             entry, left = entry + step, left - 1
             if not step:
                 break
