@@ -374,11 +374,11 @@ def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(ho
     system, inside = interpreter(host, "/usr/bin/python3.11"), interpreter(host, "/opt/venv/bin/python")
     assert system is not None
     assert inside is not None
-    assert system.torch(host) == "/home/user/.local/lib/python3.11/site-packages/torch"
-    assert (inside.prefix, inside.torch(host)) == ("/opt/venv", "")
+    assert system.torch == "/home/user/.local/lib/python3.11/site-packages/torch"
+    assert (inside.prefix, inside.torch) == ("/opt/venv", "")
     alone = interpreter(replace(host, environ={**host.environ, "PYTHONNOUSERSITE": "1"}), "/usr/bin/python3.11")
     assert alone is not None
-    assert alone.torch(host) == ""
+    assert alone.torch == ""
 
 
 def test_an_environment_may_share_its_makers_packages(host: Host) -> None:
@@ -386,11 +386,11 @@ def test_an_environment_may_share_its_makers_packages(host: Host) -> None:
     plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = true\n"})
     found = interpreter(host, "/opt/venv/bin/python")
     assert found is not None
-    assert found.torch(host) == "/usr/lib/python3.11/site-packages/torch"
+    assert found.torch == "/usr/lib/python3.11/site-packages/torch"
     plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = false\n"})
     alone = interpreter(host, "/opt/venv/bin/python")
     assert alone is not None
-    assert alone.torch(host) == ""
+    assert alone.torch == ""
 
 
 def prefixes(host: Host) -> list[str]:

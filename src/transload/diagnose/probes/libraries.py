@@ -22,7 +22,7 @@ from transload.diagnose.elf import (
 )
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader, Object, Process, elements
-from transload.diagnose.probes.python import Distribution, assigned, fields, installed, version
+from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.machine import (
     DriverLibraries,
     Extension,
@@ -195,8 +195,7 @@ NVIDIA = re.compile(
 )
 """Names of NVIDIA's libraries for programs. Those of the driver, libcuda and libnvidia-*, are not among them."""
 
-_OWNED = re.compile(rb"^([^,\n\"]*/lib/[^/,\n]+\.so[.\d]*),", re.MULTILINE)
-_RECORD_OF_NVIDIA = 1 << 20
+_OWNED = re.compile(r".*/lib/[^/]+\.so[.\d]*")
 _WITHOUT_LIBRARIES = frozenset({"nvidia-cuda-cccl", "nvidia-ml-py"})
 
 _PACKAGES = {
@@ -275,13 +274,11 @@ class _TorchImport:
     @cached_property
     def owners(self) -> dict[str, dict[str, str]]:
         """Library → NVIDIA's distributions whose RECORDs list it, with their versions; the file itself may be gone."""
-        host = self.loader.host
         found: dict[str, dict[str, str]] = {}
-        for each in installed(host, self.path):
+        for each in installed(self.loader.host, self.path):
             if each.name.startswith("nvidia") and each.name not in _WITHOUT_LIBRARIES:
-                for line in _OWNED.findall(host.data(f"{each.path}/RECORD", _RECORD_OF_NVIDIA) or b""):
-                    path = f"{os.path.dirname(each.path)}/{line.decode('utf-8', 'surrogateescape')}"
-                    found.setdefault(path, {}).setdefault(each.name, each.version)
+                for path in filter(_OWNED.fullmatch, each.files()):
+                    found.setdefault(f"{each.site}/{path}", {}).setdefault(each.name, each.stated)
         return found
 
     def overlaps(self) -> Iterator[str]:
@@ -326,9 +323,9 @@ class _TorchImport:
             return "", ""
         fitting = [path for path in self.owners if os.path.basename(path) == name]
         fitting.sort(key=lambda path: not path.startswith(f"{site}/"))
-        return (
-            (fitting[0], next(iter(self.owners[fitting[0]]))) if fitting else ("", package_of(name, self.install.cuda))
-        )
+        if fitting:
+            return fitting[0], next(iter(self.owners[fitting[0]]))
+        return "", package_of(name, self.install.cuda)
 
     def _clean(self, path: str, expected: str) -> str:
         """The path without ``..``, in the spelling of ``expected`` where it is the same file."""
@@ -480,8 +477,6 @@ KNOWN = frozenset({
 })  # fmt: skip
 """Distributions whose libraries are looked at."""
 
-_RECORD = 1 << 24
-_LIBRARY = re.compile(rb"^\"?([^,\n\"]+\.so)\"?,", re.MULTILINE)
 _MOST_LIBRARIES = 64
 
 _OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+THP|aoti_torch_")
@@ -499,28 +494,27 @@ def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> 
     for each in installed(host, python.path):
         if each.name in KNOWN:
             found.setdefault(each.name, each)  # the first on the path is imported
-    bare = {each: _bare(host, each) for each in found.values()}
+    stated = [_stated(each) for each in found.values()]
     if not found or host.uname[0] != "Linux":
-        return tuple(bare.values())
+        return tuple(stated)
     if install:
         process = loader.imports.get(install.location) or _TorchImport(loader, python.path, install).process
     else:
         process = Process(loader)
         process.start()
     view = _ExtensionView(process, install)
-    return tuple(view.extension(each, stated) for each, stated in bare.items())
+    return tuple(map(view.extension, found.values(), stated))
 
 
-def _bare(host: Host, dist: Distribution) -> Extension:
+def _stated(dist: Distribution) -> Extension:
     """What its metadata says: its version, and the torch it asks for, such as ``==2.8.0``; empty where any will do."""
-    stated = version(host, dist)
-    site = dist.path.rpartition("/")[0]
-    text = host.text(f"{site}/{dist.name.replace('-', '_')}/version.py", 4096) or ""
+    stated = dist.version
+    text = dist.host.text(f"{dist.site}/{dist.name.replace('-', '_')}/version.py", 4096) or ""
     written = assigned(text).get("__version__", "")
     if written.partition("+")[0] == stated.partition("+")[0]:
         stated = written  # the version of a wheel on PyPI has no local part, and its version.py still may
     wants = ""
-    for need in fields(host, dist, "Requires-Dist"):
+    for need in dist.fields("Requires-Dist"):
         found = re.fullmatch(r"torch\s*\(?((?:[<>=!~][^;()]*)?)\)?\s*(;.*)?", need, re.IGNORECASE)
         if found and "extra" not in (found[2] or ""):
             wants = found[1].replace(" ", "")
@@ -539,12 +533,10 @@ class _ExtensionView:
 
     def extension(self, dist: Distribution, bare: Extension) -> Extension:
         """What ``bare`` says, and what the libraries of ``dist`` are: those RECORD lists, else those of its name."""
-        host = self.process.loader.host
-        site, module = dist.path.rpartition("/")[0], dist.name.replace("-", "_")
-        if record := host.data(f"{dist.path}/RECORD", _RECORD):
-            paths = [f"{site}/{line.decode('utf-8', 'surrogateescape')}" for line in _LIBRARY.findall(record)]
-        else:
-            paths = [*host.paths(f"{site}/{module}", end=".so"), *host.paths(site, module, ".so")]
+        host, module = dist.host, dist.name.replace("-", "_")
+        paths = [f"{dist.site}/{path}" for path in dist.files() if path.endswith(".so")]
+        if not host.data(f"{dist.path}/RECORD", 1):
+            paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
         if dist.name == "bitsandbytes" and self.install:
             paths = _of_build(paths, self.install)
             if not paths:
@@ -553,30 +545,19 @@ class _ExtensionView:
         elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
         found = []
         for path, elf in elves.items():
-            missing = [each.name for each in self.process.open(path)]
-            if any(_CODECS.match(name) for name in missing):
-                found.append(Extension("", library=path))
-                continue
-            alone = Extension(
-                "",
-                library=path,
-                architectures=tuple(architectures(elf) or ()),
-                undefined=self._absent(elf, elves.values()) if self.install else (),
-                missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
-            )
-            found.append(alone)
+            each, missing = replace(bare, library=path), [each.name for each in self.process.open(path)]
+            if not any(_CODECS.match(name) for name in missing):
+                each = replace(
+                    each,
+                    architectures=tuple(architectures(elf) or ()),
+                    undefined=self._absent(elf, elves.values()) if self.install else (),
+                    missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
+                )
+            found.append(each)
         found = [each for each in found if each.architectures or each.undefined or each.missing] or found
-        if not found:
-            return bare
-        worst = max(found, key=lambda each: (bool(each.missing), bool(each.undefined), len(each.architectures)))
+        found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
         every = {name for each in found for name in each.architectures}
-        return replace(
-            bare,
-            library=worst.library,
-            architectures=tuple(sorted(every, key=_order)),
-            undefined=worst.undefined,
-            missing=worst.missing,
-        )
+        return replace([*found, bare][0], architectures=tuple(sorted(every, key=_order)))
 
     def _absent(self, elf: Elf, own: Iterable[Elf]) -> tuple[str, ...]:
         """The symbols it takes from torch that neither torch nor the extension itself defines."""

@@ -9,9 +9,9 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.diagnose.host import pairs
 from transload.machine import Python, TorchInstall, Unknown
@@ -37,13 +37,12 @@ def choose(host: Host) -> tuple[Host, str]:
     Ours where it has a torch; else the first of the usual ones that has. For transload may live in an environment of
     its own, as pipx and uvx make them; then ours is not examined even where no torch is found at all.
     """
-    path = own()["path"]
-    if any(host.exists(f"{entry}/torch/{name}") for entry in path for name in ("__init__.py", "version.py")):
+    if any(host.exists(f"{entry}/torch/{name}") for entry in own()["path"] for name in _TORCH):
         return host, ""
     interpreters = [(interpreter(host, path), how) for path, how in usual(host)]
     found = [(each, how) for each, how in interpreters if each and each.prefix != sys.prefix]
     for each, how in found:
-        if each.torch(host):
+        if each.torch:
             return replace(host, python=each.executable), f"transload's own environment has no torch; {how} has one"
     if found and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
         first, how = found[0]
@@ -64,7 +63,7 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     packages: dict[str, str] = {}  # of two the first on the path counts, as it does for an import
     for each in installed(host, path):
         if each.name.startswith(_RELEVANT) and each.name not in packages:
-            packages[each.name] = each.version or version(host, each)
+            packages[each.name] = each.stated or each.version
     return Python(
         executable=host.named(told["executable"]) or executable,
         version=told["version"],
@@ -226,22 +225,17 @@ def asked(host: Host, executable: str, deadline: float) -> Told | str:
 _MANY = 40  # interpreters looked at; a cluster's module system or a collector of environments has hundreds
 _FOLDERS = 64  # of PATH
 _NAMES = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe", "bin/pypy3")
+_TORCH = ("version.py", "__init__.py")
 _EXECUTABLE = re.compile(r"python(?:3(?:\.\d+t?)?)?(?:\.exe)?", re.ASCII)
 _VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """An interpreter, and the folders it takes packages from, in order."""
+class Interpreter(NamedTuple):
+    """An interpreter, the environment it belongs to, and the folder of its torch; empty where it has none."""
 
     executable: str
     prefix: str
-    folders: tuple[str, ...]
-
-    def torch(self, host: Host) -> str:
-        """The folder of its torch; empty where it has none."""
-        places = (f"{folder}/torch" for folder in self.folders)
-        return next((p for p in places if host.exists(f"{p}/version.py") or host.exists(f"{p}/__init__.py")), "")
+    torch: str
 
 
 def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
@@ -253,11 +247,9 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
     found = []
     paths = chain((path for path, _ in usual(host)), _more(host, prefix))
     for each in islice(filter(None, (interpreter(host, path) for path in paths)), _MANY):
-        folder = each.torch(host)
-        if not folder or each.prefix == prefix or host.target(folder) in seen:
-            continue
-        seen.add(host.target(folder))
-        found.append(f"{each.executable}: torch {build(host, folder).version or 'of unknown version'}")
+        if each.torch and each.prefix != prefix and host.target(each.torch) not in seen:
+            seen.add(host.target(each.torch))
+            found.append(f"{each.executable}: torch {build(host, each.torch).version or 'of unknown version'}")
     return tuple(found)
 
 
@@ -324,34 +316,30 @@ def interpreter(host: Host, executable: str) -> Interpreter | None:
     places = (folder.rpartition("/")[0], folder)
     environments = (at for at in places if host.exists(f"{at}/pyvenv.cfg") or host.exists(f"{at}/conda-meta"))
     prefix = next(environments, host.target(executable).rpartition("/")[0].rpartition("/")[0])
-    return Interpreter(executable, prefix, _folders(host, executable, prefix))
+    torches = (f"{folder}/torch" for folder in _folders(host, executable, prefix))
+    torch = next((place for place in torches if any(host.exists(f"{place}/{name}") for name in _TORCH)), "")
+    return Interpreter(executable, prefix, torch)
 
 
-def _folders(host: Host, executable: str, prefix: str) -> tuple[str, ...]:
-    """Where it takes packages from, each once: the user's, its own, and those of its base where it shares them."""
+def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
+    """Where it takes packages from: the user's, its own, and those of its base where it shares them."""
     named = _VERSION.match(host.target(executable).rpartition("/")[2])
     settings = _config(host, prefix)
     version = named[1] if named else ""
     shares = settings.get("include-system-site-packages", "").lower() == "true"
-    folders = list(_own_folders(host, prefix, version))
     if not host.environ.get("PYTHONNOUSERSITE") and (shares or not settings):
         base = host.environ.get("PYTHONUSERBASE") or f"{host.environ.get('HOME', '')}/.local"
-        folders.insert(0, f"{base}/lib/python{version}/site-packages")
-    if shares and settings.get("home", "").startswith("/"):
-        folders += _own_folders(host, settings["home"].rstrip("/").rpartition("/")[0], version)
-    return tuple(host.distinct(folder for folder in folders if host.folder(folder)))
-
-
-def _own_folders(host: Host, prefix: str, version: str) -> Iterator[str]:
-    for lib in ("lib", "lib64"):
-        for name in host.names(f"{prefix}/{lib}") or ():
-            found = _VERSION.match(name)
+        yield f"{base}/lib/python{version}/site-packages"
+    home = settings.get("home", "") if shares else ""
+    for each in (prefix, *([home.rstrip("/").rpartition("/")[0]] if home.startswith("/") else ())):
+        for folder in (*host.paths(f"{each}/lib"), *host.paths(f"{each}/lib64")):
+            found = _VERSION.match(folder.rpartition("/")[2])
             if found and version in ("", found[1]):
-                yield f"{prefix}/{lib}/{name}/site-packages"
-    yield f"{prefix}/Lib/site-packages"
-    if prefix in ("", "/usr"):  # Debian's own places
-        yield f"/usr/local/lib/python{version}/dist-packages"
-        yield "/usr/lib/python3/dist-packages"
+                yield f"{folder}/site-packages"
+        yield f"{each}/Lib/site-packages"
+        if each in ("", "/usr"):  # Debian's own places
+            yield f"/usr/local/lib/python{version}/dist-packages"
+            yield "/usr/lib/python3/dist-packages"
 
 
 def _config(host: Host, prefix: str) -> dict[str, str]:
@@ -404,50 +392,52 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
 _METADATA = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*?)(?:-(?P<version>\d[^-]*))?(?:-py\d[\d.]*)?\.(?:dist|egg)-info", re.ASCII
 )
+_RECORD = 1 << 26  # torch's has two megabytes
+_LISTED = re.compile(rb'^(?:"([^"\n]+)"|([^",\n]+)),[^,\n]*,(\d{0,19})', re.MULTILINE)
 _FIELDS = 1 << 16  # the fields come first in METADATA; a description of any length follows
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(NamedTuple):
     """One ``*.dist-info`` or ``*.egg-info``: its normalised name, the version its name says, and where it is."""
 
+    host: Host
     name: str
-    version: str
+    stated: str
     path: str
 
+    @property
+    def site(self) -> str:
+        """The folder that it is installed in."""
+        return self.path.rpartition("/")[0]
 
-def distributions(folder: str, names: Iterable[str]) -> Iterator[Distribution]:
-    """Those in a folder of the import path that holds ``names``, with their names in the one normal spelling.
+    @property
+    def version(self) -> str:
+        """Its version: as the metadata says, else the name of its folder."""
+        return next(iter(self.fields("Version")), "") or self.stated
 
-    >>> next(distributions("/site", ["NVIDIA_nccl.cu12-2.27.dist-info"]))
-    Distribution(name='nvidia-nccl-cu12', version='2.27', path='/site/NVIDIA_nccl.cu12-2.27.dist-info')
-    """
-    for name in names:
-        if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
-            normal = re.sub(r"[-_.]+", "-", found["name"]).lower()
-            yield Distribution(normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")
+    def fields(self, name: str) -> tuple[str, ...]:
+        """All values of a field of its metadata; none where there is no metadata.
+
+        The metadata is METADATA, PKG-INFO, or, for an old distutils, the ``egg-info`` itself.
+        """
+        places = (f"{self.path}/METADATA", f"{self.path}/PKG-INFO", self.path)
+        text = next((text for text in (self.host.text(place, _FIELDS) for place in places) if text), "")
+        head = re.split(r"\r?\n\r?\n", text or "", maxsplit=1)[0]
+        return tuple(line.strip() for line in re.findall(rf"(?mi)^{re.escape(name)}:(.*)$", head))
+
+    def files(self) -> dict[str, int]:
+        """The files that its RECORD lists, relative to ``site``, each with its size; -1 where none is stated."""
+        lines = _LISTED.findall(self.host.data(f"{self.path}/RECORD", _RECORD) or b"")
+        return {(quoted or name).decode("utf-8", "surrogateescape"): int(size or -1) for quoted, name, size in lines}
 
 
 def installed(host: Host, path: Iterable[str]) -> Iterator[Distribution]:
     """Every distribution on an import path, in its order."""
     for folder in dict.fromkeys(path):
-        yield from distributions(folder, host.names(folder) or ())
-
-
-def fields(host: Host, distribution: Distribution, name: str) -> tuple[str, ...]:
-    """All values of a field of its metadata; none where there is no metadata.
-
-    The metadata is METADATA, PKG-INFO, or, for an old distutils, the ``egg-info`` itself.
-    """
-    places = (f"{distribution.path}/METADATA", f"{distribution.path}/PKG-INFO", distribution.path)
-    text = next((text for text in (host.text(place, _FIELDS) for place in places) if text), "")
-    head = re.split(r"\r?\n\r?\n", text or "", maxsplit=1)[0]
-    return tuple(line.strip() for line in re.findall(rf"(?mi)^{re.escape(name)}:(.*)$", head))
-
-
-def version(host: Host, distribution: Distribution) -> str:
-    """Its version: as the metadata says, else the name of its folder."""
-    return next(iter(fields(host, distribution, "Version")), "") or distribution.version
+        for name in host.names(folder) or ():
+            if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
+                normal = re.sub(r"[-_.]+", "-", found["name"]).lower()  # the one normal spelling
+                yield Distribution(host, normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")
 
 
 # -- torch/version.py, read as text and never imported: the one place that says what a torch was built for -------------

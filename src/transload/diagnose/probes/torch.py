@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.children import Question, source
 from transload.diagnose.elf import Elf, read_elf
-from transload.diagnose.probes.python import Distribution, assigned, build, distributions, fields, version
+from transload.diagnose.probes.python import Distribution, assigned, build, installed
 from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def torch(host: Host, python: Python) -> Torch:
     # In the order of an import: packages, then remains, then what an editable install's own finder leads to.
     with_files = {hit.place.folder for hit in hits if hit.kind in ("install", "remains")}
     strays = (dist for place in places if place.folder not in with_files for dist in place.dists)
-    stray = next((dist for dist in strays if _elsewhere(host, dist)), None)  # that of a torch without one
+    stray = next((dist for dist in strays if _elsewhere(dist)), None)  # that of a torch without one
     installs = []
     for hit in (hit for kind in ("install", "remains") for hit in hits if hit.kind == kind):
         dist = _best(hit.place.dists, build(host, hit.path).version) or stray
@@ -79,9 +79,9 @@ def torch(host: Host, python: Python) -> Torch:
     # Distributions without files. One beside another of the same version is only a second record of it.
     taken, dangling = {each.dist_info for each in installs}, []
     for place in places:
-        versions = {dist.version for dist in place.dists if dist.path in taken}
-        left = [dist for dist in place.dists if dist.path not in taken and dist.version not in versions]
-        dangling += [dist.path for dist in left if not _elsewhere(host, dist)]
+        versions = {dist.stated for dist in place.dists if dist.path in taken}
+        left = [dist for dist in place.dists if dist.path not in taken and dist.stated not in versions]
+        dangling += [dist.path for dist in left if not _elsewhere(dist)]
 
     first = next((hit for hit in hits if hit.kind != "remains"), None)
     shadow = first if first and first.kind != "install" else None
@@ -108,7 +108,7 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
     for entry in host.distinct(entry for entry, _ in ways):
         folder = entry.rstrip("/")
         if names := host.names(entry):
-            dists = tuple(each for each in distributions(folder, names) if each.name == "torch")
+            dists = tuple(each for each in installed(host, [folder]) if each.name == "torch")
             yield _Place(folder, names, via[entry], dists)
 
 
@@ -145,7 +145,7 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
     if installer in ("", "conda") and folder.startswith(f"{prefix}/"):  # the record of its package "pytorch"
         records = (_BUILD.fullmatch(name) for name in host.names(f"{prefix}/conda-meta") or ())
         conda = next((each[1] for each in records if each), "")
-    files = _listed(host, dist.path) if dist else {}
+    files = _listed(dist) if dist else {}
     damaged, altered = _compared(host, folder, files)
     there: Sequence[str] = ()
     if not conda and any(name.startswith("lib/") for name in files):  # conda links libraries there from its own folder
@@ -162,46 +162,41 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
         return install
 
     # What was installed with it and needs it, unless torch itself was asked for: pip marks what was asked for.
-    site, then, reasons = dist.path.rpartition("/")[0], _time(host, dist.path), []
-    for each in distributions(site, host.names(site) or ()) if not host.exists(f"{dist.path}/REQUESTED") else ():
-        if each.path != dist.path and abs(_time(host, each.path) - then) <= _TOGETHER:
-            needs = fields(host, each, "Requires-Dist")
-            if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
-                reasons.append(each)
+    then, reasons = _time(host, dist.path), []
+    for each in installed(host, [dist.site]) if not host.exists(f"{dist.path}/REQUESTED") else ():
+        together = each.path != dist.path and abs(_time(host, each.path) - then) <= _TOGETHER
+        needs = each.fields("Requires-Dist") if together else ()
+        if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
+            reasons.append(each)
     reasons.sort(key=lambda each: not host.exists(f"{each.path}/REQUESTED"))
     return replace(
         install,
         dist_info=dist.path,
-        dist_version=version(host, dist),
+        dist_version=dist.version,
         tags=tuple(host.findall(r"(?i)^Tag:[ \t]*(\S+)", f"{dist.path}/WHEEL", 1 << 16)),
         installed=then,
-        replaced_by=tuple(f"{each.name} {version(host, each)}" for each in reasons[:_NAMED]),
-        origin=_CREDENTIALS.sub("", str(_direct_url(host, dist.path).get("url", ""))),
+        replaced_by=tuple(f"{each.name} {each.version}" for each in reasons[:_NAMED]),
+        origin=_CREDENTIALS.sub("", str(_direct_url(dist).get("url", ""))),
     )
 
 
 def _best(dists: Sequence[Distribution], torch_version: str) -> Distribution | None:
-    """Of several distributions of one folder that to which its files belong: the last one installed wrote version.py.
-
-    >>> _best([Distribution("torch", "2.8.0", "a"), Distribution("torch", "2.9.1", "b")], "2.9.1+cu128").path
-    'b'
-    """
+    """Of several distributions of one folder the one that its files belong to: the last installed wrote version.py."""
     release = torch_version.partition("+")[0]
-    fits = (dist for dist in dists if dist.version.partition("+")[0] == release)
+    fits = (dist for dist in dists if dist.stated.partition("+")[0] == release)
     return next(fits, dists[0] if dists else None)
 
 
-def _elsewhere(host: Host, dist: Distribution) -> bool:
+def _elsewhere(dist: Distribution) -> bool:
     """Whether a distribution says that its files are not beside it: an editable install."""
-    info = _direct_url(host, dist.path).get("dir_info")
-    return (isinstance(info, dict) and info.get("editable") is True) or (
-        host.exists(f"{dist.path}/RECORD") and "__init__.py" not in _listed(host, dist.path)
-    )
+    info = _direct_url(dist).get("dir_info")
+    editable = isinstance(info, dict) and info.get("editable") is True
+    return editable or (dist.host.exists(f"{dist.path}/RECORD") and "__init__.py" not in _listed(dist))
 
 
-def _direct_url(host: Host, dist_info: str) -> dict[str, Any]:
+def _direct_url(dist: Distribution) -> dict[str, Any]:
     try:
-        data = json.loads(host.text(f"{dist_info}/direct_url.json") or "{}")
+        data = json.loads(dist.host.text(f"{dist.path}/direct_url.json") or "{}")
     except (ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
@@ -214,20 +209,18 @@ def _time(host: Host, path: str) -> float:
 
 # -- RECORD, the list of an installed wheel's files, compared with the disk: torch's libraries, by presence and size ---
 
-_RECORD = 1 << 26  # torch's own has two megabytes
-_LINE = re.compile(rb"^torch/(lib/[^/,\n]+|_C\.[^/,\n]+|(?:__init__|version)\.py),[^,\n]*,(\d{0,19})", re.MULTILINE)
+_NEEDED = re.compile(r"torch/(lib/[^/]+|_C\.[^/]+|(?:__init__|version)\.py)")
 _MACH_O = (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 _LIBRARY = re.compile(r".+\.(?:so(?:\.[\d.]+)?|dll|pyd|dylib)")
 
 
-def _listed(host: Host, dist_info: str) -> dict[str, int]:
+def _listed(dist: Distribution) -> dict[str, int]:
     """Of the files that RECORD lists: those in ``torch/`` that an import cannot do without, with their sizes.
 
-    The size is -1 where RECORD names none. Libraries for torch's own tests are left out.
+    Libraries for torch's own tests are left out.
     """
-    data = host.data(f"{dist_info}/RECORD", _RECORD) or b""
-    lines = ((line[1].decode("utf-8", "surrogateescape"), line[2]) for line in _LINE.finditer(data))
-    return {name: int(size or -1) for name, size in lines if name.endswith(".py") or _is_library(name)}
+    listed = ((_NEEDED.fullmatch(path), size) for path, size in dist.files().items())
+    return {f[1]: size for f, size in listed if f and (f[1].endswith(".py") or _is_library(f[1]))}
 
 
 def _is_library(name: str) -> bool:
