@@ -152,17 +152,6 @@ class Budget:
             raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
 
 
-class Slot(NamedTuple):
-    """A storage being read: the claims of the index, the place in the container, the names of tensors met so far."""
-
-    key: str
-    device: str
-    dtype: str
-    nbytes: int
-    place: Place
-    names: list[str]
-
-
 class StorageTable:
     """The storages met so far, by key. ``locate`` asks the container where one lies.
 
@@ -172,27 +161,27 @@ class StorageTable:
     def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False) -> None:
         self._locate = locate
         self._big_endian = big_endian
-        self.slots: dict[str, Slot] = {}
+        self.storages: dict[str, Storage] = {}
+        self.users: dict[str, list[str]] = {}  # the names of the tensors over each
         self.noted = Noted()
         self.budget = Budget()
-        self._seen: dict[int, tuple[Slot, int, str] | None] = {}
+        self._seen: dict[int, tuple[Storage, int, str] | None] = {}
         self._views: dict[str, tuple[str, int, int]] = {}
 
     def enter(self, nodes: Iterable[Persistent]) -> None:
         """Take in the storages of a pickle, in the order it names them."""
         for node in nodes:
-            self.resolve(node)
+            self._seen[id(node)] = self._parse(node.id)
 
-    def resolve(self, node: object) -> tuple[Slot, int, str] | None:
+    def resolve(self, node: object) -> tuple[Storage, int, str] | None:
         """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
         if type(node) is not Persistent:
             return None
-        key = id(node)
-        if key not in self._seen:
-            self._seen[key] = self._parse(node.id)
-        return self._seen[key]
+        if id(node) not in self._seen:
+            self.enter((node,))
+        return self._seen[id(node)]
 
-    def _parse(self, pid: object) -> tuple[Slot, int, str] | None:
+    def _parse(self, pid: object) -> tuple[Storage, int, str] | None:
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
             return None
         _, kind, key, device, numel = pid[:5]
@@ -203,22 +192,26 @@ class StorageTable:
             self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
             return None
         nbytes = numel * ITEMSIZE[dtype]
-        slot = self.slots.get(key)
-        if slot is None:
+        storage = self.storages.get(key)
+        if storage is None:
             if 0 <= nbytes < MAX_SIZE:
-                place = self._locate(key, nbytes)
+                offset, stored, record, crc, packed = self._locate(key, nbytes)
             else:
                 detail = f"{scalar(nbytes)} bytes are claimed"
                 self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
-                place, nbytes = Place(None, 0), 0
-            slot = self.slots[key] = Slot(key, device, dtype, nbytes, place, [])
-        elif slot.nbytes != nbytes or slot.device != device or (nbytes and slot.dtype != dtype):
+                nbytes, (offset, stored, record, crc, packed) = 0, Place(None, 0)
+            if stored > nbytes and not packed:
+                stored = nbytes
+            fields = (key, key, device, dtype, nbytes, stored, offset, record, "", crc, packed, self._big_endian, ())
+            storage = self.storages[key] = _new(Storage, fields)
+            self.users[key] = []
+        elif storage.nbytes != nbytes or storage.device != device or (nbytes and storage.dtype != dtype):
             # torch keeps to the first of them. An empty storage may be seen as several dtypes.
             detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
-            detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device[:_MAX_SHOWN]}"
+            detail += f"first with {storage.nbytes} of {storage.dtype} on {storage.device[:_MAX_SHOWN]}"
             self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
         first = self._first(pid[5], key, numel) if len(pid) == 6 else 0
-        return None if first < 0 else (slot, first, dtype)
+        return None if first < 0 else (storage, first, dtype)
 
     def _first(self, view: object, key: str, numel: int) -> int:
         """The element a view begins at: (key, offset, size) of a part of the storage, ``None`` for all; -1 if odd."""
@@ -227,7 +220,7 @@ class StorageTable:
         match view:
             case (str() as name, int() as first, int() as size) if first >= 0 and size >= 0 and first + size <= numel:
                 known = self._views.setdefault(name, (key, first, size))
-                if known == (key, first, size) and (name == key or name not in self.slots):
+                if known == (key, first, size) and (name == key or name not in self.storages):
                     return first
                 self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", "its view bears the name of another")
             case _:
@@ -236,25 +229,17 @@ class StorageTable:
 
     def finish(self) -> tuple[Storage, ...]:
         """All storages, each with the names of its tensors."""
-        out: list[Storage] = []
-        big = self._big_endian
-        for slot in self.slots.values():
-            key, device, dtype, nbytes, (offset, stored, record, crc, packed), names = slot
-            if not packed and stored > nbytes:
-                stored = nbytes
-            fields = (key, key, device, dtype, nbytes, stored, offset, record, "", crc, packed, big, tuple(names))
-            out.append(_new(Storage, fields))
-        return tuple(out)
+        return tuple([_new(Storage, (*held[:-1], tuple(self.users[held[0]]))) for held in self.storages.values()])
 
 
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 
 
-def claimed(pickle: Pickle) -> dict[str, Slot]:
+def claimed(pickle: Pickle) -> dict[str, Storage]:
     """The storages a pickle names, by key, with the sizes it claims."""
     table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
     table.enter(pickle.persistent)
-    return table.slots
+    return table.storages
 
 
 def joined(steps: tuple[Key, ...], name: str) -> str:
@@ -300,32 +285,6 @@ class BadTensor(Exception):  # noqa: N818 - a signal between readers and the wal
     """Arguments that no torch would have written; the text says what is wrong."""
 
 
-class Context:
-    """What a reader needs: the storages, and where in the tree the call stands.
-
-    One serves a whole walk; ``path`` and ``name`` change from call to call.
-    """
-
-    __slots__ = ("beside", "depth", "name", "path", "table")
-
-    def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, depth: int = 0) -> None:
-        self.beside: list[Tensor] = []  # tensors that others carry as attributes
-        self.table = table
-        self.path = path
-        self.name = name
-        self.depth = depth
-
-    def inner(self, part: str) -> Context:
-        """The place of a part of this tensor."""
-        name = f"{self.name}/{part}" if self.name else part
-        inner = Context(self.table, (*self.path, part), name, self.depth)
-        inner.beside = self.beside
-        return inner
-
-
-_Reader = Callable[[Context, tuple[Any, ...]], Tensor]
-
-
 def _ints(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Call and called(value) == "torch.Size":
         value = value.args[0] if type(value.args) is tuple and value.args else ()
@@ -340,238 +299,31 @@ def _ints(value: object, what: str) -> tuple[int, ...]:
     return numbers
 
 
-def _strided(
-    ctx: Context, args: tuple[Any, ...], *, dtype: str = "", requires_grad: object = False, kind: str = "strided"
-) -> Tensor:
-    """A tensor over a storage: (storage, offset, size, stride, …)."""
-    found = ctx.table.resolve(args[0])
-    if found is None:
-        raise BadTensor("its storage is no storage")
-    slot, first, tagged = found
-    dtype = dtype or tagged
-    offset, shape, stride = args[1], args[2], args[3]
-    if type(offset) is not int or not 0 <= offset < MAX_SIZE:
-        raise BadTensor(f"its offset {short(offset)} is no position")
-    if type(shape) is not tuple:
-        shape = _ints(shape, "size")
-    if type(stride) is not tuple:
-        stride = _ints(stride, "stride")
-    if requires_grad is True:
-        _check_grad(dtype)
-    offset += first
-    end = _end(offset, shape, stride, dtype)
-    if end > slot.nbytes:
-        raise BadTensor(f"it reaches to byte {end} of a storage of {slot.nbytes}")
-    slot.names.append(ctx.name)
-    begin = slot.place.offset
-    begin = None if begin is None else begin + itemsize(dtype, offset)
-    path, name, grad = ctx.path, ctx.name, requires_grad is True
-    fields = (path, name, dtype, shape, stride, slot.device, slot.key, offset, grad, kind, "", (), begin, ())
-    return _new(Tensor, fields)
-
-
 def _check_grad(dtype: str) -> None:
     if not dtype.startswith(("float", "bfloat", "complex", "unknown")):
         raise BadTensor(f"it asks for gradients, which {dtype} does not have")
 
 
-def _end(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], dtype: str) -> int:
-    """The byte after the last one a view reaches; 0 for an empty one."""
+def _reach(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> int:
+    """The element after the last one a view reaches; 0 for an empty one."""
     if len(shape) != len(stride) or len(shape) > MAX_RANK:
         raise BadTensor(f"it has {len(shape)} sizes and {len(stride)} strides")
-    last, empty, numel = offset, False, 1
+    last, numel = offset, 1
     for size, step in zip(shape, stride, strict=True):
         if type(size) is not int or type(step) is not int or not (0 <= size < MAX_SIZE and 0 <= step < MAX_SIZE):
             raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is no size")
         numel *= size
         if numel >= MAX_SIZE:
             raise BadTensor(f"its size {short(shape)} is more than torch can count")
-        if size:
-            last += (size - 1) * step
-        else:
-            empty = True
-    return 0 if empty else itemsize(dtype, last + 1)
-
-
-def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    tensor = _strided(ctx, args, requires_grad=args[4])
-    return tensor if len(args) == 6 else _flagged(tensor, args[6])
-
-
-def _flagged(tensor: Tensor, metadata: object) -> Tensor:
-    """``{"conj": True}``, the last argument where there is one."""
-    if type(metadata) is not Dict:
-        return tensor
-    return tensor._replace(flags=tuple(flag for flag in ("conj", "neg") if metadata.get(flag) is True))
-
-
-def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients. (What other formats
-    # describe comes here without hooks, and is loaded otherwise.)
-    if args[4] is True and args[5] is not None:
-        detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
-        ctx.table.noted.add("tensor-unloadable", ctx.name or "the root", detail)
-    tensor = _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
-    return _flagged(tensor, args[7]) if len(args) > 7 else tensor
-
-
-def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    tensor = _strided(ctx, args, requires_grad=args[5], kind="quantized")
-    if type(args[4]) is not tuple or len(args[4]) > 4:
-        raise BadTensor("its quantizer is none")
-    for index, part in enumerate(part for part in args[4] if type(part) is Call):
-        rebuild(ctx.inner(f"quantizer.{index}"), part)
-    return tensor
-
-
-def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    inner = rebuild(ctx, args[0])
-    if args[1] is True:
-        _check_grad(inner.dtype)
-    ctx.beside += _search(ctx, args[3]) if len(args) > 3 else ()
-    return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
-
-
-def _old_parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    inner = rebuild(ctx, args[0])
-    return inner._replace(requires_grad=args[1:2] != (False,), cls="Parameter")
-
-
-def _meta(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
-    _end(0, shape, stride, "uint8")
-    return Tensor(ctx.path, ctx.name, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
-
-
-def _sparse(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    # The layout is ``torch.serialization._get_layout("torch.sparse_coo")``.
-    text = args[0].args[0] if type(args[0]) is Call and type(args[0].args) is tuple and args[0].args else ""
-    layout = text.removeprefix("torch.") if type(text) is str else "sparse_coo"
-    names = ("indices", "values") if layout == "sparse_coo" else _COMPRESSED
-    data = args[1]
-    if type(data) is not tuple or len(data) < len(names) + 1:
-        raise BadTensor("its sparse parts are missing")
-    return _composite(ctx, layout, names, data, size=data[len(names)])
-
-
-_COMPRESSED = ("compressed_indices", "plain_indices", "values")
-_NESTED = ("buffer", "sizes", "strides", "offsets")
-
-
-def _composite(
-    ctx: Context, kind: str, names: tuple[str, ...], args: tuple[Any, ...], *, size: object = None
-) -> Tensor:
-    """A tensor made of others: of the given size, with the dtype of the last of them, or like the first of them."""
-    parts = tuple(rebuild(ctx.inner(name), part) for name, part in zip(names, args, strict=False))
-    like = parts[0] if size is None else parts[-1]
-    shape = like.shape if size is None else _ints(size, "size")
-    return Tensor(ctx.path, ctx.name, like.dtype, shape, (), parts[0].device, None, kind=kind, parts=parts)
-
-
-def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    function, kind, inner_args, state = args
-    inner = apply(ctx, dotted(function), inner_args)
-    name = dotted(kind).rpartition(".")[2]
-    inner = inner._replace(cls="" if name == "Tensor" else name)
-    held = () if inner.parts else _search(ctx, state)  # a jagged one repeats its parts there
-    if inner.kind == "subclass":
-        return inner._replace(parts=held)
-    ctx.beside += held
-    return inner
-
-
-def _wrapper(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    kind, dtype, shape, stride, _offset, _layout_arg, device, requires_grad = args[:8]
-    name = dotted(kind).rpartition(".")[2]
-    sizes, steps = _ints(shape, "size"), _ints(stride, "stride")
-    where = device_text(device)
-    return Tensor(
-        ctx.path, ctx.name, _dtype(dtype), sizes, steps, where, None, 0, requires_grad is True, "subclass", name
-    )
-
-
-def _jagged(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    parts = _search(ctx, args[0])
-    if not parts:
-        raise BadTensor("it holds no tensors")
-    first = parts[0]
-    return Tensor(ctx.path, ctx.name, first.dtype, first.shape, (), first.device, None, kind="nested", parts=parts)
-
-
-def _from_cpu(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
-    moved = _composite(ctx, "device", ("data",), args)
-    dtype, inner = _dtype(args[1]), moved.parts[0]
-    slot = ctx.table.slots.get(inner.storage or "")
-    if slot is not None and itemsize(dtype, inner.numel) > max(16 * slot.nbytes, 4096):
-        raise BadTensor("it would be copied from a few bytes to a great many")
-    return moved._replace(dtype=dtype, device=text_of(args[2]), requires_grad=args[3] is True)
-
-
-def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    array = args[0]
-    shape: tuple[int, ...] = ()
-    if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
-        shape = _ints(array.states[0][1], "size")
-    steps = contiguous(shape)
-    return Tensor(
-        ctx.path, ctx.name, _dtype(args[1]), shape, steps, text_of(args[2]), None, 0, args[3] is True, "device"
-    )
-
-
-READERS: dict[str, _Reader] = {
-    "torch._utils._rebuild_tensor": _strided,
-    "torch._utils._rebuild_tensor_v2": _v2,
-    "torch._utils._rebuild_tensor_v3": _v3,
-    "torch.nn.parameter.Parameter": _old_parameter,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._utils._rebuild_qtensor": _quantized,
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_sparse_csr_tensor": lambda ctx, args: _composite(
-        ctx, "sparse_csr", _COMPRESSED, args, size=args[3]
-    ),
-    "torch._utils._rebuild_nested_tensor": lambda ctx, args: _composite(ctx, "nested", _NESTED, args),
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper,
-    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
-    "torch._utils._rebuild_xla_tensor": _from_numpy,
-    "torch._utils._rebuild_mlc_tensor": _from_numpy,
-    "torch._tensor._rebuild_from_type": _from_type,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.tensor._rebuild_from_type": _from_type,
-    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
-}
-
-
-def rebuild(ctx: Context, node: object) -> Tensor:
-    """The tensor a call would make; ``BadTensor`` if it would make none."""
-    if type(node) is not Call:
-        raise BadTensor("it should hold a tensor where there is none")
-    ctx.table.budget.seen(id(node))
-    return apply(ctx, called(node), node.args)
-
-
-def apply(ctx: Context, function: str, args: object) -> Tensor:
-    """The tensor a rebuild function would make of some arguments."""
-    reader = READERS.get(function)
-    if reader is None:
-        raise BadTensor(f"it is rebuilt by {function or 'no function'}")
-    least, most = REBUILD_ARGUMENTS[function]
-    if type(args) is not tuple or not least <= len(args) <= most:
-        raise BadTensor("its rebuild call has the wrong number of arguments")
-    if ctx.depth >= MAX_NESTED:
-        raise BadTensor("it is made of tensors made of tensors without end")
-    ctx.depth += 1
-    try:
-        return reader(ctx, args)
-    finally:
-        ctx.depth -= 1
+        last += (size - 1) * step
+    return last + 1 if numel else 0
 
 
 def _dtype(node: object) -> str:
     return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
+
+
+_COMPRESSED = ("compressed_indices", "plain_indices", "values")
 
 
 MAX_DEPTH = 1000
@@ -608,7 +360,6 @@ _PLAIN_CALLS = frozenset(
         "uuid.UUID",
     }
 )
-_PLAIN = "torch._utils._rebuild_tensor"
 _ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
 _HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
 _RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
@@ -619,6 +370,8 @@ _MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names 
 # name the key is a tuple of steps.
 _Children = Iterator[tuple[Any, Any, str | None]]
 _Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
+_Args = tuple[Any, ...]
+_Place = tuple[tuple[Key, ...], str]  # path and name
 
 
 class _Walk:
@@ -627,21 +380,24 @@ class _Walk:
     A frame is a container being walked: what is left of its children, its path and name, whether it was seen before.
     """
 
-    def __init__(self, table: StorageTable, separator: str, outside: dict[str, tuple[Any, ...]]) -> None:
+    def __init__(
+        self, table: StorageTable, separator: str = "/", outside: dict[str, tuple[Any, ...]] | None = None
+    ) -> None:
         self.table = table
         self.separator = separator
-        self.outside = outside
+        self.outside = outside or {}
         self.tensors: list[Tensor] = []
+        self.beside: list[Tensor] = []  # those that the tensor being read carries as attributes
+        self.depth = 0  # of tensors made of tensors
         self.leaves: list[Leaf] = []
         self.noted = Noted()
         self.skipped = 0
         self.frames: list[_Frame] = []
         self.on_path: set[int] = set()
 
-    def run(self, root: object, context: Context) -> None:
-        """Walk everything below ``root``."""
-        path, name = context.path, context.name
-        self._visit(root, path, name, context, again=False)
+    def run(self, root: object, path: tuple[Key, ...] = (), name: str = "") -> None:
+        """Walk everything below ``root``, which has that path and name."""
+        self._visit(root, path, name, again=False)
         while self.frames:
             children, path, name, ident, again = self.frames[-1]
             for child, key, label in children:
@@ -655,13 +411,13 @@ class _Walk:
                     key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
                     steps = (*path, key)
                     label = f"{name}/{key}" if name else key if type(key) is str else str(key)  # noqa: PLW2901
-                if self._visit(child, steps, label, context, again=again):
+                if self._visit(child, steps, label, again=again):
                     break
             else:
                 self.frames.pop()
                 self.on_path.discard(ident)
 
-    def _visit(self, node: Any, path: tuple[Key, ...], name: str, context: Context, *, again: bool) -> bool:
+    def _visit(self, node: Any, path: tuple[Key, ...], name: str, *, again: bool) -> bool:
         """Take a node; true if it is a container whose children come next."""
         budget = self.table.budget
         budget.spend(len(name) + 8 * len(path), again=again)
@@ -670,7 +426,7 @@ class _Walk:
             function = called(node)
             if function in READERS:
                 budget.seen(id(node))
-                self._take(function, node.args, path, name, context)
+                self._take(function, node.args, (path, name))
                 return False
             if function not in _PLAIN_CALLS:
                 return self._enter(node, self._call_children(node, function, path, name), path, name)
@@ -681,17 +437,15 @@ class _Walk:
         elif kind is Set:
             return self._enter(node, _indexed(node.items), path, name)
         elif kind is Persistent and self.outside and str(node.id) in self.outside:
-            self._take(_PLAIN, self.outside[str(node.id)], path, name, context)
+            self._take("torch._utils._rebuild_tensor", self.outside[str(node.id)], (path, name))
             return False
         if len(self.leaves) >= MAX_LEAVES:
             self.skipped += 1
-            return False
-        found = self.table.resolve(node)
-        if found is None:
+        elif found := self.table.resolve(node):  # a storage saved by itself
+            text = f"storage {found[0].key}: {found[0].nbytes} bytes on {found[0].device}"
+            self.leaves.append(Leaf(path, name, "storage", text))
+        else:
             self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
-        else:  # a storage saved by itself
-            slot = found[0]
-            self.leaves.append(Leaf(path, name, "storage", f"storage {slot.key}: {slot.nbytes} bytes on {slot.device}"))
         return False
 
     def _enter(self, node: Any, children: _Children, path: tuple[Key, ...], name: str) -> bool:
@@ -717,17 +471,6 @@ class _Walk:
         self.frames.append((children, path, name, id(node), again))
         return True
 
-    def _take(self, function: str, args: object, path: tuple[Key, ...], name: str, context: Context) -> None:
-        context.path, context.name = path, name
-        context.beside.clear()
-        try:
-            self.tensors.append(apply(context, function, args))
-            self.tensors += context.beside
-        except BadTensor as reason:
-            self.noted.add("tensor-broken", name or "the root", str(reason))
-        except (IndexError, ValueError, TypeError):
-            self.noted.add("tensor-broken", name or "the root", "its rebuild call has arguments of a wrong kind")
-
     def _call_children(self, node: Call, callee: str, path: tuple[Key, ...], name: str) -> _Children:
         """Arguments that can hold tensors, then the state, then items and appended values."""
         if callee == "collections.OrderedDict":
@@ -751,11 +494,8 @@ class _Walk:
         parts = [_items(state.get(key)) for key in _MODULE_KEYS] if len(state.items) <= _MAX_ATTRIBUTES else [None]
         if None in parts:
             for child, key, _ in _pairs(state.items):
-                if self.separator == "/":
-                    yield child, key, None
-                else:
-                    step = short_key(key)
-                    yield child, (step,), f"{name}{self.separator}{step}" if name else str(step)
+                step = short_key(key)
+                yield child, (step,), f"{name}{self.separator}{step}" if name else str(step)
             return
         # An ``nn.Module``: names as its ``state_dict()`` would give, joined by dots, ``None`` left out. The name so far
         # is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
@@ -772,6 +512,198 @@ class _Walk:
             if key not in _MODULE_KEYS and type(child) in _HOLDERS:
                 yield child, key, None
 
+    # -- the tensor that a call would make: by methods that bear the names of torch's functions
+
+    def _take(self, function: str, args: object, at: _Place) -> None:
+        self.beside.clear()
+        try:
+            self.tensors.append(self._apply(function, args, at))
+            self.tensors += self.beside
+        except BadTensor as reason:
+            self.noted.add("tensor-broken", at[1] or "the root", str(reason))
+        except (IndexError, ValueError, TypeError):
+            self.noted.add("tensor-broken", at[1] or "the root", "its rebuild call has arguments of a wrong kind")
+
+    def _apply(self, function: str, args: object, at: _Place) -> Tensor:
+        """The tensor that a rebuild function would make of some arguments; ``BadTensor`` if it would make none."""
+        reader = READERS.get(function)
+        if reader is None:
+            raise BadTensor(f"it is rebuilt by {function or 'no function'}")
+        least, most = REBUILD_ARGUMENTS[function]
+        if type(args) is not tuple or not least <= len(args) <= most:
+            raise BadTensor("its rebuild call has the wrong number of arguments")
+        if self.depth >= MAX_NESTED:
+            raise BadTensor("it is made of tensors made of tensors without end")
+        self.depth += 1
+        try:
+            return reader(self, args, at)
+        finally:
+            self.depth -= 1
+
+    def _rebuild(self, node: object, at: _Place, part: str = "") -> Tensor:
+        """The tensor of a call inside another one: a ``part`` of it, or the same under another class."""
+        if type(node) is not Call:
+            raise BadTensor("it should hold a tensor where there is none")
+        self.table.budget.seen(id(node))
+        if part:
+            at = (*at[0], part), f"{at[1]}/{part}" if at[1] else part
+        return self._apply(called(node), node.args, at)
+
+    def _search(self, node: object, at: _Place) -> tuple[Tensor, ...]:
+        """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
+        walk = _Walk(self.table)
+        walk.depth = self.depth
+        walk.run(node, *at)
+        for problem in walk.noted.problems():
+            raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
+        return tuple(walk.tensors)
+
+    def _strided(
+        self,
+        args: _Args,
+        at: _Place,
+        *,
+        dtype: str = "",
+        requires_grad: int = 4,
+        metadata: int = 6,
+        kind: str = "strided",
+    ) -> Tensor:
+        """A tensor over a storage: (storage, offset, size, stride, …), and where other arguments stand."""
+        found = self.table.resolve(args[0])
+        if found is None:
+            raise BadTensor("its storage is no storage")
+        storage, first, tagged = found
+        key, _, device, _, nbytes, _, begin, *_ = storage
+        dtype = dtype or tagged
+        offset, shape, stride = args[1:4]
+        if type(offset) is not int or not 0 <= offset < MAX_SIZE:
+            raise BadTensor(f"its offset {short(offset)} is no position")
+        if type(shape) is not tuple:
+            shape = _ints(shape, "size")
+        if type(stride) is not tuple:
+            stride = _ints(stride, "stride")
+        grad = len(args) > requires_grad and args[requires_grad] is True
+        if grad:
+            _check_grad(dtype)
+        offset += first
+        end = itemsize(dtype, _reach(offset, shape, stride))
+        if end > nbytes:
+            raise BadTensor(f"it reaches to byte {end} of a storage of {nbytes}")
+        self.table.users[key].append(at[1])
+        if offset and begin is not None:
+            begin += itemsize(dtype, offset)
+        flags: tuple[str, ...] = ()
+        if len(args) > metadata and type(args[metadata]) is Dict:  # {"conj": True}
+            flags = tuple(flag for flag in ("conj", "neg") if args[metadata].get(flag) is True)
+        return _new(Tensor, (*at, dtype, shape, stride, device, key, offset, grad, kind, "", (), begin, flags))
+
+    rebuild_tensor = rebuild_tensor_v2 = _strided
+
+    def rebuild_tensor_v3(self, args: _Args, at: _Place) -> Tensor:
+        # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients. (What other
+        # formats describe comes here without hooks, and is loaded otherwise.)
+        if args[4] is True and args[5] is not None:
+            detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
+            self.table.noted.add("tensor-unloadable", at[1] or "the root", detail)
+        return self._strided(args, at, dtype=_dtype(args[6]), metadata=7)
+
+    def rebuild_qtensor(self, args: _Args, at: _Place) -> Tensor:
+        tensor = self._strided(args, at, requires_grad=5, metadata=7, kind="quantized")
+        if type(args[4]) is not tuple or len(args[4]) > 4:
+            raise BadTensor("its quantizer is none")
+        for index, part in enumerate(part for part in args[4] if type(part) is Call):
+            self._rebuild(part, at, f"quantizer.{index}")
+        return tensor
+
+    def rebuild_parameter(self, args: _Args, at: _Place) -> Tensor:
+        inner = self._rebuild(args[0], at)
+        if args[1] is True:
+            _check_grad(inner.dtype)
+        self.beside += self._search(args[3], at) if len(args) > 3 else ()
+        return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
+
+    rebuild_parameter_with_state = rebuild_parameter
+
+    def parameter(self, args: _Args, at: _Place) -> Tensor:
+        inner = self._rebuild(args[0], at)
+        return inner._replace(requires_grad=args[1:2] != (False,), cls="Parameter")
+
+    def rebuild_meta_tensor_no_storage(self, args: _Args, at: _Place) -> Tensor:
+        shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
+        _reach(0, shape, stride)
+        return Tensor(*at, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
+
+    def rebuild_sparse_tensor(self, args: _Args, at: _Place) -> Tensor:
+        # The layout is ``torch.serialization._get_layout("torch.sparse_coo")``.
+        text = args[0].args[0] if type(args[0]) is Call and type(args[0].args) is tuple and args[0].args else ""
+        layout = text.removeprefix("torch.") if type(text) is str else "sparse_coo"
+        names = ("indices", "values") if layout == "sparse_coo" else _COMPRESSED
+        if type(args[1]) is not tuple or len(args[1]) < len(names) + 1:
+            raise BadTensor("its sparse parts are missing")
+        return self._composite(args[1], at, layout, names, sized=True)
+
+    def rebuild_sparse_csr_tensor(self, args: _Args, at: _Place) -> Tensor:
+        return self._composite(args, at, "sparse_csr", _COMPRESSED, sized=True)
+
+    def rebuild_nested_tensor(self, args: _Args, at: _Place) -> Tensor:
+        return self._composite(args, at, "nested", ("buffer", "sizes", "strides", "offsets"))
+
+    def _composite(self, args: _Args, at: _Place, kind: str, names: tuple[str, ...], *, sized: bool = False) -> Tensor:
+        """A tensor made of others: with the dtype of the last of them and the size that follows, or like the first."""
+        parts = tuple([self._rebuild(part, at, own) for own, part in zip(names, args, strict=False)])
+        like = parts[-1 if sized else 0]
+        shape = _ints(args[len(names)], "size") if sized else like.shape
+        return Tensor(*at, like.dtype, shape, (), parts[0].device, None, kind=kind, parts=parts)
+
+    def rebuild_from_type(self, args: _Args, at: _Place) -> Tensor:
+        function, kind, inner_args, state = args
+        inner = self._apply(dotted(function), inner_args, at)
+        cls = dotted(kind).rpartition(".")[2]
+        inner = inner._replace(cls="" if cls == "Tensor" else cls)
+        held = () if inner.parts else self._search(state, at)  # a jagged one repeats its parts there
+        if inner.kind == "subclass":
+            return inner._replace(parts=held)
+        self.beside += held
+        return inner
+
+    rebuild_from_type_v2 = rebuild_from_type
+
+    def rebuild_wrapper_subclass(self, args: _Args, at: _Place) -> Tensor:
+        kind, dtype, shape, stride, _offset, _layout, device, grad = args
+        sizes, steps, cls = _ints(shape, "size"), _ints(stride, "stride"), dotted(kind).rpartition(".")[2]
+        where = device_text(device)
+        return Tensor(*at, _dtype(dtype), sizes, steps, where, None, 0, grad is True, "subclass", cls)
+
+    def rebuild_njt(self, args: _Args, at: _Place) -> Tensor:
+        parts = self._search(args[0], at)
+        if not parts:
+            raise BadTensor("it holds no tensors")
+        return Tensor(*at, parts[0].dtype, parts[0].shape, (), parts[0].device, None, kind="nested", parts=parts)
+
+    def rebuild_device_tensor_from_cpu_tensor(self, args: _Args, at: _Place) -> Tensor:
+        # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
+        moved = self._composite(args, at, "device", ("data",))
+        dtype, inner = _dtype(args[1]), moved.parts[0]
+        storage = self.table.storages.get(inner.storage or "")
+        if storage is not None and itemsize(dtype, inner.numel) > max(16 * storage.nbytes, 4096):
+            raise BadTensor("it would be copied from a few bytes to a great many")
+        return moved._replace(dtype=dtype, device=text_of(args[2]), requires_grad=args[3] is True)
+
+    def rebuild_device_tensor_from_numpy(self, args: _Args, at: _Place) -> Tensor:
+        array, dtype, device, grad = args
+        shape: tuple[int, ...] = ()
+        if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
+            shape = _ints(array.states[0][1], "size")
+        steps, where = contiguous(shape), text_of(device)
+        return Tensor(*at, _dtype(dtype), shape, steps, where, None, 0, grad is True, "device")
+
+    rebuild_xla_tensor = rebuild_mlc_tensor = rebuild_device_tensor_from_numpy
+
+
+READERS: dict[str, Callable[[_Walk, _Args, _Place], Tensor]] = {
+    name: getattr(_Walk, name.rpartition(".")[2].lstrip("_").lower()) for name in REBUILD_ARGUMENTS
+}
+
 
 def find_tensors(
     root: object, table: StorageTable, *, separator: str = "/", outside: dict[str, tuple[Any, ...]] | None = None
@@ -782,24 +714,15 @@ def find_tensors(
     the container, by persistent id: storage, offset, size and stride. A tensor with impossible arguments becomes a
     problem, with its name, and is left out.
     """
-    walk = _Walk(table, separator, outside or {})
+    walk = _Walk(table, separator, outside)
     try:
-        walk.run(root, Context(table, (), ""))
+        walk.run(root)
     except TooMuch as reason:
         walk.noted.add("tree-too-large", "", str(reason))
     if walk.skipped:
         walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
     problems = (*walk.noted.problems(), *table.noted.problems())
     return Tree(tuple(walk.tensors), table.finish(), tuple(walk.leaves), problems)
-
-
-def _search(context: Context, node: object) -> tuple[Tensor, ...]:
-    """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
-    walk = _Walk(context.table, "/", {})
-    walk.run(node, Context(context.table, context.path, context.name, context.depth))
-    for problem in walk.noted.problems():
-        raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
-    return tuple(walk.tensors)
 
 
 def _pairs(items: list[Any]) -> _Children:

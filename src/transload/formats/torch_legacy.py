@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from transload.checkpoint import Checkpoint, Draft
+from transload.checkpoint import Checkpoint, Draft, Storage
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem, Problems
 from transload.formats.pickle_machine import run_at
-from transload.formats.tensors import Place, Slot, StorageTable, claimed, find_tensors
+from transload.formats.tensors import Place, StorageTable, claimed, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
@@ -149,7 +149,7 @@ def write_legacy(
 
 
 def _places(
-    source: Source, position: int, keys: list[str], slots: dict[str, Slot], problems: Problems
+    source: Source, position: int, keys: list[str], known: dict[str, Storage], problems: Problems
 ) -> tuple[dict[str, Place], int]:
     """Where each storage lies, as torch finds it: the count before the bytes must agree with the object.
 
@@ -157,9 +157,10 @@ def _places(
     """
     places: dict[str, Place] = {}
     for key in keys:
-        slot, raw = slots.get(key), source.read(position, 8)
-        count, numel = int.from_bytes(raw, "little", signed=True), slot.nbytes // ITEMSIZE[slot.dtype] if slot else 0
-        if slot is None:
+        storage, raw = known.get(key), source.read(position, 8)
+        count = int.from_bytes(raw, "little", signed=True)
+        numel = storage.nbytes // ITEMSIZE[storage.dtype] if storage else 0
+        if storage is None:
             problems.add("legacy-unknown-key", f"storage {key[:40]}", "in the list of keys, but nothing uses it")
         elif len(raw) < 8:
             problems.add("storage-cut", f"storage {key}", "the file ends before its element count")
@@ -167,9 +168,9 @@ def _places(
             problems.add("storage-size", f"storage {key}", f"{count} elements lie there, the object wants {numel}")
         else:
             start = position + 8
-            present = max(0, min(slot.nbytes, source.size - start))
+            present = max(0, min(storage.nbytes, source.size - start))
             places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
-            position = start + slot.nbytes
+            position = start + storage.nbytes
             continue
         return places, source.size
     return places, position

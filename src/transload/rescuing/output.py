@@ -13,7 +13,7 @@ from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import READERS, Place, Slot, StorageTable, called, claimed, find_tensors
+from transload.formats.tensors import READERS, Place, StorageTable, called, claimed, find_tensors
 from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, Set
 from transload.render.words import plural
@@ -218,7 +218,7 @@ def _with_index_read_again(recovered: Recovered) -> Recovered:
         items += ("object", found.root)
     tree = find_tensors(root, StorageTable(locate))
     used = {storage.key for storage in tree.storages if storage.tensors}
-    dtypes = {slot.key: slot.dtype for slot in _slots(found.persistent, locate) if slot.place.record}
+    dtypes = {slot.key: slot.dtype for slot in _slots(found.persistent, locate) if slot.record}
     flat: list[str] = []
     for key, record in stored.items():
         if key not in used and record.stored:
@@ -259,7 +259,7 @@ def _is_ordered(node: object) -> TypeGuard[Call]:
     return type(node) is Call and called(node) == "collections.OrderedDict"
 
 
-def _slots(persistent: Sequence[Persistent], locate: Callable[[str, int], Place]) -> Iterator[Slot]:
+def _slots(persistent: Sequence[Persistent], locate: Callable[[str, int], Place]) -> Iterator[Storage]:
     """The storages of persistent ids, each as if it were the only one: some are misread."""
     for node in persistent:
         found = StorageTable(locate).resolve(node)

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from transload.checkpoint import Storage
 from transload.formats import pickle_machine
-from transload.formats.tensors import Slot, claimed
+from transload.formats.tensors import claimed
 from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIPTOR64, END, END64, LOCAL, widen
 from transload.io.sources import Source
 from transload.rescuing.bitflips import DEFLATED, repaired_bytes
@@ -348,7 +349,7 @@ class Scan:
                 self._by_header[entry.header] = entry
         self._by_name = {entry.name: entry for entry in directory.entries}
         self._headers = sorted(header for header in self._by_header if starts_record(self._source, header))
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[str, Storage] = {}
         self._index: tuple[int, int, int | None] | None = None
         self._gap_budget = _MAX_GAP
         self._search_budget = _MIN_SEARCH + _MAX_SEARCH * self._source.size
@@ -482,7 +483,7 @@ class Scan:
     # -- how long a record is whose header does not say
 
     @property
-    def slots(self) -> dict[str, Slot]:
+    def slots(self) -> dict[str, Storage]:
         """The storages that the index names, by key. It is read when it is first asked for."""
         if self._index is not None:
             data = repaired_bytes(self._source, *self._index)
