@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests.loading.zoo import saved
 
-from transload import tensors as inflating
 from transload.errors import UsageError
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
+from transload.tensors import content as inflating
 
 VALUE = torch.arange(64.0).reshape(8, 8)
 
@@ -113,7 +113,7 @@ def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.Monke
                     raise KeyboardInterrupt
                 yield piece
 
-    monkeypatch.setattr("transload.tensors.Inflating", Interrupted)
+    monkeypatch.setattr("transload.tensors.content.Inflating", Interrupted)
     with open_(packed) as handle:
         with pytest.raises(KeyboardInterrupt):
             handle["a"]

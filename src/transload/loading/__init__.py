@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +32,7 @@ from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, is_reached, read_here
 from transload.loading.placement import DeviceMap, Plan, plan_here
 from transload.loading.refusal import Allowed, Wrong, is_plain, refuse_program, refuse_unsafe
-from transload.tensors import OpenCheckpoint, PackedStorages
+from transload.tensors import OpenCheckpoint
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.io.sources import Source, SourceLike
     from transload.tensors import Piece
+    from transload.tensors.content import Content
 
 Progressing = bool | Callable[[int, int], object] | None
 
@@ -348,7 +349,6 @@ class _Reader:
         # torch.serialization.skip_data: storages are made, and not read.
         self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
         self._map = _mapping(piece) if options.mapped else None
-        self._packed = PackedStorages(piece.checkpoint)
         # The order of the bytes where the archive does not say: little, unless the program has told torch otherwise.
         self._order = "little"
         ask = getattr(torch.serialization, "get_default_load_endianness", None)
@@ -358,6 +358,12 @@ class _Reader:
             named = "little" if told is None else str(told.name).lower()
             self._order = sys.byteorder if named == "native" else named
         self._dtypes: dict[str, str] | None = None
+
+    @cached_property
+    def _content(self) -> Content:
+        from transload.tensors.content import Content
+
+        return Content(self._piece.checkpoint, self._piece.open)
 
     # -- those that the engine brings
 
@@ -458,7 +464,7 @@ class _Reader:
             raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
         source, offset = self._piece.open(storage.file), storage.offset or 0
         if storage.compressed:
-            packed, offset = self._packed.open(storage, source), 0
+            packed, offset = self._content.unpacked(storage), 0
             if packed is None or packed.size != storage.nbytes:
                 raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
             source = packed

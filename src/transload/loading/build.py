@@ -6,15 +6,14 @@ here; all others, and rarer values, by a ``Rebuilder``, which is imported when i
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
-from transload.judge.names import can_be_allowed
 from transload.judge.safety import plain_value
-from transload.loading.refusal import Allowed, NeedsTrust, Unknown, Wrong, in_phrases, name_of
+from transload.loading.refusal import NeedsTrust, Unknown, Wrong, in_phrases, name_of
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
@@ -106,7 +105,6 @@ class _Builder:
         self._texts = pickle.python2_texts if encoding == "bytes" else frozenset()
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
         self._known = entries(piece.checkpoint.storages, storages, device_map)
-        self._allowed = Allowed()
         self._names = {node: name_of(node) for node in pickle.globals.values()}
         self._single = ordinary(self._known, self.made, self._names)
 
@@ -115,7 +113,7 @@ class _Builder:
         """For what is not ordinary."""
         from transload.loading.rebuild import Rebuilder
 
-        return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode())
+        return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode(), where=self._where)
 
     def run(self, root: object) -> Any:
         """The object of a node, with all that it needs; ``Wrong`` if there can be none."""
@@ -133,16 +131,13 @@ class _Builder:
                     if type(node) in atoms or id(node) in made or id(node) in begun:
                         continue
                     begun.add(id(node))
-                    steps = self._steps(node)
-                    needed = next(steps, None)
+                    steps, values = self._steps(node), None
                 elif (values := ready(needed)) is None:
                     missing = next(id(each) for each in needed if type(each) not in atoms and id(each) not in made)
                     waiting.setdefault(missing, []).append((node, steps, needed))
                     continue
-                else:
-                    needed = _send(steps, values)
-                while needed is not None and (values := ready(needed)) is not None:
-                    needed = _send(steps, values)
+                while (needed := _send(steps, values)) is not None and (values := ready(needed)) is not None:
+                    pass
                 if waiting and id(node) in made:
                     stack += reversed(waiting.pop(id(node), ()))
                 if needed is not None:
@@ -205,12 +200,12 @@ class _Builder:
         elif kind is str:
             made[ident] = node.encode() if ident in self._texts else node
         elif kind is Global:
-            made[ident] = self._object_of(node)
+            made[ident] = self._rebuilder.object_of(node)
         elif kind is Persistent:
             # A storage; in the older formats also a class, or a tensor described elsewhere.
             named = module_class(node)
             if type(named) is Global and not self._rebuilder.is_described(node):
-                made[ident] = self._object_of(named)
+                made[ident] = self._rebuilder.object_of(named)
             else:
                 made[ident] = self._rebuilder.persistent(node)
         else:
@@ -226,14 +221,6 @@ class _Builder:
             what = f"Python 2 wrote text into it that is not {self._encoding}"
             fix = "Pass encoding='latin1', or the encoding it was written in."
             raise LoadError(what, where=self._where, fix=fix) from error
-
-    def _object_of(self, node: Global) -> Any:
-        """The object of an allowed name."""
-        found = self._allowed.object_of(node)
-        if found is None:
-            what = in_phrases(f"it names {node.full_name}, which nobody has allowed", node)
-            raise UnsafeError(what, where=self._where)
-        return found
 
     # -- calls
 
@@ -254,12 +241,12 @@ class _Builder:
         elif type(node.callee) is Call:  # getattr(Outer, "Inner"), which is looked up first
             target, *found = yield (node.callee, *node.args)
             kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
-            made = self._call_found(target, node.kind, tuple(found), kwargs)
+            made = self._rebuilder.call_found(target, node.kind, tuple(found), kwargs)
         elif type(callee) is not Global:
             raise Wrong("a call of something that is not a name")
         elif name in _FROM_TYPE:
             # The function is only named there, and is one of ours where torch has it no more.
-            made = self._from_type(node.args, (yield node.args[1:]))
+            made = self._rebuilder.from_type(node.args[:1], (yield node.args[1:]))
         elif name.startswith("numpy.") and _makes_array(name):
             from transload.loading.values import from_numpy
 
@@ -268,20 +255,21 @@ class _Builder:
         else:
             args = tuple((yield node.args))
             kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
-            made = self._apply(name, callee, node.kind, args, kwargs)
+            is_empty = name == _ORDERED and not args and node.kwargs is None
+            made = OrderedDict() if is_empty else self._rebuilder.call(name, callee, node.kind, args, kwargs)
         self.made[id(node)] = made
         if node.appended:
-            values = yield node.appended
-            self._check_type(made, (list, set, deque), "are appended to")
-            add = getattr(made, "extend", None) or getattr(made, "update", None)
-            self._run(f"appending to {type(made).__name__}", add, (values,))
+            self._rebuilder.append(made, (yield node.appended))
         if node.items:
             values = yield node.items
-            self._check_type(made, _MAPPINGS, "are put into")
+            if type(made) not in _MAPPINGS:
+                self._rebuilder.check_type(made, "are put into")
             _set_items(made, values)
-        if node.states:
-            for state in (yield node.states):
-                self._set_state(made, state)
+        for state in (yield node.states) if node.states else ():
+            if type(made) is OrderedDict:
+                _set_attributes(made, state)
+            else:
+                self._rebuilder.set_state(made, state)
 
     def _checked(self, entry: Entry, args: Args) -> Any:
         """A tensor that is ordinary but for its numbers; ``None`` if this torch does not have its dtype."""
@@ -294,102 +282,6 @@ class _Builder:
         self.made[id(args[5])] = OrderedDict()
         return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
 
-    def _from_type(self, nodes: Args, values: list[Any]) -> Any:
-        """``_rebuild_from_type_v2(function, class, arguments, state)``."""
-        if len(nodes) != 4 or type(nodes[0]) is not Global:
-            raise Wrong("a tensor made by something that is not a name")
-        kind, args, state = values
-        if type(args) is not tuple:
-            raise Wrong("a tensor made of arguments that are not a tuple")
-        function = self._names[nodes[0]]
-        if self._rebuilder.has(function):
-            inner = self._rebuilder.make(function, args)
-        else:
-            inner = self._run(function, self._allowed.user(nodes[0]), args)
-        return self._rebuilder.as_type(inner, kind, state)
-
-    def _apply(self, name: str, callee: Global, how: str, args: Args, kwargs: Any) -> Any:
-        """What a name makes of its arguments."""
-        if type(kwargs) is dict and not kwargs:
-            if name == _ORDERED and not args:
-                return OrderedDict()
-            if self._rebuilder.has(name):
-                return self._rebuilder.make(name, args)
-            if self._allowed.is_known(callee):
-                from transload.loading import values
-
-                if values.has(name):
-                    return values.make(name, args)
-        target = self._allowed.user(callee)
-        if target is None and self._allowed.is_known(callee):
-            if args or not name.endswith("Tensor"):
-                raise Wrong(f"a call of {name}, as no checkpoint has")
-            kind = self._object_of(callee)  # torch.FloatTensor(): empty, to be given its state
-            return self._run(name, kind.__new__, (kind,))
-        return self._invoke(name, target, how, args, kwargs)
-
-    def _call_found(self, target: Any, how: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A call of what was found by ``getattr``, if the program has allowed that, too."""
-        name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
-        if not self._allowed.allows(target):
-            fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
-            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where, fix=fix)
-        return self._invoke(name, target, how, args, kwargs)
-
-    def _invoke(self, name: str, target: Any, how: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What the program has allowed is called as pickle would call it."""
-        if how == "reduce" or target is None:
-            return self._run(name, target, args)
-        if not isinstance(target, type):
-            raise Wrong(f"an object of {name}, which is not a class")
-        if how in ("newobj", "newobj_ex") or not args:
-            return self._run(name, target.__new__, (target, *args), kwargs)
-        return self._run(name, target, args)
-
-    def _run(self, name: str, target: Any, args: Args, kwargs: Any = None) -> Any:
-        if target is None:
-            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where)
-        try:
-            return target(*args, **(kwargs or {}))
-        except Exception as error:
-            what = f"{name} failed on what the file gives it: {type(error).__name__}: {error}"
-            raise LoadError(what, where=self._where) from error
-
-    def _set_state(self, made: Any, state: Any) -> None:
-        import torch
-
-        if type(made) is OrderedDict:
-            # Attributes such as the ``_metadata`` of a state dict; none that it has already.
-            if not isinstance(state, Mapping):
-                raise Wrong("an OrderedDict that is given a state which names no attributes")
-            for name in state:
-                text = name.decode("latin-1") if type(name) is bytes else name  # bytes by encoding="bytes", as in torch
-                if type(text) is not str or hasattr(OrderedDict, text):
-                    what = f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already"
-                    raise Wrong(what)
-            vars(made).update(state)
-        elif type(made) in (torch.Tensor, torch.nn.Parameter):
-            self._rebuilder.build(made, state)
-        else:
-            from transload.loading.values import set_state
-
-            if set_state(made, state):
-                return
-            self._check_type(made, (), "are given as state to")
-            self._run(f"the state of {type(made).__name__}", _give_state, (made, state))
-
-    def _check_type(self, made: Any, plain: tuple[type, ...], how: str) -> None:
-        """That a class is one of the plain ones, or allowed itself: its methods are about to be called."""
-        kind = type(made)
-        if kind in plain or self._allowed.allows(kind):
-            return
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        what = in_phrases(f"values {how} an object of {name}, which nobody has allowed")
-        fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
-        raise UnsafeError(
-            what, where=self._where, fix=fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
-        )
-
 
 def _makes_array(name: str) -> bool:
     """Whether a function makes an array, a number or a dtype of numpy."""
@@ -398,7 +290,7 @@ def _makes_array(name: str) -> bool:
     return name in NUMPY_CALLS
 
 
-def _send(steps: _Steps, values: list[Any]) -> Any:
+def _send(steps: _Steps, values: Any) -> Any:
     """What a generator needs next; ``None`` when it has ended."""
     try:
         return steps.send(values)
@@ -419,18 +311,15 @@ def _set_items(into: Any, values: list[Any]) -> None:
         raise Wrong(f"a key that cannot be one: {error}") from error
 
 
-def _give_state(made: Any, state: Any) -> None:
-    """BUILD, as pickle does it."""
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-        return
-    slots = None
-    if isinstance(state, tuple) and len(state) == 2:
-        state, slots = state
-    if state:
-        vars(made).update(state)
-    for name, value in (slots or {}).items():
-        setattr(made, name, value)
+def _set_attributes(made: OrderedDict[Any, Any], state: Any) -> None:
+    """Attributes such as the ``_metadata`` of a state dict; none that it has already."""
+    if not isinstance(state, Mapping):
+        raise Wrong("an OrderedDict that is given a state which names no attributes")
+    for name in state:
+        text = name.decode("latin-1") if type(name) is bytes else name  # bytes by encoding="bytes", as in torch
+        if type(text) is not str or hasattr(OrderedDict, text):
+            raise Wrong(f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already")
+    vars(made).update(state)
 
 
 def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:
@@ -480,7 +369,6 @@ _ABSENT = object()
 _MAX_RANK_ORDINARY = 64
 _V2 = "torch._utils._rebuild_tensor_v2"
 _V3 = "torch._utils._rebuild_tensor_v3"
-_PARAMETER = "torch._utils._rebuild_parameter"
 _ORDERED = "collections.OrderedDict"
 
 
@@ -594,7 +482,7 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         made[id(hooks)] = tensor._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
         return tensor
 
-    return _with_parameters(make, made, nodes) if _PARAMETER in nodes else make
+    return make
 
 
 def _is_fresh(hooks: Any, hooked: object) -> bool:
@@ -602,34 +490,6 @@ def _is_fresh(hooks: Any, hooked: object) -> bool:
     if type(hooks) is not Call or hooks.callee is not hooked or hooks.args != () or hooks.kwargs is not None:
         return False
     return not (hooks.states or hooks.items or hooks.appended)
-
-
-def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Global]) -> Make:
-    """A function that also makes parameters of ordinary tensors."""
-    from torch.nn import Parameter
-
-    callee, hooked = nodes[_PARAMETER], nodes.get(_ORDERED, _ABSENT)
-
-    def single(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
-        if type(node) is not Call or node.callee is not callee:
-            return make(node, otherwise)
-        args: Any = node.args
-        if type(args) is not tuple or len(args) != 3 or node.states or node.items or node.appended:
-            return None
-        data, grad, hooks = args
-        if type(grad) is not bool or not _is_fresh(hooks, hooked) or id(hooks) in made or node.kwargs is not None:
-            return None
-        tensor = None if id(data) in made else make(data)
-        if tensor is None:
-            return None
-        made[id(data)] = tensor
-        if grad and not (tensor.is_floating_point() or tensor.is_complex()):
-            return None
-        parameter: Any = Parameter(tensor, grad)
-        made[id(hooks)] = parameter._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
-        return parameter
-
-    return single
 
 
 def is_fake_mode() -> bool:

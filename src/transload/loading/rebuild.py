@@ -7,12 +7,14 @@ beyond its buffer, or scales that are fewer than the channels are damage, and ar
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
-from transload.loading.refusal import Unknown, Wrong
+from transload.errors import LoadError, UnsafeError
+from transload.judge.names import can_be_allowed
+from transload.loading.refusal import Allowed, Unknown, Wrong, in_phrases, name_of
 from transload.nodes import Global, Persistent
 
 if TYPE_CHECKING:
@@ -256,11 +258,15 @@ class Rebuilder:
     ``known`` are the storages that were read, by key. A tar archive also describes tensors beside its pickle.
     """
 
-    def __init__(self, piece: Piece, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
+    def __init__(
+        self, piece: Piece, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool, where: str = ""
+    ) -> None:
         import torch
 
         self.torch = torch
         self.device_map = device_map
+        self._allowed = Allowed()
+        self._where = where
         self._known = known
         self._typed: dict[tuple[str, object], Any] = {}
         self._made: dict[str, Any] = {}
@@ -278,18 +284,99 @@ class Rebuilder:
             reader.read_tables()
             self._tar_tensors, self._tar_storages = reader.tensor_args, reader.storage_ids
 
-    def has(self, name: str) -> bool:
-        """Whether something is made by that name."""
-        return name in _MAKERS or name in _VALUES
+    # -- calls
+
+    def call(self, name: str, callee: Global, how: str, args: Args, kwargs: Any) -> Any:
+        """What a name makes of arguments that are built already."""
+        known = self._allowed.is_known(callee)
+        if type(kwargs) is dict and not kwargs:
+            if name in _MAKERS or name in _VALUES:
+                return self.make(name, args)
+            if known:
+                from transload.loading import values
+
+                if values.has(name):
+                    return values.make(name, args)
+        target = self._allowed.user(callee)
+        if target is None and known:
+            if args or not name.endswith("Tensor"):
+                raise Wrong(f"a call of {name}, as no checkpoint has")
+            kind = self.object_of(callee)  # torch.FloatTensor(): empty, to be given its state
+            return self._run(name, kind.__new__, (kind,))
+        return self._invoke(name, target, how, args, kwargs)
+
+    def call_found(self, target: Any, how: str, args: Args, kwargs: Any) -> Any:
+        """A call of what was found by ``getattr``, if the program has allowed that, too."""
+        name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
+        if not self._allowed.allows(target):
+            fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
+            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where, fix=fix)
+        return self._invoke(name, target, how, args, kwargs)
 
     def make(self, name: str, args: Args) -> Any:
-        """What the function of that name makes of arguments that are built already."""
+        """What the function of that name, which is one of ours, makes."""
         if name in _VALUES:
             return _value(name, args)
         maker, least, most = _MAKERS[name]
         if not least <= len(args) <= most:
             raise Wrong(f"{name} is called with {len(args)} arguments")
         return maker(self, *args)
+
+    def object_of(self, node: Global) -> Any:
+        """The object of an allowed name."""
+        found = self._allowed.object_of(node)
+        if found is None:
+            what = in_phrases(f"it names {node.full_name}, which nobody has allowed", node)
+            raise UnsafeError(what, where=self._where)
+        return found
+
+    def _invoke(self, name: str, target: Any, how: str, args: Args, kwargs: Any) -> Any:
+        """What the program has allowed is called as pickle would call it."""
+        if how == "reduce" or target is None:
+            return self._run(name, target, args)
+        if not isinstance(target, type):
+            raise Wrong(f"an object of {name}, which is not a class")
+        if how in ("newobj", "newobj_ex") or not args:
+            return self._run(name, target.__new__, (target, *args), kwargs)
+        return self._run(name, target, args)
+
+    def _run(self, name: str, target: Any, args: Args, kwargs: Any = None) -> Any:
+        if target is None:
+            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where)
+        try:
+            return target(*args, **(kwargs or {}))
+        except Exception as error:
+            what = f"{name} failed on what the file gives it: {type(error).__name__}: {error}"
+            raise LoadError(what, where=self._where) from error
+
+    def append(self, made: Any, values: list[Any]) -> None:
+        """Append to what a call has made."""
+        if type(made) not in (list, set, deque):
+            self.check_type(made, "are appended to")
+        add = getattr(made, "extend", None) or getattr(made, "update", None)
+        self._run(f"appending to {type(made).__name__}", add, (values,))
+
+    def set_state(self, made: Any, state: Any) -> None:
+        """BUILD, as pickle does it, on what may have it."""
+        if type(made) in (self.torch.Tensor, self.torch.nn.Parameter):
+            self._set_old_state(made, state)
+            return
+        from transload.loading.values import set_state
+
+        if not set_state(made, state):
+            self.check_type(made, "are given as state to")
+            self._run(f"the state of {type(made).__name__}", _give_state, (made, state))
+
+    def check_type(self, made: Any, how: str) -> None:
+        """That the program has allowed a class: its methods are about to be called."""
+        kind = type(made)
+        if self._allowed.allows(kind):
+            return
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        what = in_phrases(f"values {how} an object of {name}, which nobody has allowed")
+        fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
+        fix = fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
+        raise UnsafeError(what, where=self._where, fix=fix)
 
     # -- persistent ids
 
@@ -426,19 +513,29 @@ class Rebuilder:
             raise Wrong(f"a tensor that is given the attribute {str(odd)[:60]!r}")
         return self.torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
 
-    def as_type(self, made: Any, kind: Any, state: object) -> Any:
-        """A tensor as one of a subclass, with its state: ``torch._tensor._rebuild_from_type_v2``."""
+    def from_type(self, function: Args, values: list[Any]) -> Any:
+        """``torch._tensor._rebuild_from_type_v2(function, class, arguments, state)``: a tensor of a subclass."""
+        if len(values) != 3 or type(function[0]) is not Global:
+            raise Wrong("a tensor made by something that is not a name")
+        kind, args, state = values
+        if type(args) is not tuple:
+            raise Wrong("a tensor made of arguments that are not a tuple")
+        name = name_of(function[0])
+        if name in _MAKERS or name in _VALUES:
+            made = self.make(name, args)
+        else:
+            made = self._run(name, self._allowed.user(function[0]), args)
         tensor: Any = self.torch.Tensor
         if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
             raise Wrong("a tensor of a class that is not a tensor class")
         if type(made) is not kind:
             made = made.as_subclass(kind)
-        if getattr(kind, "__setstate__", tensor.__setstate__) is not tensor.__setstate__:
-            made.__setstate__(state)
-            return made
-        return self.with_state(made, state)
+        if getattr(kind, "__setstate__", tensor.__setstate__) is tensor.__setstate__:
+            return self.with_state(made, state)
+        made.__setstate__(state)
+        return made
 
-    def build(self, made: Any, state: Any) -> None:
+    def _set_old_state(self, made: Any, state: Any) -> None:
         """The state that releases before 0.4 gave to a tensor or parameter."""
         if type(state) is not tuple or len(state) not in (3, 4, 5):
             raise Wrong("a tensor that is given a state no tensor has")
@@ -462,6 +559,19 @@ class Rebuilder:
                 validate(made)
         except RuntimeError as error:
             raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
+
+
+def _give_state(made: Any, state: Any) -> None:
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    if state:
+        vars(made).update(state)
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)
 
 
 def _v1(maker: Rebuilder, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:

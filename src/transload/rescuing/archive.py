@@ -557,7 +557,7 @@ def _content(source: Source, each: _Checked, *, keep: bool) -> tuple[Part, ...] 
     parts = tuple(part for part in repaired(source, record.payload, record.stored, repairs) if part.length)
     if not each.method or keep:
         return parts
-    from transload.tensors import Inflating
+    from transload.tensors.content import Inflating
 
     return (Part(Inflating(Assembly(parts, source.name), 0, record.stored, verdict.size), 0, verdict.size),)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.errors import BrokenFileError, UsageError
 from transload.frozen import facts
 from transload.io.sources import (
@@ -25,15 +23,13 @@ from transload.io.sources import (
     Slice,
     Source,
     SourceLike,
-    from_text,
     has_journal,
-    inflated,
     open_source,
 )
 from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Key, Record, Storage
+    from transload.checkpoint import Checkpoint, Key
 
 
 _WHOLE = "\0"
@@ -272,87 +268,3 @@ def _next_in_stream(source: Source) -> Source:
 
     following = Slice(source, source.home, source.size - source.home, source.name)
     return following if starts_like_zip(following) or looks_like_legacy(following) else source
-
-
-class PackedStorages:
-    """The storages of a checkpoint that lie in deflated records, or as text in a pickle."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._records: dict[str, dict[str, Record]] = {}
-
-    def open(self, storage: Storage, source: Source) -> Inflating | None:
-        """The content of a packed storage, of the file ``source``; ``None`` if it is packed in a way torch cannot read.
-
-        Each reader needs its own, since going back begins anew.
-        """
-        from transload.formats.zip import read_index
-
-        if storage.file not in self._records:
-            known = {} if storage.file else {record.name: record for record in self._checkpoint.records}
-            self._records[storage.file] = known or read_index(source).records
-        record = self._records[storage.file].get(storage.record)
-        unpack = _UNPACK.get(record.method) if record else None
-        if record is None or record.offset is None or unpack is None:
-            return None
-        return Inflating(source, record.offset, record.stored, record.size, unpack)
-
-
-_UNPACK: dict[int, Callable[..., Iterator[bytes]]] = {  # deflated, as every zip tool does it
-    8: inflated,
-    AS_TEXT: partial(from_text, "utf-8"),
-    AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
-}
-
-
-class Inflating(Source):
-    """The content of a packed record. Reading on is cheap; going back begins again at the record's first byte."""
-
-    def __init__(
-        self, base: Source, offset: int, stored: int, size: int, unpack: Callable[..., Iterator[bytes]] = inflated
-    ) -> None:
-        self.name = base.name
-        self.size = size
-        self._begin = partial(unpack, base, offset, stored, size)
-        self._lock = Lock()
-        self._rewind()
-
-    def _rewind(self) -> None:
-        self._pieces = self._begin()
-        self._left = memoryview(b"")  # of the piece that was unpacked last
-        self._position = 0  # where that begins
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        out = bytearray(max(0, min(count, self.size - offset)))
-        got = self.readinto(offset, memoryview(out))
-        return bytes(out[:got])
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
-        from zlib import error
-
-        end = min(offset + len(buffer), self.size)
-        with self._lock:
-            try:
-                if offset < self._position:
-                    self._rewind()
-                while self._position < end:
-                    while not self._left:
-                        piece = next(self._pieces, None)
-                        if piece is None:
-                            return max(0, self._position - offset)
-                        self._left = memoryview(piece)
-                    at = self._position - offset
-                    part = self._left[: end - self._position if at >= 0 else -at]
-                    if at >= 0:
-                        buffer[at : at + len(part)] = part
-                    self._left = self._left[len(part) :]
-                    self._position += len(part)
-            except (error, UnicodeError) as reason:
-                self._rewind()
-                raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
-            except BaseException:  # an interrupt, perhaps between unpacking some bytes and counting them
-                self._rewind()
-                raise
-        return max(0, end - offset)

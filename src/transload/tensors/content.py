@@ -10,19 +10,21 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import prod
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transload.checkpoint import Storage, Tensor, contiguous
+from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.errors import ContentError, TransloadError
-from transload.io.sources import BytesSource, Source, SourceLike
-from transload.tensors import OpenCheckpoint, PackedStorages
+from transload.errors import BrokenFileError, ContentError, TransloadError
+from transload.io.sources import BytesSource, Source, SourceLike, from_text, inflated
+from transload.tensors import OpenCheckpoint
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint
+    from transload.checkpoint import Checkpoint, Record
 
 WINDOW = 16 << 20
 """Bytes of elements put in another order at once."""
@@ -75,7 +77,7 @@ class Content:
         self.parts = (("", checkpoint),) if parts is None else parts
         self._close = close
         self._storages = {storage.id: storage for storage in checkpoint.storages}
-        self._packed = PackedStorages(checkpoint)
+        self._records: dict[str, dict[str, Record]] = {}
         self._last: tuple[str, Source] = ("", BytesSource(b""))
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
@@ -170,12 +172,29 @@ class Content:
         # Tensors that share a storage are often read one after the other: going on is cheap.
         last, inflating = self._last
         if last != storage.id:
-            opened = self._packed.open(storage, source)
+            opened = self.unpacked(storage)
             if opened is None:
                 raise self._error(tensor, f"lies in a record that is packed in a way not read here ({storage.record})")
             inflating = opened
             self._last = storage.id, inflating
         return inflating, 0
+
+    def unpacked(self, storage: Storage) -> Inflating | None:
+        """What a packed storage holds: in a deflated record, or as text in a pickle. ``None`` if torch cannot read it.
+
+        Each reader needs its own, since going back begins anew.
+        """
+        from transload.formats.zip import read_index
+
+        source = self.open_file(storage.file)
+        if storage.file not in self._records:
+            known = {} if storage.file else {record.name: record for record in self.checkpoint.records}
+            self._records[storage.file] = known or read_index(source).records
+        record = self._records[storage.file].get(storage.record)
+        unpack = _UNPACK.get(record.method) if record else None
+        if record is None or record.offset is None or unpack is None:
+            return None
+        return Inflating(source, record.offset, record.stored, record.size, unpack)
 
     def _pieces(self, tensor: Tensor, size: int) -> Iterator[memoryview]:
         if tensor.kind == "sharded":
@@ -679,3 +698,65 @@ def numpy_or_none() -> Any:
 def _span(axes: list[Axis]) -> int:
     """Elements of the storage from the first of a view to its last, both counted."""
     return 1 + sum((axis.size - 1) * axis.step for axis in axes)
+
+
+# -- what is packed
+
+
+_Unpack = Callable[..., Iterator[bytes]]
+_UNPACK: dict[int, _Unpack] = {  # deflated, as every zip tool does it
+    8: inflated,
+    AS_TEXT: partial(from_text, "utf-8"),
+    AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
+}
+
+
+class Inflating(Source):
+    """The content of a packed record. Reading on is cheap; going back begins again at the record's first byte."""
+
+    def __init__(self, base: Source, offset: int, stored: int, size: int, unpack: _Unpack = inflated) -> None:
+        self.name = base.name
+        self.size = size
+        self._begin = partial(unpack, base, offset, stored, size)
+        self._lock = Lock()
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._pieces = self._begin()
+        self._left = memoryview(b"")  # of the piece that was unpacked last
+        self._position = 0  # where that begins
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        out = bytearray(max(0, min(count, self.size - offset)))
+        got = self.readinto(offset, memoryview(out))
+        return bytes(out[:got])
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        from zlib import error
+
+        end = min(offset + len(buffer), self.size)
+        with self._lock:
+            try:
+                if offset < self._position:
+                    self._rewind()
+                while self._position < end:
+                    while not self._left:
+                        piece = next(self._pieces, None)
+                        if piece is None:
+                            return max(0, self._position - offset)
+                        self._left = memoryview(piece)
+                    at = self._position - offset
+                    part = self._left[: end - self._position if at >= 0 else -at]
+                    if at >= 0:
+                        buffer[at : at + len(part)] = part
+                    self._left = self._left[len(part) :]
+                    self._position += len(part)
+            except (error, UnicodeError) as reason:
+                self._rewind()
+                raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
+            except BaseException:  # an interrupt, perhaps between unpacking some bytes and counting them
+                self._rewind()
+                raise
+        return max(0, end - offset)
