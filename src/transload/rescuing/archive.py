@@ -152,50 +152,53 @@ def stored_record(name: bytes, part: Part, *, order: int = 0, crc32: int | None 
     return ArchiveRecord(name, (part,), part.length, part.length, value, flags=flags, order=order)
 
 
-class Piece(NamedTuple):
-    """A part of an archive and its offset there.
+class Layout(NamedTuple):
+    """The parts of an archive, in order.
 
-    ``generated`` is whether it was made here: a header, a descriptor or the directory. ``record`` is the record whose
-    bytes it is.
+    ``generated`` are those made here, with their offsets: headers, descriptors, and the directory. ``starts`` is where
+    the bytes of each record begin, by its name.
     """
 
-    offset: int
-    part: Part
-    generated: bool = False
-    record: ArchiveRecord | None = None
+    parts: list[Part]
+    generated: list[tuple[int, bytes]]
+    starts: dict[bytes, int]
 
 
 def archive(records: Sequence[ArchiveRecord], name: str) -> Assembly:
     """An archive of these records."""
-    return Assembly((piece.part for piece in archive_pieces(records)), name)
-
-
-def content_starts(pieces: Sequence[Piece]) -> dict[bytes, int]:
-    """Where the bytes of each record begin, by its name."""
-    return {piece.record.name: piece.offset for piece in reversed(pieces) if piece.record is not None}
+    return Assembly(lay_out(records).parts, name)
 
 
 def with_records(made: Recovered, records: Sequence[ArchiveRecord], after: Iterable[Part] = ()) -> Recovered:
     """A recovered archive of these records, with what is lost and repaired in them; ``after`` as below."""
-    pieces = list(archive_pieces(records, after))
-    starts = content_starts(pieces)
-    placed = [(starts.get(record.name, 0), record) for record in records]
+    parts, _, starts = lay_out(records, after)
+    placed = [(starts[record.name], record) for record in records]
     return made._replace(
-        source=Assembly((piece.part for piece in pieces), made.source.name),
+        source=Assembly(parts, made.source.name),
         records=tuple(records),
         lost_ranges=tuple(LostRange(at + start, at + end, why) for at, each in placed for start, end, why in each.lost),
         repaired_at=tuple(at + byte for at, record in placed for byte in record.repaired_at),
     )
 
 
-def archive_pieces(records: Sequence[ArchiveRecord], after: Iterable[Part] = ()) -> Iterator[Piece]:
-    """The pieces of an archive in order; ``after`` are parts between the last record and the directory."""
+def lay_out(records: Iterable[ArchiveRecord], after: Iterable[Part] = ()) -> Layout:
+    """Lay out an archive; ``after`` are parts between the last record and the directory."""
+    made = Layout([], [], {})
     entries: list[tuple[int, bytes]] = []
     at = 0
-    for record in records:
-        for part in record.before:
-            yield Piece(at, part)
+
+    def put(parts: Iterable[Part]) -> None:
+        nonlocal at
+        for part in parts:
+            made.parts.append(part)
             at += part.length
+
+    def generate(data: bytes) -> None:
+        made.generated.append((at, data))
+        put([literal(data)])
+
+    for record in records:
+        put(record.before)
         # torch's own writer stores records uncompressed, without a date. Added is what other archives have:
         # compression, flags, times, and padding that is kept as it was.
         header = bytearray(local_header(record.name, record.stored, at, ALIGNMENT if record.padding is None else 1))
@@ -206,27 +209,22 @@ def archive_pieces(records: Sequence[ArchiveRecord], after: Iterable[Part] = ())
         common = (20 if record.method else 0, record.flags, record.method, record.time, record.date)
         pack_into("<5H", header, 4, *common)
         pack_into("<5H", entry, 6, *common)
+        behind = descriptor(record.stored, record.crc32, at) if record.flags & HAS_DESCRIPTOR else b""
         if record.size != record.stored:
             pack_into("<L", entry, 24, record.size)
-        behind = descriptor(record.stored, record.crc32, at) if record.flags & HAS_DESCRIPTOR else b""
-        if behind and record.size != record.stored:
             width = (len(behind) - 8) // 2
-            behind = behind[:-width] + record.size.to_bytes(width, "little")
+            behind = behind[:-width] + record.size.to_bytes(width, "little") if behind else b""
         if record.stored and not behind:
             pack_into("<3L", header, 14, record.crc32, record.stored & 0xFFFFFFFF, record.size & 0xFFFFFFFF)
         entries.append((record.order, bytes(entry)))
-        yield Piece(at, literal(bytes(header)), generated=True)
-        at += len(header)
-        for part in record.content:
-            yield Piece(at, part, record=record)
-            at += part.length
-        yield Piece(at, literal(behind), generated=True)
-        at += len(behind)
-    for part in after:
-        yield Piece(at, part)
-        at += part.length
+        generate(bytes(header))
+        made.starts.setdefault(record.name, at)
+        put(record.content)
+        generate(behind)
+    put(after)
     directory = b"".join(entry for _, entry in sorted(entries, key=lambda each: each[0]))
-    yield Piece(at, literal(directory + end_of_archive(len(entries), at, len(directory))), generated=True)
+    generate(directory + end_of_archive(len(entries), at, len(directory)))
+    return made
 
 
 # -- a damaged archive
@@ -570,22 +568,18 @@ def _assemble(
     after: Sequence[Part],
 ) -> Recovered:
     """Lay the records out, and compare the archive with the damaged file."""
-    pieces = list(archive_pieces(records, after))
-    headers = {piece.offset for piece in pieces if piece.generated}
-    in_place = not lost and all(record.header in headers for record in records)
+    parts, generated, _ = lay_out(records, after)
+    in_place = not lost and {record.header for record in records} <= {offset for offset, _ in generated}
     repairs = [repair for each in checked for repair in repairs_of(source, each.verdict, key_of(each.name))]
-    if in_place:
-        # Headers are no surer than the names in them.
-        certainty: Certainty = "proven" if all(each.settled for each in checked) else "probable"
-        for offset, part, generated, _ in pieces:
-            if generated:
-                right = part.source.read(0, part.length)
-                repairs += differences(offset, source.read(offset, part.length), right, certainty)
+    # Headers are no surer than the names in them.
+    certainty: Certainty = "proven" if all(each.settled for each in checked) else "probable"
+    for offset, right in generated if in_place else ():
+        repairs += differences(offset, source.read(offset, len(right)), right, certainty)
     notes: list[str] = []
     if len(repairs) > _MAX_REPAIRS:
         rest = f"the first {_MAX_REPAIRS:,} are listed"
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
-    size = sum(piece.part.length for piece in pieces)
+    size = sum(part.length for part in parts)
     lack = size - source.size if in_place else 0
     if lack > 0:
         notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")

@@ -23,10 +23,9 @@ from transload.rescuing.archive import (
     LostRange,
     Recovered,
     archive,
-    archive_pieces,
     checksum,
-    content_starts,
     key_of,
+    lay_out,
     literal,
     replaced,
     stored_record,
@@ -314,7 +313,7 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     whole = Assembly(replaced(source, 0, source.size, fills), source.name)
     if not recovered.records:
         return whole
-    starts = content_starts(list(archive_pieces(recovered.records)))
+    starts = lay_out(recovered.records).starts
     records = [
         record._replace(content=(Part(whole, starts[record.name], record.stored),), crc32=0) if record.lost else record
         for record in recovered.records
