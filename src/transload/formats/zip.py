@@ -202,7 +202,7 @@ def read_index(source: Source) -> ZipIndex:
     """Read the central directory and every local header, and compare them. Never raises for what the file holds."""
     problems = Problems()
     try:
-        start, size, count = _find_directory(source, problems)
+        start, size, count = find_directory(source, problems)
         entries = _read_directory(source, start, size, count, problems)
     except _NoDirectoryError as reason:
         problems.add("zip-no-directory", detail=str(reason))
@@ -221,7 +221,7 @@ class _NoDirectoryError(Exception):
     """There is no directory to read; the text says why."""
 
 
-def _find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
+def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
     """Offset, size and entry count of the central directory as the end record states them: what torch believes."""
     base = max(0, source.size - _TAIL)
     tail = source.read(base, _TAIL)

@@ -285,12 +285,11 @@ def recover_archive(source: Source) -> Recovered | None:
         if start > 0 and since < start:
             after = [Part(source, since, start - since)]
     for index, record in enumerate(records):
-        damaged = next((each for each in lost if each.name == "byteorder"), None)
-        right = _BYTE_ORDERS.get(record.stored, b"")
-        if damaged is not None and record.name.endswith(b"/byteorder") and right:
+        right = _BYTE_ORDERS.get(record.stored, b"") if record.name.endswith(b"/byteorder") else b""
+        if right and any(each.name == "byteorder" for each in lost):
             new = record._replace(content=(literal(right),), crc32=crc32(right), size=len(right))
             records[index] = new._replace(method=0, added=True, lost=())
-            lost.remove(damaged)
+            lost = [each for each in lost if each.name != "byteorder"]
     records = _with_version(records, notes)
     lost += [LostRecord(key_of(entry.name), "it is not in the file") for entry in found.missing]
     made = _assemble(source, records, checked, lost, after)

@@ -17,9 +17,9 @@ from zlib import crc32
 from transload.checkpoint import Checkpoint, Record
 from transload.devices import KINDS, near_kind
 from transload.errors import RetagError, UsageError
-from transload.findings import quoted, rescue_command
+from transload.findings import Problems, quoted, rescue_command
 from transload.formats import read_source
-from transload.formats.zip import CENTRAL, END, END64, LOCAL, LOCATOR64, widen
+from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, widen
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import facts
 from transload.io.journal import Change, Changes
@@ -182,7 +182,6 @@ def _each(checkpoint: Checkpoint, to: str) -> str:
 _GAP = 4096
 """Edits nearer to each other than this are one change: a page is what a disk writes."""
 
-_TAIL = 22 + 0xFFFF + 20 + 56
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL = 16, 14
 _FOLLOWS = 8  # the flag that the size and the checksum follow the bytes
 _ODD = "its directory is not as the reader of the file understood it"
@@ -348,16 +347,9 @@ class _Place(NamedTuple):
 
 def _find_record(source: Source, record: Record) -> _Place:
     """Find a stored record. The archive was read without complaint."""
-    tail = source.read(max(0, source.size - _TAIL), _TAIL)
-    at = tail.rfind(b"PK\x05\x06")
-    if at < 0 or at + END.size != len(tail):
+    if source.read(source.size - END.size, 4) != b"PK\x05\x06":  # something follows the directory
         raise RetagError(_ODD, where=source.name)
-    _, _, _, _, count, size, start, _ = END.unpack_from(tail, at)
-    locator = tail[at - LOCATOR64.size : at] if at >= LOCATOR64.size else b""
-    if locator[:4] == b"PK\x06\x07":
-        end64 = source.read(LOCATOR64.unpack(locator)[2], END64.size)
-        if len(end64) == END64.size and end64[:4] == b"PK\x06\x06":
-            count, size, start = END64.unpack(end64)[7:10]
+    start, size, count = find_directory(source, Problems())
     directory = source.read(start, size)
     entry = 0
     while entry + CENTRAL.size <= len(directory):
