@@ -83,6 +83,11 @@ def test_a_near_miss_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'transload inspect'?" in capsys.readouterr().err
 
 
+def test_what_is_only_a_function_is_named_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "model.pt"]) == 2
+    assert "in Python it is transload.load(…), and 'transload check FILE'" in capsys.readouterr().err
+
+
 def test_our_errors_are_one_message_and_no_traceback(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     command(TransloadError("it is\x1b[2J broken", where="a/b.pt", fix="Repair it."))
     assert main(["try"]) == 2

@@ -101,7 +101,9 @@ def _dispatch(argv: list[str]) -> Outcome:
     kind = "option" if command.startswith("-") else "command"
     near = get_close_matches(command, COMMANDS, 1)
     hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
-    if os.path.exists(command):
+    if command in ("load", "load_into", "open", "save"):
+        hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
+    elif os.path.exists(command):
         hint = f"did you mean 'transload inspect {printable(command)}'?"
     print(f"{_USAGE}\ntransload: there is no {kind} '{printable(command)}'; {hint}", file=sys.stderr)
     return 2
