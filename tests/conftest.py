@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,28 @@ settings.load_profile("fixed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+gc.disable()  # what the collection makes stays; to look through all of it again and again takes a third of its time
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def _leave(worker: int = os.getpid()) -> None:
+    if os.getpid() == worker:  # and not a fork of it
+        os._exit(0)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # it has told everything; to tear down torch and all tests takes seconds
+    atexit.register(_leave)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in docstrings in the sources only."""
+    return [made for made in (yield) if type(made).__name__ != "DoctestModule"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
