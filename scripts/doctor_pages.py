@@ -1,4 +1,4 @@
-"""Write what the manual takes from the code: the list of causes, the head of each one's page, docs/doctor.schema.json.
+"""Write what the manual takes from the code: the list of causes, where each belongs, docs/doctor.schema.json.
 
 Usage: python scripts/doctor_pages.py [--check]
 """
@@ -58,7 +58,7 @@ def text_of(path: Path) -> str:
 
 
 def files() -> dict[Path, str]:
-    """Every file with what it must hold: the body of a page is its own, the head is the rule's."""
+    """Every file with what it must hold: the second paragraph of a page is the rule's, the rest its own."""
     pages = {DOCS / "doctor" / f"{rule.code}.md": rule for rule in BY_CODE.values()}
     return {
         DOCS / "doctor" / "README.md": index(),
@@ -81,9 +81,9 @@ def index() -> str:
 
 
 def with_head(rule: Rule, page: str) -> str:
-    """A page with the title, the layer and the certainty of its rule; of a new rule, a page to be written."""
-    body = page.split("\n\n", 2)[2] if page.count("\n\n") > 1 else EMPTY
-    return f"# {rule.code}: {rule.title}\n\n{certainty(rule)}\n\n{body}"
+    """A page with the layer and the certainty of its rule; of a new rule, a page to be written."""
+    title, _, body = page.split("\n\n", 2) if page else (f"# {rule.code}: what is wrong, in a few words", "", EMPTY)
+    return f"{title}\n\n{certainty(rule)}\n\n{body}"
 
 
 def certainty(rule: Rule) -> str:

@@ -37,11 +37,11 @@ def test_every_finding_has_its_page() -> None:
 
 def test_a_new_rule_gets_a_page_to_fill_in() -> None:
     script = load_script("doctor_pages")
-    new = Rule("Z99", "run", "a new one", lambda _: iter(()), likely=True)
+    new = Rule("Z99", "run", lambda _: iter(()), likely=True)
     made = script.with_head(new, "")
-    assert made.startswith("# Z99: a new one\n\nLayer: running torch. Reported as probable")
+    assert made.startswith("# Z99: what is wrong, in a few words\n\nLayer: running torch. Reported as probable")
     assert "\n## Fix\n" in made
-    assert script.with_head(new._replace(title="other"), made) == made.replace("a new one", "other")
+    assert script.with_head(new._replace(layer="fit"), made) == made.replace("running torch", "compatibility")
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

@@ -13,13 +13,13 @@ from transload.findings import Severity
 
 def row(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Rule:
     def check(_: Case) -> Found:
-        yield code, Match((f"evidence of {code}",), (f"$ fix {code}",), severity=severity)
+        yield code, Match((f"evidence of {code}",), (f"$ fix {code}",), f"title of {code}", severity)
 
-    return Rule(code, layer, f"title of {code}", check, symptom, likely)
+    return Rule(code, layer, check, symptom, likely)
 
 
 def silent(code: str, layer: str) -> Rule:
-    return Rule(code, layer, "title", lambda _: iter(()))
+    return Rule(code, layer, lambda _: iter(()))
 
 
 def codes(diagnosis: Diagnosis) -> list[str]:
@@ -144,7 +144,7 @@ def test_a_row_that_raises_is_named_and_the_others_are_heard() -> None:
     def check(machine: Case) -> Found:
         raise OverflowError(f"too large: {machine.taken}")
 
-    bad = Rule("K99", "kernel", "title", check)
+    bad = Rule("K99", "kernel", check)
     diagnosis = decide(BROKEN, [bad, row("D01", "nodes")])
     assert codes(diagnosis) == ["D01"]
     assert diagnosis.machine.problems == {"rule K99": "OverflowError: too large: "}

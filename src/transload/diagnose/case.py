@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.diagnose import fixes
+from transload.diagnose import fixes, pages
 from transload.diagnose.tables import chip_of, cu_result, numbers_of, nvml_result
 from transload.findings import Finding, Severity
 from transload.machine import Machine
@@ -80,7 +80,7 @@ Check = Callable[["Case"], Found]
 
 
 class Rule(NamedTuple):
-    """A cause: its stable code and the layer it breaks. Its page is docs/doctor/CODE.md.
+    """A cause: its stable code and the layer it breaks. Its page, docs/doctor/CODE.md, has its title.
 
     A ``symptom`` is reported only if no fault explains it: it says what happened, not why. ``check`` is ``None`` for
     what a machine cannot show (a program's own fault, another system): the page is all there is.
@@ -88,17 +88,19 @@ class Rule(NamedTuple):
 
     code: str
     layer: str
-    title: str
     check: Check | None = None
     symptom: bool = False
     likely: bool = False
 
     @property
+    def title(self) -> str:
+        """What its page is called."""
+        return pages.title(self.code)
+
+    @property
     def fix(self) -> str:
         """What its page says to do."""
-        from transload.diagnose.pages import section
-
-        return section(self.code, "Fix")
+        return pages.section(self.code, "Fix")
 
     def finding(self, case: Case) -> Finding | None:
         """What it says about a machine."""
@@ -114,23 +116,23 @@ RULES: dict[str, Rule] = {}
 """Every rule by its code, in the order in which they are checked. The modules of ``diagnose.rules`` fill it."""
 
 
-def rules(layer: str, *, likely: Lines = (), symptom: bool = False, **titles: str) -> Callable[[Check], Check]:
-    """Make the decorated function the check of the rules with these codes and titles.
+def rules(layer: str, *codes: str, likely: Lines = (), symptom: bool = False) -> Callable[[Check], Check]:
+    """Make the decorated function the check of the rules with these codes.
 
     In a layer the first rule that matches is the cause. ``likely`` are the codes of those that can never be certain.
     """
 
     def add(check: Check) -> Check:
-        for code, title in titles.items():
-            RULES[code] = Rule(code, layer, title, check, symptom, code in likely)
+        for code in codes:
+            RULES[code] = Rule(code, layer, check, symptom, code in likely)
         return check
 
     return add
 
 
-def page_only(code: str, layer: str, title: str) -> None:
+def page_only(code: str, layer: str) -> None:
     """Add a cause that the facts of a machine cannot show: only its page exists."""
-    RULES[code] = Rule(code, layer, title)
+    RULES[code] = Rule(code, layer)
 
 
 class Card(NamedTuple):

@@ -1,4 +1,4 @@
-"""The page of a cause, in Markdown: ``doctor --explain`` prints it, ``explain`` quotes it, the site shows it.
+"""The page of a cause, in Markdown: it has the title, ``doctor --explain`` prints it, ``explain`` quotes it.
 
 The pages are docs/doctor/CODE.md, where a reader of the repository looks for them.
 """
@@ -6,6 +6,7 @@ The pages are docs/doctor/CODE.md, where a reader of the repository looks for th
 from __future__ import annotations
 
 import re
+from functools import cache
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,12 @@ _MARKUP = re.compile(r"`([^`]*)`|\\([\\*_<\[`])|&(lt);|\[([^\]]*)\]\([^)]*\)|<(h
 def page(code: str) -> str:
     """The Markdown of a cause's page."""
     return manual_page(f"doctor/{code}")
+
+
+@cache
+def title(code: str) -> str:
+    """What a cause is, in the words that follow its code in the first line of its page."""
+    return page(code).partition("\n")[0].partition(": ")[2]
 
 
 def parts(markdown: str) -> Iterator[tuple[str, str]]:

@@ -31,12 +31,7 @@ def _bus(m: Case) -> str:
     return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
 
 
-@rules(
-    "hardware",
-    N01="this notebook's runtime has no GPU",
-    H06="the laptop's NVIDIA card is switched off",
-    H02="a GPU has fallen off the bus",
-)
+@rules("hardware", "N01", "H06", "H02")
 def absent(m: Case) -> Found:
     """A card that is not given, switched off or lost."""
     notebook, prime, first = m.surroundings.notebook, m.platform.prime, m.torch.first
@@ -65,11 +60,7 @@ def absent(m: Case) -> Found:
         yield "H02", Match(evidence, fix, severity="warning" if m.works else "error")
 
 
-@rules(
-    "hardware",
-    H05="the firmware assigned no address space to the card",
-    H04="the driver cannot initialize the card",
-)
+@rules("hardware", "H05", "H04")
 def not_started(m: Case) -> Found:
     """NVIDIA's module is loaded and supports the card, but NVML does not see it."""
     waits = m.broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works
@@ -100,11 +91,7 @@ def not_started(m: Case) -> Found:
         yield "H04", Match(evidence, (*fixes.on_host(m), *fix), likely=not (said or eio))
 
 
-@rules(
-    "hardware",
-    H03="the GPU's memory has uncorrectable errors",
-    H01="there is no NVIDIA GPU in this machine",
-)
+@rules("hardware", "H03", "H01")
 def broken_or_none(m: Case) -> Found:
     """A card with bad memory, or no sign of any."""
     # a pending or failed remapping or retirement; an error if a program already failed because of it
@@ -184,14 +171,7 @@ _NO_GSP = r"not supported by open nvidia\.ko because it does not include the req
 _NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
 
 
-@rules(
-    "kernel",
-    K06="the driver is too new for this card and ignores it",
-    K07="the open kernel module cannot drive this card",
-    K08="this card needs the open kernel module",
-    K09="the driver is too old for this card",
-    K12="the driver's firmware file is missing",
-)
+@rules("kernel", "K06", "K07", "K08", "K09", "K12")
 def unsupported(m: Case) -> Found:
     """A driver of the wrong branch or flavour for a card, or without the card's firmware."""
     branch, kernel, cards = _branch(m), m.kernel, list(_unsupported(m))
@@ -258,11 +238,7 @@ def _too_new(m: Case, card: str, chip: Chip, known: Generation) -> Match:
 # -- a kernel driver that is not installed, or not loaded
 
 
-@rules(
-    "kernel",
-    K04="the card is bound to nouveau, not to NVIDIA's driver",
-    K05="the card is reserved for virtual machines (vfio-pci)",
-)
+@rules("kernel", "K04", "K05")
 def held_card(m: Case) -> Found:
     """Another driver holds the card: nouveau or nova where none is bound to nvidia, or vfio-pci all of them."""
     drivers = {card.driver for card in m.hardware.gpus}
@@ -291,12 +267,7 @@ def held_card(m: Case) -> Found:
         yield "K05", Match(m.card_lines, fix, severity=m.no_gpu_severity)
 
 
-@rules(
-    "kernel",
-    K02="the NVIDIA module is built for another kernel, not the running one",
-    K03="Secure Boot rejects NVIDIA's module",
-    K01="NVIDIA's kernel driver is not installed",
-)
+@rules("kernel", "K02", "K03", "K01")
 def module_missing(m: Case) -> Found:
     """The module is not loaded, without a reason that the rules above report."""
     held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in m.hardware.gpus)
@@ -381,13 +352,7 @@ def _numbers(kernel: str) -> tuple[int, ...]:
 # -- a kernel driver that is loaded, but does not work
 
 
-@rules(
-    "kernel",
-    K10="heterogeneous memory management (HMM) prevents the CUDA driver from starting",
-    K11="the nvidia_uvm module is broken after a suspend",
-    W01="Windows has no NVIDIA driver",
-    likely=("K11", "W01"),
-)
+@rules("kernel", "K10", "K11", "W01", likely=("K11", "W01"))
 def not_working(m: Case) -> Found:
     """NVML works and the CUDA driver does not; or, on Windows, the driver's library is not found."""
     kernel, first, times = m.kernel, m.torch.first, m.platform.suspends

@@ -68,12 +68,7 @@ def _search(m: Case, folder: str, file: str) -> Lines:
 # -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are visible
 
 
-@rules(
-    "libraries",
-    U11="WSL 1 does not support GPUs",
-    U09="a Linux driver inside WSL hides the Windows driver",
-    U08="WSL does not get the GPU from Windows",
-)
+@rules("libraries", "U11", "U09", "U08")
 def under_wsl(m: Case) -> Found:
     """What keeps the Windows driver from a process under WSL. Whether Windows has a card cannot be seen."""
     lib, found, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
@@ -120,14 +115,7 @@ def under_wsl(m: Case) -> Found:
 # -- the wrong libcuda.so.1
 
 
-@rules(
-    "libraries",
-    U04="libcuda.so.1 is the toolkit's stub",
-    U02="a CUDA compatibility library does not match the driver",
-    U03="forward compatibility does not work on this card",
-    U01="the driver's libraries and its kernel module have different versions",
-    U13="libcuda.so.1 is not a usable library",
-)
+@rules("libraries", "U04", "U02", "U03", "U01", "U13")
 def wrong_library(m: Case) -> Found:
     """The driver refuses to start with the libcuda.so.1 that the process gets, or that cannot be used at all."""
     if not m.fails or m.no_gpu or m.withheld:
@@ -203,12 +191,7 @@ def _unusable(m: Case) -> Match | None:
 # -- no libcuda.so.1
 
 
-@rules(
-    "libraries",
-    U05="libcuda.so.1 is installed where the loader does not look",
-    U06="only part of the driver is installed",
-    U07="the driver's PTX compiler is missing",
-)
+@rules("libraries", "U05", "U06", "U07")
 def not_found(m: Case) -> Found:
     """The loader finds no libcuda.so.1; or CUDA works without the driver's other libraries, a note."""
     # no compiler: an error if something failed without it
@@ -262,7 +245,7 @@ _ENOUGH = 64 << 30  # seen on a card of 140 GB: with 16 GB of address space cuIn
 _CAP = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d+)")
 
 
-@rules("driver", C11="the sandbox does not pass the GPU through", likely=("C11",))
+@rules("driver", "C11", likely=("C11",))
 def sandboxed(m: Case) -> Found:
     """A sandbox without a driver of its own, a visible GPU, and an error that sandboxes cause.
 
@@ -286,12 +269,7 @@ def sandboxed(m: Case) -> Found:
 # -- what connects or divides GPUs: NVSwitch, confidential computing, MPS, vGPU, MIG
 
 
-@rules(
-    "driver",
-    S03="the GPU is not set ready for confidential computing",
-    S02="the fabric manager and the driver have different versions",
-    S01="the NVSwitch fabric is down: the fabric manager is not running",
-)
+@rules("driver", "S03", "S02", "S01")
 def not_ready(m: Case) -> Found:
     """CuInit 802. For the fabric it is certain if a switch, the fabric's state or the stopped service shows it."""
     if not m.broken or m.code != 802 or m.surroundings.wsl:
@@ -338,14 +316,7 @@ def not_ready(m: Case) -> Found:
     yield "S01", Match(evidence, fix, title, likely=not (switches or states or stopped))
 
 
-@rules(
-    "driver",
-    S04="the MPS daemon does not serve this process",
-    S07="the guest's driver does not match the vGPU",
-    M01="MIG is enabled but no instance exists",
-    M02="a process can use only one MIG instance",
-    likely=("S07",),
-)
+@rules("driver", "S04", "S07", "M01", "M02", likely=("S07",))
 def divided_card(m: Case) -> Found:
     """MPS, a vGPU or MIG, which share a card, have nothing for this process."""
     nvml, container = m.driver.nvml, m.surroundings.container
@@ -418,7 +389,7 @@ def _closed_caps(m: Case) -> list[Node]:
     return [node for node, cap in caps if cap and int(cap[1]) > 2 and node.error in ("EACCES", "EPERM")]
 
 
-@rules("variables", M03="the MIG instance is not accessible")
+@rules("variables", "M03")
 def mig_unreachable(m: Case) -> Found:
     """An old name with a driver from 470 on, or an instance's node that cannot be opened."""
     if not m.fails or m.code != 100:
@@ -443,13 +414,7 @@ def mig_unreachable(m: Case) -> Found:
 # -- the start itself
 
 
-@rules(
-    "driver",
-    U10="several GPUs under WSL prevent CUDA from starting",
-    X04="the process has a limit on its address space",
-    X02="the driver hangs",
-    likely=("U10",),
-)
+@rules("driver", "U10", "X04", "X02", likely=("U10",))
 def no_start(m: Case) -> Found:
     """The driver is out of memory, or gives no answer."""
     driver, limit = m.driver, m.platform.address_space
@@ -494,10 +459,10 @@ def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
     return Match(evidence, fix, severity="warning" if m.works else "error")
 
 
-page_only("X03", "driver", "a second attempt to start CUDA hangs")
+page_only("X03", "driver")
 
 
-@rules("driver", U12="NVML does not work, but CUDA does")
+@rules("driver", "U12")
 def nvml_only(m: Case) -> Found:
     """CUDA works, and NVML returns an error or cannot be loaded: a note."""
     nvml = m.driver.nvml
@@ -509,7 +474,7 @@ def nvml_only(m: Case) -> Found:
         yield "U12", Match(evidence, fix, severity="note")
 
 
-@rules("driver", X08="the CUDA driver does not start, for an unknown reason", symptom=True)
+@rules("driver", "X08", symptom=True)
 def unexplained(m: Case) -> Found:
     """CUDA fails although there is a GPU; reported only if no other rule explains it."""
     state, lib, kernel = m.driver.cuda.answer.state, m.libcuda, m.kernel

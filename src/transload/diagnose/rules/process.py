@@ -26,11 +26,7 @@ def _forbidden(m: Case) -> str:
     return next((node.path for node in nodes if node.exists and node.error == "EPERM"), "")
 
 
-@rules(
-    "surroundings",
-    C09="Slurm did not give this job a GPU",
-    D05="the systemd service is not allowed to use the GPU",
-)
+@rules("surroundings", "C09", "D05")
 def not_granted(m: Case) -> Found:
     """A job or a service whose device cgroup forbids the nodes, or that was given none."""
     around, forbidden, visible = m.surroundings, _forbidden(m), m.env(CVD)
@@ -63,16 +59,7 @@ def not_granted(m: Case) -> Found:
         yield "D05", Match((f"the process runs in the unit {around.service}", why, m.answer), fix)
 
 
-@rules(
-    "surroundings",
-    C08="Apptainer was started without --nv",
-    C05="the pod did not request a GPU",
-    C04="NVIDIA_VISIBLE_DEVICES hides the GPUs from the container",
-    C03="the container has the GPU but not the compute libraries",
-    C10="the container's driver libraries do not match the host's driver",
-    C07="the container has the libraries of another host driver version",
-    C01="the container was started without a GPU",
-)
+@rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01")
 def container(m: Case) -> Found:
     """A container on a machine with a card that was started without it, or with the wrong libraries."""
     around, kernel, give = m.surroundings, m.kernel, fixes.give_gpu(m)
@@ -151,7 +138,7 @@ def container(m: Case) -> Found:
         yield "C01", Match((inside, nodes, said, *host), give, severity=severity, likely=jetson)
 
 
-@rules("surroundings", C02="containers on this host cannot use the GPU")
+@rules("surroundings", "C02")
 def no_toolkit(m: Case) -> Found:
     """A host with a card and Docker, without the toolkit or with Docker as a snap: a note."""
     around, snap = m.surroundings, m.surroundings.docker == "snap"
@@ -168,10 +155,10 @@ def no_toolkit(m: Case) -> Found:
         yield "C02", Match((evidence,), fix, severity="note")
 
 
-page_only("C06", "surroundings", "Podman does not find the CDI device")
+page_only("C06", "surroundings")
 
 
-@rules("surroundings", N02="the image's torch was chosen while no GPU was visible", likely=("N02",))
+@rules("surroundings", "N02", likely=("N02",))
 def cpu_image(m: Case) -> Found:
     """A CPU build that uv or conda chose, in a container where CUDA works: a note beside the CPU build itself."""
     first = m.torch.first
@@ -246,15 +233,7 @@ def _mode_allows(m: Case, node: Node) -> bool:
     return m.platform.root or node.mode & 0o006 == 0o006 or bool(ours)
 
 
-@rules(
-    "nodes",
-    D02="a device node points to the wrong device",
-    D04="the container is not allowed to open the device nodes",
-    D06="SELinux denies access to the device nodes",
-    D03="no permission to open the device nodes",
-    D01="a device node of the driver is missing",
-    likely=("D06",),
-)
+@rules("nodes", "D02", "D04", "D06", "D03", "D01", likely=("D06",))
 def faulty_node(m: Case) -> Found:
     """What is wrong with the node that prevents the driver from starting."""
     node = _faulty_node(m)
@@ -342,7 +321,7 @@ def _let_in(m: Case, node: Node) -> Lines:
     return (*now, "Permanently:", *fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
 
 
-@rules("nodes", R01="the AMD compute device cannot be opened")
+@rules("nodes", "R01")
 def kfd(m: Case) -> Found:
     """A ROCm build, an AMD card, and a node that cannot be opened."""
     first, node = m.torch.first, m.nodes.at("/dev/kfd")
@@ -399,13 +378,7 @@ def _read(m: Case) -> tuple[Visible | None, Lines, Lines]:
     return seen if seen.known and seen.why else None, gpus, mig
 
 
-@rules(
-    "variables",
-    E03=f"{CVD} names a GPU twice",
-    E01=f"{CVD} hides every GPU",
-    E02=f"{CVD} names a GPU that does not exist",
-    E04=f"{CVD} names a UUID that does not exist",
-)
+@rules("variables", "E03", "E01", "E02", "E04")
 def hidden_gpus(m: Case) -> Found:
     """An error if the variable leaves no GPU visible; otherwise what it hides."""
     seen, gpus, mig = _read(m)
@@ -438,12 +411,7 @@ def _correct(m: Case) -> Lines:
     return (*fixes.unset(m, CVD), "Or set it to indices starting at 0, as nvidia-smi -L lists them.")
 
 
-@rules(
-    "variables",
-    E13="torch counts no GPU although CUDA has one",
-    E07="a file sets CUDA_VISIBLE_DEVICES",
-    likely=("E07",),
-)
+@rules("variables", "E13", "E07", likely=("E07",))
 def visible_list(m: Case) -> Found:
     """Where a bad list of visible GPUs comes from, and a list that only torch misreads."""
     run, value, places = m.torch_run, m.env(CVD), m.variables.origins.get(CVD, ())
@@ -455,19 +423,11 @@ def visible_list(m: Case) -> Found:
         yield "E07", Match(lines, ("Remove it there.",), severity="note")
 
 
-page_only("E06", "variables", "CUDA_VISIBLE_DEVICES is set too late")
-page_only("E08", "variables", "a program asks for a GPU index that does not exist")
+page_only("E06", "variables")
+page_only("E08", "variables")
 
 
-@rules(
-    "variables",
-    E12="CUDA_DEVICE_ORDER has an invalid value",
-    A04="a variable forces or forbids PTX compilation",
-    E09="a variable hides the AMD GPUs",
-    E10="is_available() asks NVML instead of CUDA",
-    E05="CUDA numbers the GPUs in a different order than nvidia-smi",
-    E11="CUDA cannot write its cache of compiled kernels",
-)
+@rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")
 def other_variables(m: Case) -> Found:
     """A variable that was seen to do harm; a note where it does not, or not yet."""
     first, run = m.torch.first, m.torch_run

@@ -32,14 +32,7 @@ def _enough(driver: int, wheel: tuple[int, int]) -> bool:
     return driver >= wheel[0] * 1000 + wheel[1] * 10
 
 
-@rules(
-    "fit",
-    V05="another library replaces the driver's libcuda.so.1",
-    V01="the driver is too old for this torch",
-    V02="the driver cannot compile this PTX",
-    V03="the driver lacks a function that torch calls",
-    likely=("V05",),
-)
+@rules("fit", "V05", "V01", "V02", "V03", likely=("V05",))
 def driver_for_build(m: Case) -> Found:
     """The driver against the CUDA version that torch was built with."""
     wheel, driver, torch_cuda = m.built_with, m.driver_cuda, m.torch_cuda
@@ -102,7 +95,7 @@ def _only_newer_ptx(m: Case) -> bool:
     )
 
 
-page_only("V04", "fit", "the driver no longer supports this Kepler card")
+page_only("V04", "fit")
 
 
 # -- the cards
@@ -138,19 +131,13 @@ def _numbers(code: str) -> tuple[int, int]:
     return number // 10, number % 10
 
 
-@rules(
-    "fit",
-    A05="this torch has no code for the GPU of a Jetson",
-    A01="the card is too new for this torch",
-    A02="the card is too old for this torch",
-    R02="this torch has no code for the AMD card",
-)
+@rules("fit", "A05", "A01", "A02", "R02")
 def no_code_for_card(m: Case) -> Found:
     """Cards without code: an error, but a warning if torch works on another card. In between is too old as well."""
     bad, (codes, proven) = _misfits(m), _codes(m)
     if bad:
         spared = m.torch_run.cuda_works or (len(bad) < len(m.cards) and not m.complaint(_NO_KERNEL))
-        listed = " ".join(sorted(set(codes), key=_numbers))
+        listed = " ".join(sorted(dict.fromkeys(codes), key=_numbers))
         source = "has code for" if proven else "should have code for"
         evidence = (*map(str, bad), f"torch {m.torch_version} {source} {listed}", quoted(m.complaint(_NO_CODE)))
         jetson = m.hardware.tegra or any(card.capability in tables.TEGRA for card in bad)
@@ -196,12 +183,7 @@ def _named(extension: Extension) -> str:
     return f"{extension.package} {extension.version}".rstrip()
 
 
-@rules(
-    "extensions",
-    P05="torchvision or torchaudio is built for another torch",
-    P06="a package was compiled against another torch",
-    A03="a package has no code for this card",
-)
+@rules("extensions", "P05", "P06", "A03")
 def other_packages(m: Case) -> Found:
     """Packages that were built for another torch, another CUDA or other cards."""
     release, _, build = m.torch_version.partition("+")
@@ -294,14 +276,7 @@ _STEPS = {
 }
 
 
-@rules(
-    "run",
-    S06="the virtual GPU has no licence",
-    S05="the card's compute mode excludes this process",
-    X06="the GPU's memory is full",
-    X05="a kernel crashes on the GPU",
-    X07="two versions of a CUDA library are loaded in one process",
-)
+@rules("run", "S06", "S05", "X06", "X05", "X07")
 def not_allowed_to_work(m: Case) -> Found:
     """What keeps our own small operations from the card."""
     # the cards of this process, as NVML sees them; all of them if CUDA did not say which
@@ -364,9 +339,9 @@ def not_allowed_to_work(m: Case) -> Found:
         yield "X07", Match(evidence, fix, severity="error" if worked else "note", likely=bool(worked))
 
 
-page_only("X01", "run", "CUDA is used in a forked process")
-page_only("S08", "run", "the memory of a GH200 or GB200 seems wrong")
-page_only("S09", "run", "several GPUs fail together, but each works alone")
+page_only("X01", "run")
+page_only("S08", "run")
+page_only("S09", "run")
 
 
 # -- symptoms: reported as they were seen, and only if no rule explains them
@@ -376,15 +351,7 @@ def _lines(error: str) -> Lines:
     return tuple(line.strip() for line in error.splitlines() if line.strip())[:4]
 
 
-@rules(
-    "run",
-    X11="torch hangs or crashes",
-    X10="torch cannot be imported",
-    X09="torch sees no GPU although the driver has one",
-    X12="torch fails on the GPU",
-    X13="the machine could not be examined",
-    symptom=True,
-)
+@rules("run", "X11", "X10", "X09", "X12", "X13", symptom=True)
 def symptoms(m: Case) -> Found:
     """How the torch child ended, the first step of it that failed, and what could not be asked at all."""
     run, cuda, lib = m.torch_run, m.driver.cuda, m.libcuda
@@ -460,4 +427,4 @@ def symptoms(m: Case) -> Found:
         yield "X13", Match(evidence, fix, title, "error" if driver else "warning")
 
 
-page_only("N03", "run", "a program says that torch cannot use the GPU")
+page_only("N03", "run")

@@ -30,18 +30,7 @@ _ROCM_CARDS = frozenset(
 )
 
 
-@rules(
-    "python",
-    P09="the Python interpreter does not respond",
-    P03="another file is imported instead of torch",
-    P08="no torch wheel runs on this system",
-    P07="torch has no wheel for this Python",
-    P02="a torch from outside this environment is imported first",
-    P04="files of two torch versions are mixed",
-    P01="torch is not installed in this Python",
-    W02="torch with CUDA needs a 64-bit Python for x64",
-    likely=("W02",),
-)
+@rules("python", "P09", "P03", "P08", "P07", "P02", "P04", "P01", "W02", likely=("W02",))
 def which_torch(m: Case) -> Found:
     """Which torch the examined Python imports, and why it has none."""
     python, torch, run, libc = m.python, m.torch, m.torch_run, m.platform.libc
@@ -170,16 +159,7 @@ def _ever_supported(capability: Capability) -> bool:
     return any(build.supports_card(capability) for build in builds)
 
 
-@rules(
-    "build",
-    J01="this torch is not built for Jetson",
-    T02="pip installed a torch without CUDA, the default on Windows",
-    T03="the aarch64 wheel of this torch release has no CUDA",
-    T05="conda installed a torch without CUDA",
-    T04="installing another package brought in a torch without CUDA",
-    T01="torch was built without CUDA",
-    likely=("T05", "T04"),
-)
+@rules("build", "J01", "T02", "T03", "T05", "T04", "T01", likely=("T05", "T04"))
 def cpu_build(m: Case) -> Found:
     """A torch without CUDA, on a machine whose NVIDIA card another build could use, and how it got there."""
     first, tegra = m.torch.first, m.hardware.tegra
@@ -220,13 +200,7 @@ def cpu_build(m: Case) -> Found:
         yield ("T04" if first.replaced_by else "T01"), Match(evidence, install, likely=unknown)
 
 
-@rules(
-    "build",
-    T09="files of torch are missing or truncated",
-    T06="this torch is built for another vendor's GPU",
-    T07="this torch is not built for this machine's GPU",
-    T08="macOS has no CUDA",
-)
+@rules("build", "T09", "T06", "T07", "T08")
 def other_build(m: Case) -> Found:
     """A torch that is damaged, or built for another vendor's GPU than this machine's."""
     torch, first, run = m.torch, m.torch.first, m.torch_run
@@ -323,11 +297,7 @@ def _bring(m: Case, blamed: Iterable[Resolved]) -> Lines:
     return fixes.install(m, "--no-deps", *pinned, force=True)
 
 
-@rules(
-    "torch-libraries",
-    L04="a library that torch needs is missing",
-    L01="an older CUDA library is loaded instead of torch's own",
-)
+@rules("torch-libraries", "L04", "L01")
 def not_loadable(m: Case) -> Found:
     """The import failed because of a library or a symbol; or torch was not run, and the loader would not find it."""
     error, libraries, not_run = m.import_error, m.torch_libraries, m.torch_not_run
@@ -371,11 +341,7 @@ def not_loadable(m: Case) -> Found:
             yield "L01", Match(evidence, m.reinstall, "the CUDA libraries of this environment do not match each other")
 
 
-@rules(
-    "torch-libraries",
-    L03="parts of two cuDNN versions are mixed",
-    L02="the cuDNN that is loaded is not the one torch was built with",
-)
+@rules("torch-libraries", "L03", "L02")
 def wrong_cudnn(m: Case) -> Found:
     """A convolution failed in this way; or torch was not run, and would load parts that are mixed or too old."""
     parts = m.torch_libraries.split_cudnn
@@ -411,12 +377,7 @@ def wrong_cudnn(m: Case) -> Found:
         yield "L02", Match(lines, _drop(m, lib), severity="error" if too_old else "note", likely=too_old)
 
 
-@rules(
-    "torch-libraries",
-    L07="CUDA libraries from conda and pip are mixed",
-    L06="two packages own the same CUDA library",
-    L05="a system library replaces a missing library of torch",
-)
+@rules("torch-libraries", "L07", "L06", "L05")
 def mixed_libraries(m: Case) -> Found:
     """CUDA libraries of two origins: an error only if torch fails because of them."""
     libraries, prefix = m.torch_libraries, m.python.prefix
@@ -449,16 +410,7 @@ def mixed_libraries(m: Case) -> Found:
         yield "L05", Match((quoted(told), *lines), _bring(m, lost), severity="error" if told else "warning")
 
 
-@rules(
-    "torch-libraries",
-    L08="a preloaded library intercepts CUDA",
-    L12="the libstdc++ that is loaded is too old for torch",
-    L13="MKL is newer than this torch can use",
-    L10="Windows cannot load one of torch's libraries",
-    L11="a CUDA library from PATH is loaded instead of torch's",
-    L09="the loader also searches the current directory",
-    likely=("L11",),
-)
+@rules("torch-libraries", "L08", "L12", "L13", "L10", "L11", "L09", likely=("L11",))
 def other_libraries(m: Case) -> Found:
     """Libraries beside CUDA's that torch meets, and where the loader finds them."""
     first, error = m.torch.first, quoted(m.import_error)
