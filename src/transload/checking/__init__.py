@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transload.loading.placement import Plan
     from transload.machine import Machine
     from transload.nodes import Global
-    from transload.render.lines import Block
+    from transload.render.lines import Block, Words
 
 
 @dataclass(frozen=True)
@@ -335,27 +335,22 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     """A table of several files, and why some of ``total`` cannot be loaded."""
     from transload.render.checkpoint import format_words
-    from transload.render.lines import Line, Prose, Table, heading
+    from transload.render.lines import Prose, Table, heading
     from transload.render.words import plural, printable, size
 
-    rows: list[tuple[Line, ...]] = [tuple(((word, "dim"),) for word in ("file", "format", "size", "here", "lands on"))]
+    rows: list[tuple[Words, ...]] = []
     for each in results:
-        there = dict.fromkeys(move.device for move in each.plan.moves if move.device)
-        rows.append(
-            (
-                ((printable(each.checkpoint.path), ""),),
-                ((format_words(each.checkpoint), "dim"),),
-                ((size(each.checkpoint.tensor_nbytes), ""),),
-                (("loads", "good") if each.ok else ("cannot be loaded", "bad"),),
-                ((", ".join(there) if each.ok else "", ""),),
-            )
-        )
+        there = ", ".join(dict.fromkeys(move.device for move in each.plan.moves if move.device)) if each.ok else ""
+        verdict = (("loads", "good") if each.ok else ("cannot be loaded", "bad"),)
+        held = format_words(each.checkpoint), size(each.checkpoint.tensor_nbytes)
+        rows.append((printable(each.checkpoint.path), *held, verdict, there))
     if results:
-        yield Table(rows, right=frozenset({2}), drops=(1, 2), indent=0)
+        titles = ("file", "format", "size", "here", "lands on")
+        yield Table(rows, right=(2,), dim=(1,), titles=titles, drops=(1, 2), indent=0)
     bad = [each for each in results if not each.ok]
     for each in bad:
         yield from heading(printable(each.checkpoint.path, None))
-        yield Prose(((printable(each.refusal, None), ""),), lead=(("✗ ", "bad"),))
+        yield Prose(printable(each.refusal, None), lead=(("✗ ", "bad"),))
     tally = [plural(total, "file"), f"{len(bad):,} that cannot be loaded" if bad else "no problem"]
     if len(results) < total:
         tally.append(f"{total - len(results):,} not read")
@@ -366,7 +361,7 @@ def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict first, then where everything lands and what prevents it."""
     from transload.loading.placement import landing
     from transload.render.checkpoint import findings, format_words
-    from transload.render.lines import BLANK, Prose, heading, note
+    from transload.render.lines import BLANK, Prose, heading, note, row
     from transload.render.words import plural, printable, size
 
     checkpoint, plan, said = check.checkpoint, check.plan, check.torch
@@ -386,7 +381,7 @@ def report(check: Check) -> Iterator[Block]:
         summary.append(("CUDA", check.cuda.reason, "" if check.cuda else "bad"))
     yield Prose(((printable(checkpoint.path, None), "strong"),))
     for label, words, role in summary:
-        yield Prose(((printable(words, None), role),), lead=((f"  {label:<12}", "dim"),))
+        yield row(label, printable(words, None), role)
     if plan.moves:
         yield from heading("where it lands", f"map_location={printable(repr(check.wish), 60)}")
         yield from landing(plan)
@@ -410,7 +405,7 @@ def report(check: Check) -> Iterator[Block]:
         for bold in ("\033[1m", "\033[0m"):
             told = told.replace(bold, "")
         for line in told.replace("\t", "    ").split("\n"):  # never folded: somebody may search for these words
-            yield Prose(((printable(line, None), ""),), lead=(("  ", ""),), whole=True)
+            yield Prose(printable(line, None), lead="  ", whole=True)
     elsewhere = bool(plan.refused) or any(move.reason in ("absent", "lost") for move in plan.moves)
     if check.diagnosis.status == "broken" and check.devices.absent and elsewhere:
         yield BLANK

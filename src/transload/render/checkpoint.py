@@ -100,24 +100,16 @@ def report(
 def files(results: Sequence[Contents | TransloadError]) -> Iterator[Block]:
     """A table of several files, then what was found in those that have a problem."""
     seen = [result for result in results if not isinstance(result, TransloadError)]
-    titles = ("file", "format", "tensors", "size", "devices", "safety", "integrity")
-    rows: list[tuple[Words, ...]] = [tuple(((word, "dim"),) for word in titles)]
-    for checkpoint in seen:
-        devices = [printable(use.device, 24) for use in checkpoint.devices]
+    rows: list[tuple[Words, ...]] = []
+    for each in seen:
+        devices = [printable(use.device, 24) for use in each.devices]
         more = f" and {len(devices) - 2} more" if len(devices) > 2 else ""
-        rows.append(
-            (
-                printable(checkpoint.path),
-                ((format_words(checkpoint), "dim"),),
-                count(len(checkpoint.tensors)),
-                size(checkpoint.nbytes),
-                ((", ".join(devices[:2]) + more, "dim"),),
-                ((checkpoint.safety, SAFETY[checkpoint.safety][0]),),
-                ((checkpoint.integrity, INTEGRITY[checkpoint.integrity][0]),),
-            )
-        )
+        held = count(len(each.tensors)), size(each.nbytes), ", ".join(devices[:2]) + more
+        verdicts = (each.safety, SAFETY[each.safety][0]), (each.integrity, INTEGRITY[each.integrity][0])
+        rows.append((printable(each.path), format_words(each), *held, *((verdict,) for verdict in verdicts)))
     if seen:
-        yield Table(rows, right=frozenset({2, 3}), drops=(4, 1, 2), indent=0)
+        titles = ("file", "format", "tensors", "size", "devices", "safety", "integrity")
+        yield Table(rows, right=(2, 3), dim=(1, 4), titles=titles, drops=(4, 1, 2), indent=0)
     bad = [checkpoint for checkpoint in seen if not checkpoint.ok]
     for checkpoint in bad:
         if checkpoint.findings:
@@ -311,11 +303,11 @@ def _parts(checkpoint: Contents) -> Iterator[Block]:
     if not checkpoint.parts:
         return
     yield from heading("parts", count(len(checkpoint.parts)))
-    rows: list[tuple[Words, ...]] = []
+    rows = []
     for part in checkpoint.parts[:_PARTS]:
         facts = printable(", ".join(f"{name} {value}" for name, value in part.facts))
-        rows.append((printable(part.name), ((printable(part.kind), "dim"),), size(part.nbytes), ((facts, "dim"),)))
-    yield Table(rows, right=frozenset({2}), drops=(3, 1))
+        rows.append((printable(part.name), printable(part.kind), size(part.nbytes), facts))
+    yield Table(rows, right=(2,), dim=(1, 3), drops=(3, 1))
     if len(checkpoint.parts) > _PARTS:
         yield note(f"… and {len(checkpoint.parts) - _PARTS:,} more")
 
@@ -345,9 +337,9 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
             rows.append((name, "", ((", ".join(inside), "dim"),), "", size(twig.nbytes)))
         else:
             device = printable(tensor.device, 24) if mixed else ""
-            dtype, shape = printable(tensor.dtype, 40), cut(shape_text(tensor.shape), _TREE_SHAPE)
-            rows.append((name, ((dtype, "dim"),), shape, ((device, "dim"),), size(twig.nbytes)))
-    yield Table(rows, right=frozenset({4}), drops=(3, 1))
+            shape = cut(shape_text(tensor.shape), _TREE_SHAPE)
+            rows.append((name, printable(tensor.dtype, 40), shape, device, size(twig.nbytes)))
+    yield Table(rows, right=(4,), dim=(1, 3), drops=(3, 1))
     if not complete:
         yield note("--tensors lists every one")
 
@@ -356,7 +348,7 @@ def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
     """One line a tensor: name, dtype, shape, device, bytes, storage, and what is special about it."""
     yield from heading("tensors", count(len(checkpoint.tensors)))
     storages = {storage.id: storage for storage in checkpoint.storages}
-    rows: list[tuple[Words, ...]] = []
+    rows = []
     for tensor in checkpoint.tensors:
         storage = storages.get(tensor.storage or "")
         flags = [printable(tensor.kind, 40)] if tensor.kind != "strided" else []
@@ -366,18 +358,9 @@ def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
             flags += ["shared"] if len(storage.tensors) > 1 else []
             flags += ["incomplete"] if storage.stored < storage.nbytes and not storage.compressed else []
         where = f"storage {printable(tensor.storage, 40)}" if tensor.storage is not None else ""
-        rows.append(
-            (
-                printable(tensor.name, None) or '""',
-                ((printable(tensor.dtype, 40), "dim"),),
-                shape_text(tensor.shape),
-                ((printable(tensor.device, 40), "dim"),),
-                size(tensor.nbytes),
-                ((where, "dim"),),
-                ((", ".join(flags), "dim"),),
-            )
-        )
-    yield Table(rows, right=frozenset({4}), drops=(5, 6, 3))
+        kind = printable(tensor.dtype, 40), shape_text(tensor.shape), printable(tensor.device, 40), size(tensor.nbytes)
+        rows.append((printable(tensor.name, None) or '""', *kind, where, ", ".join(flags)))
+    yield Table(rows, right=(4,), dim=(1, 3, 5, 6), drops=(5, 6, 3))
 
 
 def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:
@@ -389,13 +372,11 @@ def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:
         rows: list[tuple[Words, ...]] = []
         for use in (use for use in checkpoint.globals if use.verdict == verdict):
             spelled = f" (written {printable(use.spelling)})" if use.spelling else ""
-            verb, number = (
-                ("called", use.called) if use.called else ("built", use.built) if use.built else ("imported", 1)
-            )
+            number = use.called or use.built or 1
+            verb = "called" if use.called else "built" if use.built else "imported"
             times = f"{verb} {count(number)}×" if number > 1 else verb
             name = ((printable(use.full_name), ""), (spelled, "dim"))
-            others = (times, printable(use.purpose), printable(use.stream, 40))
-            rows.append((name, *(((text, "dim"),) for text in others)))
+            rows.append((name, times, printable(use.purpose), printable(use.stream, 40)))
         if rows:
             yield Prose(((verdict, role), (f": {words}", "dim")), lead="  ")
-            yield Table(rows, indent=4, shrinks=(2, 0), drops=(3,))
+            yield Table(rows, dim=(1, 2, 3), shrinks=(2, 0), drops=(3,), indent=4)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from re import compile as regex
 from typing import TYPE_CHECKING, TextIO
 from unicodedata import category, east_asian_width
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 Span = tuple[str, str]
 """Text and its role: ``""``, ``strong``, ``dim``, or a verdict: ``good``, ``trust``, ``bad``."""
@@ -159,12 +159,15 @@ class Prose:
 class Table:
     """Rows of cells in aligned columns, indented as a whole.
 
-    ``right`` are the columns of numbers. Where eyes have too little width, cells of the columns ``shrinks`` are cut in
-    the middle; before they get too short, the columns of ``drops`` are left out; both in the order given.
+    ``right`` are the columns of numbers; in the columns ``dim``, and in ``titles``, texts without a role are dim. Where
+    eyes have too little width, cells of the columns ``shrinks`` are cut in the middle; before they get too short, the
+    columns of ``drops`` are left out; both in the order given.
     """
 
     rows: Sequence[Sequence[Words]]
-    right: frozenset[int] = frozenset()
+    right: Collection[int] = ()
+    dim: Collection[int] = ()
+    titles: Sequence[str] = ()
     shrinks: tuple[int, ...] = (0,)
     drops: tuple[int, ...] = ()
     indent: int = 2
@@ -260,9 +263,9 @@ def _length(line: Line) -> int:
     return sum(cells(text) for text, _ in line)
 
 
-def _encodable(words: Words, style: Style) -> Line:
+def _encodable(words: Words, style: Style, role: str = "") -> Line:
     """The words in letters the stream has; a blank is one in every encoding, and is put in place of the glue later."""
-    line = ((words, ""),) if isinstance(words, str) else words
+    line = ((words, role),) if isinstance(words, str) else words
     return tuple((GLUE.join(map(style.text, text.split(GLUE))), role) for text, role in line)
 
 
@@ -319,7 +322,9 @@ def _stripped(word: Line) -> int:
 
 
 def _aligned(table: Table, style: Style) -> Iterator[Line]:
-    rows = [[_encodable(cell, style) for cell in row] for row in table.rows]
+    roles = ["dim" if column in table.dim else "" for column in range(max(map(len, table.rows), default=0))]
+    rows = [[_encodable(cell, style, "dim") for cell in table.titles]] if table.titles else []
+    rows += ([_encodable(*each) for each in zip(row, repeat(style), roles)] for row in table.rows)
     columns = range(max(map(len, rows), default=0))
     widths = [min(_WIDEST, max(_length(row[c]) for row in rows if c < len(row))) for c in columns]
     shown = [c for c in columns if widths[c]]
