@@ -13,6 +13,6 @@ COMMANDS: dict[str, str] = {
 }
 """Each command and its line of help. The command ``x`` is two functions of ``files``, ``doctor`` or ``commands``:
 
-``x_arguments(parser)`` declares its options and an ``epilog`` of examples, and ``run_x(arguments)`` returns the exit
-code, or a function that runs somebody's program and returns it.
+``x_arguments(parser)`` declares its options, and ``run_x(arguments)`` returns the exit code, or a function that runs
+somebody's program and returns it. ``help.md`` has the examples and the exit codes that its help shows.
 """

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 
 def convert_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``convert``: the tensors of a checkpoint in another format, without running any of it."""
-    parser.epilog = """\
-examples:
-  transload convert model.pt model.safetensors
-  transload convert run.ckpt model.safetensors --key state_dict --strip module.
-  transload convert train.ckpt --list         what --key can choose
-  transload convert model.pt out/model.safetensors --max-shard-size 5GB
-  transload convert model.safetensors model.pt --dtype bfloat16
-  transload convert whole_model.pt weights/   raw tensors and a JSON index
-
-exit codes:
-  0  every selected tensor is in DST, the rest there or in DST.leftovers.json
-  1  DST was written, but something is in neither file: the report names it
-  2  nothing was written
-"""
     option = parser.add_argument
     option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
     option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
@@ -88,18 +74,6 @@ def run_convert(arguments: Namespace) -> int:
 
 def explain_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``explain``: nothing is loaded, and torch is not run."""
-    parser.epilog = """\
-examples:
-  python train.py 2>&1 | transload explain   the cause, and what to do
-  transload explain train.log
-  transload explain                          paste a traceback, then Ctrl-D
-  transload explain train.log --json | jq .answers[].cause
-
-exit codes:
-  0  an error in the text is explained
-  1  no error in it is known
-  2  the command could not do its job
-"""
     parser.add_argument("log", metavar="FILE", nargs="?", default="-", help="a traceback or a log; - or none is stdin")
     parser.add_argument("--no-checks", action="store_true", help="do not examine this machine or the files it names")
 
@@ -161,20 +135,6 @@ def _read_log(path: str) -> tuple[bytes, bool]:
 
 def rescue_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``rescue``: nothing in the checkpoint is run or loaded."""
-    parser.epilog = """\
-examples:
-  transload rescue broken.pt repaired.pt           everything that can be saved
-  transload rescue broken.pt --dry-run             only report what that is
-  transload rescue half.pt whole.pt --fill zeros   keep lost tensors, as zeros
-  transload rescue model.pt.gz model.pt            also from bz2, xz, zst, zip
-  transload rescue unzipped/ model.pt              an unzipped checkpoint
-  transload rescue shards/ new.safetensors         the whole tensors of shards
-
-exit codes:
-  0  everything was recovered
-  1  part of it was recovered, or a repair is not proven; the report says which
-  2  nothing was recovered, and nothing was written
-"""
     option = parser.add_argument
     # Not `path`: other commands finish an interrupted retag of their `path`; the source of a rescue is never written.
     option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
@@ -215,19 +175,6 @@ def run_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``run``; what follows the script is the script's."""
     from argparse import PARSER
 
-    parser.epilog = """\
-examples:
-  transload run infer.py --weights model.pt   load onto the devices here
-  transload run -m package.train --epochs 3   as python -m
-  transload run --device cpu infer.py         the CPU for absent GPUs
-  transload run --pretend-cuda train.py       for one that insists on CUDA
-  transload run - < infer.py                  the program from stdin
-  torchrun --nproc-per-node 2 -m transload run train.py
-
-exit codes:
-  those of the program
-  2  there is no such script
-"""
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
     parser.add_argument("--device", metavar="D", default="auto", help="what to use instead of missing devices")
     parser.add_argument("--pretend-cuda", action="store_true", help="let torch.cuda.is_available() be True on the CPU")

@@ -25,22 +25,6 @@ _INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe"
 
 def doctor_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
-    parser.epilog = """\
-examples:
-  transload doctor                         why there is no GPU, and the fix
-  transload doctor --python .venv          for another environment
-  transload doctor --json > machine.json   a report for a bug thread
-  transload doctor --from machine.json     judge a report from another machine
-  transload doctor --require cuda && python train.py
-  transload doctor --compare node*.json    which of many machines is different
-  srun --ntasks-per-node=1 transload doctor --gather reports
-  transload doctor --explain U04           explain one cause in full
-
-exit codes:
-  0  nothing to repair; a machine without a GPU is fine where torch works
-  1  something is broken, or what --require names is not usable
-  2  the command could not do its job
-"""
     option = parser.add_argument
     option("--verbose", action="store_true", help="also show all facts, and where each came from")
     option("--require", choices=("cuda",), help="exit with 1 unless it is usable")

@@ -101,17 +101,6 @@ def _show_results(
 
 def inspect_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``inspect``: nothing of a file is run, imported or loaded."""
-    parser.epilog = """\
-examples:
-  transload inspect model.pt
-  transload inspect model.pt --tensors | grep embed
-  transload inspect --verify --json checkpoints/*.pt
-
-exit codes:
-  0  only data, and nothing wrong with it
-  1  a file is damaged, or loading it needs trust
-  2  a file could not be read
-"""
     option = parser.add_argument
     option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one; - is stdin")
     option("--tensors", action="store_true", help="list every tensor, one a line")
@@ -166,19 +155,6 @@ def _named(path: str) -> str | BinaryIO:
 
 def verify_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``verify``: nothing of a file is run or loaded."""
-    parser.epilog = """\
-examples:
-  transload verify model.pt                  compare every checksum
-  transload verify checkpoints/*.pt --json
-  transload verify model.pt --write m.json   keep the hashes of its tensors
-  transload verify model.safetensors --against m.json
-  transload verify model.pt --values         count NaN and infinities
-
-exit codes:
-  0  nothing is wrong; where a format has no checksums, that is said
-  1  a tensor is damaged, or differs from the manifest; each is named
-  2  a file could not be read
-"""
     option = parser.add_argument
     option("paths", nargs="*", metavar="FILE", help="a checkpoint file, or the directory of one")
     option("--hash", action="store_true", help="sha256 of each tensor and of all, whatever the container")
@@ -232,20 +208,6 @@ def run_verify(arguments: Namespace) -> int:
 
 def check_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``check``: can it be loaded here, where would it land. Nothing is loaded."""
-    parser.epilog = """\
-examples:
-  transload check model.pt                       can it be loaded, and where to
-  transload check model.pt --device cuda:1
-  transload check model.pt --device cuda:1,cpu   the first of them that is here
-  transload check model.pt --device none         each tensor where it was saved
-  transload check checkpoints/                   each checkpoint in a directory
-  transload check model.pt --json | jq .plan
-
-exit codes:
-  0  every file can be loaded as asked
-  1  one cannot
-  2  a file could not be read
-"""
     parser.add_argument("paths", nargs="+", metavar="FILE", help="a checkpoint file, or a directory of some")
     parser.add_argument("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
 
@@ -269,19 +231,6 @@ def run_check(arguments: Namespace) -> int:
 
 def retag_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``retag``: nothing of the checkpoint is run or loaded."""
-    parser.epilog = """\
-examples:
-  transload retag model.pt --to cpu             torch.load works anywhere
-  transload retag model.pt --to cpu --dry-run   show what would be done
-  transload retag model.pt --map cuda:1=cuda:0 -o other.pt
-  transload retag model.pt --to cuda:0 --keep-undo
-  transload retag model.pt --undo               take the last one back
-  transload retag checkpoints/ --to cpu         each checkpoint in a directory
-
-exit codes:
-  0  the tags are as asked
-  2  those of a file are not, and the file is as it was
-"""
     option = parser.add_argument
     option(
         "paths", nargs="+", metavar="FILE", help="a file of torch.save, zip or legacy format, or a directory of some"

@@ -127,11 +127,14 @@ def parser_of(command: str) -> ArgumentParser:
     """The parser of a command, with its options and those that all have."""
     from argparse import ArgumentParser, RawDescriptionHelpFormatter
     from functools import partial
+    from pkgutil import get_data
 
     line = COMMANDS[command]
+    page = (get_data(__package__, "help.md") or b"").decode()
     parser = ArgumentParser(
         prog=f"transload {command}",
         description=line[0].upper() + line[1:] + ".",
+        epilog=page.partition(f"\n## {command}\n\n")[2].partition("\n\n## ")[0].rstrip("\n") + "\n",
         # Left to itself the formatter imports shutil to ask for the width, and with it every compressor Python has.
         formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
         allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
