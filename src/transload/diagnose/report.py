@@ -374,14 +374,14 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
 
 def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     """The environment, its torch and what torch did."""
-    from transload.diagnose.probes.system import DECIDING
+    from transload.diagnose.probes.system import shown_variables
 
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     cuda, libraries = machine.driver.cuda, machine.torch_libraries
 
     through = first is not None and listed(machine, "PYTHONPATH", first.location.rpartition("/")[0])
     hiding = torch.shadow_via == "PYTHONPATH"
-    told = DECIDING - (_SELDOM - ({"PYTHONPATH"} if hiding or through else set()))
+    told = shown_variables()[0] - (_SELDOM - ({"PYTHONPATH"} if hiding or through else set()))
     shown = [printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in told]
     where = f" in {python.prefix}" if python.prefix else ""
     kind = f", {python.environment}" if python.environment else ""

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from transload.diagnose.host import Host, pairs, reason
@@ -122,10 +123,10 @@ def memory(host: Host) -> tuple[int, int]:
     groups = ["/".join(["/sys/fs/cgroup", *steps[:depth]]) for depth in range(len(steps) + 1)]
     names = ("memory.max", "memory.current", "memory.stat", "inactive_file")
     first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")  # version 1
-    for group, (most, used, statistics, cache) in (*((each, names) for each in groups), (_V1, first)):
+    for group, (most, used, statistics, inactive) in (*((each, names) for each in groups), (_V1, first)):
         limit = _number(host.line(f"{group}/{most}"), -1)
         if 0 <= limit < _NO_LIMIT:
-            cached = host.findall(rf"^{cache} (\d{{1,19}})$", f"{group}/{statistics}")  # which can be given back
+            cached = host.findall(rf"^{inactive} (\d{{1,19}})$", f"{group}/{statistics}")  # which can be given back
             taken = _number(host.line(f"{group}/{used}"), 0) - int(cached[0] if cached else 0)
             left = max(0, limit - max(0, taken))
             total = min(total, limit) if total >= 0 else limit
@@ -353,48 +354,16 @@ def service_of(host: Host) -> str:
 
 # -- environment variables that matter, and the files that set them ----------------------------------------------------
 
-_DECIDING = """
-CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_HOME CUDA_PATH CUDA_CACHE_PATH CUDA_LAUNCH_BLOCKING
-CUDA_FORCE_PTX_JIT CUDA_DISABLE_PTX_JIT CUDA_FORCE_JIT CUDA_DISABLE_JIT CUDA_MPS_PIPE_DIRECTORY
-NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES LD_LIBRARY_PATH LD_PRELOAD LD_AUDIT
-PYTORCH_NVML_BASED_CUDA_CHECK PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF
-HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL HSA_OVERRIDE_GFX_VERSION ZE_AFFINITY_MASK
-PYTHONPATH PYTHONHOME PYTHONNOUSERSITE PYTHONUSERBASE NCCL_NVLS_ENABLE
-"""
-DECIDING = frozenset(_DECIDING.split())
-"""Those that can break CUDA or torch: of these it is also found out which file sets them."""
 
-_SHOWN = """
-CUDA_ROOT CUDA_VERSION CUDA_MODULE_LOADING CUDA_CACHE_DISABLE CUDA_CACHE_MAXSIZE CUDA_INJECTION64_PATH
-CUDA_DEVICE_MAX_CONNECTIONS CUDA_MPS_LOG_DIRECTORY CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
-CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUBLAS_WORKSPACE_CONFIG CUDNN_PATH
-NVIDIA_REQUIRE_CUDA NVIDIA_DISABLE_REQUIRE NVIDIA_PRODUCT_NAME NVIDIA_PYTORCH_VERSION NVIDIA_IMEX_CHANNELS
-NVIDIA_MIG_CONFIG_DEVICES NVIDIA_MIG_MONITOR_DEVICES NVIDIA_TF32_OVERRIDE
-LIBRARY_PATH DYLD_LIBRARY_PATH GLIBC_TUNABLES NIX_LD_LIBRARY_PATH
-PYTORCH_HIP_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_ENABLE_MPS_FALLBACK PYTORCH_ROCM_ARCH PYTORCH_VERSION
-TORCH_CUDA_ARCH_LIST TORCH_USE_CUDA_DSA TORCH_CUDNN_V8_API_DISABLED TORCH_DEVICE_BACKEND_AUTOLOAD
-TORCH_BLAS_PREFER_CUBLASLT TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD TORCH_FORCE_WEIGHTS_ONLY_LOAD TORCH_COMPILE_DISABLE
-TORCHDYNAMO_DISABLE TRITON_PTXAS_PATH TRITON_LIBCUDA_PATH TRITON_CACHE_DIR BNB_CUDA_VERSION VLLM_TARGET_DEVICE
-ROCM_PATH ROCM_HOME HIP_PATH HIP_PLATFORM HSA_ENABLE_SDMA
-ONEAPI_DEVICE_SELECTOR SYCL_DEVICE_FILTER ASCEND_RT_VISIBLE_DEVICES ASCEND_HOME_PATH HABANA_VISIBLE_DEVICES
-PJRT_DEVICE TPU_VISIBLE_CHIPS
-SLURM_JOB_ID SLURM_JOBID SLURM_STEP_ID SLURM_JOB_GPUS SLURM_STEP_GPUS SLURM_GPUS SLURM_GPUS_ON_NODE
-SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPU_BIND SLURM_JOB_PARTITION SLURM_NTASKS SLURM_PROCID SLURM_LOCALID
-LSB_JOBID KUBERNETES_SERVICE_HOST
-container APPTAINER_CONTAINER APPTAINER_NV SINGULARITY_CONTAINER SINGULARITY_NV WSL_DISTRO_NAME
-PYTHONSAFEPATH PYTHONWARNINGS VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV CONDA_OVERRIDE_CUDA CONDA_EXE
-MAMBA_EXE MAMBA_ROOT_PREFIX UV_TORCH_BACKEND UV_PROJECT_ENVIRONMENT PIXI_PROJECT_ROOT PIXI_ENVIRONMENT_NAME
-POETRY_ACTIVE PIP_TARGET PIP_USER
-NCCL_DEBUG NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_IB_TC NCCL_IB_TIMEOUT
-NCCL_SHM_DISABLE NCCL_CUMEM_ENABLE NCCL_SOCKET_IFNAME NCCL_SOCKET_FAMILY NCCL_NET NCCL_NET_PLUGIN NCCL_NET_GDR_LEVEL
-NCCL_ALGO NCCL_PROTO NCCL_BUFFSIZE NCCL_CROSS_NIC NCCL_COLLNET_ENABLE NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS
-NCCL_TOPO_FILE NCCL_TUNER_PLUGIN NCCL_CONF_FILE GLOO_SOCKET_IFNAME FI_PROVIDER
-COLAB_GPU COLAB_RELEASE_TAG COLAB_TPU_ADDR KAGGLE_KERNEL_RUN_TYPE RUNPOD_GPU_COUNT RUNPOD_GPU_NAME
-DRI_PRIME __NV_PRIME_RENDER_OFFLOAD KMP_DUPLICATE_LIB_OK OMP_NUM_THREADS
-HOME SHELL LANG LC_ALL LC_CTYPE TMPDIR XDG_CACHE_HOME
-"""
-SHOWN = DECIDING.union(_SHOWN.split())
-"""Names, not prefixes: SLURM_JWT, KAGGLE_KEY and NVIDIA_API_KEY are secrets, and a report is meant to be pasted."""
+@cache
+def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
+    """The names in ``variables.md``: those that can break CUDA or torch, and all whose values may be shown."""
+    from pkgutil import get_data
+
+    sections = (get_data(__package__, "variables.md") or b"").decode().split("\n## ")[1:]
+    deciding, others = (frozenset(section.partition("\n")[2].split()) for section in sections)
+    return deciding, deciding | others
+
 
 _LONGEST = 1 << 14
 _FILE = 256 << 10
@@ -417,8 +386,9 @@ _UNITS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system
 
 def variables(host: Host) -> Variables:
     """The values that may be shown, and for those that decide the places that set them: ``/etc/environment:3``."""
-    values = {name: host.environ[name][:_LONGEST] for name in sorted(SHOWN & host.environ.keys())}
-    names = DECIDING & values.keys()
+    deciding, shown = shown_variables()
+    values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
+    names = deciding & values.keys()
     origins: dict[str, list[str]] = {}
     setting = _setting(names)
     for path in dict.fromkeys(_files(host)) if names else ():
