@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from transload.checkpoint import Checkpoint, Part, Tensor
-from transload.errors import CannotReadError
 from transload.findings import INTEGRITY, SAFETY, Finding
 from transload.render.checkpoint import INTEGRITY as INTEGRITY_WORDS
 from transload.render.checkpoint import SAFETY as SAFETY_WORDS
@@ -121,7 +120,7 @@ def test_every_verdict_has_words() -> None:
 
 def test_nothing_of_a_hostile_file_is_shown_raw(hostile: Checkpoint) -> None:
     stream = io.StringIO()
-    for blocks in (report(hostile), tensors_listed(hostile), globals_by_verdict(hostile), files([hostile, hostile])):
+    for blocks in (report(hostile), tensors_listed(hostile), globals_by_verdict(hostile), files([hostile, hostile], 2)):
         emit(blocks, stream)
     text = stream.getvalue() + repr(hostile)
     assert all(char.isprintable() or char == "\n" for char in text)
@@ -169,7 +168,7 @@ def test_globals_stand_by_verdict_the_worst_first(training: Checkpoint, hostile:
 
 def test_several_files_in_one_table(transformer: Checkpoint, web_page: Checkpoint) -> None:
     stream = io.StringIO()
-    emit(files([transformer, web_page, CannotReadError("no such file", where="x")]), stream)
+    emit(files([transformer, web_page], 3), stream)
     text = stream.getvalue()
     rows = [line.split("  ")[0] for line in text.splitlines()[:3]]
     assert rows == ["file", "pytorch_model.bin", "model.pt"]

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from transload.diagnose.report import Diagnosis
-    from transload.machine import Machine
     from transload.render.lines import Block
 
 _PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
 _LONG_PATIENCE = 5.0  # and whoever reads stderr elsewhere
-_INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
@@ -65,7 +63,11 @@ def run_doctor(arguments: Namespace) -> int:
     from transload.diagnose.redact import Names, names_here, redacted
 
     if arguments.saved is not None:
-        diagnosis, names = judge_machine(_saved(arguments.saved)), Names()
+        from transload.cli.several import text_of
+        from transload.diagnose.saved import machine_in
+
+        where = "standard input" if arguments.saved == "-" else arguments.saved
+        diagnosis, names = judge_machine(machine_in(text_of(arguments.saved), where)), Names()
     else:
         python = _interpreter(arguments.python) if arguments.python is not None else ""
         timeout = arguments.timeout or 0.0
@@ -126,25 +128,14 @@ def _explain(word: str, colour: str) -> None:
 
 def _interpreter(given: str) -> str:
     """The interpreter that is meant by a path, by the folder of an environment, or by a command on the PATH."""
-    from pathlib import Path
+    from transload.diagnose.host import Host
+    from transload.diagnose.probes.python import located
 
-    path = Path(given)
-    places = [path / place for place in _INTERPRETERS] if path.is_dir() else [path]
-    if path.name == given:
-        places += [Path(folder, given) for folder in os.get_exec_path()]
-    for place in places:
-        if place.is_file() and os.access(place, os.X_OK):
-            return str(place.absolute())  # not resolved: the link is what makes an environment of its own
-    what = "there is no Python interpreter in it" if path.exists() else "there is no such interpreter"
-    raise UsageError(what, where=given, fix="Name the file, such as .venv/bin/python.")
-
-
-def _saved(path: str) -> Machine:
-    """The machine in a report."""
-    from transload.cli.several import text_of
-    from transload.diagnose.saved import machine_in
-
-    return machine_in(text_of(path), "standard input" if path == "-" else path)
+    executable, absent = located(Host(python=given))
+    if absent or not os.access(executable, os.X_OK):
+        what = "there is no Python interpreter in it" if os.path.exists(given) else "there is no such interpreter"
+        raise UsageError(what, where=given, fix="Name the file, such as .venv/bin/python.")
+    return executable
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from transload.cli.output import as_bug, complain, finish_retag, show, write
 from transload.errors import TransloadError, UsageError
@@ -12,15 +12,26 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from transload.checkpoint import Checkpoint
     from transload.render.lines import Block
     from transload.retagging import Retag
+    from transload.verifying import Verification
 
-T = TypeVar("T")
 
+def _for_each(
+    arguments: Namespace,
+    paths: Sequence[str],
+    look: Callable[[str], Any],
+    report: Callable[[Any], Iterable[Block]],
+    several: Callable[[Sequence[Any], int], Iterable[Block]],
+    *,
+    finish: bool = True,
+) -> tuple[list[Any], int]:
+    """Look at each file and show the report of one, the table of several, or the JSON; errors are told.
 
-def _each(paths: Sequence[str], look: Callable[[str], T], *, finish: bool = True) -> list[T | TransloadError]:
-    """The result for each file, or the error that kept us from one; errors are told."""
-    results: list[T | TransloadError] = []
+    Returns what was found out, and the exit code: 1 if something is wrong with a file, 2 if one could not be read.
+    """
+    results: list[Any] = []
     for path in paths:
         try:
             if finish:
@@ -30,10 +41,25 @@ def _each(paths: Sequence[str], look: Callable[[str], T], *, finish: bool = True
             results.append(error)
         except Exception as error:  # noqa: BLE001  a bug with one file must not hide the others
             results.append(as_bug(error, path))
+    done = []
     for result in results:
         if isinstance(result, TransloadError):
             complain(result)
-    return results
+        else:
+            done.append(result)
+    if arguments.json:
+        from transload.render.json import error_to_dict, to_json
+
+        told = (
+            error_to_dict(path, each) if isinstance(each, TransloadError) else each.to_dict()
+            for path, each in zip(paths, results, strict=True)
+        )
+        write(to_json(told, several=len(paths) > 1))
+    elif len(results) > 1:
+        show(several(done, len(results)), arguments.color)
+    elif done:
+        show(report(done[0]), arguments.color)
+    return done, 2 if len(done) < len(results) else int(not all(getattr(each, "ok", True) for each in done))
 
 
 _PARTS = ("shard", "rank file", "weights", "beside the checkpoint")
@@ -68,34 +94,6 @@ def expanded(names: Iterable[str], *, parts: bool = False) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _write_json(paths: Sequence[str], results: Iterable[Any]) -> None:
-    from transload.render.json import error_to_dict, to_json
-
-    documents = (
-        error_to_dict(path, result) if isinstance(result, TransloadError) else result.to_dict()
-        for path, result in zip(paths, results, strict=True)
-    )
-    write(to_json(documents, several=len(paths) > 1))
-
-
-def _show_results(
-    paths: Sequence[str],
-    results: Sequence[Any],
-    report: Callable[[Any], Iterable[Block]],
-    several: Callable[[Sequence[Any], int], Iterable[Block]],
-    arguments: Namespace,
-) -> list[Any]:
-    """Show the report of one file, or the table of several; return the results without the errors."""
-    done = [result for result in results if not isinstance(result, TransloadError)]
-    if arguments.json:
-        _write_json(paths, results)
-    elif len(results) > 1:
-        show(several(done, len(results)), arguments.color)
-    elif done:
-        show(report(done[0]), arguments.color)
-    return done
-
-
 # -- inspect
 
 
@@ -113,27 +111,26 @@ def run_inspect(arguments: Namespace) -> int:
     """Inspect all files, show what there is to show, return the worst exit code."""
     from transload.judge import inspect
 
-    results = _each(arguments.paths, lambda path: inspect(_named(path), verify=arguments.verify))
-    read = [result for result in results if not isinstance(result, TransloadError)]
-    if arguments.json:
-        _write_json(arguments.paths, results)
-    else:
-        from transload.render.checkpoint import files, report
+    lists = {"tensors": arguments.tensors, "names": arguments.globals, "structure": arguments.tree}
+
+    def report(checkpoint: Checkpoint) -> Iterator[Block]:
+        from transload.render.checkpoint import report
+
+        return report(checkpoint, **lists)
+
+    def several(read: Sequence[Checkpoint], total: int) -> Iterator[Block]:
+        from transload.render.checkpoint import files
         from transload.render.lines import BLANK
 
-        lists = {"tensors": arguments.tensors, "names": arguments.globals, "structure": arguments.tree}
+        yield from files(read, total)
+        for checkpoint in read if any(lists.values()) else ():
+            yield BLANK
+            yield from report(checkpoint)
 
-        def blocks() -> Iterator[Block]:
-            if len(results) > 1:
-                yield from files(results)
-            for checkpoint in read if len(results) == 1 or any(lists.values()) else ():
-                yield from (BLANK,) if len(results) > 1 else ()
-                yield from report(checkpoint, **lists)
+    def look(path: str) -> Checkpoint:
+        return inspect(_named(path), verify=arguments.verify)
 
-        show(blocks(), arguments.color)
-    if len(read) < len(results):
-        return 2
-    return int(any(not checkpoint.ok for checkpoint in read))
+    return _for_each(arguments, arguments.paths, look, report, several)[1]
 
 
 def _named(path: str) -> str | BinaryIO:
@@ -181,16 +178,15 @@ def run_verify(arguments: Namespace) -> int:
     if not named:
         raise UsageError("no file is named", fix="transload verify FILE…")
     paths = expanded(named)
-    hashes = arguments.hash or bool(arguments.write)
-    results = _each(
-        paths, lambda path: verify(path, hashes=hashes, values=arguments.values, against=manifest, progress=True)
-    )
-    done = _show_results(
-        paths, results, partial(report, hashes=arguments.hash), partial(several, hashes=arguments.hash), arguments
-    )
-    if len(done) < len(results):
-        return 2
-    code = int(any(not verification.ok for verification in done))
+
+    def look(path: str) -> Verification:
+        hashes = arguments.hash or bool(arguments.write)
+        return verify(path, hashes=hashes, values=arguments.values, against=manifest, progress=True)
+
+    shown = {"hashes": arguments.hash}
+    done, code = _for_each(arguments, paths, look, partial(report, **shown), partial(several, **shown))
+    if code == 2:
+        return code
     if arguments.write and code:
         fix = "Repair it first: transload rescue FILE NEW."
         complain(TransloadError("is not written, since not every file is whole", where=arguments.write, fix=fix))
@@ -221,9 +217,8 @@ def run_check(arguments: Namespace) -> int:
     if "," in arguments.device:
         device = [name.strip() for name in arguments.device.split(",")]
     diagnosis = diagnosis_here()
-    results = _each(paths, lambda path: check_here(path, device, diagnosis))
-    done = _show_results(paths, results, report, several, arguments)
-    return 2 if len(done) < len(results) else int(not all(result.ok for result in done))
+
+    return _for_each(arguments, paths, lambda path: check_here(path, device, diagnosis), report, several)[1]
 
 
 # -- retag
@@ -281,6 +276,5 @@ def run_retag(arguments: Namespace) -> int:
             hard_links=arguments.hard_links,
         )
 
-    results = _each(paths, change, finish=False)  # retag does that itself, and says more
-    done = _show_results(paths, results, report, several, arguments)
-    return 2 if len(done) < len(results) else 0
+    # retag finishes an interrupted one itself, and says more
+    return _for_each(arguments, paths, change, report, several, finish=False)[1]

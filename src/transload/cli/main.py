@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Callable
     from types import ModuleType
+    from typing import Any
 
     Outcome = int | Callable[[], int]
 
@@ -127,10 +128,10 @@ def parser_of(command: str) -> ArgumentParser:
     """The parser of a command, with its options and those that all have."""
     from argparse import ArgumentParser, RawDescriptionHelpFormatter
     from functools import partial
-    from pkgutil import get_data
 
     line = COMMANDS[command]
-    page = (get_data(__package__, "help.md") or b"").decode()
+    loader: Any = sys.modules[__name__].__loader__  # as pkgutil does, which imports too much
+    page = loader.get_data(os.path.join(os.path.dirname(__file__), "help.md")).decode()
     parser = ArgumentParser(
         prog=f"transload {command}",
         description=line[0].upper() + line[1:] + ".",

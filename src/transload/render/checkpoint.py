@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from transload.contents import FORMATS
-from transload.errors import TransloadError
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, heading, note
 from transload.render.tree import tensor_tree, tree_rows
 from transload.render.words import count, cut, plural, printable, shape_text, size
@@ -97,9 +96,8 @@ def report(
         yield from _tensors_folded(checkpoint)
 
 
-def files(results: Sequence[Contents | TransloadError]) -> Iterator[Block]:
-    """A table of several files, then what was found in those that have a problem."""
-    seen = [result for result in results if not isinstance(result, TransloadError)]
+def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
+    """A table of several files, of ``total`` those that could be read, then what was found in those with a problem."""
     rows: list[tuple[Words, ...]] = []
     for each in seen:
         devices = [printable(use.device, 24) for use in each.devices]
@@ -116,9 +114,9 @@ def files(results: Sequence[Contents | TransloadError]) -> Iterator[Block]:
             yield from heading(printable(checkpoint.path, None))
             for finding in findings(checkpoint.findings):
                 yield from finding
-    tally = [plural(len(results), "file"), f"{len(bad):,} with a problem" if bad else "no problem"]
-    if len(seen) < len(results):
-        tally.append(f"{len(results) - len(seen):,} not read")
+    tally = [plural(total, "file"), f"{len(bad):,} with a problem" if bad else "no problem"]
+    if len(seen) < total:
+        tally.append(f"{total - len(seen):,} not read")
     yield from heading(", ".join(tally))
 
 

@@ -53,7 +53,7 @@ def choose(host: Host) -> tuple[Host, str]:
 
 def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     """The interpreter that ``host.python`` names: by its path, that of an environment's folder, or its name on PATH."""
-    executable, absent = _executable(host)
+    executable, absent = located(host)
     told = own() if _is_own(host, executable) else absent or asked(host, executable, deadline)
     if isinstance(told, str):
         return Python(executable or host.python, why=why, problem=told)
@@ -86,7 +86,7 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     )
 
 
-def _executable(host: Host) -> tuple[str, str]:
+def located(host: Host) -> tuple[str, str]:
     """The path that the user means, empty for a folder that holds no interpreter; and why there is nothing to ask."""
     name = host.python
     if name.startswith("~/"):
