@@ -526,10 +526,9 @@ class _Walk:
 
     def _apply(self, function: str, args: object, at: _Place) -> Tensor:
         """The tensor that a rebuild function would make of some arguments; ``BadTensor`` if it would make none."""
-        reader = READERS.get(function)
-        if reader is None:
+        if function not in READERS:
             raise BadTensor(f"it is rebuilt by {function or 'no function'}")
-        least, most = REBUILD_ARGUMENTS[function]
+        reader, least, most = READERS[function]
         if type(args) is not tuple or not least <= len(args) <= most:
             raise BadTensor("its rebuild call has the wrong number of arguments")
         if self.depth >= MAX_NESTED:
@@ -573,7 +572,7 @@ class _Walk:
         if found is None:
             raise BadTensor("its storage is no storage")
         storage, first, tagged = found
-        key, _, device, _, nbytes, _, begin, *_ = storage
+        path, name = at
         dtype = dtype or tagged
         offset, shape, stride = args[1:4]
         if type(offset) is not int or not 0 <= offset < MAX_SIZE:
@@ -587,15 +586,16 @@ class _Walk:
             _check_grad(dtype)
         offset += first
         end = itemsize(dtype, _reach(offset, shape, stride))
-        if end > nbytes:
-            raise BadTensor(f"it reaches to byte {end} of a storage of {nbytes}")
-        self.table.users[key].append(at[1])
+        if end > storage.nbytes:
+            raise BadTensor(f"it reaches to byte {end} of a storage of {storage.nbytes}")
+        key, device, begin = storage.key, storage.device, storage.offset
+        self.table.users[key].append(name)
         if offset and begin is not None:
             begin += itemsize(dtype, offset)
         flags: tuple[str, ...] = ()
         if len(args) > metadata and type(args[metadata]) is Dict:  # {"conj": True}
             flags = tuple(flag for flag in ("conj", "neg") if args[metadata].get(flag) is True)
-        return _new(Tensor, (*at, dtype, shape, stride, device, key, offset, grad, kind, "", (), begin, flags))
+        return _new(Tensor, (path, name, dtype, shape, stride, device, key, offset, grad, kind, "", (), begin, flags))
 
     rebuild_tensor = rebuild_tensor_v2 = _strided
 
@@ -700,9 +700,11 @@ class _Walk:
     rebuild_xla_tensor = rebuild_mlc_tensor = rebuild_device_tensor_from_numpy
 
 
-READERS: dict[str, Callable[[_Walk, _Args, _Place], Tensor]] = {
-    name: getattr(_Walk, name.rpartition(".")[2].lstrip("_").lower()) for name in REBUILD_ARGUMENTS
+READERS: dict[str, tuple[Callable[[_Walk, _Args, _Place], Tensor], int, int]] = {
+    name: (getattr(_Walk, name.rpartition(".")[2].lstrip("_").lower()), *counts)
+    for name, counts in REBUILD_ARGUMENTS.items()
 }
+"""The method for each function of torch, and how many arguments that takes at least and at most."""
 
 
 def find_tensors(

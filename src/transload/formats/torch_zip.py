@@ -388,9 +388,8 @@ def stray_records(
 ) -> tuple[list[Problem], list[Pickle]]:
     """Records that ``torch.load`` does not read: unused storages, and foreign ones. Those that are pickles are read."""
     used = {storage.record for storage in storages} | {*known, *_NOTES}
-    names = [name for name in archive.records if name.lower() != "data.pkl" and not name.endswith("/")]
-    strays = [archive.records[name] for name in names if name not in used]
-    unused = [record for record in strays if record.name.startswith(("data/", "tensors/"))]
+    left_over = [name for name in archive.records if name not in used and not name.endswith("/")]
+    strays = [archive.records[name] for name in left_over if name.lower() != "data.pkl"]
     foreign = [record for record in strays if not record.name.startswith(("data/", "tensors/"))]
     # Other loaders may read those that are pickles even if torch.load does not.
     out = Problems()
@@ -404,8 +403,8 @@ def stray_records(
         unseen += [] if whole else [record.name]
     if unseen:
         out.add("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too much to look at")
-    if unused:
-        out.add("record-unused", detail=f"{len(unused)} storages are in the file that nothing in it uses")
+    if unused := len(strays) - len(foreign):
+        out.add("record-unused", detail=f"{unused} storages are in the file that nothing in it uses")
     if foreign:
         shown = ", ".join(record.name[:80] for record in foreign[:4]) + (" …" if len(foreign) > 4 else "")
         out.add("record-foreign", shown, f"{len(foreign)} records that torch.load does not read")

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
-from queue import SimpleQueue
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
@@ -42,6 +41,7 @@ from transload.io.checksums import combined, fastest_crc32
 from transload.io.pool import cores
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
     from types import TracebackType
 
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
@@ -278,7 +278,11 @@ class _Archive:
 
     def complete(self, write: _Write) -> None:
         """Fill in the descriptors of a write: its checksums are there."""
-        for (entry, chunk, slot), checksum in zip(write.parts, write.sums(), strict=True):
+        try:
+            sums = write.sums()
+        finally:
+            write.sums = list  # an error refers to this frame, which must not refer back to the error and the chunks
+        for (entry, chunk, slot), checksum in zip(write.parts, sums, strict=True):
             before = entry.checksum  # 0 also where nothing came before
             entry.checksum = combined(before, checksum, len(chunk.view)) if before else checksum
             if slot >= 0:
@@ -351,39 +355,14 @@ def _coalesced(buffers: list[Buffer]) -> list[Buffer]:
     return out
 
 
-class _Task:
-    """The checksums of some chunks, which a thread computes."""
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks = chunks
-        self._sums: list[int] = []
-        self._error: BaseException | None = None
-        self._over = Event()
-
-    def run(self) -> None:
-        compute = fastest_crc32()
-        try:
-            for chunk in self._chunks:
-                if chunk.ready is not None:
-                    chunk.ready()
-                self._sums.append(compute(memoryview(chunk.view), 0))
-        except BaseException as error:  # noqa: BLE001 - raised again where the checksums are asked for
-            self._error = error
-        self._over.set()
-        del self  # an error holds the frames it went through: those must not hold the error, and with it the chunks
-
-    def now(self) -> list[int]:
-        self.run()
-        return self.result()
-
-    def result(self) -> list[int]:
-        self._over.wait()
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # as above
-        return self._sums
+def _sums(chunks: Sequence[Chunk]) -> list[int]:
+    """The checksum of each chunk, once it is there."""
+    compute, sums = fastest_crc32(), []
+    for chunk in chunks:
+        if chunk.ready is not None:
+            chunk.ready()
+        sums.append(compute(memoryview(chunk.view), 0))
+    return sums
 
 
 class Checksums:
@@ -393,42 +372,27 @@ class Checksums:
     """
 
     def __init__(self, threads: int) -> None:
-        self._wanted = threads
-        self._threads: list[Thread] = []
-        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
-        self._given_up = False
+        self._pool: ThreadPoolExecutor | None = None
+        if threads:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._pool = ThreadPoolExecutor(threads, "transload checksums")
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._given_up = kind is not None
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=kind is not None)
 
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], list[int]]:
         """Begin with some chunks; what is returned gives their checksums."""
-        task = _Task(chunks)
-        if len(self._threads) < self._wanted:
-            # One more thread, if there can be one: none starts while a program ends (from Python 3.12 on).
-            thread = Thread(target=self._work, name="transload checksums", daemon=True)
+        if self._pool is not None:
             try:
-                thread.start()
-            except RuntimeError:
-                self._wanted = len(self._threads)
-            else:
-                self._threads.append(thread)
-        if not self._threads:
-            return task.now
-        self._queue.put(task)
-        return task.result
-
-    def _work(self) -> None:
-        while (task := self._queue.get()) is not None:
-            if not self._given_up:
-                task.run()
+                return self._pool.submit(_sums, chunks).result
+            except RuntimeError:  # no thread can be started, as while a program ends
+                pass
+        return partial(_sums, chunks)
 
 
 # -- an archive as torch.save writes it
