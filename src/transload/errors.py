@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno as numbers
 import os
 from _pickle import PicklingError, UnpicklingError  # those of pickle, which takes ten times as long to import
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -141,17 +139,6 @@ def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWrit
     kind, what, fix = known or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
     what = f"cannot be written: {what}" + (f"; {outcome}" if outcome else "")
     return kind(what, where=where, fix=fix, errno=error.errno)
-
-
-@contextmanager
-def told(where: str) -> Iterator[None]:
-    """Let what the system refuses here be told as our error."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, TransloadError):
-            raise
-        raise cannot_write(error, where) from error
 
 
 class RetagError(TransloadError, RuntimeError):

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from transload.io.sources import BytesSource, Source
+from transload.io.sources import BytesSource, Source, decompressed
 
-_CHUNK = 1 << 16
-_PIECE = 1 << 20
 _LZMA_MEMORY = 128 << 20
 """What the window of a stream may take: 1 KiB of xz can ask for 4 GiB."""
 
@@ -47,16 +45,6 @@ def packed_as(head: bytes) -> str:
 def unpack(source: Source, kind: str, limit: int) -> Iterator[bytes]:
     """What a source holds, in pieces, ``limit`` bytes at most; it ends early where the stream is cut or damaged."""
     try:
-        machine, left = _UNPACKERS[kind][1](), limit
-        for start in range(0, source.size, _CHUNK):
-            packed = source.read(start, _CHUNK)
-            while left > 0 and not machine.eof:
-                most = min(_PIECE, left)
-                piece = machine.decompress(packed, most)
-                yield piece
-                left -= len(piece)
-                packed = getattr(machine, "unconsumed_tail", b"")  # of zlib; the others keep it
-                if not packed and getattr(machine, "needs_input", len(piece) < most):
-                    break
+        yield from decompressed(_UNPACKERS[kind][1](), source, 0, source.size, limit)
     except Exception:  # noqa: BLE001 - each module has errors of its own for a stranger's stream
         return

@@ -7,7 +7,7 @@ import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from threading import Lock
-from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from transload.errors import CannotReadError, NotAFileError, UsageError
 
@@ -276,16 +276,22 @@ def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[b
     """
     from zlib import decompressobj
 
-    machine, left = decompressobj(-15), limit
+    return decompressed(decompressobj(-15), source, offset, stored, limit)
+
+
+def decompressed(machine: Any, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+    """What a decompressor of one of Python's modules makes of ``stored`` bytes, in pieces, ``limit`` bytes at most."""
+    left = limit
     for start in range(0, stored, _PIECE):
         packed = source.read(offset + start, min(_PIECE, stored - start))
-        while left > 0:
+        while left > 0 and not machine.eof:
             most = min(_PIECE, left)
             piece = machine.decompress(packed, most)
             yield piece
             left -= len(piece)
-            packed = machine.unconsumed_tail
-            if not packed and len(piece) < most:  # a full piece may have more behind it, also when all input is taken
+            packed = getattr(machine, "unconsumed_tail", b"")  # of zlib; the others keep it
+            # A full piece of zlib's may have more behind it, also when all input is taken.
+            if not packed and getattr(machine, "needs_input", len(piece) < most):
                 break
 
 

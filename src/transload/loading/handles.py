@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key, Tensor
-    from transload.loading.placement import Plan
     from transload.tensors.content import Index
 
 
@@ -321,7 +320,7 @@ class Destinations:
         self._checkpoint = checkpoint
         self._wish = wish
         self._known: dict[str, str] = {}
-        self._told = False
+        self._warning = ""
         self._lock = Lock()
 
     def device(self, tag: str) -> str:
@@ -329,19 +328,17 @@ class Destinations:
         with self._lock:
             if tag not in self._known:
                 self._known[tag] = self.device_map.device(tag)
-                if self._known[tag] != tag and not self._told and self._plan.warning:
-                    self._told = True
-                    warnings.warn(f"{self._checkpoint.path}: {self._plan.warning}", LandingWarning, stacklevel=caller())
+                if self._known[tag] != tag and self._warning:  # once
+                    warnings.warn(f"{self._checkpoint.path}: {self._warning}", LandingWarning, stacklevel=caller())
+                    self._warning = ""
             return self._known[tag]
 
     @cached_property
     def device_map(self) -> DeviceMap:
         """How storages get there."""
-        return DeviceMap(self._plan, self._wish, self._checkpoint.path)
-
-    @cached_property
-    def _plan(self) -> Plan:
-        return plan_here(self._checkpoint, self._wish, 0, "device")
+        plan = plan_here(self._checkpoint, self._wish, 0, "device")
+        self._warning = plan.warning
+        return DeviceMap(plan, self._wish, self._checkpoint.path)
 
 
 def caller() -> int:
@@ -594,9 +591,8 @@ def _changes(elements: Elements) -> bool:
 
 def _lies_alike(elements: Elements, dtype: torch.dtype, inner: torch.Tensor) -> bool:
     """Whether the bytes in the file are, in their order, those to be in the memory of a tensor."""
-    view = elements.view
-    alike: bool = inner.dtype == dtype and not _changes(elements) and view.compact and is_reached(inner.device.type)
-    return alike and view.like(tuple(inner.shape), inner.stride())
+    alike: bool = inner.dtype == dtype and not _changes(elements) and is_reached(inner.device.type)
+    return alike and elements.view.lies_as(tuple(inner.shape), inner.stride())
 
 
 def _has_plain_memory(target: torch.Tensor) -> bool:

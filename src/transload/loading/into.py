@@ -8,9 +8,10 @@ does not fit, and reads.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import Counter, UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +34,6 @@ from transload.loading.handles import (
     straight,
 )
 from transload.loading.jobs import Ended, Settings
-from transload.loading.renames import KeyFunction, key_function
 from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
@@ -144,6 +144,63 @@ def load_into(
         return loaded
     finally:
         opened.close()
+
+
+KeyFunction = Callable[[str], str | None]
+"""The new name of a key, or ``None`` to leave it out."""
+
+_FIX = "Pass {'encoder.': 'backbone.'}, [(r'^encoder\\.', 'backbone.')], or a function of a key."
+
+
+def key_function(rename: Any) -> KeyFunction:
+    r"""One function for all forms of ``rename``; ``UsageError`` for anything else.
+
+    >>> rename = key_function({"encoder.": "backbone.", "head.bias": None})
+    >>> rename("encoder.weight"), rename("head.bias"), rename("head.weight")
+    ('backbone.weight', None, 'head.weight')
+    >>> key_function((r"layer(\d+)", r"layers.\1"))("layer3.weight")
+    'layers.3.weight'
+    """
+    if isinstance(rename, Mapping):
+        for old, new in rename.items():
+            if not isinstance(old, str) or not isinstance(new, str | None):
+                raise UsageError(f"rename has {old!r}: {new!r}, which is not one key for another", fix=_FIX)
+        prefixes = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
+
+        def renamed(key: str) -> str | None:
+            """By the whole key, else by its longest prefix."""
+            old = key if key in rename else next((old for old in prefixes if key.startswith(old)), None)
+            new = key if old is None else rename[old]
+            return new if old is None or new is None else new + key[len(old) :]
+    elif callable(rename):
+
+        def renamed(key: str) -> str | None:
+            new = rename(key)
+            if isinstance(new, str | None):
+                return new
+            what = f"the function given as rename returned {type(new).__name__} for {key!r}"
+            raise UsageError(what, fix="Return the new key, or None to leave it out.")
+    elif isinstance(rename, list | tuple):
+        single = len(rename) == 2 and isinstance(rename[0], str | re.Pattern)
+        steps = [_step(pair) for pair in ([rename] if single else rename)]
+
+        def renamed(key: str) -> str | None:
+            for pattern, new in steps:
+                key = pattern.sub(new, key)
+            return key
+    else:
+        raise UsageError(f"rename is of type {type(rename).__name__}", fix=_FIX)
+    return renamed
+
+
+def _step(pair: Any) -> tuple[re.Pattern[str], str]:
+    try:
+        old, new = pair
+        pattern = re.compile(old)
+        pattern.sub(new, "")
+    except (TypeError, ValueError, LookupError, re.error) as error:
+        raise UsageError(f"rename has {pair!r}, which cannot be used: {error}", fix=_FIX) from error
+    return pattern, new
 
 
 _LEADING = ("module.", "_orig_mod.", "model.")

@@ -7,10 +7,12 @@ that the file names is called. What could hold any object (an array of objects, 
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime as dt
 import os
+import pathlib
 import types
+import uuid
+from collections import ChainMap, UserDict, UserList, UserString, deque
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -23,13 +25,13 @@ from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
 Args = tuple[Any, ...]
-_HELD = {
-    "UserDict": ("data", dict),
-    "UserList": ("data", list),
-    "UserString": ("data", str),
-    "ChainMap": ("maps", list),
+_HELD: dict[type, tuple[str, type]] = {
+    UserDict: ("data", dict),
+    UserList: ("data", list),
+    UserString: ("data", str),
+    ChainMap: ("maps", list),
 }
-"""Classes of ``collections`` by the one attribute that they have, and what that is."""
+"""Classes by the one attribute that they have, and what that is."""
 
 
 def has(name: str) -> bool:
@@ -55,12 +57,12 @@ def set_state(made: Any, state: Any) -> bool:
         if type(state) is not dict or any(type(key) is not str for key in state):
             raise Wrong("a namespace whose values have no names")
         vars(made).update(state)
-    elif kind.__module__ == "collections" and kind.__name__ in _HELD:
-        name, held = _HELD[kind.__name__]
+    elif kind in _HELD:
+        name, held = _HELD[kind]
         if type(state) is not dict or [*state] != [name] or type(state[name]) is not held:
             raise Wrong(f"a {kind.__name__} with a state that Python does not write")
         vars(made).update(state)
-    elif (kind.__module__, kind.__name__) == ("uuid", "UUID"):
+    elif kind is uuid.UUID:
         number = state.get("int") if type(state) is dict else None
         if type(number) is not int or not 0 <= number < 1 << 128:
             raise Wrong("an identifier that is not a number of 128 bits")
@@ -101,25 +103,23 @@ def from_numpy(node: Call) -> Any:
 
 
 def _path(kind: str) -> Callable[..., Any]:
-    def made(*parts: str) -> Any:
-        import pathlib
-
-        pure = "PureWindowsPath" if "Windows" in kind else "PurePosixPath"
-        native = ("Windows" in kind) == (os.name == "nt") and not kind.startswith("Pure")
-        return (pathlib.Path if native else getattr(pathlib, pure))(*parts)
-
-    return made
+    """A path; of the other system a pure one."""
+    windows = "Windows" in kind
+    if not kind.startswith("Pure") and windows == (os.name == "nt"):
+        return pathlib.Path
+    return pathlib.PureWindowsPath if windows else pathlib.PurePosixPath
 
 
-def _of(module: str, name: str) -> Callable[..., Any]:
-    """A class that is imported when it is needed."""
+def _decimal(text: str) -> Any:
+    from decimal import Decimal
 
-    def made(*args: Any) -> Any:
-        from importlib import import_module
+    return Decimal(text)
 
-        return getattr(import_module(module), name)(*args)
 
-    return made
+def _fraction(*numbers: Any) -> Any:
+    from fractions import Fraction
+
+    return Fraction(*numbers)
 
 
 def _zone(key: str, cached: object = True) -> Any:
@@ -131,20 +131,9 @@ def _zone(key: str, cached: object = True) -> Any:
         raise LoadError(f"the time zone {key[:80]!r} is not known here", fix="pip install tzdata") from error
 
 
-def _bare(name: str) -> Callable[..., Any]:
-    """An object of ``collections`` that is nothing before it is given its state."""
-
-    def made(_: object = None) -> Any:
-        kind = getattr(collections, name)
-        return kind.__new__(kind)
-
-    return made
-
-
-def _identifier() -> Any:
-    from uuid import UUID
-
-    return UUID.__new__(UUID)
+def _bare(kind: Any) -> Callable[..., Any]:
+    """An object that is nothing before it is given its state."""
+    return lambda *_: kind.__new__(kind)
 
 
 _ZONE = (dt.tzinfo, type(None))
@@ -154,17 +143,17 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "types.SimpleNamespace": (types.SimpleNamespace,),
     "builtins.range": (range, int, int, int),
     "builtins.slice": (slice, _INDEX, _INDEX, _INDEX),
-    "collections.deque": (collections.deque, (list, tuple), _INDEX),
-    **{f"collections.{name}": (_bare(name), *((str,) if name == "UserString" else ())) for name in _HELD},
+    "collections.deque": (deque, (list, tuple), _INDEX),
+    **{f"collections.{kind.__name__}": (_bare(kind), *((str,) if kind is UserString else ())) for kind in _HELD},
     "datetime.date": (dt.date, (bytes, int), int, int),
     "datetime.datetime": (dt.datetime, bytes, _ZONE),
     "datetime.time": (dt.time, bytes, _ZONE),
     "datetime.timedelta": (dt.timedelta, int, int, int),
     "datetime.timezone": (dt.timezone, dt.timedelta, str),
     "zoneinfo.ZoneInfo._unpickle": (_zone, str, (bool, int)),
-    "decimal.Decimal": (_of("decimal", "Decimal"), str),
-    "fractions.Fraction": (_of("fractions", "Fraction"), (str, int), int),
-    "uuid.UUID": (_identifier,),
+    "decimal.Decimal": (_decimal, str),
+    "fractions.Fraction": (_fraction, (str, int), int),
+    "uuid.UUID": (_bare(uuid.UUID),),
     **{
         f"{module}.{kind}": (_path(kind), *(str,) * 64)
         for module in ("pathlib", "pathlib._local")

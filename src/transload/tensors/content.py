@@ -338,20 +338,14 @@ class View(NamedTuple):
         axes = axes_of(self.shape, self.stride)
         return not axes or 0 in self.shape or (len(axes) == 1 and axes[0].step == 1)
 
-    @property
-    def compact(self) -> bool:
-        """Whether it covers its extent without holes and shows no element twice: contiguous, perhaps permuted."""
+    def lies_as(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+        """Whether a tensor of those sizes and strides has the same order in memory, and neither has gaps."""
         reached = 1
-        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size > 1 and step != reached:
+        for step, size, other in sorted(zip(self.stride, self.shape, stride, strict=False)):
+            if size > 1 and not step == other == reached:  # the stride of a single row means nothing
                 return False
             reached *= size
-        return True
-
-    def like(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-        """Whether those sizes and strides mean the same order in memory; the stride of a single row means nothing."""
-        steps = zip(self.stride, stride, self.shape, strict=False)
-        return self.shape == shape and (0 in shape or all(mine == other for mine, other, size in steps if size > 1))
+        return self.shape == shape
 
 
 def select(view: View, index: Index) -> View:
