@@ -66,6 +66,7 @@ STORAGES: dict[str, str] = named("""
     QInt8Storage=qint8 QUInt8Storage=quint8 QInt32Storage=qint32 QUInt4x2Storage=quint4x2 QUInt2x4Storage=quint2x4
     UntypedStorage=uint8 _UntypedStorage=uint8
 """)
+STORAGE_CLASSES: dict[str, str] = {dtype: name for name, dtype in STORAGES.items() if "Untyped" not in name}
 
 # https://github.com/huggingface/safetensors: the names in its headers.
 SAFETENSORS: dict[str, str] = named("""

@@ -155,9 +155,8 @@ def test_a_snapshot_of_a_device_has_its_bytes_later(block: int, monkeypatch: pyt
     device = Device()
     copies = [snapshot.Copy(each.key, each.nbytes) for each in storages]
     snapshot.fetch_all(device, list(zip(copies, storages, strict=True)))
-    assert sum(device.asked) == len([each for each in storages if each.nbytes <= 10 and each.nbytes]) + len(
-        [run for each in copies for run in each.runs]
-    )
+    assert sum(device.asked) == sum(len(each.runs) for each in copies)
+    assert device.copies == device.slots == -(-sum(each.nbytes for each in storages) // block), "one for each block"
     held = io.BytesIO()
     write_archive(FileObject(held), b"archive", snapshot.copied_records(copies), lambda _: [], threads=2)
     with zipfile.ZipFile(held) as archive:

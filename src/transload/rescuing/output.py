@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
-from transload.dtypes import ITEMSIZE, STORAGES, itemsize
+from transload.dtypes import ITEMSIZE, STORAGE_CLASSES, itemsize
 from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
@@ -62,7 +62,6 @@ _NAN = {
     "float8_e8m0fnu": b"\xff",
     "bcomplex32": b"\xc0\x7f",
 }
-_STORAGE_CLASSES = {dtype: name for name, dtype in reversed(STORAGES.items()) if "Untyped" not in name}
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
@@ -437,7 +436,7 @@ def _tensor_call(
     key: str, nbytes: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> Call:
     """The call that rebuilds a tensor over a storage of so many bytes."""
-    kind, numel = Global("torch", _STORAGE_CLASSES[dtype], 0), nbytes // ITEMSIZE[dtype]
+    kind, numel = Global("torch", STORAGE_CLASSES[dtype], 0), nbytes // ITEMSIZE[dtype]
     held = Persistent(("storage", kind, key, "cpu", numel), 0)
     hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
     args = (held, offset, shape, stride, False, hooks)
@@ -447,7 +446,7 @@ def _tensor_call(
 def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
     """A dictionary of tensors by name as ``torch.save`` writes it, on the CPU, sharing storages as they did."""
     storages = {storage.id: storage for storage in checkpoint.storages}
-    plain = [t for t in tensors if t.kind == "strided" and t.dtype in _STORAGE_CLASSES and t.storage in storages]
+    plain = [t for t in tensors if t.kind == "strided" and t.dtype in STORAGE_CLASSES and t.storage in storages]
     if not plain:
         what = "none of its tensors can be saved by itself"
         raise RescueError(what, where=source.name, fix="Fill them: --fill zeros.")

@@ -21,7 +21,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from transload.checkpoint import contiguous
-from transload.dtypes import ITEMSIZE, STORAGES
+from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.errors import CannotPickleError, SaveError
 
 
@@ -207,10 +207,9 @@ def _kinds() -> dict[Any, tuple[Any, int]]:
     """By the dtype of a plain tensor: the storage class that files name, and the bytes of an element."""
     import torch
 
-    plain = {dtype: name for name, dtype in STORAGES.items() if not name.endswith("UntypedStorage")}
     return {
         getattr(torch, dtype): (getattr(torch, name), ITEMSIZE[dtype])
-        for dtype, name in plain.items()
+        for dtype, name in STORAGE_CLASSES.items()
         if not dtype.startswith(("complex", "q"))  # complex tensors may be conjugated, so torch reduces them
     }
 

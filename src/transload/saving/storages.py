@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from transload.errors import SaveError
 from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
@@ -23,9 +23,9 @@ from transload.saving.pickling import Stored, merged
 
 _MAX_THREADS = 8
 _TOGETHER = 4096  # small storages that are read at once, at most
+_MANY = 1000  # copies of small storages that are written at once
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time
 
-_T = TypeVar("_T")
 _Span = tuple[Any, int, int]  # some bytes of a storage: where they begin, and how many there are
 
 bytes_at: Callable[[int, int], bytes] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
@@ -197,38 +197,12 @@ class CudaFetcher:
 # -- copies of storages
 
 
-class _Blocks:
-    """Memory that is handed out from front to back, in blocks allocated when they are needed."""
-
-    def __init__(self, allocate: Callable[[int], tuple[Any, int]]) -> None:
-        self._allocate = allocate
-        self._block: Any = None
-        self._address = self._used = self._size = 0
-
-    def take(self, nbytes: int) -> Iterator[tuple[Any, int, int, int]]:
-        """Runs of memory for so many bytes: the block, the position in it, the address, and the length."""
-        while nbytes:
-            if self._used == self._size:
-                self._block, self._address = self._allocate(_BLOCK)
-                self._used, self._size = 0, _BLOCK
-            count = min(nbytes, self._size - self._used)
-            yield self._block, self._used, self._address + self._used, count
-            self._used += count
-            nbytes -= count
-
-
-def _pages(nbytes: int) -> tuple[Any, int]:
-    pages = Pages(nbytes)
-    return pages, pages.address
-
-
 class Copy:
-    """A copy of one storage: ``runs`` of memory (address, bytes, function that waits for them), or ``small`` bytes."""
+    """A copy of one storage: ``runs`` of memory, each an address, bytes, and a function that waits for them."""
 
     def __init__(self, key: str, nbytes: int) -> None:
         self.key = key
         self.nbytes = nbytes
-        self.small: Callable[[], bytes] = bytes
         self.runs: list[tuple[int, int, Callable[[], object] | None]] = []
         self.owners: list[Any] = []
 
@@ -237,85 +211,95 @@ class Copy:
         for run in self.runs:
             yield from _host_chunks(*run)
 
+    def small(self) -> bytes:
+        """Its bytes, at once."""
+        parts: list[bytes] = []
+        for address, nbytes, ready in self.runs:
+            if ready is not None:
+                ready()
+            parts.append(bytes_at(address, nbytes))
+        return b"".join(parts)
 
-def copied_records(copies: Sequence[Copy]) -> Iterator[Record | Bunch]:
+
+def copied_records(copies: Iterable[Copy]) -> Iterator[Record | Bunch]:
     """The records that ``records_of`` gives for storages, from copies of them."""
-    for has_runs, group in groupby(copies, lambda one: bool(one.runs)):
-        if has_runs:
-            yield from (Record(_name(one.key), one.nbytes, one.chunks) for one in group)
+    for is_small, group in groupby(copies, lambda one: one.nbytes <= SMALL):
+        if is_small:
+            while batch := [(_name(one.key), one.small()) for one in islice(group, _MANY)]:
+                yield Bunch(batch)
         else:
-            yield from (Bunch([(_name(one.key), one.small()) for one in some]) for some in _batched(group, 1000))
-
-
-def _batched(items: Iterable[_T], count: int) -> Iterator[list[_T]]:
-    left = iter(items)
-    while batch := list(islice(left, count)):
-        yield batch
+            yield from (Record(_name(one.key), one.nbytes, one.chunks) for one in group)
 
 
 def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
     """Copy everything. When this returns, storages of the CPU may change; and others, in the order of their stream."""
     import torch
 
-    cpu = torch.device("cpu")
     copies = [Copy(stored.key, stored.nbytes) for stored in storages]
-    parts: list[tuple[int, int, int]] = []  # (target, source, bytes) for the threads to copy
-    blocks = _Blocks(_pages)
     by_device: dict[Any, list[tuple[Copy, Stored]]] = {}
     for target, stored in zip(copies, storages, strict=True):
-        device, nbytes = stored.storage.device, stored.nbytes
-        if device.type == "cuda":
-            by_device.setdefault(device, []).append((target, stored))
-        elif nbytes <= SMALL and device == cpu:
-            target.small = partial(bytes, _host_bytes(stored))
-        elif device == cpu:
-            source = stored.storage.data_ptr() + stored.start
-            for block, _, address, length in blocks.take(nbytes):
-                target.owners.append(block)
-                target.runs.append((address, length, None))
-                starts = range(0, length, PIECE)
-                parts += ((address + start, source + start, min(PIECE, length - start)) for start in starts)
-                source += length
-        elif nbytes:  # a device that only copies whole storages
-            copied = stored.storage.cpu()
-            target.owners.append(copied)
-            target.runs.append((copied.data_ptr() + stored.start, nbytes, None))
+        by_device.setdefault(stored.storage.device, []).append((target, stored))
+    parts: list[tuple[int, int, int]] = []  # (target, source, bytes) for the threads to copy
     for device, pairs in by_device.items():
-        fetcher = CudaFetcher(device)
-        fetch_all(fetcher, pairs)
-        # What the program queues from now on waits until everything is read.
-        torch.cuda.current_stream(device).wait_stream(fetcher.stream)
+        if device.type == "cuda":
+            fetcher = CudaFetcher(device)
+            fetch_all(fetcher, pairs)
+            # What the program queues from now on waits until everything is read.
+            torch.cuda.current_stream(device).wait_stream(fetcher.stream)
+            continue
+        if device.type != "cpu":  # a device that only copies whole storages
+            for target, stored in pairs:
+                copied = stored.storage.cpu()
+                target.owners.append(copied)
+                target.runs.append((copied.data_ptr() + stored.start, stored.nbytes, None))
+            continue
+        for target, storage, start, block, address, nbytes in _laid_out(pairs, _pages):
+            target.owners.append(block)
+            target.runs.append((address, nbytes, None))
+            source = storage.data_ptr() + start
+            if nbytes <= SMALL:
+                copy(address, source, nbytes)
+            else:
+                starts = range(0, nbytes, PIECE)
+                parts += ((address + at, source + at, min(PIECE, nbytes - at)) for at in starts)
     each(parts, lambda: lambda part: copy(*part), min(cores(), _MAX_THREADS, len(parts)))
     return copies
 
 
 def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[Copy, Stored]]) -> None:
-    """Copy storages of a device into blocks of pinned memory, filled one after the other; the small ones together."""
-    small = [pair for pair in pairs if 0 < pair[1].nbytes <= SMALL]
-    for batch in _batched(small, max(1, _BLOCK // SMALL)):
-        spans = [(stored.storage, stored.start, stored.nbytes) for _, stored in batch]
-        block, address = fetcher.slot(sum(stored.nbytes for _, stored in batch))
-        ready = fetcher.fetch(block, spans)
-        for target, stored in batch:
-            target.owners += block, stored.storage
-            target.small = partial(_fetched, ready, address, stored.nbytes)
-            address += stored.nbytes
-    blocks = _Blocks(fetcher.slot)
-    for target, stored in pairs:
-        if stored.nbytes <= SMALL:
-            continue
-        target.owners.append(stored.storage)  # until the device has read it
-        start = stored.start
-        for block, at, address, nbytes in blocks.take(target.nbytes):
-            ready = fetcher.fetch(block[at:], [(stored.storage, start, nbytes)])
-            target.owners.append(block)
+    """Copy storages of a device into blocks of pinned memory, all that goes into one block at once."""
+    for _, inside in groupby(_laid_out(pairs, fetcher.slot), lambda run: id(run[3])):
+        runs = list(inside)
+        ready = fetcher.fetch(runs[0][3], [(storage, start, nbytes) for _, storage, start, _, _, nbytes in runs])
+        for target, storage, _, block, address, nbytes in runs:
+            target.owners += block, storage  # which the device may not have read yet
             target.runs.append((address, nbytes, ready))
-            start += nbytes
 
 
-def _fetched(ready: Callable[[], object], address: int, nbytes: int) -> bytes:
-    ready()
-    return bytes_at(address, nbytes)
+def _laid_out(
+    pairs: Sequence[tuple[Copy, Stored]], allocate: Callable[[int], tuple[Any, int]]
+) -> Iterator[tuple[Copy, Any, int, Any, int, int]]:
+    """Memory for the bytes of storages, one after the other, in blocks that are allocated when they are needed.
+
+    For each run of bytes: the copy it belongs to, the storage, where it begins there, the block, its address, and
+    its length.
+    """
+    left, room, block, address = sum(stored.nbytes for _, stored in pairs), 0, None, 0
+    for target, stored in pairs:
+        start, end = stored.start, stored.start + stored.nbytes
+        while start < end:
+            if not room:
+                room = min(_BLOCK, left)
+                block, address = allocate(room)
+            nbytes = min(end - start, room)
+            yield target, stored.storage, start, block, address, nbytes
+            start, address = start + nbytes, address + nbytes
+            left, room = left - nbytes, room - nbytes
+
+
+def _pages(nbytes: int) -> tuple[Any, int]:
+    pages = Pages(nbytes)
+    return pages, pages.address
 
 
 # -- storages of which little is used

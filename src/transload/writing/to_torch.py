@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor, contiguous
-from transload.dtypes import ITEMSIZE, STORAGES, itemsize
+from transload.dtypes import ITEMSIZE, STORAGE_CLASSES, itemsize
 from transload.formats.tensors import called, short_key
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.tensors.content import Allowance, Content
@@ -233,9 +233,6 @@ class Structure(BoundedWalk):
 
 # -- which bytes become storages
 
-_CLASSES = {
-    dtype: name for name, dtype in reversed(STORAGES.items()) if name not in ("UntypedStorage", "_UntypedStorage")
-}
 _WIDEST = 16
 
 
@@ -343,7 +340,7 @@ class _TensorCalls:
         tensor, dtype = slot.entry.tensor, slot.entry.dtype
         key = self._keys.setdefault(slot.storage, str(slot.storage))  # the same object, so that it is written once
         parameter = tensor.cls == "Parameter" and not slot.state
-        kind, nbytes = _CLASSES.get(dtype), self._storages[slot.storage].nbytes
+        kind, nbytes = STORAGE_CLASSES.get(dtype), self._storages[slot.storage].nbytes
         if kind is None:  # a dtype without a storage class of its own
             pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
         else:
