@@ -11,7 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 from transload.checkpoint import Checkpoint, Record
@@ -21,7 +21,7 @@ from transload.findings import Problems, quoted, rescue_command
 from transload.formats import read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, widen
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.frozen import facts
+from transload.frozen import Plain, facts
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source
 from transload.judge import judge
@@ -188,17 +188,13 @@ _ODD = "its directory is not as the reader of the file understood it"
 
 
 @facts(frozen=True)
-class TagChange:
+class TagChange(Plain):
     """One tag of a file, its new value, which is equal where it stays, and the storages that have it."""
 
     old: str
     new: str
     storages: int
     nbytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"old": self.old, "new": self.new, "storages": self.storages, "nbytes": self.nbytes}
 
 
 class Plan(NamedTuple):

@@ -399,6 +399,9 @@ _FIELDS: dict[type, Callable[[Any], tuple[object, ...]]] = {
     Persistent: lambda node: (node.id,),
     Big: lambda node: (node.nbytes,),
     OutOfBand: lambda _: (),
+    tuple: lambda node: node,
+    list: lambda node: node,
+    bytearray: lambda node: (bytes(node),),
 }
 _PLAIN_FIELDS = attrgetter("protocol", "python2", "undecoded", "broken", "cut")
 _LENGTH_FORMS = frozenset({"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"})
@@ -410,54 +413,29 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
 
     Everything a loader would do is compared, in order; and what was one object is one object still.
     """
-    if _PLAIN_FIELDS(old) != _PLAIN_FIELDS(new) or old.rare - _LENGTH_FORMS != new.rare - _LENGTH_FORMS:
-        return False
-    if list(old.globals) != list(new.globals) or len(old.irregular) != len(new.irregular):
-        return False
-    # The graphs may have cycles, so each pair of nodes is compared once.
-    new_of: dict[int, object] = {}
-    taken: set[int] = set()
-    met: set[tuple[int, int]] = set()
-    todo: list[tuple[Any, Any]] = [(_NODE_FIELDS(old), _NODE_FIELDS(new))]
+    return _described(old, renamed) == _described(new, lambda tag: tag)
+
+
+def _described(pickle: Pickle, renamed: Renamed) -> list[object]:
+    """Everything a loader would do with a pickle, in order, each object by the number of its first occurrence."""
+    out = [_PLAIN_FIELDS(pickle), pickle.rare - _LENGTH_FORMS, list(pickle.globals), len(pickle.irregular)]
+    numbers: dict[int, int] = {}
+    todo: list[Any] = [_NODE_FIELDS(pickle)]
     while todo:
-        lefts, rights = todo.pop()
-        for left, right in zip(lefts, rights, strict=True):
-            kind = type(left)
-            if kind is not type(right):
-                return False
+        for node in todo.pop():
+            kind = type(node)
+            out.append(kind)
             if kind in _VALUES:
-                if left != right:
-                    return False
-                continue
-            if kind is float:
-                if left.hex() != right.hex():  # NaN is the same as NaN, and -0.0 is not the same as 0.0
-                    return False
-                continue
-            if kind is tuple:
-                if not (left or right) or (id(left), id(right)) in met:
-                    continue
-                met.add((id(left), id(right)))
-            else:  # what was one object must be one object, and what was two must be two
-                twin = new_of.get(id(left))
-                if twin is right:
-                    continue
-                if twin is not None or id(right) in taken:
-                    return False
-                new_of[id(left)] = right
-                taken.add(id(right))
-            if kind is Persistent and (tag := tag_of(left)) is not None:
-                if tag_of(right) != renamed(tag):
-                    return False
-                mine, theirs = ((*node.id[:_TAG], *node.id[_TAG + 1 :]) for node in (left, right))
-            elif kind in _FIELDS:
-                mine, theirs = _FIELDS[kind](left), _FIELDS[kind](right)
-            elif kind in (tuple, list):
-                mine, theirs = left, right
-            elif kind is bytearray:
-                mine, theirs = (bytes(left),), (bytes(right),)
+                out.append(node)
+            elif kind is float:
+                out.append(node.hex())  # NaN is the same as NaN, and -0.0 is not the same as 0.0
+            elif id(node) in numbers:
+                out.append(numbers[id(node)])
             else:
-                return False
-            if len(mine) != len(theirs):
-                return False
-            todo.append((mine, theirs))
-    return True
+                numbers[id(node)] = len(numbers)
+                fields = _FIELDS[kind](node)
+                if kind is Persistent and (tag := tag_of(node)) is not None:
+                    fields = (*node.id[:_TAG], renamed(tag), *node.id[_TAG + 1 :])
+                out.append(len(fields))
+                todo.append(fields)
+    return out
