@@ -42,6 +42,9 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [made for made in (yield) if type(made).__name__ != "DoctestModule"]
 
 
+os.fsync = lambda _: None  # type: ignore[assignment]  # the disk would be waited for thousands of times
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="leave the GPUs visible, for the tests in tests/gpu")
 

@@ -10,7 +10,9 @@ torn down, which for torch takes half a second. What tests the start or the end 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -126,48 +128,62 @@ def serve(address: str, imports: list[str]) -> Request:
         importlib.import_module(module)
     del sys.path[0]
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # that it has threads; no program sees it
+    gc.collect()
+    gc.freeze()  # or each program would look through all that is imported, and copy it by that
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
+    ends, told = socket.socketpair()
+    told.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(told.fileno())
     os.write(1, b"ready\n")
-    attending: set[int] = set()
+    running: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([0, listener.fileno()], [], [])
-        attending -= {child for child in attending if os.waitpid(child, os.WNOHANG)[0]}  # their time is ours then
+        ready, _, _ = select.select([0, listener, ends, *running.values()], [], [])
+        if ends in ready:
+            ends.recv(1 << 16)
+        for program, connection in [*running.items()]:
+            if 0 in ready or connection in ready:  # nobody waits any more
+                stop(program)
+            else:
+                ended, status = os.waitpid(program, os.WNOHANG)
+                if not ended:
+                    continue
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+            running.pop(program).close()
         if 0 in ready:
             os._exit(0)
+        if listener not in ready:
+            continue
         connection, _ = listener.accept()
-        child = os.fork()
-        if not child:
-            listener.close()
-            return attended(connection)
-        attending.add(child)
-        connection.close()
-
-
-def attended(connection: socket.socket) -> Request:
-    """Start the program, wait for it and tell its end; or kill it when nobody waits any more."""
-    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-    with connection.makefile() as lines:
-        request = Request(*json.loads(lines.readline()))
-    program = os.fork()
-    if not program:
-        connection.close()
-        os.setsid()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
+        _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+        with connection.makefile() as lines:
+            asked_for = lines.readline()
+        program = os.fork() if asked_for else -1
+        if not program:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for held in (listener, ends, told, connection, *running.values()):
+                held.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            return Request(*json.loads(asked_for))
+        for stream in streams:
             os.close(stream)
-        return request
-    while True:
-        left, _, _ = select.select([connection], [], [], 0.005)
-        ended, status = os.waitpid(program, os.WNOHANG)
-        if ended:
-            connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
-            os._exit(0)
-        if left:
-            os.killpg(program, signal.SIGKILL)
-            os.waitpid(program, 0)
-            os._exit(0)
+        if asked_for:
+            running[program] = connection
+
+
+def stop(program: int) -> None:
+    """Kill a program with all that it has started."""
+    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        os.killpg(program, signal.SIGKILL)
+    os.kill(program, signal.SIGKILL)
+    os.waitpid(program, 0)
 
 
 def become(request: Request) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests import forks
 from tests.each import each
 
 from transload.cli.main import main
@@ -29,15 +30,7 @@ def torchrun(folder: Path, ranks: int, script: str) -> subprocess.CompletedProce
     path = folder / "rank.sh"
     path.write_text(f"{script.format(doctor=f'{sys.executable} -m transload doctor')}\n", encoding="utf-8")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-    return subprocess.run(
-        [sys.executable, *launch, "sh", str(path)],
-        check=False,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-    )
+    return forks.run(*launch, "sh", path, cwd=folder, env={**os.environ, "PYTHONPATH": str(SOURCES)})
 
 
 def broken_torch(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import tracemalloc
@@ -45,6 +46,7 @@ class Parts:
                 yield Chunk(part, lambda: self._log.append("ready"), lambda: self._log.append("done"))  # type: ignore[union-attr]
 
 
+@functools.cache
 def noise(count: int) -> bytes:
     return bytes(number * number % 251 for number in range(count))
 
