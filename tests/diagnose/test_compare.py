@@ -166,6 +166,8 @@ def test_names_are_folded(names: tuple[str, ...], text: str) -> None:
 
 # -- streams
 
+RANK_0, RANK_1 = ("rank 0", 1), ("rank 1", None)
+
 
 @each(
     ("text", "found"),
@@ -175,7 +177,9 @@ def test_names_are_folded(names: tuple[str, ...], text: str) -> None:
         ('Welcome!\n{"schema": 1}\nbye', [("", 1)]),
         ('0: {\n1: {"schema": 2}\n0: "schema": 1}', [("rank 0", 1), ("rank 1", 2)]),
         ('[pod/doctor-x/main] {"schema": 1}\n', [("pod/doctor-x/main", 1)]),
-        ('[1,3]<stdout>: {"schema": 1}\n', [("1,3", 1)]),
+        ('0: {"sche\n1: {"schema": 2}\n0: ma": 1}', [("rank 0", 1), ("rank 1", 2)]),  # srun cuts long lines
+        ('[1,3]<stdout>: {"schema": 1}\n', [("rank 3", 1)]),
+        ('[1,0]<stdout>:{"sche[1,1]<stdout>:{[1,0]<stdout>:ma": 1}\n[1,1]<stderr>:}[1,1]<stdout>:}', [RANK_0, RANK_1]),
         ('gpu1: {"schema": 1}\ngpu2: sh: transload: not found\n', [("gpu1", 1), ("gpu2", ValueError)]),
         ('{"schema": 1, "mach\n{"schema": 2}', [("", ValueError), ("", 2)]),
         ("", [("", ValueError)]),

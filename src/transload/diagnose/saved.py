@@ -43,8 +43,10 @@ def _no_number(word: str) -> None:
 
 
 # How launchers mark each line with who wrote it: ``gpu01: `` of pdsh, clush and srun --label, ``[pod/doctor-x/main] ``
-# of kubectl, ``[1,3]<stdout>: `` of mpirun.
-_LABEL = re.compile(r'[^\S\n]*(?:\[([^\]\s"]+)\](?:<\w+>)?:?|([\w.@/-]+):)[^\S\n]?')
+# of kubectl. A line of over 1,024 bytes becomes several with srun. mpirun --tag-output marks each piece that it reads,
+# wherever that begins in a line.
+_LABEL = re.compile(r'[^\S\n]*(?:\[([^\]\s"]+)\]:?|([\w.@/-]+):)[^\S\n]?')
+_TAG = re.compile(r'\[([^\[\]\s"]{1,300})\]<(std\w+)>:')
 _LABELLED = re.compile(rf"^{_LABEL.pattern}\{{", re.MULTILINE)
 _BLANK = re.compile(r"\s*")
 _BEGIN = re.compile(r'\{\s*"(?:schema|node)":')
@@ -60,12 +62,18 @@ def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
     [('b', 2), ('a', 1)]
     """
     streams = {"": text}
-    if text.lstrip()[:1] not in ("{", "") and _LABELLED.search(text):
-        lines: dict[str, list[str]] = {}
-        for line in text.splitlines():
-            if match := _LABEL.match(line):
-                lines.setdefault(match[1] or match[2], []).append(line[match.end() :])
-        streams = {label: "\n".join(held) for label, held in lines.items()}
+    if text.lstrip()[:1] not in ("{", "") and (_TAG.search(text) or _LABELLED.search(text)):
+        if _TAG.search(text):
+            _, *split = _TAG.split(text)
+            told = zip(split[::3], split[1::3], split[2::3], strict=True)
+            pieces = [(who.rpartition(",")[2], piece) for who, stream, piece in told if stream == "stdout"]
+        else:
+            marked = ((_LABEL.match(line), line) for line in text.splitlines())
+            pieces = [(match[1] or match[2], line[match.end() :]) for match, line in marked if match]
+        held: dict[str, list[str]] = {}
+        for label, piece in pieces:
+            held.setdefault(label, []).append(piece)
+        streams = {label: "".join(parts) for label, parts in held.items()}  # some line breaks were made on the way
     for label, stream in streams.items():
         name = f"rank {label}" if label.isdigit() else label
         found = list(_parsed(stream))
