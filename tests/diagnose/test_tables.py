@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from tests.each import each
 
 from transload.diagnose import tables
-from transload.diagnose.tables import INDEX, chips, choose_wheel, table
+from transload.diagnose.tables import INDEX, WheelChoice, chips, choose_wheel, table
 
 FOLDER = Path(tables.__file__).parent
 DRIVERS = table("drivers")
@@ -25,7 +26,10 @@ BRANCHES = [row["branch"] for row in DRIVERS["branches"]]
 CUDA_PLATFORMS = ("linux-x86_64", "linux-aarch64", "windows")
 SURE = {"seen", "stated", "guess"}
 
-choose = partial(choose_wheel, driver_cuda=None, platform="linux-x86_64", python=(3, 12))
+
+def choose(*, capabilities: Iterable[tuple[int, int]], **told: Any) -> WheelChoice:
+    host = {"platform": "linux-x86_64", "python": (3, 12), **told}
+    return choose_wheel(capabilities=tuple(capabilities), **host)
 
 
 def number(text: str) -> tuple[int, ...]:
@@ -126,8 +130,8 @@ def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
     assert (tables.numbers_of(text), tables.driver_floor(text), tables.toolkit_driver(text)) == ((), "", "")
     assert (tables.branch_of(text), tables.branch_of_cuda(text)) == (0, 0)
     assert tables.index_builds(text) == ()
-    assert choose(driver=text, capabilities=[(8, 6)]) == choose(driver=None, capabilities=[(8, 6)])
-    assert choose(driver=None, capabilities=[(8, 6)], torch=text).torch_version == ""
+    assert choose(driver=text, capabilities=[(8, 6)]) == choose(driver="", capabilities=[(8, 6)])
+    assert choose(driver="", capabilities=[(8, 6)], torch=text or "N/A").torch_version == ""
 
 
 # ── chips ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -528,13 +532,13 @@ def test_several_cards_must_all_be_covered() -> None:
     assert choice.torch_version == ""
     assert choice.reason.startswith("No driver supports all of capability 3.7 and 9.0")
     # a driver that is not known may be one that was made to drive both
-    assert choose(driver=None, capabilities=[(3, 7), (9, 0)]).torch_version == "2.3.1"
+    assert choose(driver="", capabilities=[(3, 7), (9, 0)]).torch_version == "2.3.1"
 
 
 def test_what_the_driver_says_of_itself_wins_over_its_version() -> None:
     assert choose(driver="550.54.14", driver_cuda=13000, capabilities=[(8, 6)]).build == "cu132"
     assert choose(driver="580.65.06", driver_cuda=12080, capabilities=[(8, 6)]).build == "cu126"
-    assert choose(driver=None, driver_cuda=12020, capabilities=[(8, 6)]).build == "cu126"
+    assert choose(driver="", driver_cuda=12020, capabilities=[(8, 6)]).build == "cu126"
 
 
 def test_a_driver_that_named_the_card_is_believed() -> None:
@@ -582,7 +586,7 @@ def test_where_there_is_no_wheel_the_reason_names_what_stands_in_the_way(facts: 
 
 
 def test_what_is_not_known_makes_the_choice_a_guess() -> None:
-    choice = choose(driver=None, capabilities=[(8, 6)])
+    choice = choose(driver="", capabilities=[(8, 6)])
     assert (choice.build, choice.how_sure) == ("cu132", "guess")
     assert "The driver is not known: it must be 580.65.06 or newer." in choice.reason
     choice = choose(driver="535.54.03", capabilities=[])

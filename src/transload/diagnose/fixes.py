@@ -448,19 +448,15 @@ _HOLDS = {
 """The start of a library's name, and conda-forge's package that holds it."""
 
 
-def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
+def wheel_choice(machine: Machine, torch: str = "") -> WheelChoice:
     """The torch build that fits the driver, the cards, the Python and the platform of this machine."""
     told = set(machine.capabilities.values())
-    capabilities = told
-    if not told:
-        chips = (chip_of(gpu.device) for gpu in machine.hardware.gpus)
-        capabilities = {chip.capability for chip in chips if chip is not None and chip.capability is not None}
-    driver = machine.driver.nvml.driver or machine.kernel.version
+    chips = (chip_of(gpu.device) for gpu in machine.hardware.gpus)
     python = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
     return choose_wheel(
-        driver=driver or None,
-        driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0) or None,
-        capabilities=sorted(capabilities),
+        driver=machine.driver.nvml.driver or machine.kernel.version,
+        driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0),
+        capabilities=tuple(sorted(told or {chip.capability for chip in chips if chip and chip.capability})),
         platform=wheel_platform(machine),
         python=(int(python[1]), int(python[2])) if python else (3, 12),
         torch=torch,
@@ -468,7 +464,7 @@ def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
     )
 
 
-def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) -> Lines:
+def wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> Lines:
     """Install the torch that fits both the driver and the card, with the tool of this environment.
 
     It is of the release ``torch``; else of the one that is installed, where that has a build that fits. Without
@@ -476,7 +472,7 @@ def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) ->
     """
     first, newest, conda = machine.torch.first, wheel_choice(machine), _tool(machine) in _CONDAS
     installed = first.version.partition("+")[0] if first else ""
-    choice = wheel_choice(machine, torch) if torch else newest
+    choice = wheel_choice(machine, torch)
     if not torch and installed in releases():  # the installed one, for which other packages are made
         kept = wheel_choice(machine, installed)
         if kept.torch_version and (newest.needs_driver or not kept.needs_driver):
@@ -552,7 +548,7 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     if release not in releases():
         return install_torch(machine, gpu=gpu, force=True)
     if gpu:
-        return wheel(machine, release if wheel_choice(machine, release).torch_version else None)
+        return wheel(machine, release if wheel_choice(machine, release).torch_version else "")
     default = default_build(release, wheel_platform(machine))
     if gpu is False and first and first.cuda and default and default.cuda:  # the small build does, with all beside it
         beside = [name for name in _TRIO if name in machine.python.packages]
