@@ -95,27 +95,28 @@ def report(diagnosis: Diagnosis) -> Iterator[Block]:
     """Everything ``transload doctor`` says when nothing special is asked for."""
     machine, cause = diagnosis.machine, diagnosis.cause
     role = _ROLE[diagnosis.status]
-    errors = [finding for finding in diagnosis.findings if finding.severity == "error"]
-    others = [finding for finding in diagnosis.findings if finding.severity != "error"]
-
+    errors = sum(finding.severity == "error" for finding in diagnosis.findings)
     if cause is None:
         yield Prose(((_well(diagnosis), role),))
-    else:
-        several = f", for {len(errors)} reasons; the first" if len(errors) > 1 else ""
-        joint = ", " if cause.title.startswith("probably: ") else ": "
-        yield Prose(((f"{_subject(diagnosis)}{several}", role), (joint, role), *_titled(cause)))
-        yield from _explained((*errors, *others)[0])
-        errors, others = errors[1:], others if errors else others[1:]
-    for place, finding in enumerate(errors, 2):
-        yield BLANK
-        yield Prose(_titled(finding), lead=((f"Then {place}: ", "bad"),))
-        yield from _explained(finding)
-    for finding in others:
-        sign, colour = _SIGNS[finding.severity]
-        yield BLANK
-        yield Prose(_titled(finding), lead=((f"{sign} ", colour),))
-        yield from _evidence(finding, "    ")
-        yield from steps(finding.fix, "    ")
+    for place, finding in enumerate(diagnosis.findings, 1):
+        if finding is cause:
+            several = f", for {errors} reasons; the first" if errors > 1 else ""
+            joint = ", " if cause.title.startswith("probably: ") else ": "
+            yield Prose(((f"{_subject(diagnosis)}{several}{joint}", role), *_titled(cause)))
+        else:
+            sign, colour = _SIGNS.get(finding.severity, (f"Then {place}:", "bad"))
+            yield BLANK
+            yield Prose(_titled(finding), lead=((f"{sign} ", colour),))
+        aside = finding is not cause and finding.severity != "error"
+        indent = "    " if aside else "  "
+        for text in finding.evidence[:_EVIDENCE]:
+            yield Prose(printable(text, 400), lead=indent)
+        if len(finding.evidence) > _EVIDENCE:
+            yield Prose(((f"… and {len(finding.evidence) - _EVIDENCE:,} more, in --json", "dim"),), lead=indent)
+        if finding.fix and not aside:
+            yield BLANK
+            yield Prose((("Fix", "strong"),))
+        yield from steps(finding.fix, indent)
 
     yield from _links(diagnosis)
 
@@ -180,22 +181,6 @@ def _code(finding: Finding) -> tuple[str, str]:
     return (f"{GLUE}{GLUE}[{finding.code}]", "dim")
 
 
-def _explained(finding: Finding) -> Iterator[Block]:
-    """The evidence for a cause, and how to repair it."""
-    yield from _evidence(finding, "  ")
-    if finding.fix:
-        yield BLANK
-        yield Prose((("Fix", "strong"),))
-        yield from steps(finding.fix)
-
-
-def _evidence(finding: Finding, indent: str) -> Iterator[Block]:
-    for text in finding.evidence[:_EVIDENCE]:
-        yield Prose(((printable(text, 400), ""),), lead=((indent, ""),))
-    if len(finding.evidence) > _EVIDENCE:
-        yield Prose(((f"… and {len(finding.evidence) - _EVIDENCE:,} more, in --json", "dim"),), lead=((indent, ""),))
-
-
 def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
     """What to do, line by line. Commands and what belongs into a file are never folded: they are there to be copied."""
     for line in fix:
@@ -217,14 +202,11 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     from transload.diagnose.rules import BY_CODE
 
     muted = {each.finding.code: each.because for each in diagnosis.muted}
-    findings: dict[str, list[Finding]] = {}
-    for finding in (*diagnosis.findings, *(each.finding for each in diagnosis.muted)):
-        if finding.code in BY_CODE:
-            findings.setdefault(BY_CODE[finding.code].layer, []).append(finding)
+    every = (*diagnosis.findings, *(each.finding for each in diagnosis.muted))
     seen = chain(diagnosis.machine)
     yield from heading("From the card to torch")
     for layer in ORDER:
-        found = findings.get(layer, [])
+        found = [each for each in every if each.code in BY_CODE and BY_CODE[each.code].layer == layer]
         if layer not in seen and all(finding.severity == "note" for finding in found):
             continue
         state, text = seen.get(layer, ("idle", ""))
