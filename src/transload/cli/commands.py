@@ -26,13 +26,13 @@ def convert_arguments(parser: ArgumentParser) -> None:
     option("--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16")
     option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
     option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
-    option("--force", action="store_true", help="overwrite DST")
-    option("--no-verify", action="store_true", help="do not read DST back or check SRC's checksums")
+    option("--force", dest="overwrite", action="store_true", help="overwrite DST")
+    option("--no-verify", dest="verify", action="store_false", help="do not read DST back or check SRC's checksums")
 
 
 def run_convert(arguments: Namespace) -> int:
     """Convert, or list what can be chosen."""
-    from transload.cli.output import show, show_result, write
+    from transload.cli.output import given, show, show_result, write
     from transload.converting import convert, parts
     from transload.errors import UsageError
 
@@ -50,19 +50,8 @@ def run_convert(arguments: Namespace) -> int:
         return 0
     if arguments.out is None:
         raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
-    result = convert(
-        arguments.path,
-        arguments.out,
-        to=arguments.to,
-        key=arguments.key,
-        strip=arguments.strip,
-        dtype=arguments.dtype,
-        allow_inf=arguments.allow_inf,
-        max_shard_size=arguments.max_shard_size,
-        verify=not arguments.no_verify,
-        overwrite=arguments.force,
-        progress=not arguments.json,
-    )
+    options = given(arguments, "to key strip dtype allow_inf max_shard_size verify overwrite")
+    result = convert(arguments.path, arguments.out, **options, progress=not arguments.json)
     from transload.converting import report
 
     show_result(result, report, arguments)
@@ -142,26 +131,19 @@ def rescue_arguments(parser: ArgumentParser) -> None:
     option("--dry-run", action="store_true", help="report what would be written, and write nothing")
     option("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
     option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
-    option("--force", action="store_true", help="overwrite DST if it exists")
+    option("--force", dest="overwrite", action="store_true", help="overwrite DST if it exists")
 
 
 def run_rescue(arguments: Namespace) -> int:
     """Rescue a checkpoint."""
-    from transload.cli.output import show_result
+    from transload.cli.output import given, show_result
     from transload.errors import UsageError
     from transload.rescuing import rescue
 
     if arguments.dst is None and not arguments.dry_run:
         raise UsageError("no output file is named", fix="transload rescue SRC DST, or --dry-run to only see the plan.")
-    result = rescue(
-        arguments.src,
-        arguments.dst,
-        fill=arguments.fill,
-        dry_run=arguments.dry_run,
-        member=arguments.member,
-        overwrite=arguments.force,
-        progress=not arguments.json,
-    )
+    options = given(arguments, "fill dry_run member overwrite")
+    result = rescue(arguments.src, arguments.dst, **options, progress=not arguments.json)
     from transload.rescuing.result import report
 
     show_result(result, report, arguments)
@@ -175,11 +157,14 @@ def run_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``run``; what follows the script is the script's."""
     from argparse import PARSER
 
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
-    parser.add_argument("--device", metavar="D", default="auto", help="what to use instead of missing devices")
-    parser.add_argument("--pretend-cuda", action="store_true", help="let torch.cuda.is_available() be True on the CPU")
-    parser.add_argument("--quiet", action="store_true", help="do not list at the end what was changed")
-    parser.add_argument("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
+    option = parser.add_argument
+    option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
+    option("--device", metavar="D", default="auto", help="what to use instead of missing devices")
+    option(
+        "--pretend-cuda", dest="pretend", action="store_true", help="let torch.cuda.is_available() be True on the CPU"
+    )
+    option("--quiet", action="store_true", help="do not list at the end what was changed")
+    option("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
 
 
 def run_run(arguments: Namespace) -> Callable[[], int]:
@@ -188,10 +173,5 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
     from transload.patching.script import program_of
 
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
-    return program_of(
-        words,
-        module=arguments.module,
-        device=checked(arguments.device),
-        pretend=arguments.pretend_cuda,
-        quiet=arguments.quiet,
-    )
+    how = {"pretend": arguments.pretend, "quiet": arguments.quiet}
+    return program_of(words, module=arguments.module, device=checked(arguments.device), **how)

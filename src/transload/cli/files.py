@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from transload.cli.output import as_bug, complain, finish_retag, show, write
+from transload.cli.output import as_bug, complain, finish_retag, given, show, write
 from transload.errors import TransloadError, UsageError
 
 if TYPE_CHECKING:
@@ -246,9 +246,8 @@ def run_retag(arguments: Namespace) -> int:
     tags: dict[str, str] = {}
     if arguments.undo:
         others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
-        given = [name for name, value in others.items() if value]
-        if given:
-            raise UsageError(f"--undo takes back what was done: {' and '.join(given)} cannot go with it")
+        if beside := [name for name, value in others.items() if value]:
+            raise UsageError(f"--undo takes back what was done: {' and '.join(beside)} cannot go with it")
     else:
         for pair in arguments.map:
             old, equals, new = pair.rpartition("=")
@@ -267,14 +266,7 @@ def run_retag(arguments: Namespace) -> int:
     def change(path: str) -> Retag:
         if arguments.undo:
             return undo(path, dry_run=arguments.dry_run)
-        return retag(
-            path,
-            tags,
-            out=arguments.out,
-            dry_run=arguments.dry_run,
-            keep_undo=arguments.keep_undo,
-            hard_links=arguments.hard_links,
-        )
+        return retag(path, tags, **given(arguments, "out dry_run keep_undo hard_links"))
 
     # retag finishes an interrupted one itself, and says more
     return _for_each(arguments, paths, change, report, several, finish=False)[1]

@@ -20,6 +20,11 @@ begun = False
 """Whether a document was written to stdout: a second one would make neither readable."""
 
 
+def given(arguments: Namespace, names: str) -> dict[str, Any]:
+    """The arguments of these names, to be passed on under the same names."""
+    return {name: getattr(arguments, name) for name in names.split()}
+
+
 def show(blocks: Iterable[Block], colour: str) -> None:
     """Write a report to stdout."""
     from transload.render.lines import emit

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # `transload run` of a script without torch must cost nothing, not even importing typing
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Any
 
     from typing_extensions import Self
@@ -24,9 +23,7 @@ class Patch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         from transload.patching.install import install
 
         install(self._before)
