@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from transload.checking.needs import raw_bytes
@@ -257,9 +258,7 @@ class _Prediction:
         return Said("loads", exact=not varies, torch=self.torch.version, warnings=warnings)
 
     def events(self, main: Pickle) -> Iterator[_Event]:
-        stored = next(filter(None, map(self.stored, main.persistent)), None)  # they are in the order of the stream
-        if stored:
-            yield stored
+        yield from islice(filter(None, map(self.stored, main.persistent)), 1)  # they are in the order of the stream
         for node in (*main.globals.values(), *([main.loader] if main.loader else [])):
             module, name = node.module, node.name
             full = torch_spelling(module, name)

@@ -60,15 +60,13 @@ def _head(checkpoint: Contents) -> Iterator[str]:
         title = f"<b>{_safe(finding.title, None)}</b> {_dim(printable(finding.code), 'span')}"
         yield f'<div class="tl-finding tl-{SEVERITY[finding.severity][0]}"><div>{title}</div>'
         yield from (f"<div>{_safe(text, 400)}</div>" for text in finding.evidence[:_EVIDENCE])
-        if len(finding.evidence) > _EVIDENCE:
-            yield _dim(f"and {len(finding.evidence) - _EVIDENCE:,} more")
+        yield _more(len(finding.evidence) - _EVIDENCE)
         for step in steps(finding.fix):
             lines = "\n".join(_safe(text, None) for text in step)
             lead = f"{TRUSTED}\n" if len(step) > 1 else ""
             yield f'<div class="tl-fix">{lead}{lines}</div>'
         yield "</div>"
-    if len(order) > _FINDINGS:
-        yield _dim(f"{len(order) - _FINDINGS:,} further findings are not shown")
+    yield _more(len(order) - _FINDINGS, "{:,} further findings are not shown")
 
 
 def _sections(checkpoint: Contents) -> Iterator[str]:
@@ -81,16 +79,12 @@ def _sections(checkpoint: Contents) -> Iterator[str]:
             yield f'<span>{_safe(dtype, 40)}</span><span class="tl-bar"><i style="width:{share}%"></i></span>'
             yield f"<span>{size(nbytes)}</span><span>{plural(tensors, 'tensor')}</span>"
         yield "</div>"
-        if len(dtypes) > _BARS:
-            yield _dim(f"and {len(dtypes) - _BARS:,} more")
-        yield "</details>"
+        yield _more(len(dtypes) - _BARS) + "</details>"
     if parts := checkpoint.parts:
         yield _section("parts", len(parts), is_open=len(parts) <= 6)
         for part in parts[:_PARTS]:
             yield _line(_safe(part.name), _safe(part.kind), "", size(part.nbytes))
-        if len(parts) > _PARTS:
-            yield _dim(f"and {len(parts) - _PARTS:,} more")
-        yield "</details>"
+        yield _more(len(parts) - _PARTS) + "</details>"
     if checkpoint.tensors:
         tree = tensor_tree(checkpoint.tensors)
         yield _section("tensors", tree.tensors) + '<div class="tl-tree">'
@@ -118,8 +112,7 @@ def _twigs(twig: Twig, shown: dict[int, int], *, mixed: bool, is_open: bool) -> 
         yield f"<details{' open' if is_open else ''}><summary>{line}</summary><div class='tl-below'>"
         yield from _twigs(child, shown, mixed=mixed, is_open=is_open and len(child.children) == 1)
         yield "</div></details>"
-    if some < len(twig.children):
-        yield _dim(f"{len(twig.children) - some:,} more are not shown")
+    yield _more(len(twig.children) - some, "{:,} more are not shown")
 
 
 def _safe(text: str, limit: int | None = 160) -> str:
@@ -128,6 +121,10 @@ def _safe(text: str, limit: int | None = 160) -> str:
 
 def _dim(text: str, tag: str = "div") -> str:
     return f'<{tag} class="tl-dim">{escape(text)}</{tag}>'
+
+
+def _more(number: int, words: str = "and {:,} more") -> str:
+    return _dim(words.format(number)) if number > 0 else ""
 
 
 def _section(title: str, number: int, *, is_open: bool = True) -> str:

@@ -222,21 +222,18 @@ _LAYERS = (
 )
 
 # Kaggle comes first: its images are made of Colab's.
-_NOTEBOOKS = (
-    ("KAGGLE_KERNEL_RUN_TYPE", "kaggle"),
-    ("KAGGLE_URL_BASE", "kaggle"),
-    ("COLAB_RELEASE_TAG", "colab"),
-    ("COLAB_GPU", "colab"),
-    ("RUNPOD_POD_ID", "runpod"),
-    ("VAST_CONTAINERLABEL", "vast"),
-    ("MODAL_TASK_ID", "modal"),
-    ("LIGHTNING_CLOUD_PROJECT_ID", "lightning"),
-    ("DATABRICKS_RUNTIME_VERSION", "databricks"),
-    ("SAGEMAKER_INTERNAL_IMAGE_URI", "sagemaker"),
-    ("SM_CURRENT_HOST", "sagemaker"),
-    ("PAPERSPACE_FQDN", "paperspace"),
-    ("CODESPACES", "codespaces"),
-)
+_NOTEBOOKS = {
+    "kaggle": ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"),
+    "colab": ("COLAB_RELEASE_TAG", "COLAB_GPU"),
+    "runpod": ("RUNPOD_POD_ID",),
+    "vast": ("VAST_CONTAINERLABEL",),
+    "modal": ("MODAL_TASK_ID",),
+    "lightning": ("LIGHTNING_CLOUD_PROJECT_ID",),
+    "databricks": ("DATABRICKS_RUNTIME_VERSION",),
+    "sagemaker": ("SAGEMAKER_INTERNAL_IMAGE_URI", "SM_CURRENT_HOST"),
+    "paperspace": ("PAPERSPACE_FQDN",),
+    "codespaces": ("CODESPACES",),
+}
 
 _HARMLESS = frozenset({
     *("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "mqueue", "hugepages"),
@@ -301,9 +298,8 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
         yield "wsl", 1, "the kernel is that of WSL 1"
     if environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a custom kernel
         yield "wsl", 2, "WSL_DISTRO_NAME is set and /dev/dxg is there"
-    for name, kind in _NOTEBOOKS:
-        if name in environ:
-            yield "notebook", kind, f"{name} is set"
+    for kind, names in _NOTEBOOKS.items():
+        yield from (("notebook", kind, f"{name} is set") for name in names if name in environ)
     if _GVISOR in version or "gvisor" in version.lower():
         yield "sandbox", "gvisor", "/proc/version is gVisor's"
     if any("kata-containers" in word or word.startswith("agent.log=") for word in words):
