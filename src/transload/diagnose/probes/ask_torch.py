@@ -107,8 +107,12 @@ def load() -> Any:
 
 def examine(report: Report, torch: Any) -> None:
     """Everything that follows the import. The public list of architectures asks the driver first; this one does not."""
-    cuda, hip = attribute(torch, "version", "cuda"), attribute(torch, "version", "hip")
-    report.say(version=attribute(torch, "__version__"), file=attribute(torch, "__file__"), cuda=cuda, hip=hip)
+
+    def text(find: Any) -> str:
+        return quietly(report, "import", lambda: clipped(find() or "")) or ""
+
+    cuda, hip = text(lambda: torch.version.cuda), text(lambda: torch.version.hip)
+    report.say(version=text(lambda: torch.__version__), file=text(lambda: torch.__file__), cuda=cuda, hip=hip)
     flags = quietly(report, "architectures", lambda: torch._C._cuda_getArchFlags() or "")  # noqa: SLF001
     report.say(libraries=libraries(), architectures=tuple((flags or "").split()))
     report.say(nccl=quietly(report, "nccl", lambda: ".".join(map(str, torch.cuda.nccl.version()[:3]))) or "")
@@ -142,16 +146,6 @@ def compute(report: Report, torch: Any, cudnn: bool) -> bool:
     if cudnn:
         step(report, "convolution", convolution)
     return True
-
-
-def attribute(thing: Any, *names: str) -> str:
-    """Text in an attribute of an attribute; empty where there is none."""
-    try:
-        for name in names:
-            thing = getattr(thing, name)
-        return "" if thing is None else str(thing)[:WORDS]
-    except BaseException:  # noqa: BLE001  as above
-        return ""
 
 
 def matmul(torch: Any, device: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transload.diagnose.children import Question, source
 from transload.diagnose.elf import Elf, read_elf
@@ -32,23 +32,18 @@ _FINDER = re.compile(r"__editable___torch_.*_finder\.py|_torch_editable\.py")
 _MAPPED = r"""['"]torch['"]\s*:\s*['"]([^'"\n]{1,4096})['"]"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """An entry of the import path: what it holds, and how it came there."""
+class _Place(NamedTuple):
+    """An entry of the import path: how it came there, what it holds, and what an import of torch finds in it.
+
+    ``kind`` is empty where that is nothing. ``remains`` are a folder without ``__init__``, which comes last.
+    """
 
     folder: str
-    names: tuple[str, ...]
     via: str
+    names: tuple[str, ...]
     dists: tuple[Distribution, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hit:
-    """What an import of torch finds in a place. ``remains`` are a folder without ``__init__``, which comes last."""
-
-    kind: Literal["install", "remains", "file", "package", "source"]
+    kind: Literal["", "install", "remains", "file", "package", "source"]
     path: str
-    place: _Place
 
 
 def torch(host: Host, python: Python) -> Torch:
@@ -56,15 +51,15 @@ def torch(host: Host, python: Python) -> Torch:
     if python.problem:
         return Torch(installs=Unknown(python.problem))
     places = tuple(_places(host, python))
-    hits = [hit for hit in (_hit(host, place) for place in places) if hit]
+    hits = [place for place in places if place.kind]
 
     # In the order of an import: packages, then remains, then what an editable install's own finder leads to.
-    with_files = {hit.place.folder for hit in hits if hit.kind in ("install", "remains")}
+    with_files = {hit.folder for hit in hits if hit.kind in ("install", "remains")}
     strays = (dist for place in places if place.folder not in with_files for dist in place.dists)
     stray = next((dist for dist in strays if _elsewhere(dist)), None)  # that of a torch without one
     installs = []
     for hit in (hit for kind in ("install", "remains") for hit in hits if hit.kind == kind):
-        dist = _best(hit.place.dists, build(host, hit.path).version) or stray
+        dist = _best(hit.dists, build(host, hit.path).version) or stray
         install = _install(host, hit.path, dist, python.prefix)
         if hit.kind == "remains" and not any(each.startswith("__init__.py:") for each in install.missing):
             install = replace(install, missing=("__init__.py: absent", *install.missing))
@@ -91,7 +86,7 @@ def torch(host: Host, python: Python) -> Torch:
         leftovers=tuple(f"{p.folder}/{name}" for p in places for name in p.names if _LEFTOVER.fullmatch(name)),
         dangling=tuple(dangling),
         shadow_kind=shadow.kind if shadow else "",
-        shadow_via=shadow.place.via if shadow else "",
+        shadow_via=shadow.via if shadow else "",
     )
 
 
@@ -109,24 +104,24 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
         folder = entry.rstrip("/")
         if names := host.names(entry):
             dists = tuple(each for each in installed(host, [folder]) if each.name == "torch")
-            yield _Place(folder, names, via[entry], dists)
+            yield _Place(folder, via[entry], names, dists, *_found(host, folder, names, dists))
 
 
-def _hit(host: Host, place: _Place) -> _Hit | None:
+def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distribution]) -> tuple[Any, str]:
     """As Python's own finder: a package before a module; a folder without ``__init__`` only if there is no other."""
-    path = f"{place.folder}/torch"
-    inside = host.names(path) or () if "torch" in place.names else ()
+    path = f"{folder}/torch"
+    inside = host.names(path) or () if "torch" in names else ()
     compiled = any(_COMPILED.fullmatch(name) for name in inside)
     if any(_START.fullmatch(name) for name in inside):
         # A distribution that claims it, or compiled code, makes it an install, if perhaps a broken one.
-        if place.dists or compiled:
-            return _Hit("install", path, place)
+        if dists or compiled:
+            return "install", path
         source = {"csrc", "_C"} & set(inside) or "cuda" in assigned(host.text(f"{path}/version.py", 1 << 16) or "")
-        return _Hit("source" if source else "package", path, place)
-    for name in place.names:
-        if _MODULE.fullmatch(name) and not host.folder(f"{place.folder}/{name}"):
-            return _Hit("file", f"{place.folder}/{name}", place)
-    return _Hit("remains", path, place) if compiled or "version.py" in inside else None
+        return "source" if source else "package", path
+    for name in names:
+        if _MODULE.fullmatch(name) and not host.folder(f"{folder}/{name}"):
+            return "file", f"{folder}/{name}"
+    return ("remains", path) if compiled or "version.py" in inside else ("", "")
 
 
 # -- one installed torch: what its version.py, its dist-info and conda's records say of it -----------------------------
