@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
-from transload.frozen import NamedTuple, facts
+from transload.frozen import NamedTuple, Plain, facts
 
 if TYPE_CHECKING:
     from transload.nodes import Pickle
@@ -73,20 +73,13 @@ class Storage(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
+        *first, crc32, compressed, big_endian, tensors = self
         return {
-            "id": self.id,
-            "key": self.key,
-            "device": self.device,
-            "dtype": self.dtype,
-            "nbytes": self.nbytes,
-            "stored": self.stored,
-            "offset": self.offset,
-            "record": self.record,
-            "file": self.file,
-            "crc32": None if self.crc32 is None else f"{self.crc32:08x}",
-            "compressed": self.compressed,
-            "byteorder": "big" if self.big_endian else "little",
-            "tensors": list(self.tensors),
+            **dict(zip(self._fields, first, strict=False)),
+            "crc32": None if crc32 is None else f"{crc32:08x}",
+            "compressed": compressed,
+            "byteorder": "big" if big_endian else "little",
+            "tensors": list(tensors),
         }
 
 
@@ -285,16 +278,12 @@ class Origin:
 
 
 @facts(frozen=True)
-class DeviceUse:
+class DeviceUse(Plain):
     """How much of a checkpoint is tagged with one device."""
 
     device: str
     tensors: int
     nbytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return dict(vars(self))
 
 
 @facts(frozen=True)
