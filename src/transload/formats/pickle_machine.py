@@ -70,21 +70,6 @@ class Machine:
     dictionary. ``loader`` is the global ``LOADER`` once it was met, if ``held`` reads what it is given.
     """
 
-    __slots__ = (
-        "data",
-        "frame_end",
-        "frames",
-        "given",
-        "held",
-        "loader",
-        "memo",
-        "meta",
-        "out",
-        "pos",
-        "size",
-        "stack",
-    )
-
     def __init__(self, data: bytes, start: int, name: str) -> None:
         self.data = data
         self.size = len(data)

@@ -8,7 +8,7 @@ An archive is
 readers see two things is a problem. ``read_payload`` reads one record.
 
 An archive has tens of thousands of entries, and in nearly all of them nothing is unusual. So names are first checked
-all at once, joined by newlines, and headers are first compared with the one before.
+all at once, and headers are first compared with the one before.
 """
 
 from __future__ import annotations
@@ -81,21 +81,12 @@ def text_of(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
-def _joined(entries: list[Entry]) -> bytes:
-    r"""All names, a newline before each; empty if a name has one itself.
-
-    >>> _joined([Entry(b"a/b", 0, 0, 0, 0, 0, 0), Entry(b"a/c", 0, 0, 0, 0, 0, 0)])
-    b'\na/b\na/c'
-    """
-    joined = b"\n".join([b"", *[entry[0] for entry in entries]])
-    return joined if joined.count(b"\n") == len(entries) else b""
-
-
 def check_names(entries: list[Entry], problems: Problems) -> None:
-    """Names that readers take for the same, or read in different ways."""
-    joined = _joined(entries)
+    """Names that readers take for the same, or read in different ways: all at once, or one by one if any is odd."""
+    joined = b"\n".join([b"", *[entry[0] for entry in entries]])
     odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
-    if odd or len(set(joined.lower().split(b"\n")[1:])) != len(entries):
+    names = joined.lower().split(b"\n")[1:]
+    if odd or not len(set(names)) == len(names) == len(entries):
         _check_each(entries, problems)
 
 
@@ -130,8 +121,6 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
         problems.add("zip-no-folder", text_of(first), "records lie at the top; torch wants them in one folder")
         return None
     lead = folder + b"/"
-    if _joined(entries).count(b"\n" + lead) == len(entries):
-        return text_of(folder)
     outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(lead)]
     if outside:
         detail = f"{len(outside)} records lie outside the folder {text_of(folder)}/"
@@ -144,9 +133,6 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
 
 def names_below(entries: list[Entry], prefix: str) -> list[str]:
     """Each name as its path below ``prefix``; those outside it whole, with a slash before them."""
-    names = text_of(_joined(entries)).split(f"\n{prefix}")
-    if len(names) == len(entries) + 1:
-        return names[1:]
     names = [text_of(entry.raw_name) for entry in entries]
     cut = len(prefix)
     return [name[cut:] if name.startswith(prefix) else f"/{name}" for name in names] if cut else names
