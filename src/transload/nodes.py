@@ -7,6 +7,9 @@ are equal only to themselves. The graph may share nodes and may contain cycles: 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 
 class Global:
     """A name to import, one node for each distinct ``(module, name)`` of a stream, as the file spells it."""
@@ -120,6 +123,25 @@ class OutOfBand:
     """A buffer that protocol 5 expects from outside the stream; no checkpoint has one."""
 
     __slots__ = ()
+
+
+def below(roots: Iterable[object]) -> Iterator[Any]:
+    """Everything in some graphs, in no particular order; what a container holds only once."""
+    waiting: list[Any] = [*roots]
+    seen: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        yield node
+        kind = type(node)
+        if kind in _HOLDERS and id(node) not in seen:
+            seen.add(id(node))
+            if kind is Call:
+                waiting += (node.callee, node.args, node.kwargs, node.states, node.items, node.appended)
+            else:
+                waiting += node if kind is list or kind is tuple else node.items
+
+
+_HOLDERS = frozenset({Call, Dict, Set, list, tuple})
 
 
 class Pickle:

@@ -14,6 +14,7 @@ compressed as a whole: ``unpacked`` has what they hold.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,7 +28,6 @@ from transload.formats.pickle_machine import (
     MAX_STREAM,
     Broken,
     Cut,
-    Held,
     Machine,
     add_uses,
     run,
@@ -40,7 +40,7 @@ from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
 from transload.io.packed import Unpacked, packed_as, unpack
 from transload.io.sources import Source
-from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
+from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set, below
 
 _MAX_PICKLES = 1000
 _WINDOW = 1 << 16
@@ -92,24 +92,25 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by
     chance.
     """
-    held = _Reader(0)
-    first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT, held.begin)
+    storages: list[_Storage] = []
+    reader = partial(_Held, offset=0, storages=storages)
+    first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT, reader)
     if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
         # It is one, and a long one; where tensors lie in it, as long as they are.
         data = LOADER in first.globals or _WRAPPERS & first.globals.keys()
         window, most = (source.size, source.size) if data else (1 << 20, MAX_STREAM)
-        first, end = run_at(source, 0, "pickle", window, most, held.begin)
+        first, end = run_at(source, 0, "pickle", window, most, reader)
     if not _is_pickle(first, source.size):
         return None
     first.main = True
-    _excuse(first, held.storages)
+    _excuse(first, storages)
     _compare_readings(first, source, 0)
     pickles = [first]
     while end < source.size and len(pickles) <= _MAX_PICKLES and not pickles[-1].broken:
-        other = _Reader(end)
-        begin = end
-        pickle, end = run_at(source, begin, f"pickle {len(pickles) + 1}", _WINDOW, reader=other.begin)
-        _excuse(pickle, other.storages)
+        begin, others = end, list[_Storage]()
+        reader = partial(_Held, offset=begin, storages=others)
+        pickle, end = run_at(source, begin, f"pickle {len(pickles) + 1}", _WINDOW, reader=reader)
+        _excuse(pickle, others)
         _compare_readings(pickle, source, begin)
         pickles.append(pickle)
     root = first.root
@@ -135,10 +136,10 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     if ends_like_zip(source):
         out.problems.add("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it")
     if readable:
-        places = {storage.key: storage.place for storage in held.storages}
+        places = {held.key: held.place for held in storages}
         tree = read_tree(first, StorageTable(lambda key, _: places[key]))
         out.take(*tree)
-        out.records = tuple(storage.record for storage in held.storages if storage.record)
+        out.records = tuple(held.record for held in storages if held.record)
         for storage in tree.storages:
             if storage.stored < storage.nbytes:
                 detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
@@ -174,30 +175,6 @@ class _Storage(NamedTuple):
     record: Record | None
 
 
-class _Reader:
-    """Reads the storages of the pickle at an offset; each run of it begins anew, with more of the data."""
-
-    def __init__(self, offset: int) -> None:
-        self._offset = offset
-        self.storages: list[_Storage] = []
-
-    def begin(self, vm: Machine) -> Held:
-        """What a run asks for storages."""
-        held = _Held(vm, self._offset)
-        self.storages = held.storages
-        return held
-
-
-class _Stream(NamedTuple):
-    """What a stream with one storage says of it; its bytes begin at ``start``."""
-
-    kind: Global
-    tag: str
-    numel: int
-    nbytes: int
-    start: int
-
-
 class _Held:
     """The storages that one run of a machine has met, as bytes given to ``LOADER``.
 
@@ -205,12 +182,13 @@ class _Held:
     cannot have the same bytes read, or made into a storage, any number of times.
     """
 
-    def __init__(self, vm: Machine, offset: int) -> None:
+    def __init__(self, vm: Machine, offset: int, storages: list[_Storage]) -> None:
         self._vm = vm
         self._offset = offset
         self._behind = 0  # the last of them
         self._head = MAGIC_PICKLE  # the first three pickles of a stream that was read: they are nearly always the same
-        self.storages: list[_Storage] = []
+        storages.clear()  # each run begins anew, with more of the data
+        self.storages = storages
 
     def array(self, made: Call) -> Any:
         """The array whose bytes follow; ``None`` unless a wrapper of joblib was given its state."""
@@ -272,6 +250,7 @@ class _Held:
         stream = self._stream(data) if type(data) is bytes else None
         if stream is None:
             return None
+        kind, tag, numel, start = stream
         for form in _TEXTS if text else (0,):
             method, raw = form, _TEXTS[form](text) if text else data
             if (at := self._vm.data.rfind(raw, max(self._behind, end - len(raw) - _MAX_BEHIND), end)) >= 0:
@@ -282,21 +261,23 @@ class _Held:
         if text and self._vm.out.calls[-1] is node:
             self._vm.out.calls.pop()  # it was read with the storage
         key = str(len(self.storages))
-        name, stored, record = f"storage {key}", max(0, len(data) - stream.start), None
+        name, stored, record = f"storage {key}", max(0, len(data) - start), None
         if text and stored:
-            before = len(_TEXTS[method](text[: stream.start]))
+            before = len(_TEXTS[method](text[:start]))
             record = Record(name, self._offset + at + before, stored, len(raw) - before, None, method)
             place = Place(None, stored, name, compressed=True)
         else:
-            place = Place(None if text else self._offset + at + stream.start, stored, name)
+            place = Place(None if text else self._offset + at + start, stored, name)
         self.storages.append(_Storage(key, place, record))
-        kind = self._vm.find(stream.kind.module, stream.kind.name)
-        storage = Persistent(("storage", kind, key, stream.tag, stream.numel), end)
+        storage = Persistent(("storage", self._vm.find(kind.module, kind.name), key, tag, numel), end)
         self._vm.out.persistent.append(storage)
         return storage
 
-    def _stream(self, data: bytes) -> _Stream | None:
-        """What a stream says that holds one storage and nothing else, the last bytes of which may be missing."""
+    def _stream(self, data: bytes) -> tuple[Global, str, int, int] | None:
+        """Class, tag and element count of the one storage that a stream holds, and where its bytes begin.
+
+        ``None`` for a stream of anything else. The last bytes may be missing.
+        """
         if not data.startswith(MAGIC_PICKLE):
             return None
         position = len(self._head)
@@ -326,7 +307,7 @@ class _Held:
         count = int.from_bytes(data[keys.end : start], "little", signed=True)
         if not 0 <= nbytes < MAX_SIZE or len(data) > start + nbytes or (len(data) >= start and count != numel):
             return None
-        return _Stream(kind, tag, numel, nbytes, start)
+        return kind, tag, numel, start
 
 
 def _is_numpy(node: object) -> bool:
@@ -368,21 +349,9 @@ def _excuse(pickle: Pickle, storages: list[_Storage]) -> None:
     # A persistent id that is not one of ours makes every reader of a plain pickle fail.
     if not left or len(pickle.persistent) != len(storages) or pickle.ambiguous:
         return
-    waiting: list[Any] = [pickle.root, *pickle.calls]
-    waiting += [part for pair in pickle.built for part in pair]
-    seen: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        kind = type(node)
-        if kind is Global:
+    for node in below([pickle.root, pickle.calls, *pickle.built]):
+        if type(node) is Global:
             left.pop((node.module, node.name), None)
-        if kind not in _HOLDERS or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if kind is Call:
-            waiting += (node.callee, node.args, node.kwargs, node.states, node.items, node.appended)
-        else:
-            waiting += node if kind is list or kind is tuple else node.items
     pickle.loader = left.get(LOADER)
     pickle.wrapper = next((node for key, node in left.items() if key in _WRAPPERS), None)
     for key in left:
@@ -407,6 +376,3 @@ def _compare_readings(pickle: Pickle, source: Source, offset: int) -> None:
         add_uses(pickle, other)
     elif _WRAPPERS & pickle.globals.keys() and not pickle.broken:
         pickle.ambiguous.append((begin, "joblib would look for arrays where there may be none"))
-
-
-_HOLDERS = frozenset({Call, Dict, Set, list, tuple})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Origin, Part, Record, Storage, Tensor
@@ -27,7 +27,7 @@ from transload.formats.torch_zip import (
     storage_table,
     stray_records,
 )
-from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
+from transload.nodes import Call, Dict, Global, Persistent, Pickle, below
 
 ALLOWANCE = 256 << 20
 """Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
@@ -171,22 +171,20 @@ _GET_LAYOUT = Global("torch.serialization", "_get_layout", 0)
 def described(
     archive: Archive,
     name: str,
-    *,
     dtype: str,
     device: str,
-    offset: Any,
-    sizes: Any,
-    strides: Any,
+    layout: tuple[Any, Any, Any],
+    *,
     requires_grad: Any = False,
     parameter: bool = False,
     nbytes: int | None = None,
 ) -> Call:
     """The rebuild call for a tensor that JSON describes, over the record ``name``, or over ``nbytes`` bytes of it.
 
-    A storage without bytes is taken to be as long as the tensor needs.
+    ``layout`` are its offset, sizes and strides. A storage without bytes is taken to be as long as the tensor needs.
     """
-    shape, steps = (tuple(_number(n) for n in entries(part)) for part in (sizes, strides))
-    first = _number(offset)
+    shape, steps = (tuple(_number(n) for n in entries(part)) for part in layout[1:])
+    first = _number(layout[0])
     record = archive.find(name)
     if nbytes is None:
         nbytes = record.size if record is not None else 0
@@ -286,23 +284,6 @@ def _operator_problems(where: str, called: Counter[str]) -> list[Problem]:
     return [Problem("script-dangerous-op", where, "\n".join(lines))] if called else []
 
 
-def _words(root: object) -> Iterator[str]:
-    """All texts in a graph of nodes."""
-    stack: list[Any] = [root]
-    seen: set[int] = set()
-    while stack:
-        node = stack.pop()
-        kind = type(node)
-        if kind is str:
-            yield node
-        elif id(node) not in seen and kind in (tuple, list, Dict, Set, Call):
-            seen.add(id(node))
-            if kind is Call:
-                stack += (node.args, node.states, node.items, node.appended)
-            else:
-                stack += node.items if kind in (Dict, Set) else node
-
-
 # -- TorchScript
 
 MAX_OPERATOR_VERSION = 10
@@ -339,7 +320,9 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
         root = bytecode.root
         number = root[0] if type(root) is tuple and root and type(root[0]) is int else "unknown"
         out.facts.append(("lite interpreter", f"bytecode version {number}"))
-        found += _operator_problems(bytecode.name, Counter(word for word in _words(root) if word in OPERATORS))
+        found += _operator_problems(
+            bytecode.name, Counter(word for word in below([root]) if type(word) is str and word in OPERATORS)
+        )
     hollow = [s for s in tree.storages if old and not s.record]
     out.take(tree.tensors, typed(tree.storages, tree.tensors), tree.leaves, complaints(tree, hollow))
     found += check_storages(tree.storages, archive)
@@ -456,17 +439,10 @@ def _read_old(out: Program) -> Tree:
     model = fields(out.json("model.json"))
     tensors: list[Any] = []
     for entry in map(fields, entries(model.get("tensors"))):
-        call = described(
-            archive,
-            text(fields(entry.get("data")).get("key"), 255),
-            dtype=_DATA_TYPES.get(text(entry.get("dataType")), ""),
-            device=text(entry.get("device")) or "cpu",
-            offset=entry.get("offset"),
-            sizes=entry.get("dims"),
-            strides=entry.get("strides"),
-            requires_grad=entry.get("requiresGrad"),
-        )
-        tensors.append(call)
+        key, dtype = text(fields(entry.get("data")).get("key"), 255), _DATA_TYPES.get(text(entry.get("dataType")), "")
+        layout = entry.get("offset"), entry.get("dims"), entry.get("strides")
+        device, flag = text(entry.get("device")) or "cpu", entry.get("requiresGrad")
+        tensors.append(described(archive, key, dtype, device, layout, requires_grad=flag))
     values: list[Any] = []
     if archive.find("attributes.pkl") is not None:
         out.pickles.append(out.stream("attributes.pkl", _SCRIPT_IDS))

@@ -308,19 +308,11 @@ def _read_tables(out: _Package) -> None:
                     out.take_nested(record, (*lead, name))
                     continue
                 out.known.add(record)
-                kind = meta.get("dtype")
-                call = described(
-                    out.archive,
-                    record,
-                    dtype=SCALAR_TYPES.get(kind, "") if type(kind) is int else "",
-                    device=_device(meta.get("device")),
-                    offset=meta.get("storage_offset"),
-                    sizes=meta.get("sizes"),
-                    strides=meta.get("strides"),
-                    requires_grad=meta.get("requires_grad"),
-                    parameter=entry.get("is_param") is True,
-                )
-                into.items += [name, call]
+                kind, device = meta.get("dtype"), _device(meta.get("device"))
+                dtype = SCALAR_TYPES.get(kind, "") if type(kind) is int else ""
+                layout = meta.get("storage_offset"), meta.get("sizes"), meta.get("strides")
+                flags: Any = {"requires_grad": meta.get("requires_grad"), "parameter": entry.get("is_param") is True}
+                into.items += [name, described(out.archive, record, dtype, device, layout, **flags)]
     big_endian = note(out.archive, "byteorder", Problems()) == "big"
     tree = find_tensors(root, storage_table(out.archive, forms=(("", ""),), big_endian=big_endian))
     lost = [s for s in tree.storages if not s.record]
@@ -503,17 +495,9 @@ def _read_views(out: _Package, configs: list[str]) -> None:
                 bases[record] = out.nested(record)
             base = bases[record]
             first = base.tensors[0] if base and base.tensors else None
-            call = described(
-                out.archive,
-                record,
-                dtype=first.dtype if first else "",
-                device=first.device if first else "unknown",
-                offset=offset,
-                sizes=sizes,
-                strides=strides,
-                nbytes=base.storages[0].nbytes if base and base.storages else None,
-            )
-            model += [name, call]
+            dtype, device = (first.dtype, first.device) if first else ("", "unknown")
+            nbytes = base.storages[0].nbytes if base and base.storages else None
+            model += [name, described(out.archive, record, dtype, device, (offset, sizes, strides), nbytes=nbytes)]
         root.items += [config[len(FOLDER) :].rpartition("/")[0], Dict(model)] if len(configs) > 1 else model
 
     def locate(key: str, _: int) -> Place:

@@ -570,17 +570,9 @@ def _streams(data: bytes, name: str) -> list[Pickle]:
 
 
 def _holds_module(pickle: Pickle) -> bool:
-    """Whether a persistent id is that of a module; all storages' ids begin with one and the same text."""
-    cleared: object = None
-    for node in pickle.persistent:
-        pid = node.id
-        if type(pid) is not tuple or not pid or pid[0] is cleared:
-            continue
-        if len(pid) > 1 and (pid[0] == "module" or pid[0] == b"module" or type(pid[0]) is Global):
-            return True
-        if type(pid[0]) is str and pid[0] != "module":
-            cleared = pid[0]
-    return False
+    """Whether a persistent id is that of a module."""
+    ids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
+    return any(pid[0] in ("module", b"module") or type(pid[0]) is Global for pid in ids)
 
 
 def _class_of(node: Persistent) -> object:
