@@ -29,7 +29,7 @@ from transload.frozen import replace
 from transload.io.memory import view
 from transload.judge.problems import LEFT_OUT, refuse_broken, worth_a_warning
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
-from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, is_reached, read_here
+from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, Place, ReadRequest, Settings, Sums, is_reached, read_here
 from transload.loading.placement import DeviceMap, Plan, plan_here
 from transload.loading.refusal import Allowed, Wrong, is_plain, refuse_program, refuse_unsafe
 from transload.tensors import OpenCheckpoint
@@ -334,6 +334,25 @@ def read_storages(
     return {each.id: together.get(each.id) or reader.storage(each) for each in storages}
 
 
+def bring(
+    sources: Sequence[Source],
+    wants: Sequence[ReadRequest],
+    place: Place,
+    settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
+    *,
+    fresh: bool = True,
+    tell: Callable[[int], None] | None = None,
+    sums: Sums | None = None,
+) -> None:
+    """``engine.bring``; a little that goes to the host is read in this thread, without the engine."""
+    if settings == Settings() and sum([want[2] for want in wants]) < LITTLE and {want[3] for want in wants} == {"cpu"}:
+        read_here(sources, wants, place, sums, tell)
+    else:
+        from transload.loading.engine import bring
+
+        bring(sources, wants, place, settings=settings, fresh=fresh, tell=tell, sums=sums)
+
+
 class _Reader:
     """Reads the storages of one piece."""
 
@@ -399,23 +418,12 @@ class _Reader:
         return {storage.id: held[index] for index, storage in enumerate(plain)}
 
     def _bring(
-        self,
-        sources: Sequence[Source],
-        wants: Sequence[ReadRequest],
-        place: Callable[[int], int],
-        storages: Sequence[Storage],
+        self, sources: Sequence[Source], wants: Sequence[ReadRequest], place: Place, storages: Sequence[Storage]
     ) -> None:
         """Bring the bytes of storages to where there is place for each."""
         sums = Sums() if self._options.verify else None
-        settings, tell = self._options.settings, self._options.tell
-        little = settings == Settings() and sum([want[2] for want in wants]) < LITTLE
         try:
-            if little and {want[3] for want in wants} == {"cpu"}:
-                read_here(sources, wants, place, sums, tell)
-            else:
-                from transload.loading.engine import bring
-
-                bring(sources, wants, place, settings=settings, tell=tell, sums=sums)
+            bring(sources, wants, place, self._options.settings, tell=self._options.tell, sums=sums)
         except Ended as end:
             storage = storages[end.want]
             how = "unpacked they are" if storage.compressed else "the file ends after"

@@ -37,7 +37,7 @@ from transload.io.memory import view
 from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
-from transload.loading.jobs import LITTLE, Ended, ReadRequest, is_reached
+from transload.loading.jobs import Ended, ReadRequest, is_reached
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Dict, Global, Persistent, Set
 from transload.tensors import OpenCheckpoint, Piece, members
@@ -607,19 +607,13 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
 
 def _bring(elements: Elements, target: torch.Tensor, *, fresh: bool = True) -> None:
     """Read all of a view to where a tensor begins, on any device that is reached."""
-    count, address, device = elements.nbytes, target.data_ptr(), str(target.device)
-    if device == "cpu" and count < LITTLE:
-        came = elements.source.readinto(elements.offset, view(address, count)) if count else 0
-    else:
-        from transload.loading.engine import bring
+    from transload.loading import bring
 
-        request, came = ReadRequest(0, elements.offset, count, device), count
-        try:
-            bring([elements.source], [request], lambda _: address, fresh=fresh)
-        except Ended as end:
-            came = end.came
-    if came < count:
-        raise EndedError(count - came)
+    request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
+    try:
+        bring([elements.source], [request], lambda _: target.data_ptr(), fresh=fresh)
+    except Ended as end:
+        raise EndedError(request.nbytes - end.came) from end
 
 
 def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
 from transload.formats import no_collecting
-from transload.loading import check_settings
-from transload.loading.engine import bring
+from transload.loading import bring, check_settings
 from transload.loading.handles import (
     Destinations,
     build_node,
@@ -731,19 +730,19 @@ class _Loading:
         """Compare every key, shape and dtype, and list what is to be read."""
         from torch.nn.modules.batchnorm import _NormBase
 
-        match, slots, opened = self._match, self._slots, self._opened
-        own = tuple(self._own)
+        match, opened, own = self._match, self._opened, tuple(self._own)
+        slots = {key: slot for key, slot in self._slots.items() if not key.startswith(own)}  # they load the rest
         for key in (key for key, slot in slots.items() if slot.tensor is None):
             held = opened.node((*match.branch.path, self._entry(key)))
             if held is not None or key in match.tensors:
                 self._extras[key] = match.tensors[key] if held is None else _Unbuilt(*held)
         names: dict[torch.dtype, str] = {}
         for key, tensor in match.tensors.items():
-            slot = slots[key]
-            if slot.tensor is None or slot.shape is None:
+            slot = slots.get(key)
+            if slot is None or slot.tensor is None or slot.shape is None:
                 continue
             if tensor.shape != slot.shape and not slot.takes_scalar(tensor):
-                differing = self._ignored if ignore_shapes and not key.startswith(own) else self.shapes
+                differing = self._ignored if ignore_shapes else self.shapes
                 differing.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
                 if ignore_shapes:
                     continue
@@ -751,8 +750,7 @@ class _Loading:
             mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
             if tensor.dtype != mine and not cast:
                 self.dtypes.append(Difference(key, tensor.dtype, mine))
-        self._list_tasks()
-        filled = {id(slot.tensor) for task in self._tasks for slot in task.places}
+        filled = self._list_tasks(own)
         versions = self._versions()
         for key, slot in slots.items():
             if key in match.tensors or key in self._extras or id(slot.tensor) in filled:
@@ -769,13 +767,7 @@ class _Loading:
         known = {*(match.branch.names.values() or match.branch.tensors), *map(str, deep.values()), *extras}
         others = [self._given(key) for key in self._values() if key not in known]
         self.unexpected += [rename(key) for key in others if key is not None and not rename.leaves_out(key)]
-        if own:  # what modules load in their own way is left to them
-            for keys in (self.missing, self.unexpected):
-                keys[:] = [key for key in keys if not key.startswith(own)]
-            for listed in (self.shapes, self.dtypes):
-                listed[:] = [each for each in listed if not each.key.startswith(own)]
-            self._tasks = [task for task in self._tasks if not task.key.startswith(own)]
-            self._extras = {key: held for key, held in self._extras.items() if not key.startswith(own)}
+        self.unexpected = [key for key in self.unexpected if not key.startswith(own)]
 
     def refuse(self, *, strict: bool) -> None:
         """Raise for all that can be known before a byte is read."""
@@ -789,8 +781,11 @@ class _Loading:
         for task in self._tasks:
             check_one(opened, task.tensor)
 
-    def _list_tasks(self) -> None:
-        """One task a parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
+    def _list_tasks(self, own: tuple[str, ...]) -> set[int]:
+        """One task a parameter, in the order of the file; of two tensors for one the last counts, as in torch.
+
+        The parameters that the file has something for, by identity: also those ``own`` modules load.
+        """
         match, opened = self._match, self._opened
         last: dict[int, str] = {}
         places: dict[int, list[_Slot]] = {}
@@ -803,13 +798,15 @@ class _Loading:
         for ident, key in last.items():
             tensor = match.tensors[key]
             part = (0,) if self._slots[key].takes_scalar(tensor) else ()
-            self._tasks.append(_Task(key, tensor, part, tuple(places[ident])))
+            if not key.startswith(own):
+                self._tasks.append(_Task(key, tensor, part, tuple(places[ident])))
 
         def place(task: _Task) -> tuple[str, int, int]:
             storage = opened.content.storage(task.tensor)
             return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
 
         self._tasks.sort(key=place)
+        return {*last}
 
     def _values(self) -> list[str]:
         """Entries of the state dict that are not tensors, as the file calls them: an epoch, extra state."""
@@ -1008,7 +1005,7 @@ class _Loading:
         wants = [want._replace(file=numbers[id(source)]) for _, source, want, _ in ready]
         try:
             if wants:
-                bring(list(sources.values()), wants, lambda index: ready[index][3], settings=settings, fresh=False)
+                bring(list(sources.values()), wants, lambda index: ready[index][3], settings, fresh=False)
         except Ended as end:
             key = self._tasks[ready[end.want][0]].key
             what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
