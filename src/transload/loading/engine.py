@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -311,7 +311,7 @@ def bring(
     """
     files = [File(source) for source in sources]
     choice = choose(_facts(files, wants, fresh=fresh), settings)
-    transfer = Transfer(files, wants, place, sums, huge=choice.huge)
+    transfer = Transfer(files, wants, place, sums, choice.huge)
     try:
         if choice.direct:
             for file in files:
@@ -328,38 +328,30 @@ def bring(
     return choice
 
 
+@dataclass
 class Transfer:
     """What the lanes of one transfer have in common; where everything goes is filled in while jobs are prepared."""
 
-    def __init__(
-        self,
-        files: Sequence[File],
-        wants: Sequence[ReadRequest],
-        place: Place,
-        sums: Sums | None,
-        *,
-        huge: bool = False,
-    ) -> None:
-        self.files = files
-        self.sums = sums
-        self.addresses: dict[int, int] = {}
-        """Where each request goes, known when a job with it is taken."""
-        self.fences: dict[str, int] = {}
-        """For each device the event after which its memory may be written."""
-        self._wants = wants
-        self._place = place
-        self._huge = huge
-        self._events: list[Any] = []
+    files: Sequence[File]
+    wants: Sequence[ReadRequest]
+    place: Place
+    sums: Sums | None
+    huge: bool = False
+    addresses: dict[int, int] = field(default_factory=dict)
+    """Where each request goes, known when a job with it is taken."""
+    fences: dict[str, int] = field(default_factory=dict)
+    """For each device the event after which its memory may be written."""
+    _events: list[Any] = field(default_factory=list)
 
     def jobs(self) -> Iterator[Job]:
         """The jobs, each when there is memory for it."""
-        addresses, wants, place, huge = self.addresses, self._wants, self._place, self._huge
+        addresses, wants = self.addresses, self.wants
         for job in jobs(wants):
             known = len(addresses)
             for _, index, _, _ in job.runs:
                 if index not in addresses:
-                    addresses[index] = place(index)
-                    if huge and job.device == "cpu":
+                    addresses[index] = self.place(index)
+                    if self.huge and job.device == "cpu":
                         in_huge_pages(addresses[index], wants[index].nbytes)
             if job.device != "cpu" and (len(addresses) > known or job.device not in self.fences):
                 self._fence(job.device)

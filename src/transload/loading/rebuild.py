@@ -1,4 +1,4 @@
-"""What is not ordinary in a pickle: tensors as torch's rebuild functions make them, and rarer plain values.
+"""What is not ordinary in a pickle: tensors that torch's rebuild functions make, rarer values, calls that are allowed.
 
 A ``Rebuilder`` does what torch's rebuild functions do after their arguments have been checked. torch trusts those
 arguments. Here a view that reaches beyond its storage (which torch would silently enlarge), parts of a nested tensor
@@ -270,7 +270,6 @@ class Rebuilder:
         self._known = known
         self._typed: dict[tuple[str, object], Any] = {}
         self._made: dict[str, Any] = {}
-        self._names: dict[Any, str] = {}
         # What torch does with a tensor it loads while tensors are only pretended.
         self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
         self.to_check: list[torch.Tensor] = []
@@ -471,9 +470,7 @@ class Rebuilder:
 
     def _nbytes(self, dtype: torch.dtype, count: int) -> int:
         """The bytes of so many elements; of a dtype that is newer than our list, as torch counts them."""
-        name = self._names.get(dtype)
-        if name is None:
-            name = self._names[dtype] = str(dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.")
         return itemsize(name, count) if name in ITEMSIZE else count * self.torch.empty((), dtype=dtype).element_size()
 
     # -- strided tensors

@@ -11,12 +11,11 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, UsageError
-from transload.frozen import facts
+from transload.frozen import facts, replace
 from transload.io.sources import (
     FileSource,
     ObjectSource,
