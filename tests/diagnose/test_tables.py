@@ -324,7 +324,7 @@ DECIDING |= {*range(800, 811), 999}
     ],
 )
 def test_cuda_results(code: int, name: str, text: str) -> None:
-    assert tables.cu_result(code) == (name, text)
+    assert tables.result("cuda", code) == (name, text)
 
 
 # ── torch builds ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.diagnose import fixes, pages
-from transload.diagnose.tables import chip_of, cu_result, numbers_of, nvml_result
+from transload.diagnose.tables import chip_of, numbers_of, result
 from transload.findings import Finding, Severity
 from transload.machine import Machine
 from transload.render.words import plural
@@ -280,7 +280,7 @@ class Case(Machine):
             return f"libcuda.so.1 could not be used: {detail or state}"
         if cuda.init == 0:
             return f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
-        return f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()
+        return f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()
 
     @property
     def nvml_answer(self) -> str:
@@ -289,7 +289,7 @@ class Case(Machine):
         if not nvml.answer.answered:
             return f"NVML: {nvml.answer.detail or nvml.answer.state}"
         if nvml.init:
-            return f"nvmlInit returned {nvml.init} {nvml_result(nvml.init).name}".rstrip()
+            return f"nvmlInit returned {nvml.init} {result('nvml', nvml.init).name}".rstrip()
         return f"NVML works and sees {plural(max(nvml.count, 0), 'GPU')}"
 
     @property

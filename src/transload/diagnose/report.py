@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.case import LAYERS
 from transload.diagnose.fixes import listed
-from transload.diagnose.tables import chip_of, cu_result, cuda_text
+from transload.diagnose.tables import chip_of, cuda_text, result
 from transload.findings import Finding
 from transload.machine import Machine, Unknown, to_dict
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, heading, layout, note, plain
+from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, heading, note
 from transload.render.words import plural, printable
 
 if TYPE_CHECKING:
@@ -85,10 +85,8 @@ class Diagnosis:
     def __str__(self) -> str:
         """The report as a pipe gets it: redacted but for what a fix says to type, without colour."""
         from transload.diagnose.redact import names_here, redacted
-        from transload.render.lines import Style
 
-        blocks = report(redacted(self, names_here(), runnable=True))
-        return "\n".join(plain(line) for line in layout(blocks, Style()))
+        return as_text(report(redacted(self, names_here(), runnable=True)))
 
 
 def report(diagnosis: Diagnosis) -> Iterator[Block]:
@@ -348,7 +346,7 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
         "driver": _first(
             (cuda.works, "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"),
             (not cuda.answer.answered, *_silence(cuda.answer)),
-            (cuda.init, "broken", f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()),
+            (cuda.init, "broken", f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()),
             (True, "broken", "starts, but has no GPU for this process"),
         ),
     }
@@ -440,11 +438,7 @@ def _silence(answer: Answer) -> Seen:
     if answer.state not in _SILENT:
         return "idle", "no library found"
     why = f"{_SILENT[answer.state]}: {printable(answer.detail, _ERROR)}" if answer.detail else _SILENT[answer.state]
-    return _first(
-        (answer.state != "unasked", "broken", why),
-        (answer.detail, "unknown", why),
-        (True, "idle", why),
-    )
+    return "broken" if answer.state != "unasked" else "unknown" if answer.detail else "idle", why
 
 
 def cards(machine: Machine) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import UVM, Case, Found, Lines, Match, quoted, rules
-from transload.diagnose.tables import chip_of, first_branch, generation, nvml_result
+from transload.diagnose.tables import chip_of, first_branch, generation, result
 from transload.machine import Unknown
 from transload.render.words import plural
 
@@ -52,7 +52,7 @@ def absent(m: Case) -> Found:
 
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
-    gone = (f"NVML returns {gpu.code} {nvml_result(gpu.code).name} for GPU {gpu.index}" for gpu in lost)
+    gone = (f"NVML returns {gpu.code} {result('nvml', gpu.code).name} for GPU {gpu.index}" for gpu in lost)
     evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.broken else "")
     if any(evidence):
         again = "If it happens again: check the card's power cables, seat, temperature and riser."

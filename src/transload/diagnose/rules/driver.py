@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, page_only, rules
-from transload.diagnose.tables import cu_result, is_data_centre, is_nvswitch, numbers_of, nvml_result
+from transload.diagnose.tables import is_data_centre, is_nvswitch, numbers_of, result
 from transload.machine import NVIDIA, Unknown
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def not_ready(m: Case) -> Found:
         m.answer,
         f"{len(switches)} NVSwitches are on the PCI bus" if switches else "",
         f"NVML reports that the fabric is {' and '.join(sorted(states))}" if states else "",
-        *(f"registering {gpu.name} with it: {nvml_result(gpu.fabric_status).text}" for gpu in failed),
+        *(f"registering {gpu.name} with it: {result('nvml', gpu.fabric_status).text}" for gpu in failed),
         "nv-fabricmanager is installed but not running" if stopped else "",
         "nv-fabricmanager is running" if runs else "",
     )
@@ -468,7 +468,7 @@ def nvml_only(m: Case) -> Found:
     nvml = m.driver.nvml
     answered = nvml.answer.answered and nvml.init > 0
     if m.driver.cuda.works and (answered or nvml.answer.state in ("not-loadable", "no-symbol", "crashed")):
-        meaning = nvml_result(nvml.init).text if answered else ""
+        meaning = result("nvml", nvml.init).text if answered else ""
         evidence = (m.nvml_answer, meaning, f"CUDA works and has {m.driver.cuda.count} devices")
         fix = ("CUDA and torch work. Update the program that uses NVML, or set CUDA_VISIBLE_DEVICES for it.",)
         yield "U12", Match(evidence, fix, severity="note")
@@ -486,7 +486,7 @@ def unexplained(m: Case) -> Found:
     crashes_torch = state == m.torch_run.answer.state == "crashed"
     if not crashes_torch and (m.no_gpu or not gpu):
         return
-    told = cu_result(m.code).text
+    told = result("cuda", m.code).text
     title = {
         "crashed": "the CUDA driver's library crashes, for an unknown reason",
         "no-library": "libcuda.so.1 is not found, for an unknown reason",

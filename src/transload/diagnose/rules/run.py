@@ -117,11 +117,7 @@ def _codes(m: Case) -> tuple[Lines, bool]:
     if told:
         return told, True
     version = m.torch_version
-    build = (
-        tables.build_of(version, version.partition("+")[2], fixes.wheel_platform(m))
-        if tables.numbers_of(version)
-        else None
-    )
+    build = tables.build_of(version, version.partition("+")[2], fixes.wheel_platform(m))
     return (build.archs, False) if build else ((), False)
 
 

@@ -22,12 +22,7 @@ _FIRST_MANYLINUX_2_28 = (2, 7)
 _CUDA_ON_ARM_SINCE = (2, 11)
 _OTHER_SYSTEM = ("Use a system or image with glibc 2.28 or newer: python:3.12-slim instead of python:3.12-alpine.",)
 # What the ROCm wheels have code for among AMD's own cards.
-_ROCM_CARDS = frozenset(
-    (
-        *("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950"),
-        *("gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201"),
-    )
-)
+_ROCM_CARDS = re.compile(r"gfx(?:90[068a]|942|950|1030|110[0-2]|120[01])")
 
 
 @rules("python", "P09", "P03", "P08", "P07", "P02", "P04", "P01", "W02", likely=("W02",))
@@ -52,10 +47,8 @@ def which_torch(m: Case) -> Found:
         asked = (quoted(m.import_error),) if m.import_error else (f"not defined: {each}" for each in lacking[:3])
         yield "P08", Match((*asked, f"this system has {libc or 'an older C library'}"), _OTHER_SYSTEM)
     elif absent and python.bits == 32:
-        yield (
-            "P08",
-            Match((f"{program} is a 32-bit program",), ("Install a 64-bit Python, and install torch with it.",)),
-        )
+        other_python = ("Install a 64-bit Python, and install torch with it.",)
+        yield "P08", Match((f"{program} is a 32-bit program",), other_python)
     elif absent and libc.startswith("musl"):
         yield "P08", Match((f"the C library is {libc}, and torch has no wheels for it",), _OTHER_SYSTEM)
     elif with_wheel and libc.startswith("glibc ") and () < numbers_of(libc[6:]) < (2, 28) and all_newer:
@@ -228,7 +221,7 @@ def other_build(m: Case) -> Found:
     amd, intel = m.usable("rocm"), [] if first.xpu or "xpu" in run.backends else m.usable("xpu")
     if (amd or intel) and first.known and not (first.hip or m.has_nvidia or torch.shadow):
         gpu = (amd or intel)[0]
-        sure = amd and gpu.detail in _ROCM_CARDS and not gpu.integrated and m.platform.system == "Linux"
+        sure = amd and _ROCM_CARDS.fullmatch(gpu.detail) and not gpu.integrated and m.platform.system == "Linux"
         names = [build.build for each in releases() for build in index_builds(each)]
         builds = [name for name in names if name.startswith(gpu.kind)]
         install = fixes.install(m, "torch", index=f"{INDEX}/{builds[-1]}") if builds else ()

@@ -74,22 +74,15 @@ def _results(library: str) -> dict[int, Result]:
     return {row["code"]: Result(row["name"] or row["runtime_name"], row["text"]) for row in rows}
 
 
-def cu_result(code: int) -> Result:
-    """A code of the CUDA driver, with the words torch prints for it. Code 35 and a few others are the runtime's alone.
+def result(library: Literal["cuda", "nvml"], code: int) -> Result:
+    """A code of the CUDA driver, with the words torch prints for it, or of NVML. A few of CUDA are the runtime's alone.
 
-    >>> cu_result(802).name, cu_result(802).text, cu_result(35).name
+    >>> result("cuda", 802).name, result("cuda", 802).text, result("cuda", 35).name
     ('CUDA_ERROR_SYSTEM_NOT_READY', 'system not yet initialized', 'cudaErrorInsufficientDriver')
-    """
-    return _results("cuda").get(code, Result())
-
-
-def nvml_result(code: int) -> Result:
-    """A code of NVML and what it means.
-
-    >>> nvml_result(18).name, nvml_result(12345)
+    >>> result("nvml", 18).name, result("nvml", 12345)
     ('NVML_ERROR_LIB_RM_VERSION_MISMATCH', Result(name='', text=''))
     """
-    return _results("nvml").get(code, Result())
+    return _results(library).get(code, Result())
 
 
 # -- which chip an NVIDIA PCI device id is
