@@ -140,7 +140,8 @@ def serve(address: str, imports: list[str]) -> Request:
     os.write(1, b"ready\n")
     running: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([0, listener, ends, *running.values()], [], [])
+        waited: list[int | socket.socket] = [0, listener, ends, *running.values()]
+        ready, _, _ = select.select(waited, [], [])
         if ends in ready:
             ends.recv(1 << 16)
         for program, connection in [*running.items()]:
