@@ -16,6 +16,7 @@ PYTHON_VERSION := $(shell $(PYTHON) -VV 2>&1)
 checksum = $(shell { pwd; echo '$(PYTHON_VERSION)'; $(1); } 2>&1 | cksum | tr ' ' '-')
 VENV_STAMP := $(VENV)/.stamp-venv-$(call checksum,:)
 DEMO_STAMP := $(VENV)/.stamp-demo-$(call checksum,cat requirements/test.txt pyproject.toml src/transload/_version.py)
+SUITE_STAMP := $(VENV)/.stamp-suite-$(call checksum,cat requirements/suite.txt pyproject.toml src/transload/_version.py)
 TEST_STAMP := $(VENV)/.stamp-test-$(call checksum,cat requirements/suite.txt $(REQUIREMENTS) pyproject.toml src/transload/_version.py)
 BENCH_STAMP := $(VENV)/.stamp-bench-$(call checksum,cat requirements/bench.txt)
 DOCS_STAMP := $(VENV)/.stamp-docs-$(call checksum,cat requirements/docs.txt)
@@ -47,17 +48,21 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 	@if ! $(call has_torch,$(PYTHON)) && $(VENV_READY); then $(BIN)/python examples/demo.py; \
 		else $(PYTHON) examples/demo.py; fi
 
-# Types are checked and lines counted while the tests run, and shown after them. Tests wait for disks and for one
-# another, so there is one process more than two cores have use for. The first time, each of them would compile all
-# tests, and hypothesis would look for constants in all sources: that is done once before, for one test.
+# Types are checked and lines counted while torch is installed and the tests run, and shown after them. Tests wait for
+# one another and for what hangs, so there is one process more than two cores have use for. The first time, each of
+# them would compile all tests, and hypothesis would look for constants in all sources: that is done once before, for
+# one test.
 TESTS_ON_GPU = if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; \
 	then echo '$(BIN)/pytest -q --gpu tests/gpu'; $(BIN)/pytest -q --gpu tests/gpu; fi
-test: $(TEST_STAMP) ## Check style and types, and run every test
+INSTALL_TESTS = echo '$(PIP) install --no-compile -r $(REQUIREMENTS)' && \
+	$(PIP) install --no-compile -r $(REQUIREMENTS) && rm -f $(VENV)/.stamp-test-* && touch $(TEST_STAMP)
+test: $(SUITE_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@echo '$(BIN)/mypy --strict & $(BIN)/pytest -q -n $(JOBS)'; \
 	( $(BIN)/mypy --strict >$(VENV)/types.txt 2>&1; types=$$?; \
 		$(BIN)/python scripts/metrics.py >$(VENV)/metrics.txt; exit $$types ) & types=$$!; \
+	[ -e $(TEST_STAMP) ] || { $(INSTALL_TESTS); } || { wait $$types; exit 1; }; \
 	[ -e tests/__pycache__ ] || $(BIN)/pytest -q -k test_any_bytes_are_read_to_an_end >/dev/null 2>&1; \
 	$(TESTS_ON_GPU); gpu=$$?; \
 	$(BIN)/pytest -q -n $(JOBS); tests=$$?; \
@@ -125,10 +130,14 @@ $(DEMO_STAMP): | $(VENV_STAMP)
 	@touch $@
 
 # Of torch's thousands of modules the tests import some: these are compiled then.
-$(TEST_STAMP): | $(VENV_STAMP)
-	$(PIP) install --no-compile -r $(REQUIREMENTS) -e .
-	@rm -f $(VENV)/.stamp-test-*
+$(SUITE_STAMP): | $(VENV_STAMP)
+	$(PIP) install --no-compile -r requirements/suite.txt -e .
+	@rm -f $(VENV)/.stamp-suite-*
 	@touch $@
+
+$(TEST_STAMP): | $(VENV_STAMP)
+	$(PIP) install -e .
+	@$(INSTALL_TESTS)
 
 $(BENCH_STAMP): | $(VENV_STAMP)
 	$(PIP) install -r requirements/bench.txt

@@ -297,17 +297,14 @@ def test_twenty_thousand_tensors_are_quick() -> None:
     header = {f"model.layers.{n}.weight": entry(shape=(4, 5), at=(80 * n, 80 * n + 80)) for n in range(20_000)}
     data = blob(header, bytes(80 * 20_000))
 
-    def best(work: Callable[[], object]) -> float:
-        def once() -> float:
-            start = time.process_time()
-            work()
-            return time.process_time() - start
-
-        return min(once() for _ in range(3))
+    def taken(work: Callable[[], object]) -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
 
     # Machines differ, their own JSON parser is the measure; about six times it is usual.
-    parse = best(lambda: json.loads(json.dumps(header)))
-    assert best(lambda: read(data)) < max(0.2, 15 * parse)
+    parse = min(taken(lambda: json.loads(json.dumps(header))) for _ in range(3))
+    assert any(taken(lambda: read(data)) < max(0.2, 15 * parse) for _ in range(3))
 
 
 def _mutations() -> st.SearchStrategy[bytes]:
