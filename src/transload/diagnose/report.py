@@ -97,7 +97,7 @@ def report(diagnosis: Diagnosis) -> Iterator[Block]:
     if cause is None:
         yield Prose(((_well(diagnosis), role),))
     for place, finding in enumerate(diagnosis.findings, 1):
-        if finding is cause:
+        if cause and place == 1:
             several = f", for {errors} reasons; the first" if errors > 1 else ""
             joint = ", " if cause.title.startswith("probably: ") else ": "
             yield Prose(((f"{_subject(diagnosis)}{several}{joint}", role), *_titled(cause)))
@@ -105,7 +105,7 @@ def report(diagnosis: Diagnosis) -> Iterator[Block]:
             sign, colour = _SIGNS.get(finding.severity, (f"Then {place}:", "bad"))
             yield BLANK
             yield Prose(_titled(finding), lead=((f"{sign} ", colour),))
-        aside = finding is not cause and finding.severity != "error"
+        aside = finding.severity != "error" and not (cause and place == 1)
         indent = "    " if aside else "  "
         for text in finding.evidence[:_EVIDENCE]:
             yield Prose(printable(text, 400), lead=indent)
