@@ -112,8 +112,13 @@ class Rule(NamedTuple):
         return Finding(self.code, match.severity, title, evidence, fix)
 
 
-RULES: dict[str, Rule] = {}
-"""Every rule by its code, in the order in which they are checked. The modules of ``diagnose.rules`` fill it."""
+# Causes that the facts of a machine cannot show.
+_PAGE_ONLY = {
+    "C06": "surroundings", "E06": "variables", "E08": "variables", "V04": "fit", "X03": "driver",
+    **dict.fromkeys(("N03", "S08", "S09", "X01"), "run"),
+}
+RULES = {code: Rule(code, layer) for code, layer in _PAGE_ONLY.items()}
+"""Every rule by its code, in the order in which they are checked. The modules of ``diagnose.rules`` add theirs."""
 
 
 def rules(layer: str, *codes: str, likely: Lines = (), symptom: bool = False) -> Callable[[Check], Check]:
@@ -128,11 +133,6 @@ def rules(layer: str, *codes: str, likely: Lines = (), symptom: bool = False) ->
         return check
 
     return add
-
-
-def page_only(code: str, layer: str) -> None:
-    """Add a cause that the facts of a machine cannot show: only its page exists."""
-    RULES[code] = Rule(code, layer)
 
 
 class Card(NamedTuple):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from transload.diagnose.tables import INDEX, chip_of, choose_wheel, default_build, first_branch, generation, releases
 
 if TYPE_CHECKING:
-    from transload.diagnose.tables import Generation, WheelChoice
     from transload.diagnose.tables import Platform as WheelPlatform
+    from transload.diagnose.tables import WheelChoice
     from transload.machine import Machine
 
 Lines = tuple[str, ...]
@@ -292,18 +292,15 @@ class Wanted(NamedTuple):
 def wanted(machine: Machine, at_least: int = 0, exactly: int = 0) -> Wanted:
     """The driver for the cards of this machine; where no driver serves all of them, for the newest ones."""
     chips = (chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
-    known = ((generation(chip.generation), chip.capability) for chip in chips if chip)
-    cards = [(found, first_branch(capability) if capability else 0) for found, capability in known if found]
-    served: list[Generation] = []
-    first = 0
-    if cards:
-        newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch))
-        served = [
-            card
-            for card, _ in cards
-            if {card.open_module, newest.open_module} != {"impossible", "required"}
-            and (not card.last_branch or card.last_branch >= first)
-        ]
+    known = ((generation(chip.generation), first_branch(chip.capability)) for chip in chips if chip)
+    cards = [(found, first) for found, first in known if found]
+    newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch), default=(None, 0))
+    served = [
+        card
+        for card, _ in cards
+        if newest and {card.open_module, newest.open_module} != {"impossible", "required"}
+        if not 0 < card.last_branch < first
+    ]
     branch = exactly or min((card.last_branch for card in served if card.last_branch), default=0)
     flavours = {card.open_module for card in served}
     # of a card that is not known, the module that is loaded tells which flavour drives it

@@ -195,7 +195,7 @@ def unsupported(m: Case) -> Found:
             fix = fixes.install_driver(m, at_least=branch if open_module == "required" else 0)
             yield code, Match((card, m.kernel_line, said), fix, likely=chip.inferred and not said)
 
-    firsts = ((card, chip, first_branch(chip.capability) if chip.capability else 0) for card, chip, _ in cards)
+    firsts = ((card, chip, first_branch(chip.capability)) for card, chip, _ in cards)
     older = next(((card, chip, first) for card, chip, first in firsts if 0 < branch < first), None)
     said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
     if older:

@@ -7,7 +7,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, page_only, rules
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules
 from transload.diagnose.tables import is_data_centre, is_nvswitch, numbers_of, result
 from transload.machine import NVIDIA, Unknown
 
@@ -457,9 +457,6 @@ def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
         *awake,
     )
     return Match(evidence, fix, severity="warning" if m.works else "error")
-
-
-page_only("X03", "driver")
 
 
 @rules("driver", "U12")

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, page_only, quoted, rules
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, quoted, rules
 from transload.diagnose.tables import covers
 from transload.diagnose.visible import Visible, visible_devices
 from transload.machine import AMD
@@ -153,9 +153,6 @@ def no_toolkit(m: Case) -> Found:
             fixes.sudo(m, "systemctl restart docker"),
         )
         yield "C02", Match((evidence,), fix, severity="note")
-
-
-page_only("C06", "surroundings")
 
 
 @rules("surroundings", "N02", likely=("N02",))
@@ -421,10 +418,6 @@ def visible_list(m: Case) -> Found:
     if places and not m.works and _read(m)[0]:
         lines = tuple(f"{CVD} is set in {place}" for place in places)
         yield "E07", Match(lines, ("Remove it there.",), severity="note")
-
-
-page_only("E06", "variables")
-page_only("E08", "variables")
 
 
 @rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")

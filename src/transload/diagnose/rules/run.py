@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes, tables
-from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, page_only, quoted, rules
+from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, quoted, rules
 from transload.render.words import plural
 
 if TYPE_CHECKING:
@@ -93,9 +93,6 @@ def _only_newer_ptx(m: Case) -> bool:
     return any(tables.covers(codes, card, cuda) for card in cards) and not any(
         tables.covers(compiled, card, cuda) for card in cards
     )
-
-
-page_only("V04", "fit")
 
 
 # -- the cards
@@ -335,11 +332,6 @@ def not_allowed_to_work(m: Case) -> Found:
         yield "X07", Match(evidence, fix, severity="error" if worked else "note", likely=bool(worked))
 
 
-page_only("X01", "run")
-page_only("S08", "run")
-page_only("S09", "run")
-
-
 # -- symptoms: reported as they were seen, and only if no rule explains them
 
 
@@ -421,6 +413,3 @@ def symptoms(m: Case) -> Found:
             )
         title = "" if driver else "torch could not be run, so whether it works is unknown"
         yield "X13", Match(evidence, fix, title, "error" if driver else "warning")
-
-
-page_only("N03", "run")

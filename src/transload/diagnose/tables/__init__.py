@@ -281,13 +281,13 @@ def generation_of(capability: Capability) -> Generation | None:
     return generation(_capabilities().get(capability, {}).get("generation", ""))
 
 
-def first_branch(capability: Capability) -> int:
+def first_branch(capability: Capability | None) -> int:
     """The first driver branch that drives cards of this capability; 0 if not known.
 
     >>> first_branch((12, 0)), first_branch((8, 7))
     (570, 0)
     """
-    return int(_capabilities().get(capability, {}).get("first_branch", 0))
+    return int(_capabilities()[capability]["first_branch"]) if capability in _capabilities() else 0
 
 
 # -- which compiled code runs on which card
