@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from threading import Thread
 from zlib import crc32
 
@@ -29,3 +31,20 @@ def test_without_a_thread_to_be_had_they_are_computed_all_the_same(monkeypatch: 
 
     monkeypatch.setattr(Thread, "start", refused)
     assert computed(2) == [crc32(part) for part in PARTS]
+
+
+LATE = """
+import threading, time
+from transload.formats.zip_writer import Checksums, Chunk
+def late():
+    while threading.main_thread().is_alive():
+        time.sleep(0.001)
+    with Checksums(2) as sums:
+        print(sums.start([Chunk(b"x")])())
+threading.Thread(target=late).start()
+"""
+
+
+def test_while_a_program_ends_they_are_computed_all_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert done.stdout == f"[{crc32(b'x')}]\n"

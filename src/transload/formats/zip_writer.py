@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -330,10 +331,11 @@ class Checksums:
 
     def __init__(self, threads: int) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        if threads:
-            from concurrent.futures import ThreadPoolExecutor
+        with suppress(RuntimeError):  # this cannot be imported, either, while a program ends
+            if threads:
+                from concurrent.futures import ThreadPoolExecutor
 
-            self._pool = ThreadPoolExecutor(threads, "transload checksums")
+                self._pool = ThreadPoolExecutor(threads, "transload checksums")
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
