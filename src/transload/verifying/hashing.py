@@ -166,10 +166,6 @@ _ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
 _MOST_AXES = 8
 
 
-class _OddError(Exception):
-    """Something that may be in order, or not: the tensors have to be listed."""
-
-
 def tensor_count(checkpoint: Checkpoint) -> int | None:
     """The number of tensors; ``None`` if they were only counted and one may be broken, so they have to be listed.
 
@@ -180,65 +176,49 @@ def tensor_count(checkpoint: Checkpoint) -> int | None:
     pickle = checkpoint.pickles[0]
     most, count = pickle.end - pickle.start, 0
     waiting: list[Any] = [(pickle.root,)]
-    try:
-        for values in waiting:  # which grows meanwhile
-            most -= len(values)
-            if most < 0:  # more values than the stream has bytes: a cycle
+    for values in waiting:  # which grows meanwhile
+        most -= len(values)
+        if most < 0:  # more values than the stream has bytes: a cycle
+            return None
+        for node in values:
+            kind = type(node)
+            if kind in _ATOMS:
+                continue
+            name = node.callee.full_name if kind is Call and type(node.callee) is Global else ""
+            if name == _TENSOR:
+                if not _is_ordinary(node.args):
+                    return None
+                count += 1
+            elif kind is list or kind is tuple:
+                waiting.append(node)
+            elif kind is Dict or (name == _ORDERED_DICT and node.args == () and not (node.states or node.appended)):
+                items = node.items or []
+                texts = [key for key in items[::2] if type(key) is str]
+                if len(set(texts)) < len(texts):  # of the same key the last one counts
+                    return None
+                waiting.append(items[1::2])
+            else:
                 return None
-            below = [value for value in values if type(value) not in _ATOMS]
-            containers = [value for value in below if not _is_tensor(value)]
-            waiting += map(_values, containers)
-            count += len(below) - len(containers)
-    except _OddError:
-        return None
     return count
 
 
-def _values(node: Any) -> Any:
-    """What is in a container."""
-    kind = type(node)
-    if kind is list or kind is tuple:
-        return node
-    ordered = (
-        kind is Call
-        and type(node.callee) is Global
-        and node.callee.full_name == _ORDERED_DICT
-        and node.args == ()
-        and not (node.states or node.appended)
-    )
-    if not ordered and kind is not Dict:
-        raise _OddError
-    items = node.items or []
-    texts = [key for key in items[::2] if type(key) is str]
-    if len(set(texts)) < len(texts):  # of the same key the last one counts
-        raise _OddError
-    return items[1::2]
-
-
-def _is_tensor(node: Any) -> bool:
-    """Whether a node is a tensor; ``_OddError`` if it is not a plain one, or reaches beyond its storage."""
-    if type(node) is not Call or type(node.callee) is not Global or node.callee.full_name != _TENSOR:
-        return False
-    args = node.args
+def _is_ordinary(args: Any) -> bool:
+    """Whether the arguments of a tensor's call are those of a plain one that does not reach beyond its storage."""
     if type(args) is not tuple or len(args) != 6:
-        raise _OddError
+        return False
     storage, last, shape, stride, requires_grad, _ = args
     if type(storage) is not Persistent or not (type(shape) is type(stride) is tuple) or len(shape) != len(stride):
-        raise _OddError
+        return False
     if type(last) is not int or not 0 <= last < MAX_SIZE or requires_grad is not False or len(shape) > _MOST_AXES:
-        raise _OddError
+        return False
     numel = 1
     for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
-        if not (type(size) is type(step) is int) or size < 0 or not 0 <= step < MAX_SIZE:
-            raise _OddError
+        if not (type(size) is type(step) is int) or size < 0 or not 0 <= step < MAX_SIZE or numel >= MAX_SIZE:
+            return False
         numel *= size
-        if numel >= MAX_SIZE:
-            raise _OddError
         last += (size - 1) * step
     pid: Any = storage.id  # of five parts, the last the number of elements: checked when storages were counted
-    if numel and last >= pid[4]:
-        raise _OddError
-    return True
+    return numel < MAX_SIZE and (not numel or last < pid[4])
 
 
 # -- how many elements are NaN or infinite
