@@ -25,13 +25,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from transload.checkpoint import Checkpoint
+from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.errors import TransloadError
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 from transload.rescuing import rescue
-from transload.rescuing.output import extents
 from transload.rescuing.recover import recover
+from transload.tensors.damage import with_parts
+from transload.writing.to_torch import byte_span
 
 ROOT = Path(__file__).parent.parent / "tests" / "data"
 NEEDS = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}
@@ -71,9 +72,15 @@ def whole_at(checkpoint: Checkpoint, cut: int) -> list[str]:
     if cut < index_end(checkpoint):
         return []
     storages = {storage.id: storage for storage in checkpoint.storages}
-    ends = ((t.name, t.nbytes, [end for _, _, end in extents(t, storages)]) for t in checkpoint.tensors)
+    ends = ((t.name, t.nbytes, [end_of(part, storages) for part in with_parts(t)]) for t in checkpoint.tensors)
     found = sorted((name, nbytes) for name, nbytes, each in ends if max(each, default=0) <= cut)
     return [name for name, _ in found] if any(nbytes for _, nbytes in found) else []
+
+
+def end_of(tensor: Tensor, storages: dict[str, Storage]) -> int:
+    """Where the last byte of a tensor ends in the file; 0 for one without bytes."""
+    storage = storages.get(tensor.storage or "")
+    return (storage.offset or 0) + byte_span(tensor)[1] if storage is not None and tensor.numel else 0
 
 
 def index_end(checkpoint: Checkpoint) -> int:
