@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 
@@ -34,7 +34,7 @@ from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome, doubts
 from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records, with_parts
-from transload.writing.output import Bundle
+from transload.writing.output import Bundle, begins_with
 
 __all__ = ["Rescue", "rescue"]
 
@@ -99,11 +99,7 @@ def _refuse_target(src: str, target: str, *, overwrite: bool) -> None:
         if src and (written == source or written.startswith(source + os.sep)):
             raise UsageError("the source of a rescue is never written", where=path, fix="Name another file.")
     for path in existing:
-        is_report = False
-        if path != target and os.path.isfile(path):  # noqa: PTH113 - as above; a pipe would be waited for
-            with suppress(OSError), open(path, "rb") as file:  # noqa: PTH123 - pathlib costs ten milliseconds
-                is_report = file.read(len(_REPORT)) == _REPORT
-        if not overwrite and not is_report:
+        if not overwrite and (path == target or not begins_with(path, _REPORT)):
             raise UsageError("the file exists already", where=path, fix="Name another file, or pass --force.")
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
 from transload.writing.objects import Leftovers
-from transload.writing.output import Bundle, file_identity, refuse_existing, write_text
+from transload.writing.output import Bundle, begins_with, file_identity, refuse_existing, write_text
 from transload.writing.plan import Options, Plan, notes
 from transload.writing.result import Conversion
 from transload.writing.transfer import Job, check_source
@@ -25,6 +25,9 @@ from transload.writing.writers import WRITERS
 if TYPE_CHECKING:
     from transload.io.sources import SourceLike
     from transload.tensors.content import Content
+
+_LEFTOVERS_START = b'{\n "from": '
+"""How every file of leftovers begins: only such a one is replaced."""
 
 
 def write_content(
@@ -48,7 +51,7 @@ def write_content(
     begun = time.monotonic()
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
     refuse_existing(leftovers_path, overwrite=overwrite)
-    if os.path.lexists(leftovers_path) and not _is_leftovers(leftovers_path):
+    if os.path.lexists(leftovers_path) and not begins_with(leftovers_path, _LEFTOVERS_START):
         what = "the existing file was not written by a conversion"
         raise UsageError(what, where=leftovers_path, fix="Choose another name.")
     if format_ != "raw":
@@ -94,7 +97,7 @@ def write_content(
     )
     if overwrite and not table:
         with suppress(OSError):  # those of an earlier conversion are not those of this one
-            if _is_leftovers(leftovers_path):
+            if begins_with(leftovers_path, _LEFTOVERS_START):
                 os.unlink(leftovers_path)
     return written
 
@@ -111,13 +114,3 @@ def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
     names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
     names |= {part.name for part in checkpoint.parts if part.kind == "index"}
     return file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
-
-
-_LEFTOVERS_START = b'{\n "from": '
-
-
-def _is_leftovers(path: str) -> bool:
-    """Whether a conversion has written a file for its leftovers: only such a one is replaced."""
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read(len(_LEFTOVERS_START)) == _LEFTOVERS_START
-    return False

@@ -45,6 +45,15 @@ def file_identity(file: str | int) -> set[tuple[int, int]]:
     return set()
 
 
+def begins_with(path: str, start: bytes) -> bool:
+    """Whether there is a regular file that begins so: a pipe would be waited for."""
+    with suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                return file.read(len(start)) == start
+    return False
+
+
 def refuse_existing(path: str, *, overwrite: bool) -> None:
     """Refuse to write over what is there, unless that is asked for and it is a regular file."""
     if not os.path.lexists(path):
