@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs before anything imports torch, also from children: tests then do the same on every machine."""
+    os.environ.pop("COLUMNS", None)  # whoever runs the tests may have a terminal of any width
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -59,9 +60,3 @@ def pytest_configure(config: pytest.Config) -> None:
 def data() -> Path:
     """The folder of binary fixtures; its README tells how each was made."""
     return Path(__file__).parent / "data"
-
-
-@pytest.fixture(autouse=True)
-def no_width_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests may have a terminal of any width."""
-    monkeypatch.delenv("COLUMNS", raising=False)
