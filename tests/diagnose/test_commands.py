@@ -2,8 +2,9 @@
 
 pip runs in an environment of its own, with wheels made after the tables of builds in place of the indexes. Commands of
 the shell run in bash below a folder that takes the place of the root directory. Programs that cannot run here are
-replaced by stand-ins, which only take down how they were called: ``STAND_INS`` says how each may be. So these never
-ran: everything in ``STAND_INS``, and the lines for shells in ``OTHER_SHELLS``.
+replaced by stand-ins, which only take down how they were called: ``STAND_INS`` says how each may be. So no test runs
+what is in ``STAND_INS``, nor the lines for shells in ``OTHER_SHELLS``. docs/tested-on.md names those that were run by
+hand.
 """
 
 from __future__ import annotations
