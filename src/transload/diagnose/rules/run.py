@@ -160,7 +160,6 @@ _BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 _OF_DRIVER = ("libcuda.so", "libnvidia-")
 # Without dependencies: an installer that may change torch would replace the build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
-_BUILDERS = "It is built with what is installed: if it stops, add setuptools, wheel, packaging, psutil and ninja first."
 _NEWEST = ("--no-deps", "--upgrade")
 # Packages whose newest release has a source distribution on PyPI (2026-11): pip cannot compile any other.
 _SOURCES = frozenset(
@@ -210,7 +209,7 @@ def other_packages(m: Case) -> Found:
         found = f", and {m.toolkit.nvcc} is of {here}" if here else ", and no nvcc was found"
         needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{found})" if m.torch_cuda else ""
         words = f"Or compile {', '.join(names)}{purpose}{'' if here and here.startswith(m.torch_cuda) else needs}:"
-        return (words, *first, *fixes.install(m, *_COMPILE, *names, force=True), _BUILDERS) if names else ()
+        return (words, *first, *fixes.install(m, *_COMPILE, *names, force=True)) if names else ()
 
     if lines:
         yield "P05", Match(tuple(lines), with_torch({each.package for each in trio}), severity="warning")
