@@ -33,7 +33,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.explaining.provoke import PROVOCATIONS
-from tests.explaining.unrelated import PASTED, PROVOKED, provoked
+from tests.explaining.unrelated import PASTED, PROVOKED, SOURCES, provoked
 from tests.explaining.wordings import WORDINGS, sections
 from tests.release import RELEASE
 
@@ -127,7 +127,7 @@ def report(name: str, told: Iterator[tuple[str, list[str], list[str]]]) -> bool:
 
 def unrelated() -> bool:
     """Whether no unrelated error is claimed."""
-    texts = {**{name: provoked(name) for name in PROVOKED}, **PASTED}
+    texts = {**{name: provoked(name) for name in PROVOKED}, **PASTED, **SOURCES}
     claimed = {name: codes(text) for name, text in texts.items()}
     for name, answered in claimed.items():
         if answered:

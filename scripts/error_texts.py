@@ -1,11 +1,12 @@
 """Print the error texts in the packages that people use with torch, one JSON object per line.
 
-Usage: python scripts/error_texts.py [PATH...] > texts.jsonl
+Usage: python scripts/error_texts.py [--every] [PATH...] > texts.jsonl
 
 A PATH is a wheel, a source distribution, an unpacked one, or a site-packages folder; without any, it is the one of this
 Python. ``bench/explain.py`` gives the texts to ``explain``. Nothing is imported or run: Python is parsed for ``raise``
 and ``assert``, C++ for TORCH_CHECK and its relatives, Rust for the texts of errors, and compiled libraries are searched
-for sentences. A text has blanks, ``{}``, for what differs. Only files about loading, devices and processes count.
+for sentences. A text has blanks, ``{}``, for what differs. Only files about loading, devices and processes count; with
+``--every``, all Python of any package: ``tests/explaining/unrelated_sources.txt`` has a part of that.
 """
 
 from __future__ import annotations
@@ -61,17 +62,20 @@ class Text(NamedTuple):
 
 def main() -> int:
     """Print all texts."""
-    for path in sys.argv[1:] or [sysconfig.get_paths()["platlib"]]:
-        for each in texts(Path(path)):
+    paths = [path for path in sys.argv[1:] if path != "--every"]
+    for path in paths or [sysconfig.get_paths()["platlib"]]:
+        for each in texts(Path(path), every="--every" in sys.argv):
             print(json.dumps(each._asdict(), ensure_ascii=False))
     return 0
 
 
-def texts(path: Path) -> Iterator[Text]:
+def texts(path: Path, *, every: bool = False) -> Iterator[Text]:
     """The error texts of a package, or of all packages in a folder; each once."""
     seen: set[tuple[str, str]] = set()
     for name, content in files(path):
         place = project_of(name)
+        if every:
+            place = (name.partition("/")[0], name) if name.endswith(".py") and not SKIPPED.search(name) else None
         if place is None:
             continue
         project, inside = place

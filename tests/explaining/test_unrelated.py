@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.each import for_each
-from tests.explaining.unrelated import PASTED, PROVOKED, provoked
+from tests.explaining.unrelated import PASTED, PROVOKED, SOURCES, provoked
 
 import transload
 
@@ -29,6 +29,14 @@ def test_a_pasted_error_is_not_claimed() -> None:
         assert len(explanation.unknown) == (name != "empty-lines")
 
     for_each(PASTED, check)
+
+
+def test_what_other_libraries_raise_is_not_claimed() -> None:
+    def check(name: str) -> None:
+        assert transload.explain(SOURCES[name], checks=False).answers == ()
+
+    assert len(SOURCES) > 300
+    for_each(list(SOURCES), check)
 
 
 def test_the_nearest_known_texts_are_named_and_said_not_to_be_it() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tests.explaining.wordings import sections
 
-__all__ = ["PASTED", "PROVOKED", "provoked"]
+__all__ = ["PASTED", "PROVOKED", "SOURCES", "provoked"]
 
 
 def _recursion() -> object:
@@ -125,6 +125,16 @@ PROVOKED: dict[str, Callable[[], object]] = {
 
 PASTED: dict[str, str] = {**dict(sections(Path(__file__).with_name("unrelated.txt"))), "empty-lines": "\n\n   \n"}
 """As other machines and programs printed them."""
+
+
+def _sources() -> dict[str, str]:
+    listed = Path(__file__).with_name("unrelated_sources.txt").read_text(encoding="utf-8").splitlines()
+    frame = 'Traceback (most recent call last):\n  File "/env/site-packages/{}", line 7, in call\n    raise\n'
+    return {line: f"{frame.format(where)}{text}\n" for line in listed for where, _, text in [line.partition("\t")]}
+
+
+SOURCES: dict[str, str] = _sources()
+"""What other libraries raise, as ``scripts/error_texts.py --every`` finds it in their sources: a part of each."""
 
 
 def provoked(name: str) -> str:

@@ -38,6 +38,7 @@ from transload.explaining.result import Near
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
     *("driver", "results", "libraries", "memory", "distributed", "machine", "around"),
+    *("tensors", "saving", "sharded", "groups", "features", "packages", "vllm"),
 )
 """The files of ``pages``, in the order in which they are matched and documented."""
 
@@ -80,11 +81,6 @@ class Wording:
 
         return list(Formatter().parse(self.text))
 
-    @cached_property
-    def word(self) -> str:
-        """The longest whole word of the anchor, or nothing: a text without it does not have the anchor."""
-        return max(_INNER_WORD.findall(self.anchor), key=len, default="")
-
     @property
     def shown(self) -> str:
         """The text with dots in place of the blanks."""
@@ -116,8 +112,9 @@ class KnownError(NamedTuple):
 
     The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, and is reported only where
     nothing else is known; or ``remark`` for a message that is not an error. Words that many programs print count only
-    where the pattern ``context`` is found around them, and never where ``unless`` is. ``first`` says why there is no
-    CUDA, and comes before what fails because of that.
+    where the pattern ``context`` is found around them, and never where ``unless`` is. ``place`` has parts of paths and
+    names: a short wording counts only where one is around it. ``first`` says why there is no CUDA, and comes before
+    what fails because of that.
 
     ``value: NAME BLANK PATTERN WORDS`` makes the words the value of a name where the pattern is found in a blank, whose
     groups become values, too; a later line replaces an earlier one. ``sections`` are the ``###`` sections, by name: the
@@ -135,6 +132,7 @@ class KnownError(NamedTuple):
     doctor: tuple[str, ...] = ()
     context: str = ""
     unless: str = ""
+    place: tuple[str, ...] = ()
     role: str = "cause"
     first: str = ""
     hook: str = ""
@@ -142,11 +140,21 @@ class KnownError(NamedTuple):
     where: str = ""
     sections: tuple[tuple[str, dict[str, Any]], ...] = ()
 
-    def fits(self, surroundings: str) -> bool:
-        """Whether the words have this meaning where they were found."""
+    @property
+    def rank(self) -> int:
+        """What is said of one text comes before what is said of a family (``place``), and that before a frame."""
+        return 2 if self.role == "frame" else 1 if self.place else 0
+
+    def heard(self, surroundings: str) -> tuple[Wording, ...]:
+        """The wordings that have this meaning where they were found."""
         if self.unless and re.search(self.unless, surroundings):
-            return False
-        return not self.context or re.search(self.context, surroundings) is not None
+            return ()
+        if self.context and not re.search(self.context, surroundings):
+            return ()
+        around = surroundings.replace("\\", "/")
+        if not self.place or any(place in around for place in self.place):
+            return self.says
+        return tuple(wording for wording in self.says if wording.weight >= _SPEAKS_FOR_ITSELF)
 
 
 class Subject(NamedTuple):
@@ -156,20 +164,74 @@ class Subject(NamedTuple):
     errors: tuple[KnownError, ...]
 
 
+class Page(NamedTuple):
+    """A page before it is parsed: of thousands of wordings few are ever in a text.
+
+    ``hints`` has a fixed part of each of its wordings: a text without any of them has none of the wordings.
+    """
+
+    text: str
+    says: tuple[str, ...]
+    hints: tuple[str, ...]
+
+
 @cache
-def subjects() -> tuple[Subject, ...]:
-    """All pages, parsed."""
+def _files() -> tuple[tuple[str, tuple[Page, ...]], ...]:
+    """The title and the pages of each file."""
     import pkgutil
 
     out = []
     for name in _SUBJECTS:
-        title, *pages = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
-        errors = []
-        for page in pages:
-            main, *others = map(_section, page.split("\n### "))
-            errors.append(KnownError(**main, sections=tuple((fields.pop("code"), fields) for fields in others)))
-        out.append(Subject(title.removeprefix("# ").strip(), tuple(errors)))
+        title, *texts = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
+        pages = []
+        for text in texts:
+            fields = text.split("\n\n", 2)[1].split("\n")
+            says = [line[10:] for line in fields if line[4:10] in ("says: ", "cuda: ")]
+            pages.append(Page(text, tuple(says), tuple(map(_hint, says))))
+        out.append((title.removeprefix("# ").strip(), tuple(pages)))
     return tuple(out)
+
+
+_LONG_ENOUGH = 12
+
+
+def _hint(said: str) -> str:
+    """The beginning or end of a wording, if it is long; else its longest fixed part. Of a result of CUDA, its words."""
+    if "{" not in said:
+        return (said.partition(" ")[2] if said[0].isdigit() else said).removesuffix(".")
+    start, end = said.partition("{")[0], said.rpartition("}")[2].removesuffix(".")
+    longer = start if len(start) > len(end) else end
+    return longer if len(longer) >= _LONG_ENOUGH else Wording(said).anchor
+
+
+@cache
+def _parsed(text: str) -> KnownError:
+    """A page with its sections."""
+    main, *others = map(_section, text.split("\n### "))
+    return KnownError(**main, sections=tuple((fields.pop("code"), fields) for fields in others))
+
+
+@cache
+def _words() -> dict[str, str]:
+    """A long whole word of each hint, or nothing: a text without it does not have the hint."""
+    hints = {hint for _, pages in _files() for page in pages for hint in page.hints}
+    return {hint: max(_INNER_WORD.findall(hint), key=len, default="") for hint in hints}
+
+
+def mentioned(text: str) -> Iterator[KnownError]:
+    """The known errors of which a wording may be in a text, in order."""
+    words = {"", *re.findall("[A-Za-z]{4,}", text)} if len(text) > _LONG else None
+    for _, pages in _files():
+        for page in pages:
+            for hint in page.hints:
+                if (words is None or _words()[hint] in words) and hint in text:
+                    yield _parsed(page.text)
+                    break
+
+
+def subjects() -> tuple[Subject, ...]:
+    """All pages, parsed."""
+    return tuple(Subject(title, tuple(_parsed(page.text) for page in pages)) for title, pages in _files())
 
 
 def known_errors() -> Iterator[KnownError]:
@@ -179,7 +241,9 @@ def known_errors() -> Iterator[KnownError]:
 
 def variant(name: str) -> dict[str, Any]:
     """The fields of a known error that a ``###`` section replaces."""
-    return next(fields for known in known_errors() for section, fields in known.sections if section == name)
+    start = f"{name.partition('/')[0]}\n"
+    pages = (page.text for _, pages in _files() for page in pages if page.text.startswith(start))
+    return next(fields for text in pages for section, fields in _parsed(text).sections if section == name)
 
 
 def _section(text: str) -> dict[str, Any]:
@@ -212,7 +276,7 @@ def _section(text: str) -> dict[str, Any]:
             elif name == "value":
                 fields["value"] = (*fields.get("value", ()), value)
             else:
-                fields[name] = tuple(value.split()) if name in ("needs", "doctor") else value
+                fields[name] = tuple(value.split()) if name in ("needs", "doctor", "place") else value
     if says:
         fields["says"] = tuple(says)
     return fields
@@ -220,6 +284,7 @@ def _section(text: str) -> dict[str, Any]:
 
 # -- searching
 
+_SPEAKS_FOR_ITSELF = 40  # fixed characters of a wording that no other program is likely to print
 _MOST = 50  # places where one wording is looked at: a loop may print it a million times
 _LONG = 100_000  # characters of a text whose words are listed first: to search it for every anchor takes longer
 _AROUND = 1_000  # characters before and after the anchor of a wording in which the rest of it must be
@@ -270,7 +335,7 @@ def search(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> Search:
         # Words that many programs print give way to specific ones: programs try one thing after another, and print
         # what they tried before.
         causes = [(raised, main) for raised, main in mains if main and main.known.role == "cause"]
-        specific = [(raised, main) for raised, main in causes if not main.known.context]
+        specific = [(raised, main) for raised, main in causes if not (main.known.context or main.known.place)]
         usable = [(raised, main) for raised, main in mains if main and main.known.fix]
         chosen = next(iter(specific or causes or usable), None)
         if chosen:
@@ -300,7 +365,7 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
     head = [match for match in matches if match.start < len(raised.first)]
     causes = [match for match in head if match.known.role == "cause"]
     if causes:
-        main = max(causes, key=lambda match: match.weight)
+        main = min(causes, key=lambda match: (match.known.rank, -match.weight))
     elif head:
         main = next((match for match in matches if match.known.role == "cause"), head[0])
     else:
@@ -311,24 +376,20 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
             return None, matches
         main = matches[0]
     beyond = max(main.end, len(raised.first))
-    below = [match for match in matches if match.start >= beyond and match.known.role == "cause"]
+    below = [
+        match for match in matches if match.start >= beyond and match.known.role == "cause" and match.known.rank == 0
+    ]
     return main, [match for match in below if match.known.code != main.known.code]
 
 
 def _matches(text: str, surroundings: str) -> list[Match]:
-    """Every known text in a text, in order; of two that overlap, the one with more fixed characters.
+    """Every known text in a text, in order; of two that overlap, the first by rank, then by its fixed characters.
 
     Only the neighbourhood of the anchors is searched, never all of the text.
     """
     matches: list[Match] = []
-    words = {"", *re.findall("[A-Za-z]{4,}", text)} if len(text) > _LONG else None
-    for known in known_errors():
-        mentioned = [
-            wording for wording in known.says if (words is None or wording.word in words) and wording.anchor in text
-        ]
-        if not mentioned or not known.fits(surroundings):
-            continue
-        for wording in mentioned:
+    for known in mentioned(text):
+        for wording in known.heard(surroundings):
             at = text.find(wording.anchor)
             for _ in range(_MOST):
                 if at < 0:
@@ -339,7 +400,7 @@ def _matches(text: str, surroundings: str) -> list[Match]:
                     matches.append(Match(known, found.start(), found.end(), found.groupdict(""), wording.weight))
                 at = text.find(wording.anchor, max(after, found.end() if found else 0))
     kept: list[Match] = []
-    for match in sorted(matches, key=lambda match: (-match.weight, match.start)):
+    for match in sorted(matches, key=lambda match: (match.known.rank, -match.weight, match.start)):
         if all(match.end <= other.start or other.end <= match.start for other in kept):
             kept.append(match)
     return sorted(kept, key=lambda match: match.start)
@@ -347,10 +408,16 @@ def _matches(text: str, surroundings: str) -> list[Match]:
 
 # -- unknown texts
 
-_WORD = re.compile(r"[a-z_]{3,}")
+_LETTERS = bytes(code if chr(code).islower() or chr(code) in "_\n" else 32 for code in range(128)) + b" " * 128
+_SHORTEST = 3
 _LEAST = 0.5
 _FEWEST = 2
 _COMPARED = 400  # characters of an unknown text: the longer it is, the more words are in it by chance
+
+
+def _only_words(text: str) -> bytes:
+    """The text in lower case, with spaces for all but letters and ends of lines."""
+    return text.lower().encode("ascii", "replace").translate(_LETTERS)
 
 
 def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
@@ -359,22 +426,24 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     Words that many programs print come first, where only their context is missing.
     """
     near: dict[str, Near] = {}
-    rows: list[tuple[str, str, set[str]]] = []
-    for known in known_errors():
+    for known in mentioned(text):
         for wording in known.says:
-            rows.append((known.code, wording.shown, set(_WORD.findall(wording.shown.lower()))))
-            if known.context and known.role == "cause" and wording.anchor in text and wording.pattern.search(text):
+            if (known.context or known.place) and known.role == "cause" and wording.pattern.search(text):
                 near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, in another context")
-    counts = Counter(word for _, _, words in rows for word in words)
-    weights = {word: log(1 + len(rows) / count) for word, count in counts.items()}
-    there = set(_WORD.findall(text[:_COMPARED].lower()))
+    rows = [(page, said) for _, pages in _files() for page in pages for said in page.says]
+    lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows)))
+    counts = Counter(lines.split())
+    there = {word for word in _only_words(text[:_COMPARED]).split() if len(word) >= _SHORTEST}
     similar: dict[str, Near] = {}
-    for code, shown, words in rows:
-        common = words & there
+    for (page, said), line in zip(rows, lines.split(b"\n"), strict=True):
+        words = line.split()
+        common = there.intersection(words)
         if len(common) > _FEWEST:
-            likeness = fsum(weights[word] for word in common) / fsum(weights[word] for word in words)
+            weights = {word: log(1 + len(rows) / counts[word]) for word in words if len(word) >= _SHORTEST}
+            likeness = fsum(weights[word] for word in common) / fsum(weights.values())
+            code = page.text.partition("\n")[0]
             if likeness > (similar[code].likeness if code in similar else _LEAST):
-                similar[code] = Near(code, shown, round(likeness, 2))
+                similar[code] = Near(code, Wording(said).shown, round(likeness, 2))
     for each in sorted(similar.values(), key=lambda each: -each.likeness):
         near[each.code] = each
     return tuple(near.values())[:most]
