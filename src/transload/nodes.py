@@ -135,13 +135,15 @@ def below(roots: Iterable[object]) -> Iterator[Any]:
         kind = type(node)
         if kind in _HOLDERS and id(node) not in seen:
             seen.add(id(node))
-            if kind is Call:
+            if kind is Persistent:
+                waiting.append(node.id)
+            elif kind is Call:
                 waiting += (node.callee, node.args, node.kwargs, node.states, node.items, node.appended)
             else:
                 waiting += node if kind is list or kind is tuple else node.items
 
 
-_HOLDERS = frozenset({Call, Dict, Set, list, tuple})
+_HOLDERS = frozenset({Call, Dict, Persistent, Set, list, tuple})
 
 
 class Pickle:

@@ -39,7 +39,7 @@ from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
 from transload.loading.jobs import Ended, ReadRequest, is_reached
 from transload.loading.placement import DeviceMap, plan_here
-from transload.nodes import Call, Dict, Global, Persistent, Set
+from transload.nodes import Call, Dict, Global, Persistent, below
 from transload.tensors import OpenCheckpoint, Piece, members
 from transload.tensors.content import Content, Elements, EndedError, View, boxes, placed, select
 
@@ -361,9 +361,9 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
     from transload.loading.refusal import Allowed
 
     main = next(pickle for pickle in piece.checkpoint.pickles if pickle.main)
-    below = list(_below(node))
-    names = {id(each) for each in below if type(each) is Global}
-    ids = [each.id for each in below if type(each) is Persistent]
+    held = list(below([node]))
+    names = {id(each) for each in held if type(each) is Global}
+    ids = [each.id for each in held if type(each) is Persistent]
     keys = {str(each[2]) for each in ids if type(each) is tuple and len(each) > 2}
     part = copy(main)
     part.root = node
@@ -376,29 +376,6 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
     return build_object(alone, read_storages(alone, device_map), device_map, pickle=part)
-
-
-def _below(root: object) -> Iterator[Any]:
-    """Every node of the graph below one, once, and itself."""
-    seen: set[int] = set()
-    waiting: list[Any] = [root]
-    while waiting:
-        node = waiting.pop()
-        kind = type(node)
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        if kind is Persistent:
-            waiting.append(node.id)
-        elif kind is list or kind is tuple:
-            waiting += node
-        elif kind is Dict or kind is Set:
-            waiting += node.items
-        elif kind is Call:
-            waiting += (node.callee, node.args, node.kwargs)
-            for parts in (node.states, node.items, node.appended):
-                waiting += parts or ()
 
 
 def _read_composite(
