@@ -114,7 +114,11 @@ class Rule(NamedTuple):
 
 # Causes that the facts of a machine cannot show.
 _PAGE_ONLY = {
-    "C06": "surroundings", "E06": "variables", "E08": "variables", "V04": "fit", "X03": "driver",
+    "C06": "surroundings",
+    "E06": "variables",
+    "E08": "variables",
+    "V04": "fit",
+    "X03": "driver",
     **dict.fromkeys(("N03", "S08", "S09", "X01"), "run"),
 }
 RULES = {code: Rule(code, layer) for code, layer in _PAGE_ONLY.items()}

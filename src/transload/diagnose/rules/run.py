@@ -161,7 +161,7 @@ _OF_DRIVER = ("libcuda.so", "libnvidia-")
 # Without dependencies: an installer that may change torch would replace the build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
 _NEWEST = ("--no-deps", "--upgrade")
-# Packages whose newest release has a source distribution on PyPI (2026-11): pip cannot compile any other.
+# Packages that have a source distribution on PyPI (2026-11): pip cannot compile any other.
 _SOURCES = frozenset(
     (
         *("auto-gptq", "causal-conv1d", "deepspeed", "flash-attn", "gptqmodel", "grouped-gemm", "mamba-ssm"),
