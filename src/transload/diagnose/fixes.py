@@ -541,6 +541,12 @@ def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) ->
 def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     """Install torch once more, with all that it needs: the same release, in the build that fits this machine."""
     first = machine.torch.first
+    folder = first.location.rpartition("/")[0] if first else ""
+    if listed(machine, "PYTHONPATH", folder) and not folder.endswith(("/site-packages", "/dist-packages")):
+        others = len(machine.torch.installs or ()) > 1
+        here = () if others else ("Then install torch in this environment:", *install_torch(machine, gpu=gpu))
+        drop = drop_folder(machine, "PYTHONPATH", folder)
+        return ("pip does not change a torch that PYTHONPATH leads to. Leave its directory out:", *drop, *here)
     release, _, build = (first.version if first else "").partition("+")
     if release not in releases():
         return install_torch(machine, gpu=gpu, force=True)

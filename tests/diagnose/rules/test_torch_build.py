@@ -18,7 +18,7 @@ from tests.diagnose.machines import (
     no_torch_run,
 )
 from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import told, unimportable
+from tests.diagnose.rules.torch_rows import told, unimportable, variables
 from tests.each import each
 
 from transload.machine import Driver, Hardware, Machine, Step, Torch, TorchRun
@@ -123,6 +123,15 @@ def test_files_of_torch_are_gone() -> None:
     assert "lib/libtorch_cuda.so: absent" in told("T09", machine).evidence
     assert cause(changed(no_torch_run(healthy()), torch__installs=gone)) == "T09"
     assert seen("T09", changed(healthy(), torch__installs=gone)) is None  # it computes: the list is wrong
+
+
+def test_a_broken_torch_of_pythonpath_is_left_out_of_it() -> None:
+    gone = replace(install(), location="/srv/lib/torch", missing=("lib/libtorch_cuda.so: absent",))
+    machine = variables(changed(no_torch_run(healthy()), torch__installs=(gone,)), PYTHONPATH="/a:/srv/lib")
+    assert told("T09", machine).fix[1] == "$ export PYTHONPATH=/a"
+    assert any("pip install torch" in line for line in told("T09", machine).fix)
+    hidden = changed(machine, torch__installs=(gone, install()))
+    assert not any("pip install" in line for line in told("T09", hidden).fix)
 
 
 def test_only_the_metadata_is_left() -> None:
