@@ -338,8 +338,8 @@ def bring(
     sources: Sequence[Source],
     wants: Sequence[ReadRequest],
     place: Place,
-    settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
     *,
+    settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
     fresh: bool = True,
     tell: Callable[[int], None] | None = None,
     sums: Sums | None = None,
@@ -423,7 +423,7 @@ class _Reader:
         """Bring the bytes of storages to where there is place for each."""
         sums = Sums() if self._options.verify else None
         try:
-            bring(sources, wants, place, self._options.settings, tell=self._options.tell, sums=sums)
+            bring(sources, wants, place, settings=self._options.settings, tell=self._options.tell, sums=sums)
         except Ended as end:
             storage = storages[end.want]
             how = "unpacked they are" if storage.compressed else "the file ends after"

@@ -1005,7 +1005,7 @@ class _Loading:
         wants = [want._replace(file=numbers[id(source)]) for _, source, want, _ in ready]
         try:
             if wants:
-                bring(list(sources.values()), wants, lambda index: ready[index][3], settings, fresh=False)
+                bring(list(sources.values()), wants, lambda index: ready[index][3], settings=settings, fresh=False)
         except Ended as end:
             key = self._tasks[ready[end.want][0]].key
             what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
