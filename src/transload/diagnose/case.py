@@ -114,14 +114,13 @@ class Rule(NamedTuple):
 
 # Causes that the facts of a machine cannot show.
 _PAGE_ONLY = {
-    "C06": "surroundings",
-    "E06": "variables",
-    "E08": "variables",
-    "V04": "fit",
-    "X03": "driver",
-    **dict.fromkeys(("N03", "S08", "S09", "X01"), "run"),
+    "surroundings": ("C06",),
+    "variables": ("E06", "E08"),
+    "fit": ("V04",),
+    "driver": ("X03",),
+    "run": ("N03", "S08", "S09", "X01"),
 }
-RULES = {code: Rule(code, layer) for code, layer in _PAGE_ONLY.items()}
+RULES = {code: Rule(code, layer) for layer, codes in _PAGE_ONLY.items() for code in codes}
 """Every rule by its code, in the order in which they are checked. The modules of ``diagnose.rules`` add theirs."""
 
 
