@@ -370,6 +370,7 @@ _MAX_RANK_ORDINARY = 64
 _V2 = "torch._utils._rebuild_tensor_v2"
 _V3 = "torch._utils._rebuild_tensor_v3"
 _ORDERED = "collections.OrderedDict"
+_PARAMETER = "torch._utils._rebuild_parameter"
 
 
 def kind_of(name: str, device: torch.device) -> Kind:
@@ -482,7 +483,7 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         made[id(hooks)] = tensor._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
         return tensor
 
-    return make
+    return _with_parameters(make, made, nodes) if _PARAMETER in nodes else make
 
 
 def _is_fresh(hooks: Any, hooked: object) -> bool:
@@ -490,6 +491,34 @@ def _is_fresh(hooks: Any, hooked: object) -> bool:
     if type(hooks) is not Call or hooks.callee is not hooked or hooks.args != () or hooks.kwargs is not None:
         return False
     return not (hooks.states or hooks.items or hooks.appended)
+
+
+def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Global]) -> Make:
+    """A function that also makes parameters of ordinary tensors."""
+    from torch.nn import Parameter
+
+    callee, hooked = nodes[_PARAMETER], nodes.get(_ORDERED, _ABSENT)
+
+    def single(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
+        if type(node) is not Call or node.callee is not callee:
+            return make(node, otherwise)
+        args: Any = node.args
+        if type(args) is not tuple or len(args) != 3 or node.states or node.items or node.appended:
+            return None
+        data, grad, hooks = args
+        if type(grad) is not bool or not _is_fresh(hooks, hooked) or id(hooks) in made or node.kwargs is not None:
+            return None
+        tensor = None if id(data) in made else make(data)
+        if tensor is None:
+            return None
+        made[id(data)] = tensor
+        if grad and not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        parameter: Any = Parameter(tensor, grad)
+        made[id(hooks)] = parameter._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
+        return parameter
+
+    return single
 
 
 def is_fake_mode() -> bool:
