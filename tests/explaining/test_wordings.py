@@ -13,7 +13,9 @@ import transload
 from transload.cli import COMMANDS
 from transload.diagnose.rules import BY_CODE as DOCTOR
 from transload.explaining import hooks
-from transload.explaining.matching import KnownError, known_errors, variant
+from transload.explaining.matching import KnownError, Page, known_errors, variant
+from transload.explaining.matching import _files as pages_of_files
+from transload.explaining.matching import _parsed as parsed
 from transload.explaining.result import Answer
 
 if TYPE_CHECKING:
@@ -254,3 +256,27 @@ def test_python_in_fixes_compiles() -> None:
         for line in answer.fix:
             if line.startswith("| "):
                 compile(line[2:], wording.code, "exec")
+
+
+def test_a_short_wording_of_a_family_counts_only_in_its_place() -> None:
+    raised = 'Traceback (most recent call last):\n  File "{}", line 1, in call\n    raise\nValueError: {}\n'
+    place, elsewhere = "C:\\env\\torch\\distributed\\checkpoint\\_nested_dict.py", "/env/flatten/nested.py"
+    short, long = "duplicated flatten key a.b", "Non-blocking copy requires that the current accelerator is available."
+    assert codes(raised.format(place, short)) == ["dcp-duplicate-name"]
+    assert codes(raised.format(elsewhere, short)) == []
+    assert codes(raised.format(elsewhere, long)) == ["dcp-staging"]
+
+
+def test_in_a_log_the_place_of_a_short_wording_is_beside_it() -> None:
+    place, said, others = "torch/distributed/checkpoint: saving", "duplicated flatten key a.b", "step 1 loss 0.1\n" * 50
+    assert codes(f"{others}{place}\n{said}\n{others}") == ["dcp-duplicate-name"]
+    assert codes(f"{place}\n{others}{said}\n{others}") == []
+
+
+def test_a_text_with_a_wording_mentions_its_page() -> None:
+    def check(page: Page) -> None:
+        for wording in parsed(page.text).says:
+            shown = wording.shown.replace("…", "7")
+            assert any(hint in shown for hint in page.hints)
+
+    for_each([page for _, pages in pages_of_files() for page in pages], check)

@@ -25,6 +25,7 @@ compares an unknown text with all of them.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -145,16 +146,17 @@ class KnownError(NamedTuple):
         """What is said of one text comes before what is said of a family (``place``), and that before a frame."""
         return 2 if self.role == "frame" else 1 if self.place else 0
 
-    def heard(self, surroundings: str) -> tuple[Wording, ...]:
-        """The wordings that have this meaning where they were found."""
+    def fits(self, surroundings: str) -> bool:
+        """Whether the words have this meaning where they were found."""
         if self.unless and re.search(self.unless, surroundings):
-            return ()
-        if self.context and not re.search(self.context, surroundings):
-            return ()
-        around = surroundings.replace("\\", "/")
-        if not self.place or any(place in around for place in self.place):
-            return self.says
-        return tuple(wording for wording in self.says if wording.weight >= _SPEAKS_FOR_ITSELF)
+            return False
+        return not self.context or re.search(self.context, surroundings) is not None
+
+    def placed(self, wording: Wording, around: str) -> bool:
+        """Whether a wording counts with this text around it: a short one only in its place."""
+        if not self.place or wording.weight >= _SPEAKS_FOR_ITSELF:
+            return True
+        return any(place in around.replace("\\", "/") for place in self.place)
 
 
 class Subject(NamedTuple):
@@ -171,8 +173,11 @@ class Page(NamedTuple):
     """
 
     text: str
-    says: tuple[str, ...]
-    hints: tuple[str, ...]
+    says: list[str]
+    hints: list[str]
+
+
+_SAID = re.compile("^    (?:says|cuda): (.+)", re.MULTILINE)
 
 
 @cache
@@ -183,11 +188,8 @@ def _files() -> tuple[tuple[str, tuple[Page, ...]], ...]:
     out = []
     for name in _SUBJECTS:
         title, *texts = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
-        pages = []
-        for text in texts:
-            fields = text.split("\n\n", 2)[1].split("\n")
-            says = [line[10:] for line in fields if line[4:10] in ("says: ", "cuda: ")]
-            pages.append(Page(text, tuple(says), tuple(map(_hint, says))))
+        found = (_SAID.findall(text.split("\n\n", 2)[1]) for text in texts)
+        pages = (Page(text, said, [*map(_hint, said)]) for text, said in zip(texts, found, strict=True))
         out.append((title.removeprefix("# ").strip(), tuple(pages)))
     return tuple(out)
 
@@ -346,7 +348,7 @@ def search(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> Search:
             result.unknown.append(chain)
         result.found.extend(below)
     for text in loose:
-        for match in _matches(text.flat, text.flat):
+        for match in _matches(text.flat):
             # Other errors are near in a log: a file that is named further away is not about this one.
             before, after = max(0, match.start - _BESIDE), match.end + _BESIDE
             near = text.flat[match.start : after], text.flat[before : match.start]
@@ -382,20 +384,22 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
     return main, [match for match in below if match.known.code != main.known.code]
 
 
-def _matches(text: str, surroundings: str) -> list[Match]:
+def _matches(text: str, traceback: str = "") -> list[Match]:
     """Every known text in a text, in order; of two that overlap, the first by rank, then by its fixed characters.
 
-    Only the neighbourhood of the anchors is searched, never all of the text.
+    Only the neighbourhood of the anchors is searched, never all of the text. Without a traceback, the place of a
+    wording must be named beside it: a log has lines of many programs.
     """
     matches: list[Match] = []
     for known in mentioned(text):
-        for wording in known.heard(surroundings):
+        for wording in known.says if known.fits(traceback or text) else ():
             at = text.find(wording.anchor)
             for _ in range(_MOST):
                 if at < 0:
                     break
                 after = at + len(wording.anchor)
-                found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND)
+                placed = known.placed(wording, traceback or text[max(0, at - _BESIDE) : after + _BESIDE])
+                found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND) if placed else None
                 if found:
                     matches.append(Match(known, found.start(), found.end(), found.groupdict(""), wording.weight))
                 at = text.find(wording.anchor, max(after, found.end() if found else 0))
@@ -408,7 +412,7 @@ def _matches(text: str, surroundings: str) -> list[Match]:
 
 # -- unknown texts
 
-_LETTERS = bytes(code if chr(code).islower() or chr(code) in "_\n" else 32 for code in range(128)) + b" " * 128
+_LETTERS = bytes(ord(c.lower()) if c.isalpha() or c in "_\n" else 32 for c in map(chr, range(128))) + b" " * 128
 _SHORTEST = 3
 _LEAST = 0.5
 _FEWEST = 2
@@ -417,7 +421,18 @@ _COMPARED = 400  # characters of an unknown text: the longer it is, the more wor
 
 def _only_words(text: str) -> bytes:
     """The text in lower case, with spaces for all but letters and ends of lines."""
-    return text.lower().encode("ascii", "replace").translate(_LETTERS)
+    return text.encode(errors="replace").translate(_LETTERS)
+
+
+@cache
+def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
+    """Every wording with its page and its words; and the weight of each word: rare ones count more."""
+    rows = [(page, said) for _, pages in _files() for page in pages for said in page.says]
+    lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows))).split(b"\n")
+    words = [line.split() for line in lines]
+    counts = Counter(itertools.chain.from_iterable(words)).items()
+    weights = {word: log(1 + len(rows) / count) for word, count in counts if len(word) >= _SHORTEST}
+    return [(*row, each) for row, each in zip(rows, words, strict=True)], weights
 
 
 def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
@@ -427,20 +442,17 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     """
     near: dict[str, Near] = {}
     for known in mentioned(text):
-        for wording in known.says:
-            if (known.context or known.place) and known.role == "cause" and wording.pattern.search(text):
+        for wording in known.says if (known.context or known.place) and known.role == "cause" else ():
+            if wording.anchor in text and wording.pattern.search(text):
                 near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, in another context")
-    rows = [(page, said) for _, pages in _files() for page in pages for said in page.says]
-    lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows)))
-    counts = Counter(lines.split())
-    there = {word for word in _only_words(text[:_COMPARED]).split() if len(word) >= _SHORTEST}
+    rows, weights = _rows()
+    there = {word for word in _only_words(text[:_COMPARED]).split() if word in weights}
     similar: dict[str, Near] = {}
-    for (page, said), line in zip(rows, lines.split(b"\n"), strict=True):
-        words = line.split()
+    for page, said, words in rows:
         common = there.intersection(words)
         if len(common) > _FEWEST:
-            weights = {word: log(1 + len(rows) / counts[word]) for word in words if len(word) >= _SHORTEST}
-            likeness = fsum(weights[word] for word in common) / fsum(weights.values())
+            likeness = fsum(weights[word] for word in common)
+            likeness /= fsum(weights[word] for word in {*words} if word in weights)
             code = page.text.partition("\n")[0]
             if likeness > (similar[code].likeness if code in similar else _LEAST):
                 similar[code] = Near(code, Wording(said).shown, round(likeness, 2))
