@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import io
 import os
+import tracemalloc
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from tests.each import each
@@ -19,6 +21,10 @@ from transload.formats.zip_writer import (
     Checksums,
     Chunk,
     Record,
+    central_entry,
+    descriptor,
+    local_header,
+    small_records,
     write_archive,
 )
 from transload.io.atomic import FileObject, SystemFile
@@ -142,6 +148,30 @@ def test_progress_is_told() -> None:
     counts: list[int] = []
     written(FileObject(io.BytesIO()), step=1 << 20, tell=counts.append)
     assert sum(counts) == sum(SIZES)
+
+
+@pytest.mark.parametrize("offset", [0, 77, 0xFFFF_0000, 0x1_0000_0000], ids=hex)
+def test_small_records_are_made_as_others_are(offset: int) -> None:
+    named = [(b"a/%d" % number, noise(size)) for number, size in enumerate([5, 0, 64, 1000, 0, 70_000, 3])]
+    sums: list[int] = []
+    parts, entries, end = small_records(named, offset, 64, sums)
+    expected, directory, at = b"", b"", offset
+    for name, data in named:
+        made = local_header(name, len(data), at) + data + descriptor(len(data), crc32(data), at)
+        directory += central_entry(name, len(data), crc32(data), at)
+        expected += made
+        at += len(made)
+    assert (b"".join(parts), b"".join(entries), end) == (expected, directory, at)
+    assert sums == [crc32(data) for _, data in named]
+
+
+def test_a_wide_alignment_takes_no_more_memory_than_its_padding() -> None:
+    tracemalloc.start()
+    try:
+        small_records([(b"a/%d" % number, b"x") for number in range(3)], 0, 65536, [])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_no_thread_reads_when_the_checksums_are_left() -> None:

@@ -27,6 +27,7 @@ from transload.formats.zip import (
     ALIGNMENT,
     ALL32,
     CENTRAL,
+    CENTRAL_IN_SHORT,
     DESCRIPTOR,
     DESCRIPTOR64,
     END,
@@ -34,6 +35,7 @@ from transload.formats.zip import (
     EXTRA,
     LOCAL,
     LOCATOR64,
+    NOTHING_ELSE,
 )
 from transload.frozen import NamedTuple
 from transload.io.checksums import combined, fastest_crc32
@@ -63,7 +65,8 @@ _FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
 _FLAGS_OF_NOTHING = 0x0800  # nothing follows no bytes
 _MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
 _NEEDED = 45  # the first version of the specification with 64-bit sizes
-_PADDING = int.from_bytes(b"FB", "little")
+_LOCAL_HEAD = LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, 0, 0)[:26]
+_CENTRAL_HEAD = CENTRAL.pack(b"PK\x01\x02", 0, 0, _FLAGS, *[0] * 13)[:16]
 
 
 def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:
@@ -71,29 +74,30 @@ def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT
 
     ``name`` is the whole name, its folder with it; ``offset`` is where the header begins in the archive.
     """
-    wide = _wide(size, 0, offset) if size >= ALL32 or offset >= ALL32 else b""
+    wide = _wide(size, 0, offset)
     padding = -(offset + LOCAL.size + len(name) + len(wide) + EXTRA.size) % alignment
     flags = _FLAGS if size else _FLAGS_OF_NOTHING
     extra = len(wide) + EXTRA.size + padding
     head = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra)
-    return head + name + wide + EXTRA.pack(_PADDING, padding) + b"Z" * padding
+    return b"".join((head, name, wide, b"FB", padding.to_bytes(2, "little"), b"Z" * padding))
 
 
 def descriptor(size: int, crc32: int, offset: int) -> bytes:
     """What follows the bytes of a record whose header begins at ``offset``: nothing if it has none."""
     if not size:
         return b""
-    form = DESCRIPTOR64 if size >= ALL32 or offset >= ALL32 else DESCRIPTOR
+    form = DESCRIPTOR64 if max(size, offset) >= ALL32 else DESCRIPTOR
     return form.pack(b"PK\x07\x08", crc32, size, size)
 
 
 def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
     """The line of the directory for a record whose header begins at ``offset``."""
-    wide = _wide(size, size, offset) if size >= ALL32 or offset >= ALL32 else b""
+    wide = _wide(size, size, offset)
     flags = _FLAGS if size else _FLAGS_OF_NOTHING
-    told, at = (min(size, ALL32), min(offset, ALL32)) if wide else (size, offset)
-    head = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, told, told, len(name), len(wide), 0, 0, 0, 0, at)
-    return head + name + wide
+    told = min(size, ALL32)
+    rest = (len(name), len(wide), 0, 0, 0, 0, min(offset, ALL32))
+    head = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, told, told, *rest)
+    return head + name + wide if wide else head + name
 
 
 def end_of_archive(count: int, start: int, size: int) -> bytes:
@@ -105,8 +109,48 @@ def end_of_archive(count: int, start: int, size: int) -> bytes:
     return wide + locator + END.pack(b"PK\x05\x06", 0, 0, told, told, min(size, ALL32), min(start, ALL32), 0)
 
 
+def small_records(
+    named: Iterable[tuple[bytes, bytes]], offset: int, alignment: int, checksums: list[int]
+) -> tuple[list[bytes], list[bytes], int]:
+    """The bytes of records from ``offset`` on, those of their directory, and where they end; each in many parts.
+
+    What ``local_header``, ``descriptor`` and ``central_entry`` would make, at a third of the time.
+    """
+    out: list[bytes] = []
+    entries: list[bytes] = []
+    fillers: dict[int, bytes] = {}
+    lengths, describe, enter = EXTRA.pack, DESCRIPTOR.pack, CENTRAL_IN_SHORT.pack
+    for name, content in named:
+        size, length, checksum = len(content), len(name), crc32(content)
+        checksums.append(checksum)
+        if not size or offset >= ALL32 - size:
+            header = local_header(name, size, offset, alignment)
+            tail = descriptor(size, checksum, offset)
+            out += (header, content, tail)
+            entries.append(central_entry(name, size, checksum, offset))
+            offset += len(header) + size + len(tail)
+            continue
+        least = offset + 34 + length
+        padding = -least % alignment
+        if padding not in fillers:
+            fillers[padding] = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        out += (
+            _LOCAL_HEAD,
+            lengths(length, padding + 4),
+            name,
+            fillers[padding],
+            content,
+            describe(b"PK\x07\x08", checksum, size, size),
+        )
+        entries += (enter(_CENTRAL_HEAD, checksum, size, size, length, NOTHING_ELSE, offset), name)
+        offset = least + padding + size + 16
+    return out, entries, offset
+
+
 def _wide(size: int, stored: int, offset: int) -> bytes:
-    """The field of what does not fit into 32 bits."""
+    """The field of what does not fit into 32 bits: empty if all does."""
+    if size < ALL32 and offset < ALL32:
+        return b""
     numbers = [size, stored] if size >= ALL32 else []
     if offset >= ALL32:
         numbers.append(offset)
@@ -152,10 +196,11 @@ class Sink(Protocol):
 class _Entry:
     """A record that takes more than one step: its place in the directory, and its checksum so far."""
 
-    __slots__ = ("checksum", "index", "name", "offset", "size")
+    __slots__ = ("checksum", "index", "name", "number", "offset", "size")
 
-    def __init__(self, name: bytes, size: int, offset: int, index: int) -> None:
-        self.name, self.size, self.offset, self.index = name, size, offset, index
+    def __init__(self, name: bytes, size: int, offset: int, index: int, number: int) -> None:
+        self.name, self.size, self.offset = name, size, offset
+        self.index, self.number = index, number
         self.checksum = 0
 
 
@@ -187,6 +232,7 @@ class _Archive:
         self._lead = root + b"/" if root else b""
         self._alignment = alignment
         self._entries: list[bytes] = []
+        self._count = 0
 
     def writes(self, records: Iterable[Record | Bunch]) -> Iterator[_Write]:
         """What is to be written for some records, in order."""
@@ -194,26 +240,23 @@ class _Archive:
         for record in records:
             if isinstance(record, Bunch) or isinstance(record.content, bytes):
                 small: Any = record.records if isinstance(record, Bunch) else [(record.name, record.content)]
-                start, parts = self.end, list[bytes]()
-                for below, content in small:
-                    name, size, offset, checksum = self._lead + below, len(content), self.end, crc32(content)
-                    header = local_header(name, size, offset, self._alignment)
-                    tail = descriptor(size, checksum, offset)
-                    parts += (header, content, tail)
-                    self.end += len(header) + size + len(tail)
-                    self.checksums.append(checksum)
-                    self._entries.append(central_entry(name, size, checksum, offset))
-                    write.contents += size
+                named = [(self._lead + name, content) for name, content in small]
+                start = self.end
+                parts, entries, self.end = small_records(named, start, self._alignment, self.checksums)
                 write.buffers.append(b"".join(parts))
                 write.nbytes += self.end - start
+                write.contents += sum(len(content) for _, content in named)
+                self._entries.append(b"".join(entries))
+                self._count += len(named)
                 if write.is_full():
                     yield write
                     write = _Write()
                 continue
-            entry = _Entry(self._lead + record.name, record.size, self.end, len(self._entries))
+            entry = _Entry(self._lead + record.name, record.size, self.end, len(self._entries), len(self.checksums))
             header = local_header(entry.name, entry.size, entry.offset, self._alignment)
             write.buffers.append(header)
             self._entries.append(b"")
+            self._count += 1
             self.checksums.append(0)
             self.end += len(header) + entry.size + len(descriptor(entry.size, 0, entry.offset))
             left = record.size
@@ -246,12 +289,12 @@ class _Archive:
             if slot >= 0:
                 write.buffers[slot] = descriptor(entry.size, entry.checksum, entry.offset)
                 self._entries[entry.index] = central_entry(entry.name, entry.size, entry.checksum, entry.offset)
-                self.checksums[entry.index] = entry.checksum
+                self.checksums[entry.number] = entry.checksum
 
     def directory(self) -> bytes:
         """What the file ends with."""
         entries = b"".join(self._entries)
-        return entries + end_of_archive(len(self._entries), self.end, len(entries))
+        return entries + end_of_archive(self._count, self.end, len(entries))
 
 
 def write_archive(
