@@ -120,7 +120,7 @@ def pickled(
     and classes of modules as torch did before 1.6. The error names the part that cannot be pickled.
     """
     try:
-        reducer = _Reducer(protocol, None, portable=portable, legacy=legacy)
+        reducer = _Reducer(protocol, None, portable=portable, exact=compact, legacy=legacy)
         data = _dump(obj, reducer, pickle_module)
         if compact:
             reducer = _Reducer(protocol, _Cuts(reducer.storages), portable=portable, legacy=legacy)
@@ -220,13 +220,16 @@ class _Reducer:
     Nothing it refers to may refer to it: storages must be freed with the last reference, not by the garbage collector.
     """
 
-    def __init__(self, protocol: int, cuts: _Cuts | None, *, portable: bool, legacy: bool = False) -> None:
+    def __init__(
+        self, protocol: int, cuts: _Cuts | None, *, portable: bool, exact: bool = False, legacy: bool = False
+    ) -> None:
         import torch
 
         self.storages: list[Stored] = []
         self._by_data: dict[Any, Stored] = {}
         self._dtypes: dict[int, Any] = {}
         self._cuts = cuts
+        self._exact = exact  # whether each use of a storage is noted, since views are to be cut out of it
         self.protocol = protocol
         self._portable = portable
         self.legacy = legacy
@@ -344,9 +347,20 @@ class _Reducer:
             return self._adapted(tensor.__reduce_ex__(self.protocol))
         kind, itemsize = self._kinds[dtype]
         storage = tensor.untyped_storage()
+        data, nbytes = storage._cdata, storage.nbytes()  # noqa: SLF001 - torch's identity of a storage
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        if tensor.nbytes == storage.nbytes() and tensor.is_contiguous():  # it is all of its storage
-            ref, _, _ = self._use(storage, dtype, kind, itemsize, None)
+        ref: _Ref
+        if (
+            data not in self._by_data
+            and tensor.nbytes == nbytes
+            and self._cuts is None
+            and (not self._exact or tensor.is_contiguous())
+        ):
+            address = storage.data_ptr()
+            if (not address or self._dtypes.setdefault(address, dtype) is not dtype) and nbytes:
+                self._check(address, dtype)
+            ref = self._by_data[data] = Stored(str(len(self.storages)), kind, itemsize, storage, 0, nbytes)
+            self.storages.append(ref)
         else:
             ref, offset, stride = self._use(storage, dtype, kind, itemsize, Geometry(itemsize, offset, size, stride))
         return self._rebuild, (ref, offset, size, stride, requires_grad, _NoHooks())
