@@ -412,7 +412,7 @@ class Scan:
     def _locate(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
         """Where the bytes of a record are, by what most of the evidence says."""
         local, entry = record.local, record.entry
-        # Mostly all agree and nothing is to be weighed, which takes a rescue of many records half as long again.
+        # Usually everything agrees. Weighing each record anyway makes a rescue of many records 1.5 times as slow.
         if local is not None and entry is not None and (local.name, local.header) == (entry.name, entry.header):
             described = bool(entry.stored and local.flags & HAS_DESCRIPTOR)
             found = _read_descriptor(self._source, local.end + entry.stored, wide=local.wide) if described else None
