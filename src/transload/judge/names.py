@@ -17,6 +17,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from functools import cache
 
 from transload.dtypes import ITEMSIZE, QUANTIZED, STORAGES
+from transload.judge.ordinary import PURPOSES
 
 
 def _names(text: str) -> frozenset[str]:
@@ -35,13 +36,12 @@ _TENSORS = [name.replace("Storage", "Tensor") for name in _STORAGES if not name.
 
 # torch/_weights_only_unpickler.py, _get_allowed_globals(), 2.13.0: 144 names, and four that `import torch` registers
 # beside them.
-_DATA = _each(
+_DATA = {".".join(key): said for key, said in PURPOSES.items()} | _each(
     {
         "bytes, written as text": "_codecs.encode",
         "a byte array": "builtins.bytearray",
         "a complex number": "builtins.complex",
         "a set": "builtins.set",
-        "an ordered dictionary, as state_dict() returns": "collections.OrderedDict",
         "a dictionary of counts": "collections.Counter",
         "a shape": "torch.Size",
         "a device; map_location does not move it": "torch.device",
@@ -51,7 +51,7 @@ _DATA = _each(
         "torch.distributed._mesh_layout._MeshLayout",
         "a nested (jagged) tensor": f"{_NESTED}.NestedTensor",
         "rebuilds a nested (jagged) tensor": f"{_NESTED}._rebuild_njt",
-        "rebuilds a tensor": f"{_REBUILD}tensor {_REBUILD}tensor_v2 {_REBUILD}tensor_v3 {_REBUILD}parameter "
+        "rebuilds a tensor": f"{_REBUILD}tensor {_REBUILD}tensor_v3 "
         f"{_REBUILD}parameter_with_state {_REBUILD}qtensor {_REBUILD}sparse_tensor {_REBUILD}nested_tensor "
         f"{_REBUILD}meta_tensor_no_storage {_REBUILD}wrapper_subclass {_REBUILD}device_tensor_from_numpy "
         f"{_REBUILD}device_tensor_from_cpu_tensor torch._tensor._rebuild_from_type_v2",
@@ -60,7 +60,6 @@ _DATA = _each(
         "a dtype": " ".join(f"torch.{name}" for name in ITEMSIZE if name != "bcomplex32"),  # which is newer
         "the dtype of a storage": " ".join(
             [
-                *(f"torch.{name}" for name in STORAGES if "Untyped" not in name),
                 *(f"torch.cuda.{name}" for name in _STORAGES),
                 "torch.storage.TypedStorage torch.storage.UntypedStorage",
             ]

@@ -22,6 +22,7 @@ from transload.judge.names import (
     is_class_path,
     torch_spelling,
 )
+from transload.judge.ordinary import Judgement
 from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
 Complaint = tuple[Safety, str] | None
@@ -238,20 +239,6 @@ _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
     "unknown": ("odd-use", "warning", "it holds calls no loader would accept"),
     "needs-trust": ("trusted-use", "warning", "it uses allowed names in unusual ways"),
 }
-
-
-class Judgement(NamedTuple):
-    """The safety verdict on some pickles, every global they name, and why.
-
-    ``inside`` are what they find inside classes that they name, by module and name. ``as_data``: torch refuses names in
-    it, and ``transload.load`` makes what they stand for as data.
-    """
-
-    safety: Safety
-    globals: tuple[GlobalUse, ...]
-    findings: tuple[Finding, ...]
-    inside: tuple[tuple[str, str], ...]
-    as_data: bool = False
 
 
 def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False, load: str = "torch.load") -> Judgement:

@@ -1,0 +1,82 @@
+"""Pickles that there is nothing to judge about: they name what a state dict is made of, and use it as torch.save does.
+
+Most files are such, and for them neither ``names`` nor ``safety`` is imported, which judge all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transload.contents import GlobalUse
+from transload.dtypes import STORAGES
+from transload.findings import Finding, Safety
+from transload.frozen import NamedTuple
+from transload.nodes import Call, Dict, Pickle
+
+_ORDERED = ("collections", "OrderedDict")
+_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
+_PARAMETER = ("torch._utils", "_rebuild_parameter")
+PURPOSES = {
+    _ORDERED: "an ordered dictionary, as state_dict() returns",
+    _TENSOR: "rebuilds a tensor",
+    _PARAMETER: "rebuilds a tensor",
+    **{("torch", name): "the dtype of a storage" for name in STORAGES if "Untyped" not in name},
+}
+"""What each of these names is for."""
+
+
+class Judgement(NamedTuple):
+    """The safety verdict on some pickles, every global they name, and why.
+
+    ``inside`` are what they find inside classes that they name, by module and name. ``as_data``: torch refuses names in
+    it, and ``transload.load`` makes what they stand for as data.
+    """
+
+    safety: Safety
+    globals: tuple[GlobalUse, ...]
+    findings: tuple[Finding, ...] = ()
+    inside: tuple[tuple[str, str], ...] = ()
+    as_data: bool = False
+
+
+def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
+    """The judgement of ``safety`` on pickles in which nothing is out of the ordinary; ``None`` on others."""
+    found: list[GlobalUse] = []
+    for pickle in pickles:
+        if pickle.built or pickle.extensions or pickle.data or (found and pickle.globals):
+            return None
+        if not pickle.globals.keys() <= PURPOSES.keys():
+            return None
+        ordered, tensor, parameter = map(pickle.globals.get, (_ORDERED, _TENSOR, _PARAMETER))
+        called: dict[object, int] = dict.fromkeys(pickle.globals.values(), 0)
+        built = 0
+        for call in pickle.calls:
+            callee, args = call.callee, call.args
+            if type(args) is not tuple or callee is None or call.kwargs is not None or call.appended:
+                return None
+            if callee is ordered:
+                odd = bool(args) or not all(map(_is_metadata, call.states or ()))
+                built += bool(call.states)
+            else:  # the last two arguments say whether it requires gradients, and are its hooks
+                count = 6 if callee is tensor else 3 if callee is parameter else -1
+                odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
+                odd = odd or not _is_empty(args[-1], ordered)
+            if odd:
+                return None
+            called[callee] += 1
+        for key, node in pickle.globals.items():
+            times = built if node is ordered else 0
+            found.append(GlobalUse(*key, "data", PURPOSES[key], node.count, called[node], times, "", pickle.name))
+    return Judgement("data-only", tuple(found))
+
+
+def _is_metadata(state: object) -> bool:
+    """Whether it is the attribute that state_dict() gives to what it returns, and nothing else."""
+    return type(state) is Dict and len(state.items) == 2 and state.items[0] == "_metadata"
+
+
+def _is_empty(hooks: object, ordered: object) -> bool:
+    """Whether the hooks of a tensor are none: an ordered dictionary that nothing is put into."""
+    if type(hooks) is not Call or hooks.callee is not ordered:
+        return False
+    return not (hooks.args or hooks.items or hooks.states or hooks.appended)
