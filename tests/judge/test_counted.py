@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.each import each
+from tests.each import each, for_each
 
+from transload.formats import read_source
+from transload.io.sources import FileSource
+from transload.judge.ordinary import judge_ordinary
 from transload.judge.safety import judge_pickles
 from transload.nodes import Call, Dict, Global, Pickle
 
+DATA = Path(__file__).parents[1] / "data"
 Change = Callable[[Call, Call, Global], object]
 
 
@@ -67,3 +72,40 @@ def test_one_odd_tensor_among_ordinary_ones_is_found_and_all_are_counted(name: s
     judgement = judge_pickles([changed(change)])
     assert [finding.code for finding in judgement.findings if finding.code != "dangerous-globals"] == expected
     assert sum(use.called for use in judgement.globals) == (5 if "computed" in name else 6)
+
+
+@each("name", list(CHANGES))
+def test_nothing_odd_is_ordinary(name: str) -> None:
+    pickle = changed(CHANGES[name][0])
+    assert judge_ordinary([pickle]) is None  # it names os.system
+    del pickle.globals["os", "system"]
+    assert judge_ordinary([pickle]) == (judge_pickles([pickle]) if name == "nothing" else None)
+
+
+def test_attributes_of_a_dictionary_are_ordinary_if_they_are_metadata() -> None:
+    for state, expected in (
+        (Dict(["_metadata", 1]), True),
+        (Dict(["items", 1]), False),
+        (Dict(["_metadata", 1, "items", 2]), False),
+        (("_metadata", 1), False),
+    ):
+        pickle = Pickle("data.pkl")
+        ordered = pickle.globals["collections", "OrderedDict"] = Global("collections", "OrderedDict", 0)
+        made = Call(ordered, (), "reduce", 0)
+        made.states = [state]
+        pickle.calls.append(made)
+        assert judge_ordinary([pickle]) == (judge_pickles([pickle]) if expected else None)
+
+
+def test_ordinary_files_are_judged_as_all_others_are() -> None:
+    found = []
+
+    def is_judged_alike(path: Path) -> None:
+        pickles = read_source(FileSource(path)).pickles
+        ordinary = judge_ordinary(pickles)
+        if ordinary is not None and pickles:
+            found.append(path)
+            assert ordinary == judge_pickles(pickles)
+
+    for_each(sorted(DATA.rglob("*.pt")), is_judged_alike)
+    assert len(found) > 10

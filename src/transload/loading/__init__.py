@@ -25,13 +25,11 @@ from transload.errors import (
     UsageError,
 )
 from transload.formats import no_collecting
-from transload.frozen import replace
 from transload.io.memory import view
-from transload.judge.problems import LEFT_OUT, refuse_broken, worth_a_warning
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, Place, ReadRequest, Settings, Sums, is_reached, read_here
 from transload.loading.placement import DeviceMap, Plan, plan_here
-from transload.loading.refusal import Allowed, Wrong, is_plain, refuse_program, refuse_unsafe
+from transload.loading.signals import Wrong
 from transload.tensors import OpenCheckpoint
 
 if TYPE_CHECKING:
@@ -107,8 +105,10 @@ def load(
     for tree in (True,) if trusted else (False, True):
         with no_collecting(strangers=trusted), OpenCheckpoint(f, tree=tree) as opened:
             _refuse(opened.checkpoint, trusted=trusted)
-            if any(finding.code in LEFT_OUT for finding in opened.checkpoint.findings):
-                _leave_out(opened)
+            if opened.checkpoint.findings:
+                from transload.loading.refusal import leave_out
+
+                leave_out(opened)
             checkpoint = opened.checkpoint
             plan = _plan(checkpoint, map_location, mapped=mapped)
             device_map = DeviceMap(plan, map_location, checkpoint.path)
@@ -195,25 +195,22 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise if the file must not be loaded: in this order, so that what is not a checkpoint is never called unsafe."""
-    refuse_broken(checkpoint)
-    refuse_program(checkpoint, trusted=trusted)
+    # Nothing is looked up for what holds tensors alone, with nothing wrong about it.
+    data = checkpoint.counted or checkpoint.format == "safetensors"
+    plain = data and not checkpoint.problems and checkpoint.safety == "data-only"
+    if not plain:
+        from transload.judge.problems import refuse_broken
+        from transload.loading.refusal import Allowed, refuse_program, refuse_unsafe
+
+        refuse_broken(checkpoint)
+        refuse_program(checkpoint, trusted=trusted)
     try:
         import torch  # noqa: F401 - from here on it is needed
     except ImportError as error:
         what = f"torch cannot be imported: {error}"
         raise NoTorchError(what, where=checkpoint.path, fix="`transload doctor` says why.") from error
-    if not trusted:
+    if not (plain or trusted):
         refuse_unsafe(checkpoint, Allowed())
-
-
-def _leave_out(opened: OpenCheckpoint) -> None:
-    """Leave out what is not a tensor to torch; ``_warn`` names it."""
-    checkpoint = opened.checkpoint
-    tensors = tuple(tensor for tensor in checkpoint.tensors if is_plain(tensor))
-    kept = {tensor.storage for tensor in tensors}
-    storages = tuple(storage for storage in checkpoint.storages if storage.id in kept)
-    opened.checkpoint = replace(checkpoint, tensors=tensors, storages=storages)
-    opened.pieces = tuple(replace(piece, checkpoint=opened.checkpoint) for piece in opened.pieces)
 
 
 def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
@@ -232,9 +229,11 @@ def _warn(checkpoint: Checkpoint, plan: Plan) -> None:
 
     if plan.warning:
         warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=3)
-    wrong = worth_a_warning(checkpoint)
-    if wrong:
-        warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=3)
+    if checkpoint.findings:
+        from transload.judge.problems import worth_a_warning
+
+        if wrong := worth_a_warning(checkpoint):
+            warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=3)
 
 
 # -- bytes and objects

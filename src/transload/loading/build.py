@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
-from transload.judge.safety import plain_value
-from transload.loading.refusal import NeedsTrust, Unknown, Wrong, in_phrases, name_of
+from transload.judge.ordinary import PURPOSES
+from transload.loading.signals import NeedsTrust, Unknown, Wrong
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def build_object(
         place = where if position is None else f"{where} › byte {position}"
         raise BrokenFileError(f"it holds {reason}", where=place, fix=_GET_AGAIN) from reason
     except NeedsTrust as reason:
+        from transload.loading.refusal import in_phrases
+
         fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
         what = in_phrases(f"it holds {reason}, which is more than plain data", getattr(reason.node, "callee", None))
         raise UnsafeError(what, where=where, fix=fix) from reason
@@ -105,7 +107,7 @@ class _Builder:
         self._texts = pickle.python2_texts if encoding == "bytes" else frozenset()
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
         self._known = entries(piece.checkpoint.storages, storages, device_map)
-        self._names = {node: name_of(node) for node in pickle.globals.values()}
+        self._names = {node: _name_of(node) for node in pickle.globals.values()}
         self._single = ordinary(self._known, self.made, self._names)
 
     @cached_property
@@ -233,8 +235,8 @@ class _Builder:
         if type(node.args) is not tuple:
             raise Wrong("a call whose arguments are not a tuple")
         callee = node.callee if type(node.callee) is Global else module_class(node.callee)
-        name = (self._names.get(callee) or name_of(callee)) if type(callee) is Global else ""
-        if type(node.callee) is Call and node.kind == "reduce" and (value := plain_value(node.callee)):
+        name = (self._names.get(callee) or _name_of(callee)) if type(callee) is Global else ""
+        if type(node.callee) is Call and node.kind == "reduce" and (value := _plain_value(node.callee)):
             from transload.loading.values import make
 
             made = make(value, tuple((yield node.args)))
@@ -281,6 +283,22 @@ class _Builder:
         made = self._rebuilder.strided(own(entry[0]), dtype, *args[1:4])
         self.made[id(args[5])] = OrderedDict()
         return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
+
+
+def _name_of(node: Global) -> str:
+    """The name under which a global is looked up, also where the file has an older one for it."""
+    if (node.module, node.name) in PURPOSES:
+        return node.full_name
+    from transload.loading.refusal import name_of
+
+    return name_of(node)
+
+
+def _plain_value(callee: Call) -> str:
+    """The name of a plain value that ``getattr`` finds in its class; else empty."""
+    from transload.judge.safety import plain_value
+
+    return plain_value(callee)
 
 
 def _makes_array(name: str) -> bool:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import LoadError, UnsafeError
 from transload.judge.names import can_be_allowed
-from transload.loading.refusal import Allowed, Unknown, Wrong, in_phrases, name_of
+from transload.loading.refusal import Allowed, in_phrases, name_of
+from transload.loading.signals import Unknown, Wrong
 from transload.nodes import Global, Persistent
 
 if TYPE_CHECKING:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
+from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import finds_plain_values, judge_pickles, safe_globals_lines
+from transload.loading.signals import Unknown
 from transload.nodes import Global
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Checkpoint, Tensor
     from transload.nodes import Pickle
+    from transload.tensors import OpenCheckpoint
 
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
 """Never allowed, whatever the program says (torch/_weights_only_unpickler.py, and two more)."""
@@ -36,22 +39,6 @@ _REGISTERED_BY = (
 _METHODS = (BuiltinMethodType, MethodType)
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
 _KNOWN = _PLAIN | ALSO_DATA
-
-
-class Unknown(Exception):  # noqa: N818 - a signal inside this room, never seen outside
-    """A name that this torch does not have."""
-
-
-class Wrong(Exception):  # noqa: N818 - the same
-    """A call that no checkpoint makes; the text says what is wrong with it, ``node`` where that was met."""
-
-    node: object = None
-
-
-class NeedsTrust(Exception):  # noqa: N818 - the same
-    """A value that may hold any object; the text says what it is, ``node`` where it was met."""
-
-    node: object = None
 
 
 class Allowed:
@@ -196,6 +183,18 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
             what = f"this is {PROGRAMS[kind]}, not a file of tensors"
         without = _without_code(checkpoint) if kind == "torchscript" else ""
         raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind] + without)
+
+
+def leave_out(opened: OpenCheckpoint) -> None:
+    """Leave out what is not a tensor to torch, if there is any; a warning names it."""
+    checkpoint = opened.checkpoint
+    if not any(finding.code in LEFT_OUT for finding in checkpoint.findings):
+        return
+    tensors = tuple(tensor for tensor in checkpoint.tensors if is_plain(tensor))
+    kept = {tensor.storage for tensor in tensors}
+    storages = tuple(storage for storage in checkpoint.storages if storage.id in kept)
+    opened.checkpoint = replace(checkpoint, tensors=tensors, storages=storages)
+    opened.pieces = tuple(replace(piece, checkpoint=opened.checkpoint) for piece in opened.pieces)
 
 
 def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:

@@ -23,7 +23,7 @@ from transload.formats.pickle_machine import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
 from transload.loading.rebuild import Rebuilder, sparse_tensor, validate
-from transload.loading.refusal import Wrong
+from transload.loading.signals import Wrong
 from transload.nodes import Persistent
 
 if TYPE_CHECKING:

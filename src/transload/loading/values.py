@@ -20,7 +20,7 @@ from typing import Any
 from transload.errors import LoadError
 from transload.formats.arrays import NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.tensors import called
-from transload.loading.refusal import NeedsTrust, Wrong
+from transload.loading.signals import NeedsTrust, Wrong
 from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
