@@ -31,7 +31,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.formats.pickle_machine import opcodes, run, run_all
+from transload.formats.pickle_machine import run, run_all
+from transload.formats.rare_opcodes import opcodes
 from transload.nodes import Pickle
 
 FUZZ = int(os.environ.get("TRANSLOAD_FUZZ", "1"))

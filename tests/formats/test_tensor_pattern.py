@@ -15,7 +15,8 @@ import pytest
 import torch
 from tests.each import each
 
-from transload.formats.pickle_machine import TensorPattern, run
+from transload.formats.pickle_machine import run
+from transload.formats.tensor_pattern import TensorPattern
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
 FUZZ = int(os.environ.get("TRANSLOAD_FUZZ", "1"))

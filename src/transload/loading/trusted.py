@@ -19,7 +19,7 @@ from transload.errors import (
     TransloadError,
     UsageError,
 )
-from transload.formats.pickle_machine import LOADER
+from transload.formats.pickle_state import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
 from transload.loading.rebuild import Rebuilder, sparse_tensor, validate

@@ -14,7 +14,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from transload.dtypes import STORAGES
-from transload.formats.pickle_machine import Machine, Sparse, opcodes, run_part
+from transload.formats.pickle_machine import run_part
+from transload.formats.pickle_state import Machine, Sparse
+from transload.formats.rare_opcodes import opcodes
 from transload.formats.tensors import READERS, called
 from transload.nodes import Call, Dict, Global, Persistent
 

@@ -17,8 +17,9 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from transload.formats.pickle_machine import opcodes, run
+from transload.formats.pickle_machine import run
 from transload.formats.plain_pickle import escaped
+from transload.formats.rare_opcodes import opcodes
 from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
