@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.case import LAYERS
 from transload.diagnose.fixes import listed
-from transload.diagnose.tables import chip_of, cuda_text, result
+from transload.diagnose.tables import chip_of, cuda_text, result, table
 from transload.findings import Finding
 from transload.machine import Machine, Unknown, to_dict
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, heading, note
@@ -475,60 +475,6 @@ def _torch_words(install: TorchInstall) -> str:
 
 # -- all facts
 
-# Section → its heading, and where its facts come from unless its field has a source of its own.
-_SECTIONS = {
-    "platform": ("system", "uname, /etc/os-release"),
-    "surroundings": ("container, scheduler, service", "/proc, the environment, and the evidence named"),
-    "hardware": ("hardware", "/sys/bus/pci/devices"),
-    "kernel": ("kernel driver", "/sys/module/nvidia, /proc/driver/nvidia/version"),
-    "nodes": ("device nodes", "opening each under /dev"),
-    "driver": ("the driver's libraries and their answers", ""),
-    "toolkit": ("CUDA toolkit", "PATH, CUDA_HOME, /usr/local"),
-    "variables": ("environment variables", "the environment"),
-    "python": ("Python", "the interpreter itself"),
-    "torch": ("torch, by its files", "version.py, dist-info and RECORD on the path"),
-    "torch_libraries": ("torch's binaries", "the binaries of torch and the loader's search"),
-    "extensions": ("packages beside torch", "their binaries and metadata"),
-    "accelerators": ("other accelerators", "/sys, /dev"),
-    "torch_run": ("torch, run", "torch itself, in a child process"),
-    "problems": ("what stopped a probe", ""),
-}
-_SOURCES = {
-    "platform.libc": "the loader's file",
-    "platform.package_manager": "the programs there are",
-    "platform.shell": "SHELL",
-    "platform.root": "the user's number",
-    "platform.groups": "/etc/group",
-    "platform.laptop": "/sys/class/dmi/id/chassis_type",
-    "platform.address_space": "/proc/self/limits",
-    "platform.suspends": "/sys/power/suspend_stats",
-    "platform.prime": "/etc/prime-discrete, /etc/prime/current_type",
-    "hardware.dxg": "/dev/dxg",
-    "hardware.tegra": "/proc/device-tree/model, /etc/nv_tegra_release",
-    "kernel.modules": "/proc/modules",
-    "kernel.built_for": "/lib/modules",
-    "kernel.secure_boot": "/sys/firmware/efi/efivars",
-    "kernel.uvm_disable_hmm": "/sys/module/nvidia_uvm/parameters",
-    "kernel.kaslr": "/proc/cmdline",
-    "kernel.parameters": "/proc/driver/nvidia/params",
-    "kernel.gpus": "/proc/driver/nvidia/gpus",
-    "kernel.firmware": "/lib/firmware/nvidia",
-    "kernel.log": "/dev/kmsg, /var/log",
-    "kernel.daemons": "/proc/*/comm",
-    "kernel.stuck": "/proc/*/stat",
-    "kernel.fabric_manager": "its package or program",
-    "kernel.mps_directory": "CUDA_MPS_PIPE_DIRECTORY, /tmp/nvidia-mps",
-    "nodes.majors": "/proc/devices",
-    "nodes.cgroup": "/sys/fs/cgroup/devices",
-    "driver.libraries": "LD_LIBRARY_PATH, /etc/ld.so.cache, the default folders",
-    "driver.nvml": "libnvidia-ml, in a child process",
-    "driver.cuda": "libcuda, in a child process",
-    "driver.experiments": "libcuda, in a child process with a changed environment",
-    "variables.origins": "the files named",
-    "python.packages": "the dist-info folders on its path",
-    "python.others": "PATH, environments nearby",
-}
-_REMARKS = {"toolkit": "a torch wheel brings its own libraries and uses none of it"}
 _NUMBERS = {"vendor": "0x{:04x}", "device": "0x{:04x}", "kind": "0x{:06x}", "mode": "{:#o}"}
 _LABEL = 30
 _LONGEST = 2000
@@ -542,7 +488,8 @@ def facts(machine: Machine) -> Iterator[Block]:
         told = [fact for fact in _flat(section, value) if not _empty(fact[1])]
         if isinstance(value, str) or not told:
             continue
-        yield from heading(_SECTIONS[section][0], _REMARKS.get(section, ""))
+        known = table("facts")["sections"][section]
+        yield from heading(known["title"], known.get("remark", ""))
         labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in told}
         width = min(_LABEL, max(map(len, labels.values())))
         for source in dict.fromkeys(source_of(name) for name, _ in told):
@@ -563,7 +510,8 @@ def source_of(name: str) -> str:
     ('/proc/driver/nvidia/gpus', '/sys/module/nvidia, /proc/driver/nvidia/version')
     """
     section, field, *_ = (*name.replace("[", ".").split("."), "")
-    return _SOURCES.get(f"{section}.{field}") or _SECTIONS[section][1]
+    known = table("facts")["sections"][section]
+    return str(known.get("fields", {}).get(field) or known["source"])
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
