@@ -11,25 +11,15 @@ from posixpath import normpath
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.diagnose.tables import INDEX, chip_of, choose_wheel, default_build, first_branch, generation, releases
+from transload.diagnose import tables
 
 if TYPE_CHECKING:
-    from transload.diagnose.tables import Platform as WheelPlatform
-    from transload.diagnose.tables import WheelChoice
     from transload.machine import Machine
 
 Lines = tuple[str, ...]
 
 
 # -- what root does: packages, kernel modules, a reboot
-
-_INSTALL = {
-    "apt": "apt install",
-    "dnf": "dnf install",
-    "pacman": "pacman -S",
-    "zypper": "zypper install",
-    "apk": "apk add",
-}
 
 
 def sudo(machine: Machine, command: str) -> str:
@@ -71,8 +61,9 @@ def system_package(machine: Machine, **names: str) -> Lines:
     ('$ dnf install nvidia-modprobe',)
     """
     manager = machine.platform.package_manager
-    if manager in names and manager in _INSTALL:
-        return (sudo(machine, f"{_INSTALL[manager]} {names[manager]}"),)
+    install = tables.table("packages")["managers"].get(manager, {}).get("install")
+    if manager in names and install:
+        return (sudo(machine, f"{install} {names[manager]}"),)
     known = next(iter(names.values()), "")
     return (f"Install your distribution's equivalent of the package {known}.",)
 
@@ -206,56 +197,19 @@ def _where_set(machine: Machine, names: Lines) -> Lines:
 # -- how to start a container or a job with a GPU
 
 
-_DOCKER: Lines = (
-    "Start the container with GPUs:",
-    "$ docker run --gpus all …",
-    "In a compose file, under the service:",
-    "| deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}",
-    "This needs the nvidia-container-toolkit on the host.",
-)
-_APPTAINER: Lines = ("Start it with the host's driver:", "$ apptainer exec --nv IMAGE COMMAND")
-_START: dict[str, Lines] = {
-    "podman": (
-        "On the host, once, and again after each driver update (needs root):",
-        "$ sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
-        "Then start the container with GPUs:",
-        "$ podman run --device nvidia.com/gpu=all …",
-    ),
-    "apptainer": _APPTAINER,
-    "singularity": _APPTAINER,
-    "lxc": (
-        "On the host, give the container the device nodes (major 195, and that of nvidia-uvm in /proc/devices):",
-        "$ lxc config device add CONTAINER gpu gpu",
-        "Inside, install the driver's libraries of the host's version, without its kernel module.",
-    ),
-}
-
-
 def give_gpu(machine: Machine) -> Lines:
     """How to start this kind of container or job with a GPU."""
-    around = machine.surroundings
-    if around.kubernetes:
-        return (
-            "Request a GPU in the pod's container spec:",
-            "| resources: {limits: {nvidia.com/gpu: 1}}",
-            "If the cluster's default runtime is not NVIDIA's, also set runtimeClassName: nvidia.",
-        )
-    if around.slurm and not around.container:
+    around, start = machine.surroundings, tables.table("containers")["start"]
+    if around.slurm and not around.container and not around.kubernetes:
         return give_slurm(machine)
-    return _START.get(around.container, _DOCKER)
+    return tuple(start.get("kubernetes" if around.kubernetes else around.container, start["docker"]))
 
 
 def give_slurm(machine: Machine) -> Lines:
     """How to ask Slurm for a GPU, and how to pass it to the container that the job runs in."""
-    container = machine.surroundings.container
-    inner = ("Then pass it to the container:", *_START.get(container, _DOCKER)) if container else ()
-    return (
-        "Ask Slurm for a GPU:",
-        "$ srun --gres=gpu:1 --pty bash",
-        "Or in the batch script:",
-        "| #SBATCH --gres=gpu:1",
-        *inner,
-    )
+    start, container = tables.table("containers")["start"], machine.surroundings.container
+    inner = ("Then pass it to the container:", *start.get(container, start["docker"])) if container else ()
+    return (*start["slurm"], *inner)
 
 
 # -- NVIDIA's driver: which branch and which flavour drive the cards of this machine, and the packages that hold it
@@ -291,8 +245,8 @@ class Wanted(NamedTuple):
 
 def wanted(machine: Machine, at_least: int = 0, exactly: int = 0) -> Wanted:
     """The driver for the cards of this machine; where no driver serves all of them, for the newest ones."""
-    chips = (chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
-    known = ((generation(chip.generation), first_branch(chip.capability)) for chip in chips if chip)
+    chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
+    known = ((tables.generation(chip.generation), tables.first_branch(chip.capability)) for chip in chips if chip)
     cards = [(found, first) for found, first in known if found]
     newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch), default=(None, 0))
     served = [
@@ -426,31 +380,14 @@ def _driver_packages(machine: Machine, want: Wanted) -> Lines | str:
 
 _TRIO = ("torchvision", "torchaudio")
 _CONDAS = ("conda", "pixi")
-_ON_CONDA = {
-    **{name: name for name in ("numpy", "torchvision", "torchaudio", "triton", "xformers")},
-    "torch": "pytorch",
-    **{f"nvidia-cudnn-cu{major}": "cudnn" for major in (11, 12, 13)},
-    **{f"nvidia-nccl-cu{major}": "nccl" for major in (11, 12, 13)},
-}
-"""The name at conda-forge of what the rules install or remove."""
-_HOLDS = {
-    "libcudnn": "cudnn",
-    "libnccl": "nccl",
-    "libcudart": "cuda-cudart",
-    "libcupti": "cuda-cupti",
-    "libnvrtc": "cuda-nvrtc",
-    "libnvJitLink": "libnvjitlink",
-    **{f"lib{name}": f"lib{name}" for name in ("cublas", "cufft", "curand", "cusolver", "cusparse")},
-}
-"""The start of a library's name, and conda-forge's package that holds it."""
 
 
-def wheel_choice(machine: Machine, torch: str = "") -> WheelChoice:
+def wheel_choice(machine: Machine, torch: str = "") -> tables.WheelChoice:
     """The torch build that fits the driver, the cards, the Python and the platform of this machine."""
     told = set(machine.capabilities.values())
-    chips = (chip_of(gpu.device) for gpu in machine.hardware.gpus)
+    chips = (tables.chip_of(gpu.device) for gpu in machine.hardware.gpus)
     python = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
-    return choose_wheel(
+    return tables.choose_wheel(
         driver=machine.driver.nvml.driver or machine.kernel.version,
         driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0),
         capabilities=tuple(sorted(told or {chip.capability for chip in chips if chip and chip.capability})),
@@ -470,7 +407,7 @@ def wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> Lines:
     first, newest, conda = machine.torch.first, wheel_choice(machine), _tool(machine) in _CONDAS
     installed = first.version.partition("+")[0] if first else ""
     choice = wheel_choice(machine, torch)
-    if not torch and installed in releases():  # the installed one, for which other packages are made
+    if not torch and installed in tables.releases():  # the installed one, for which other packages are made
         kept = wheel_choice(machine, installed)
         if kept.torch_version and (newest.needs_driver or not kept.needs_driver):
             choice = kept
@@ -501,7 +438,7 @@ def _major(version: str) -> str:
     return version.partition(".")[0]
 
 
-def _torch_commands(machine: Machine, choice: WheelChoice, cuda: str, *, again: bool) -> Lines:
+def _torch_commands(machine: Machine, choice: tables.WheelChoice, cuda: str, *, again: bool) -> Lines:
     """Replace torch and its companions by a chosen build."""
     tool, project = _tool(machine), _project(machine)
     beside = [name for name in _TRIO if name in machine.python.packages]
@@ -533,9 +470,9 @@ def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) ->
     """
     if gpu:
         return wheel(machine)
-    default = default_build(releases()[-1], wheel_platform(machine))
+    default = tables.default_build(tables.releases()[-1], wheel_platform(machine))
     with_cuda = gpu is False and default is not None and bool(default.cuda)
-    return install(machine, "torch", index=f"{INDEX}/cpu" if with_cuda else "", force=force)
+    return install(machine, "torch", index=f"{tables.INDEX}/cpu" if with_cuda else "", force=force)
 
 
 def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
@@ -548,15 +485,15 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
         drop = drop_folder(machine, "PYTHONPATH", folder)
         return ("pip does not change a torch that PYTHONPATH leads to. Leave its directory out:", *drop, *here)
     release, _, build = (first.version if first else "").partition("+")
-    if release not in releases():
+    if release not in tables.releases():
         return install_torch(machine, gpu=gpu, force=True)
     if gpu:
         return wheel(machine, release if wheel_choice(machine, release).torch_version else "")
-    default = default_build(release, wheel_platform(machine))
+    default = tables.default_build(release, wheel_platform(machine))
     if gpu is False and first and first.cuda and default and default.cuda:  # the small build does, with all beside it
         beside = [name for name in _TRIO if name in machine.python.packages]
-        return install(machine, f"torch=={release}", *beside, index=f"{INDEX}/cpu", force=True)
-    index = "" if (default and default.build == build) or not build else f"{INDEX}/{build}"
+        return install(machine, f"torch=={release}", *beside, index=f"{tables.INDEX}/cpu", force=True)
+    index = "" if (default and default.build == build) or not build else f"{tables.INDEX}/{build}"
     return install(machine, f"torch=={release}", index=index, force=True)
 
 
@@ -597,12 +534,13 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
     >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
     (('pytorch=2.5.1', 'cudnn'), ())
     """
+    known = tables.table("packages")["conda_forge"]
     parts = [each.partition("==") for each in requirements if each not in ("--no-deps", "--upgrade")]
-    if not all(name in _ON_CONDA for name, _, _ in parts):
+    if not all(name in known for name, _, _ in parts):
         return ()
     # NVIDIA's own version numbers are cut differently there
     pinned = ("torch", *_TRIO)
-    return tuple(_ON_CONDA[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
+    return tuple(known[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
 
 
 def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
@@ -645,7 +583,8 @@ def bring(machine: Machine, *libraries: str) -> Lines:
     >>> bring(Machine(python=Python(tool="conda")), "libcudnn.so.9", "libcublasLt.so.12")
     ('$ conda install -c conda-forge --force-reinstall cudnn libcublas',)
     """
-    names = sorted({package for name in libraries for start, package in _HOLDS.items() if name.startswith(start)})
+    holds = tables.table("packages")["conda_forge_libraries"].items()
+    names = sorted({package for name in libraries for start, package in holds if name.startswith(start)})
     return conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()
 
 
@@ -684,7 +623,7 @@ def _tool(machine: Machine) -> str:
     return machine.python.tool
 
 
-def wheel_platform(machine: Machine) -> WheelPlatform:
+def wheel_platform(machine: Machine) -> tables.Platform:
     """Whose wheels this machine takes."""
     system, arm = machine.platform.system, machine.platform.machine in ("aarch64", "arm64")
     if system == "Darwin":

@@ -15,22 +15,6 @@ from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variable
 # Of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
 _LAPTOPS = frozenset({8, 9, 10, 14, 31, 32})
 
-_MANAGERS = {
-    "apt": ("/usr/bin/apt-get",),
-    "dnf": ("/usr/bin/dnf", "/usr/bin/dnf5", "/usr/bin/microdnf"),
-    "zypper": ("/usr/bin/zypper",),
-    "pacman": ("/usr/bin/pacman",),
-    "apk": ("/sbin/apk", "/usr/sbin/apk", "/usr/bin/apk"),
-    "nix": ("/run/current-system/sw/bin/nixos-rebuild", "/run/current-system/sw/bin/nix"),
-}
-_FAMILIES = {
-    **dict.fromkeys(("debian", "ubuntu", "linuxmint", "pop", "raspbian", "kali"), "apt"),
-    **dict.fromkeys(("fedora", "rhel", "centos", "rocky", "almalinux", "ol", "amzn", "azurelinux", "mariner"), "dnf"),
-    **dict.fromkeys(("suse", "opensuse", "sles", "opensuse-leap", "opensuse-tumbleweed"), "zypper"),
-    **dict.fromkeys(("arch", "archlinux", "manjaro", "endeavouros", "cachyos"), "pacman"),
-    "alpine": "apk",
-    "nixos": "nix",
-}
 _PRIME = {"on": "nvidia", "off": "intel", "integrated": "intel", "intel2": "intel"}
 _BINARIES = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", "/usr/local/nvidia/toolkit")
 _DIGITS = 20  # a longer number is nonsense
@@ -38,6 +22,8 @@ _DIGITS = 20  # a longer number is nonsense
 
 def platform(host: Host) -> Platform:
     """What system this is. On another system than Linux only what the kernel says of itself is known."""
+    from transload.diagnose.tables import table
+
     system, kernel, machine = host.uname
     shell = host.environ.get("SHELL", "").rstrip("/").rpartition("/")[2]
     if system != "Linux":
@@ -45,8 +31,9 @@ def platform(host: Host) -> Platform:
     release = pairs(host.text("/etc/os-release") or host.text("/usr/lib/os-release") or "", "=")
     distribution, like = release.get("ID", ""), tuple(release.get("ID_LIKE", "").split())
     # The distribution's own package manager, where it is installed; else the first there is.
-    wanted = [_FAMILIES[name] for name in (distribution, *like) if name in _FAMILIES]
-    managers = (each for each in (*wanted, *_MANAGERS) if any(host.exists(program) for program in _MANAGERS[each]))
+    known = table("packages")["managers"]
+    wanted = [each for name in (distribution, *like) for each in known if name in known[each]["distributions"].split()]
+    managers = (each for each in (*wanted, *known) if any(map(host.exists, known[each]["programs"])))
     numbers = host.findall(r"^(?:Groups|Gid):[ \t]*([\d \t]*)$", "/proc/self/status")
     groups = group_names(host)
     chassis = host.text("/sys/class/dmi/id/chassis_type", 64)
@@ -221,20 +208,6 @@ _LAYERS = (
     r"|(?P<podman>/containers/storage/)"
 )
 
-# Kaggle comes first: its images are made of Colab's.
-_NOTEBOOKS = {
-    "kaggle": ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"),
-    "colab": ("COLAB_RELEASE_TAG", "COLAB_GPU"),
-    "runpod": ("RUNPOD_POD_ID",),
-    "vast": ("VAST_CONTAINERLABEL",),
-    "modal": ("MODAL_TASK_ID",),
-    "lightning": ("LIGHTNING_CLOUD_PROJECT_ID",),
-    "databricks": ("DATABRICKS_RUNTIME_VERSION",),
-    "sagemaker": ("SAGEMAKER_INTERNAL_IMAGE_URI", "SM_CURRENT_HOST"),
-    "paperspace": ("PAPERSPACE_FQDN",),
-    "codespaces": ("CODESPACES",),
-}
-
 _HARMLESS = frozenset({
     *("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "mqueue", "hugepages"),
     *("log", "fd", "stdin", "stdout", "stderr", "core", "termination-log", "initctl", "char", "block", "vsock"),
@@ -278,6 +251,8 @@ def surroundings(host: Host) -> Surroundings:
 
 def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
     """A field of ``Surroundings``, its value and the evidence; of each field the first counts."""
+    from transload.diagnose.tables import table
+
     environ, secrets = host.environ, "/var/run/secrets/kubernetes.io"
     kubernetes = f"{secrets} is there" if host.folder(secrets) else ""
     if environ.get("KUBERNETES_SERVICE_HOST"):
@@ -298,7 +273,7 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
         yield "wsl", 1, "the kernel is that of WSL 1"
     if environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a custom kernel
         yield "wsl", 2, "WSL_DISTRO_NAME is set and /dev/dxg is there"
-    for kind, names in _NOTEBOOKS.items():
+    for kind, names in table("containers")["notebooks"].items():
         yield from (("notebook", kind, f"{name} is set") for name in names if name in environ)
     if _GVISOR in version or "gvisor" in version.lower():
         yield "sandbox", "gvisor", "/proc/version is gVisor's"
@@ -352,12 +327,17 @@ def service_of(host: Host) -> str:
 
 
 @cache
-def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
-    """The names in ``variables.md``: those that can break CUDA or torch, and all whose values may be shown."""
+def _in_variables_md() -> list[list[str]]:
+    """The words of each section: the names of variables that can break CUDA or torch, of others, and files."""
     from pkgutil import get_data
 
     sections = (get_data(__package__, "variables.md") or b"").decode().split("\n## ")[1:]
-    deciding, others = (frozenset(section.partition("\n")[2].split()) for section in sections)
+    return [section.partition("\n")[2].split() for section in sections]
+
+
+def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
+    """The variables that can break CUDA or torch, and all whose values may be shown."""
+    deciding, others, _ = map(frozenset, _in_variables_md())
     return deciding, deciding | others
 
 
@@ -365,19 +345,6 @@ _LONGEST = 1 << 14
 _FILE = 256 << 10
 _MOST = 8  # files that set one variable
 _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # such a line sets no variable
-
-_SYSTEM = (
-    *("/etc/environment", "/etc/security/pam_env.conf", "/etc/profile", "/etc/bash.bashrc", "/etc/bashrc"),
-    *("/etc/zsh/zshenv", "/etc/zsh/zshrc", "/etc/zshenv"),
-)
-_SYSTEM_FOLDERS = (("/etc/profile.d", ".sh"), ("/etc/environment.d", ".conf"), ("/etc/fish/conf.d", ".fish"))
-_HOME = (
-    *(".profile", ".bashrc", ".bash_profile", ".bash_login", ".bash_aliases", ".zshenv", ".zshrc"),
-    *(".zprofile", ".cshrc", ".tcshrc", ".pam_environment", ".config/fish/config.fish"),
-)
-_HOME_FOLDERS = ((".config/fish/conf.d", ".fish"), (".config/environment.d", ".conf"))
-_PROJECT = (".env", ".envrc", "Dockerfile")
-_UNITS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 
 
 def variables(host: Host) -> Variables:
@@ -429,23 +396,11 @@ def _setting(names: frozenset[str]) -> re.Pattern[str]:
 
 
 def _files(host: Host) -> Iterator[str]:
-    """Where a variable may come from, from the system down to the project."""
-    yield from _SYSTEM
-    for folder, end in _SYSTEM_FOLDERS:
-        yield from host.paths(folder, end=end)
-    home = host.environ.get("HOME", "").rstrip("/")
-    if home.startswith("/"):
-        yield from (f"{home}/{name}" for name in _HOME)
-        for folder, end in _HOME_FOLDERS:
-            yield from host.paths(f"{home}/{folder}", end=end)
-    if conda := host.environ.get("CONDA_PREFIX", "").rstrip("/"):  # its scripts, and the variables it keeps
-        yield from host.paths(f"{conda}/etc/conda/activate.d")
-        yield f"{conda}/conda-meta/state"
-    if venv := host.environ.get("VIRTUAL_ENV", "").rstrip("/"):
-        yield from (f"{venv}/bin/activate", f"{venv}/bin/activate.fish")
-    if host.cwd.startswith("/"):
-        yield from (f"{host.cwd.rstrip('/')}/{name}" for name in _PROJECT)
-    if unit := service_of(host):
-        for folder in _UNITS:
-            yield f"{folder}/{unit}"
-            yield from host.paths(f"{folder}/{unit}.d", end=".conf")
+    """Where a variable may come from, as ``variables.md`` lists it."""
+    named = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
+    for pattern in _in_variables_md()[2]:
+        # what is not known becomes a character that no path has
+        path = re.sub(r"\$(\w+)", lambda name: named.get(name[1], "").rstrip("/") or "\0", pattern)
+        if path.startswith("/"):
+            folder, star, end = path.partition("/*")
+            yield from host.paths(folder, end=end) if star else (path,)

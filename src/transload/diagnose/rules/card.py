@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import UVM, Case, Found, Lines, Match, quoted, rules
-from transload.diagnose.tables import chip_of, first_branch, generation, result
+from transload.diagnose.tables import chip_of, first_branch, generation, result, table
 from transload.machine import Unknown
 from transload.render.words import plural
 
@@ -130,12 +130,6 @@ def broken_or_none(m: Case) -> Found:
 _NOUVEAU = ("nouveau", "nova_core", "nova-core", "nova", "nova_drm")
 _BLACKLIST = "/etc/modprobe.d/blacklist-nouveau.conf"
 _REJECTED = r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
-_INITRAMFS = {
-    "apt": "update-initramfs -u",
-    "dnf": "dracut --force",
-    "zypper": "dracut --force",
-    "pacman": "mkinitcpio -P",
-}
 
 
 def _needs_driver(m: Case) -> bool:
@@ -152,7 +146,7 @@ def _branch(m: Case) -> int:
 
 
 def _rebuild_initramfs(m: Case) -> str:
-    command = _INITRAMFS.get(m.platform.package_manager)
+    command = table("packages")["managers"].get(m.platform.package_manager, {}).get("initramfs")
     return fixes.sudo(m, command) if command else "Rebuild the initial RAM disk."
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import Case, Found, Lines, Match, is_nvidia_library, quoted, rules
-from transload.diagnose.tables import INDEX, index_builds, numbers_of, releases
+from transload.diagnose.tables import INDEX, index_builds, numbers_of, releases, table
 from transload.machine import AMD
 
 if TYPE_CHECKING:
@@ -245,16 +245,6 @@ _SYMBOL_OF = re.compile(r" of (?P<library>\S+), needed by ")
 _STDCPP = re.compile(r"(?P<library>\S+): version .(?:GLIBCXX|CXXABI)_[\d.]+. not found")
 _DLL = re.compile(r"\[WinError (?:126|127|193|1114)\].*?Error loading \"(?P<dll>[^\"]+)\"", re.DOTALL)
 _ABOUT_GPUS = re.compile(r"cuda|cublas|cudnn|nccl|nvidia|vgpu|hami|nvml", re.IGNORECASE)
-_SYSTEM = {
-    "libgomp.so.1": {"apt": "libgomp1", "dnf": "libgomp", "apk": "libgomp", "pacman": "gcc-libs", "zypper": "libgomp1"},
-    "libopenblas.so.0": {
-        "apt": "libopenblas0",
-        "dnf": "openblas",
-        "pacman": "openblas",
-        "zypper": "libopenblas_pthreads0",
-    },
-    "libstdc++.so.6": {"apt": "libstdc++6", "dnf": "libstdc++", "apk": "libstdc++", "pacman": "gcc-libs"},
-}
 _BEHIND = ("ld.so.cache", "default folder")
 
 
@@ -312,8 +302,8 @@ def not_loadable(m: Case) -> Found:
         fix: Lines = (f"Install the package that provides {name} on this system.",)
         if not name or is_nvidia_library(name) or name.startswith(("libtorch", "libc10", "libshm")):
             fix = _bring(m, blamed)
-        elif name in _SYSTEM:
-            fix = fixes.system_package(m, **_SYSTEM[name])
+        elif packages := table("packages")["libraries"].get(name):
+            fix = fixes.system_package(m, **packages)
         yield "L04", Match((quoted(error), *lines), fix)
 
     symbol = _SYMBOL.search(error)
