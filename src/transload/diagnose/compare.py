@@ -10,7 +10,6 @@ import re
 from calendar import timegm
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from time import strptime
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transload.diagnose.report import steps
 from transload.diagnose.rules import BY_CODE
+from transload.frozen import Plain, facts, replace
 from transload.machine import Unknown
 from transload.render.lines import BLANK, Block, Prose, heading
 from transload.render.words import plural, printable
@@ -206,36 +206,40 @@ def _facts(machines: Sequence[Machine]) -> Iterator[Fact]:
 # -- the comparison
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A fact that is not the same everywhere. ``groups`` are its values with the names of the machines, most first."""
+@facts(frozen=True)
+class Group(Plain):
+    """The machines, by name, that have the same value of a fact."""
+
+    value: str
+    nodes: tuple[str, ...]
+
+
+@facts(frozen=True)
+class Difference(Plain):
+    """A fact that is not the same everywhere. ``groups`` are its values with their machines, most first.
+
+    ``usual`` is the value of more than half of the machines, ``None`` where there is none. ``follows`` is another
+    difference that brings this one with it; ``explains`` are codes of faults on the same machines that may follow from
+    it.
+    """
 
     fact: str
     level: Level
     why: str
-    usual: str
-    """The value of more than half of the machines; empty where there is none."""
-    groups: tuple[tuple[str, tuple[str, ...]], ...]
-    follows: str = ""
-    """Another difference that brings this one with it."""
+    usual: str | None
+    groups: tuple[Group, ...]
+    follows: str | None = None
     explains: tuple[str, ...] = ()
-    """Codes of faults on the same machines that may follow from it."""
 
     @property
-    def odd(self) -> tuple[str, ...]:
-        """The machines with another value than the usual one."""
-        return tuple(name for value, names in self.groups for name in names if self.usual and value != self.usual)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        groups = [{"value": value, "nodes": list(names)} for value, names in self.groups]
-        told = {"fact": self.fact, "level": self.level, "why": self.why, "usual": self.usual or None}
-        return {**told, "groups": groups, "follows": self.follows or None, "explains": list(self.explains)}
+    def odd(self) -> list[tuple[str, ...]]:
+        """The machines of each value but the usual one."""
+        return [group.nodes for group in self.groups if group.value != self.usual]
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something the doctor found, an error or a warning, and where."""
+@facts(frozen=True)
+class Fault(Plain):
+    """Something the doctor found, an error or a warning, and where; ``because`` are facts that differ there."""
 
     code: str
     severity: str
@@ -243,28 +247,22 @@ class Fault:
     fix: tuple[str, ...]
     nodes: tuple[str, ...]
     because: tuple[str, ...] = ()
-    """Facts that differ where it occurs, and may be why."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        told = {"code": self.code, "severity": self.severity, "title": self.title, "fix": list(self.fix)}
-        return {**told, "nodes": list(self.nodes), "because": list(self.because)}
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What is alike and what differs between machines, by name."""
+@facts(frozen=True)
+class Comparison(Plain):
+    """What is alike (fact → value) and what differs between machines, by name.
+
+    ``silent`` are those that never reported, ``unreadable`` those whose report cannot be read, and why.
+    """
 
     nodes: tuple[str, ...]
+    silent: tuple[str, ...]
+    unreadable: dict[str, str]
+    without_cuda: tuple[str, ...]
     differences: tuple[Difference, ...]
     faults: tuple[Fault, ...]
-    alike: Mapping[str, str]
-    """Fact → the value that all machines share."""
-    without_cuda: tuple[str, ...]
-    silent: tuple[str, ...] = ()
-    """Those that never reported."""
-    unreadable: Mapping[str, str] = field(default_factory=dict)
-    """Those whose report cannot be read, and why."""
+    alike: dict[str, str]
 
     @property
     def matters(self) -> tuple[Difference, ...]:
@@ -278,17 +276,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
-        return {
-            "schema": 1,
-            "ok": self.ok,
-            "nodes": list(self.nodes),
-            "silent": list(self.silent),
-            "unreadable": dict(self.unreadable),
-            "without_cuda": list(self.without_cuda),
-            "differences": [each.to_dict() for each in self.differences],
-            "faults": [each.to_dict() for each in self.faults],
-            "alike": dict(self.alike),
-        }
+        return {"schema": 1, "ok": self.ok, **super().to_dict()}
 
 
 def compare(
@@ -315,13 +303,13 @@ def compare(
     differences = [each for _, each in found] + ([clock] if clock else [])
     for place, (fact, difference) in enumerate(found):
         before = [each for each in differences[:place] if each.fact in fact.after and not each.follows]
-        said = {names for each in before for names in _parts(each)}
-        own = tuple(group for group in difference.groups if group[0] == difference.usual or group[1] not in said)
+        said = {nodes for each in before for nodes in each.odd}
+        own = tuple(each for each in difference.groups if each.value == difference.usual or each.nodes not in said)
         if len(own) > 1:  # something remains that does not come with the others
             differences[place] = replace(difference, groups=own)
         else:
-            same = {names for _, names in difference.groups}
-            follows = next(each.fact for each in before if not same.isdisjoint(_parts(each)))
+            same = {group.nodes for group in difference.groups}
+            follows = next(each.fact for each in before if not same.isdisjoint(each.odd))
             differences[place] = replace(difference, follows=follows)
 
     findings: dict[str, dict[str, Finding]] = {}
@@ -334,7 +322,7 @@ def compare(
         layer, because = BY_CODE[code].layer, []
         for place, (fact, _) in enumerate(found):
             difference = differences[place]
-            shares = {len(by_name.keys() & names) / len(names) for _, names in difference.groups}
+            shares = {len(by_name.keys() & group.nodes) / len(group.nodes) for group in difference.groups}
             if layer in fact.layers.split() and not difference.follows and shares == {0.0, 1.0}:
                 differences[place] = replace(difference, explains=(*difference.explains, code))
                 because.append(difference.fact)
@@ -343,12 +331,12 @@ def compare(
     order = ("breaks", "matters", "note")
     return Comparison(
         tuple(diagnoses),
+        tuple(silent),
+        dict(unreadable or {}),
+        tuple(name for name, diagnosis in diagnoses.items() if not diagnosis.cuda_usable),
         tuple(sorted(differences, key=lambda each: (not each.explains, order.index(each.level)))),
         tuple(sorted(faults, key=lambda each: (each.severity != "error", -len(each.nodes)))),
         alike,
-        tuple(name for name, diagnosis in diagnoses.items() if not diagnosis.cuda_usable),
-        tuple(silent),
-        unreadable or {},
     )
 
 
@@ -358,15 +346,10 @@ def _difference(fact: Fact, values: Mapping[str, str]) -> Difference:
     for name, value in values.items():
         groups.setdefault(value, []).append(name)
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    usual = ordered[0][0] if 2 * len(ordered[0][1]) > len(values) else ""
+    usual = ordered[0][0] if 2 * len(ordered[0][1]) > len(values) else None
     own = len(groups) == len(values) > 2 and fact not in FACTS
     level = "note" if own else fact.level
-    return Difference(fact.name, level, fact.why, usual, tuple((value, tuple(names)) for value, names in ordered))
-
-
-def _parts(difference: Difference) -> list[tuple[str, ...]]:
-    """The machines of each value but the usual one."""
-    return [names for value, names in difference.groups if value != difference.usual]
+    return Difference(fact.name, level, fact.why, usual, tuple(Group(value, tuple(names)) for value, names in ordered))
 
 
 def _clock(taken: Mapping[str, str], *, together: bool) -> Difference | None:
@@ -384,7 +367,7 @@ def _clock(taken: Mapping[str, str], *, together: bool) -> Difference | None:
         words = f"{plural(round(abs(seconds) / 60), 'minute')} {'behind' if seconds < 0 else 'ahead'}"
         groups.setdefault(words, []).append(name)
     why = "Its clock is wrong, or its report was taken at another time."
-    held = tuple((value, tuple(names)) for value, names in groups.items())
+    held = tuple(Group(value, tuple(names)) for value, names in groups.items())
     return Difference("clock", "matters" if together else "note", why, "in step", held)
 
 
@@ -442,8 +425,9 @@ def _headline(c: Comparison) -> str:
     if c.unreadable:
         parts.append(f"the report of {folded(tuple(c.unreadable))} cannot be read")
     everyone = f"{'the other' if parts else 'all'} {total} nodes" if total > 1 else folded(c.nodes)
-    odd = tuple(dict.fromkeys(name for each in c.matters for name in each.odd))
-    if usual := [each.fact for each in c.matters if each.usual]:
+    unusual = [each for each in c.matters if each.usual]
+    odd = tuple(dict.fromkeys(name for each in unusual for nodes in each.odd for name in nodes))
+    if usual := [each.fact for each in unusual]:
         others = f"differ{'s' if len(odd) == 1 else ''} from the other {total - len(odd)}"
         parts.append(f"{f'{folded(odd)} {others}' if len(odd) < total else f'{everyone} differ'} in {_listed(usual)}")
     if split := [each.fact for each in c.matters if not each.usual]:
@@ -476,12 +460,12 @@ def _listed(words: Sequence[str], most: int = 3) -> str:
 
 def _groups(difference: Difference) -> str:
     """``2.21.5 on gpu[003,005], 2.27.3 on the other 61``."""
-    rare = [group for group in difference.groups if group[0] != difference.usual]
-    words = [f"{printable(value, _VALUE)} on {folded(names)}" for value, names in rare[:_MOST]]
+    rare = [group for group in difference.groups if group.value != difference.usual]
+    words = [f"{printable(group.value, _VALUE)} on {folded(group.nodes)}" for group in rare[:_MOST]]
     if len(rare) > _MOST:
-        words.append(f"{len(rare) - _MOST} other values on {sum(len(names) for _, names in rare[_MOST:])} nodes")
+        words.append(f"{len(rare) - _MOST} other values on {sum(len(group.nodes) for group in rare[_MOST:])} nodes")
     if difference.usual:
-        others = next(len(names) for value, names in difference.groups if value == difference.usual)
+        others = next(len(group.nodes) for group in difference.groups if group.value == difference.usual)
         words.append(f"{printable(difference.usual, _VALUE)} on the other {others}")
     return "; ".join(words)
 
