@@ -130,6 +130,12 @@ class Host:
             if name.startswith(start) and name.endswith(end):
                 yield f"{folder.rstrip('/')}/{name}"
 
+    def glob(self, pattern: str) -> Iterator[str]:
+        """Paths whose ``*``, of which a pattern has one at most, is any end of a name; itself where it has none."""
+        start, star, rest = pattern.partition("*")
+        folder, _, name = start.rpartition("/")
+        return (f"{path}{rest}" for path in self.paths(folder, name)) if star else iter((pattern,))
+
     def distinct(self, paths: Iterable[str]) -> Iterator[str]:
         """The paths that lead to different places: of several that lead to one the first."""
         seen: set[str] = set()

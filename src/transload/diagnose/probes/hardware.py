@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, pairs, reason
 from transload.diagnose.probes.system import executable, group_names, mount_of, mounts
+from transload.diagnose.tables import is_listed
 from transload.machine import (
     AMD,
     INTEL,
@@ -394,13 +395,6 @@ _PROPERTY = r"^(simd_count|gfx_target_version|location_id|domain) (\d{1,12})$"
 # Graphics inside AMD's processors: Raven, Renoir, Van Gogh, Rembrandt, Raphael, Phoenix, Strix.
 _APU = re.compile(r"gfx(?:90[29c]|103[3567]|1103|115\d)")
 
-_ARC = ((0x5690, 0x56BF), (0x56C0, 0x56C2), (0x0BD0, 0x0BDB), (0xE200, 0xE22F))
-"""Device ids of Intel's cards that torch has a build for: Arc A, Flex, Data Center Max, Arc B."""
-_CORE_ULTRA = (
-    *((0x7D51, 0x7D51), (0x7D55, 0x7D55), (0x7DD1, 0x7DD5)),
-    *((0x6420, 0x6420), (0x64A0, 0x64B0), (0xB080, 0xB0BF)),
-)
-"""And of the graphics inside its processors: Meteor, Arrow, Lunar and Panther Lake."""
 _LEVEL_ZERO = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 
 _HABANA, _GOOGLE = 0x1DA3, 0x1AE0
@@ -444,9 +438,9 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
     library = bool(intel) and any(any(host.paths(folder, "libze_intel_gpu.so")) for folder in folders)
     for card in intel:
         usable = library and card.driver in ("xe", "i915")
-        if any(first <= card.device <= last for first, last in _ARC):
+        if is_listed(card.device, "intel_cards"):
             yield Accelerator("xpu", "Intel GPU", ids[card.address], usable=usable)
-        elif any(first <= card.device <= last for first, last in _CORE_ULTRA):
+        elif is_listed(card.device, "intel_processors"):
             yield Accelerator("xpu", "Intel Core Ultra graphics", ids[card.address], usable=usable, integrated=True)
 
     # Others by the nodes their drivers make; by the bus where a maker builds nothing else.

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from transload.diagnose.elf import (
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader, Object, Process, elements
 from transload.diagnose.probes.python import Distribution, assigned, installed
+from transload.diagnose.tables import table
 from transload.machine import (
     DriverLibraries,
     Extension,
@@ -36,22 +38,6 @@ from transload.machine import (
 )
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
-
-_FOLDERS = (
-    *("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"),
-    *("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/run/opengl-driver/lib"),
-    *("/run/nvidia/driver/usr/lib64", "/run/nvidia/driver/usr/lib/x86_64-linux-gnu"),
-    *("/run/nvidia/driver/usr/lib/aarch64-linux-gnu", "/opt/nvidia/lib64", "/opt/nvidia/lib"),
-    *("/home/kubernetes/bin/nvidia/lib64", "/.singularity.d/libs", "/usr/lib/aarch64-linux-gnu/tegra"),
-    *("/usr/lib/aarch64-linux-gnu/nvidia", "/usr/lib", "/usr/local/lib"),
-)
-_BELOW = (
-    ("/usr/local", "cuda", "/compat"),
-    ("/usr/local", "cuda", "/lib64/stubs"),
-    ("/usr/lib", "nvidia-", ""),
-    ("/usr/lib64", "nvidia", ""),
-)
-"""(folder, how the name of a folder in it begins, where in that)."""
 
 _SUFFIX = re.compile(r"\.so\.(\d{3,4}\.\d+(?:\.\d+)*)$")
 _RELEASE = re.compile(rb"Version (\d{3,4}(?:\.\d+){1,2})\. Copyright \(C\)|\0\d\d\.(\d{3,4}(?:\.\d+){1,2})\0")
@@ -87,10 +73,7 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
     """Every file of that name, each once: those the loader sees, in its order, then the others."""
     host = loader.host
     preloaded = [(each.via, each.path) for listed, each in loader.preloaded() if name in (each.elf.soname, listed)]
-    # Where installers, containers and distributions put drivers, whether the loader looks there or not.
-    disk = [f"{folder}/{name}" for folder in _FOLDERS]
-    for folder, start, rest in _BELOW:
-        disk += (f"{path}{rest}/{name}" for path in host.paths(folder, start))
+    disk = [f"{folder}/{name}" for pattern in table("drivers")["folders"] for folder in host.glob(pattern)]
     disk += (f"{path}/lib64/stubs/{name.removesuffix('.1')}" for path in host.paths("/usr/local", "cuda"))
     seen: dict[str, Library] = {}
     unseen: dict[str, Library] = {}
@@ -149,11 +132,6 @@ class Preload(NamedTuple):
     folder: str
     name: str
     required: bool = True
-
-    def matches(self, name: str) -> bool:
-        """Whether a file of that name is meant: ``libcudnn.so.9`` by ``libcudnn.so.*[0-9]``."""
-        start, star, _ = self.name.partition("*")
-        return name.startswith(start) and name[-1:].isdigit() if star else name == self.name
 
 
 class Preloads(NamedTuple):
@@ -265,7 +243,7 @@ class _TorchImport:
             folders = (f"nvidia/{each.folder}", f"nvidia/cu{major}", each.folder)
             paths = (f"{entry}/{folder}/lib" for entry in self.path for folder in folders)
             files = (file for path in paths for file in self.loader.host.paths(path))
-            file = next((file for file in files if each.matches(os.path.basename(file))), "")
+            file = next((file for file in files if fnmatchcase(os.path.basename(file), each.name)), "")
             if self.process.open(file) if file else each.required:
                 return
 
@@ -467,16 +445,6 @@ def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
 
 # -- those of packages beside torch: for which cards they were built, and whether they fit this torch ------------------
 
-KNOWN = frozenset({
-    *("apex", "auto-gptq", "autoawq-kernels", "bitsandbytes", "causal-conv1d", "deep-ep", "deep-gemm", "deepspeed"),
-    *("detectron2", "exllamav2", "fbgemm-gpu", "flash-attn", "flash-attn-3", "flash-mla", "flashinfer-jit-cache"),
-    *("gptqmodel", "grouped-gemm", "k2", "mamba-ssm", "megablocks", "minkowskiengine", "mmcv", "natten", "nvdiffrast"),
-    *("pyg-lib", "pytorch3d", "sageattention", "sgl-kernel", "spconv", "tinycudann", "torch-cluster", "torch-scatter"),
-    *("torch-sparse", "torch-spline-conv", "torchao", "torchaudio", "torchcodec", "torchsparse", "torchvision"),
-    *("transformer-engine-torch", "vllm", "vllm-flash-attn", "xformers"),
-})  # fmt: skip
-"""Distributions whose libraries are looked at."""
-
 _MOST_LIBRARIES = 64
 
 _OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+THP|aoti_torch_")
@@ -490,9 +458,10 @@ _BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
 def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> tuple[Extension, ...]:
     """The extensions on the import path of ``python``, compared with the torch that would be imported."""
     host = loader.host
+    known = table("packages")["extensions"].split()
     found: dict[str, Distribution] = {}
     for each in installed(host, python.path):
-        if each.name in KNOWN:
+        if each.name in known:
             found.setdefault(each.name, each)  # the first on the path is imported
     stated = [_stated(each) for each in found.values()]
     if not found or host.uname[0] != "Linux":

@@ -14,6 +14,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.diagnose.host import pairs
+from transload.diagnose.tables import table
 from transload.machine import Python, TorchInstall, Unknown
 
 if TYPE_CHECKING:
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
     from transload.diagnose.host import Host
 
 _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
-
-_RELEVANT = (
-    *("torch", "pytorch", "nvidia-", "cuda-", "triton", "tensorflow", "tensorrt", "jax", "cupy", "onnxruntime"),
-    *("flash-attn", "flashinfer", "xformers", "bitsandbytes", "vllm", "sglang", "sgl-kernel", "apex", "deepspeed"),
-    *("transformer-engine", "mamba-ssm", "causal-conv1d", "sageattention", "auto-gptq", "gptqmodel", "autoawq"),
-    *("exllama", "detectron2", "mmcv", "faiss", "natten", "spconv", "intel-extension-for-pytorch", "numpy", "rocm"),
-)  # how the names begin
 
 
 def choose(host: Host) -> tuple[Host, str]:
@@ -60,9 +54,10 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     prefix, base_prefix = host.named(told["prefix"]), host.named(told["base_prefix"])
     path = tuple(host.named(os.path.join(host.cwd, entry)) for entry in told["path"])
     kind, tool = environment(host, prefix, base_prefix)
+    relevant = tuple(table("packages")["relevant"].split())
     packages: dict[str, str] = {}  # of two the first on the path counts, as it does for an import
     for each in installed(host, path):
-        if each.name.startswith(_RELEVANT) and each.name not in packages:
+        if each.name.startswith(relevant) and each.name not in packages:
             packages[each.name] = each.stated or each.version
     return Python(
         executable=host.named(told["executable"]) or executable,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules
-from transload.diagnose.tables import is_data_centre, is_nvswitch, numbers_of, result
+from transload.diagnose.tables import is_data_centre, is_listed, numbers_of, result
 from transload.machine import NVIDIA, Unknown
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def not_ready(m: Case) -> Found:
         restart = fixes.on_host(m, "systemctl restart nvidia-fabricmanager")
         yield "S02", Match((m.answer, versions), (*install, *restart))
         return
-    switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_nvswitch(d.device)]
+    switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_listed(d.device, "nvswitches")]
     states = {gpu.fabric for gpu in m.driver.nvml.gpus} & {"not-started", "in-progress"}
     failed = [gpu for gpu in m.driver.nvml.gpus if gpu.fabric == "completed" and gpu.fabric_status]
     runs = "nv-fabricmanager" in m.kernel.daemons

@@ -161,14 +161,6 @@ _OF_DRIVER = ("libcuda.so", "libnvidia-")
 # Without dependencies: an installer that may change torch would replace the build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
 _NEWEST = ("--no-deps", "--upgrade")
-# Packages that have a source distribution on PyPI (2026-11): pip cannot compile any other.
-_SOURCES = frozenset(
-    (
-        *("auto-gptq", "causal-conv1d", "deepspeed", "flash-attn", "gptqmodel", "grouped-gemm", "mamba-ssm"),
-        *("megablocks", "mmcv", "natten", "torch-cluster", "torch-scatter", "torch-sparse", "torch-spline-conv"),
-        *("transformer-engine-torch", "vllm", "xformers"),
-    )
-)
 _UNSTABLE = re.compile(r"dev|git|a\d|b\d|rc\d|nv\d")
 
 
@@ -204,7 +196,7 @@ def other_packages(m: Case) -> Found:
 
     def compiled(purpose: str, packages: list[str], *first: str) -> Lines:
         """Compile those that can be, which needs the toolkit that torch was built with."""
-        names = [name for name in packages if name in _SOURCES]
+        names = [name for name in packages if name in tables.table("packages")["with_sources"].split()]
         here = m.toolkit.version
         found = f", and {m.toolkit.nvcc} is of {here}" if here else ", and no nvcc was found"
         needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{found})" if m.torch_cuda else ""

@@ -156,13 +156,13 @@ def is_data_centre(name: str) -> bool:
     return any(name.strip().endswith(ending) for ending in names["endings"])
 
 
-def is_nvswitch(device_id: int) -> bool:
-    """Whether a PCI device id of vendor 0x10de is an NVSwitch: such a machine needs the fabric manager.
+def is_listed(device_id: int, among: Literal["nvswitches", "intel_cards", "intel_processors"]) -> bool:
+    """Whether a PCI device id of that vendor is one of these. A machine with NVSwitches needs the fabric manager.
 
-    >>> is_nvswitch(0x22A3), is_nvswitch(0x2330)
+    >>> is_listed(0x22A3, "nvswitches"), is_listed(0x2330, "nvswitches")
     (True, False)
     """
-    return device_id in set(_ids(table("chips")["nvswitches"]))
+    return device_id in set(_ids(table("chips")[among]))
 
 
 # -- which driver a CUDA version and a GPU generation need
