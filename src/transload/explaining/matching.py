@@ -39,7 +39,7 @@ from transload.explaining.result import Near
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
     *("driver", "results", "libraries", "memory", "distributed", "machine", "around"),
-    *("tensors", "saving", "sharded", "groups", "features", "packages", "vllm"),
+    *("tensors", "saving", "sharded", "parallel", "groups", "features", "packages", "vllm"),
 )
 """The files of ``pages``, in the order in which they are matched and documented."""
 
@@ -114,8 +114,9 @@ class KnownError(NamedTuple):
     The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, and is reported only where
     nothing else is known; or ``remark`` for a message that is not an error. Words that many programs print count only
     where the pattern ``context`` is found around them, and never where ``unless`` is. ``place`` has parts of paths and
-    names: a short wording counts only where one is around it. ``first`` says why there is no CUDA, and comes before
-    what fails because of that.
+    names: a short wording counts only where one is around it, and a path must be that of the innermost frame, since the
+    code of users runs below torch's, too. ``first`` says why there is no CUDA, and comes before what fails because of
+    that.
 
     ``value: NAME BLANK PATTERN WORDS`` makes the words the value of a name where the pattern is found in a blank, whose
     groups become values, too; a later line replaces an earlier one. ``sections`` are the ``###`` sections, by name: the
@@ -152,11 +153,11 @@ class KnownError(NamedTuple):
             return False
         return not self.context or re.search(self.context, surroundings) is not None
 
-    def placed(self, wording: Wording, around: str) -> bool:
+    def placed(self, wording: Wording, around: str, frame: str) -> bool:
         """Whether a wording counts with this text around it: a short one only in its place."""
         if not self.place or wording.weight >= _SPEAKS_FOR_ITSELF:
             return True
-        return any(place in around.replace("\\", "/") for place in self.place)
+        return any(place in (frame if "/" in place else around).replace("\\", "/") for place in self.place)
 
 
 class Subject(NamedTuple):
@@ -177,7 +178,7 @@ class Page(NamedTuple):
     hints: list[str]
 
 
-_SAID = re.compile("^    (?:says|cuda): (.+)", re.MULTILINE)
+_SAID = re.compile("\n    (?:says|cuda): (.+)")
 
 
 @cache
@@ -188,8 +189,7 @@ def _files() -> tuple[tuple[str, tuple[Page, ...]], ...]:
     out = []
     for name in _SUBJECTS:
         title, *texts = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
-        found = (_SAID.findall(text.split("\n\n", 2)[1]) for text in texts)
-        pages = (Page(text, said, [*map(_hint, said)]) for text, said in zip(texts, found, strict=True))
+        pages = (Page(text, said, [*map(_hint, said)]) for text in texts for said in [_SAID.findall(text)])
         out.append((title.removeprefix("# ").strip(), tuple(pages)))
     return tuple(out)
 
@@ -291,6 +291,7 @@ _MOST = 50  # places where one wording is looked at: a loop may print it a milli
 _LONG = 100_000  # characters of a text whose words are listed first: to search it for every anchor takes longer
 _AROUND = 1_000  # characters before and after the anchor of a wording in which the rest of it must be
 _BESIDE = 400  # characters before and after an error in a log in which the file that it is about is named
+_PLACED = re.compile(r"\s*File |Cell In|<ipython-input|/\S+ in ")  # the line of a frame that names its file
 
 
 class Match(NamedTuple):
@@ -363,7 +364,8 @@ def _occurrence(match: Match, text: FlatText, surroundings: str) -> Occurrence:
 
 def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Match]]:
     """What an exception says itself, and the other causes that were printed below it before the next exception."""
-    matches = _matches(raised.text.flat, surroundings)
+    frames = (line.text for line in reversed(raised.frames) if _PLACED.match(line.text))
+    matches = _matches(raised.text.flat, surroundings, next(frames, ""))
     head = [match for match in matches if match.start < len(raised.first)]
     causes = [match for match in head if match.known.role == "cause"]
     if causes:
@@ -384,7 +386,7 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
     return main, [match for match in below if match.known.code != main.known.code]
 
 
-def _matches(text: str, traceback: str = "") -> list[Match]:
+def _matches(text: str, traceback: str = "", frame: str = "") -> list[Match]:
     """Every known text in a text, in order; of two that overlap, the first by rank, then by its fixed characters.
 
     Only the neighbourhood of the anchors is searched, never all of the text. Without a traceback, the place of a
@@ -398,7 +400,8 @@ def _matches(text: str, traceback: str = "") -> list[Match]:
                 if at < 0:
                     break
                 after = at + len(wording.anchor)
-                placed = known.placed(wording, traceback or text[max(0, at - _BESIDE) : after + _BESIDE])
+                beside = text[max(0, at - _BESIDE) : after + _BESIDE]
+                placed = known.placed(wording, traceback or beside, frame or traceback or beside)
                 found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND) if placed else None
                 if found:
                     matches.append(Match(known, found.start(), found.end(), found.groupdict(""), wording.weight))
