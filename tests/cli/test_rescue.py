@@ -125,11 +125,12 @@ def test_mistakes(
 
 def test_a_journal_is_not_touched(broken: Path, tmp_path: Path, whole: bytes) -> None:
     """Other commands put an interrupted retag right first; this one never writes its source."""
-    from transload.io.journal import Change, Changes, Journal, names_of
+    from transload.io.journal import Change, Changes, Journal
+    from transload.io.sources import journal_path
 
     now = broken.read_bytes()
     changes = Changes((Change(100, whole[100:104], now[100:104]),), len(whole), len(now))
-    journal = Path(names_of(str(broken)).journal)
+    journal = Path(journal_path(str(broken)))
     journal.write_bytes(Journal(changes, broken.stat().st_ino).encoded())
     assert main(["rescue", str(broken), str(tmp_path / "out.pt")]) == 0
     assert broken.read_bytes() == now

@@ -14,7 +14,8 @@ from tests.rescuing.makers import flipped
 from transload import rescue
 from transload.errors import CannotReadError
 from transload.io.sources import BytesSource, FileSource
-from transload.rescuing.bitflips import Bit, Claim, Verdict, check_records
+from transload.rescuing.bitflips import Claim, Verdict, check_records
+from transload.rescuing.result import Repair
 
 NOISE = random.Random(7).randbytes(300_000)  # noqa: S311 - a test
 
@@ -61,7 +62,10 @@ def test_a_flip_in_a_record_that_is_summed_in_parts(monkeypatch: pytest.MonkeyPa
     data = bytearray(NOISE)
     data[123_456] ^= 8
     (found,) = check_records(BytesSource(data), [whole(9, 250_000)])
-    assert (found.state, found.bits) == ("mended", (Bit(123_456, 3),))
+    assert (found.state, found.repairs) == (
+        "mended",
+        (Repair(123_456, NOISE[123_456] ^ 8, NOISE[123_456], "", "proven"),),
+    )
 
 
 def test_flips_in_a_compressed_record() -> None:
@@ -77,8 +81,10 @@ def test_flips_in_a_compressed_record() -> None:
     for _ in range(60):
         position, bit = rng.randrange(len(raw)), rng.randrange(8)
         (found,) = check_records(BytesSource(flipped(raw, position, bit)), [right])
-        assert (found.state, found.crc32, found.bits) == ("mended", zlib.crc32(text), (Bit(position, bit),))
-        certainties.add(found.certainty)
+        assert (found.state, found.crc32) == ("mended", zlib.crc32(text))
+        (repair,) = found.repairs
+        assert (repair.position, repair.bits, repair.new) == (position, (bit,), raw[position])
+        certainties.add(repair.certainty)
     assert certainties == {"proven", "probable"}
 
 

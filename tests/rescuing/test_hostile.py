@@ -123,7 +123,7 @@ def test_endless_damaged_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Each could be repaired by a search of its own: after some, no more are tried."""
     searches: list[int] = []
 
-    def search(syndrome: int, *_: int) -> list[bitflips.Bit]:
+    def search(syndrome: int, *_: int) -> list[tuple[int, int]]:
         searches.append(syndrome)
         return []
 

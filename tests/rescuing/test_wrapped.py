@@ -19,8 +19,8 @@ from tests.rescuing.test_streams import SAFE
 
 from transload import RescueError, rescue
 from transload.errors import TransloadError
-from transload.io.journal import Change, Changes, Journal, names_of
-from transload.io.sources import FileSource
+from transload.io.journal import Change, Changes, Journal
+from transload.io.sources import FileSource, journal_path
 from transload.retagging import tag_map_of
 from transload.retagging.plan import plan_of
 
@@ -204,7 +204,7 @@ def test_an_interrupted_retag(part: str, tmp_path: Path) -> None:
     for run in changes.runs[: {"none": 0, "half": len(changes.runs) // 2}.get(part)]:
         changed[run.offset : run.offset + len(run.new)] = run.new
     path.write_bytes(changed)
-    journal = Path(names_of(str(path)).journal)
+    journal = Path(journal_path(str(path)))
     journal.write_bytes(Journal(changes, path.stat().st_ino).encoded())
     assert rescue(path, tmp_path / "out.pt").exit_code == 0
     assert (tmp_path / "out.pt").read_bytes() == (changed if part == "all" else DATA)
@@ -217,7 +217,7 @@ def test_a_journal_of_nonsense(tmp_path: Path) -> None:
     path.write_bytes(DATA)
     backward = Changes((Change(50, b"a", DATA[50:51]), Change(9, DATA[9:10], b"b")), len(DATA), len(DATA))
     for content in (b"", b"TLRETAG1", Journal(backward).encoded()):
-        Path(names_of(str(path)).journal).write_bytes(content)
+        Path(journal_path(str(path))).write_bytes(content)
         assert rescue(path, tmp_path / "out.pt", overwrite=True).exit_code == 0
         assert (tmp_path / "out.pt").read_bytes() == DATA
 

@@ -10,9 +10,64 @@ import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from transload.io.journal import Disk
+import pytest
+
+from transload.io import journal
+from transload.io.atomic import flush_directory
+from transload.io.sources import journal_path
+
+
+class Disk:
+    """The file system as far as ``io.journal`` changes it. While it is entered, all of those calls come here."""
+
+    def __enter__(self) -> Disk:  # noqa: PYI034 - Self is not in Python 3.10
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(journal, "os", self)
+        self._patch.setattr(journal, "_write", self.write)
+        self._patch.setattr(journal, "flush_directory", self.sync_folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            return self.create(path, flags, mode)
+        return self.change(path, flags) if flags & os.O_RDWR else os.open(path, flags)
+
+    def change(self, path: str, flags: int) -> int:
+        return os.open(path, flags)
+
+    def create(self, path: str, flags: int, mode: int) -> int:
+        return os.open(path, flags, mode)
+
+    def write(self, descriptor: int, data: bytes, offset: int) -> None:
+        assert os.pwrite(descriptor, data, offset) == len(data)
+
+    def ftruncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def sync_folder(self, folder: str) -> None:
+        flush_directory(folder)
+
+    def replace(self, old: str, new: str) -> None:
+        Path(old).replace(new)
+
+    def unlink(self, path: str) -> None:
+        Path(path).unlink()
+
+
+def journals(path: str | Path) -> tuple[Path, Path]:
+    """The journal of a file, and the one that undoes its last change."""
+    return Path(journal_path(str(path))), Path(journal.undo_path(str(path)))
 
 
 class Write(NamedTuple):
@@ -68,14 +123,14 @@ class Noting(Disk):
             self.names[path] = self._count
         return self.names[path]
 
-    def open(self, path: str) -> int:
-        descriptor = super().open(path)
+    def change(self, path: str, flags: int) -> int:
+        descriptor = super().change(path, flags)
         self._open[descriptor] = self.known(path)
         return descriptor
 
-    def create(self, path: str, mode: int) -> int:
+    def create(self, path: str, flags: int, mode: int) -> int:
         assert not os.path.lexists(path)
-        descriptor = super().create(path, mode)
+        descriptor = super().create(path, flags, mode)
         self.names.pop(path, None)
         self._open[descriptor] = self.known(path)
         self.calls.append((Name(path, self.names[path]),))
@@ -85,27 +140,27 @@ class Noting(Disk):
         super().write(descriptor, data, offset)
         self.calls.append((Write(self._open[descriptor], offset, data),))
 
-    def cut(self, descriptor: int, size: int) -> None:
-        super().cut(descriptor, size)
+    def ftruncate(self, descriptor: int, size: int) -> None:
+        super().ftruncate(descriptor, size)
         self.calls.append((Cut(self._open[descriptor], size),))
 
-    def sync(self, descriptor: int) -> None:
-        super().sync(descriptor)
+    def fsync(self, descriptor: int) -> None:
+        super().fsync(descriptor)
         self.calls.append((Sync(self._open[descriptor]),))
 
     def sync_folder(self, folder: str) -> None:
         super().sync_folder(folder)
         self.calls.append((Folder(),))
 
-    def rename(self, old: str, new: str) -> None:
-        super().rename(old, new)
+    def replace(self, old: str, new: str) -> None:
+        super().replace(old, new)
         self.names[new] = self.names.pop(old)
         self.calls.append((Name(old, None), Name(new, self.names[new])))
 
-    def remove(self, path: str) -> None:
+    def unlink(self, path: str) -> None:
         if os.path.lexists(path):
             self.calls.append((Name(path, None),))
-        super().remove(path)
+        super().unlink(path)
         self.names.pop(path, None)
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 from tests.retagging.makers import planned, save, state
-from tests.retagging.power import Noting, World, worlds
+from tests.retagging.power import Disk, Noting, World, journals, worlds
 
 import transload
 from transload.errors import CannotWriteError
-from transload.io.journal import Disk, apply, names_of, recover, undo_changes
+from transload.io.journal import apply, recover, undo_changes
 from transload.io.sources import has_journal
 from transload.retagging import retag, undo
 
@@ -89,7 +89,8 @@ def test_the_power_fails_at_any_call(case: str, keep: bool, tmp_path: Path) -> N
     before, disk = content(tmp_path), Noting()
     names = {name: disk.known(name) for name in before}
     changes, seen = planned(path, to)
-    apply(str(path), changes, seen, keep=keep, disk=disk)
+    with disk:
+        apply(str(path), changes, seen, keep=keep)
     points, ends = 0, set()
     for count in range(len(disk.calls) + 1):
         for world in worlds(before, names, disk.calls[:count]):
@@ -112,14 +113,16 @@ def test_the_power_fails_again_while_the_file_is_put_right(case: str, tmp_path: 
     first, disk = content(tmp_path), Noting()
     names = {name: disk.known(name) for name in first}
     changes, seen = planned(path, to)
-    apply(str(path), changes, seen, disk=disk)
+    with disk:
+        apply(str(path), changes, seen)
     points = 0
     for count in range(len(disk.calls) + 1):
         *_, crashed = worlds(first, names, disk.calls[:count])
         lay_out(crashed, tmp_path)
         before, again = content(tmp_path), Noting()
         numbers = {name: again.known(name) for name in before}
-        recover(path, again)
+        with again:
+            recover(path)
         for upto in range(len(again.calls) + 1):
             for world in worlds(before, numbers, again.calls[:upto]):
                 lay_out(world, tmp_path)
@@ -151,12 +154,12 @@ class Stopping(Disk):
             self.end()
         return work()
 
-    def open(self, path: str) -> int:
-        descriptor: int = self._call(lambda: Disk.open(self, path))
+    def change(self, path: str, flags: int) -> int:
+        descriptor: int = self._call(lambda: Disk.change(self, path, flags))
         return descriptor
 
-    def create(self, path: str, mode: int) -> int:
-        descriptor: int = self._call(lambda: Disk.create(self, path, mode))
+    def create(self, path: str, flags: int, mode: int) -> int:
+        descriptor: int = self._call(lambda: Disk.create(self, path, flags, mode))
         return descriptor
 
     def write(self, descriptor: int, data: bytes, offset: int) -> None:
@@ -166,20 +169,20 @@ class Stopping(Disk):
             self.end()
         super().write(descriptor, data, offset)
 
-    def cut(self, descriptor: int, size: int) -> None:
-        self._call(lambda: Disk.cut(self, descriptor, size))
+    def ftruncate(self, descriptor: int, size: int) -> None:
+        self._call(lambda: Disk.ftruncate(self, descriptor, size))
 
-    def sync(self, descriptor: int) -> None:
-        self._call(lambda: Disk.sync(self, descriptor))
+    def fsync(self, descriptor: int) -> None:
+        self._call(lambda: Disk.fsync(self, descriptor))
 
     def sync_folder(self, folder: str) -> None:
         self._call(lambda: Disk.sync_folder(self, folder))
 
-    def rename(self, old: str, new: str) -> None:
-        self._call(lambda: Disk.rename(self, old, new))
+    def replace(self, old: str, new: str) -> None:
+        self._call(lambda: Disk.replace(self, old, new))
 
-    def remove(self, path: str) -> None:
-        self._call(lambda: Disk.remove(self, path))
+    def unlink(self, path: str) -> None:
+        self._call(lambda: Disk.unlink(self, path))
 
 
 def stop() -> None:
@@ -190,9 +193,10 @@ def calls_of(path: Path, to: str, *, keep: bool) -> int:
     """How many calls a retag takes."""
     old, disk = path.read_bytes(), Stopping(10_000, stop)
     changes, seen = planned(path, to)
-    apply(str(path), changes, seen, keep=keep, disk=disk)
+    with disk:
+        apply(str(path), changes, seen, keep=keep)
     path.write_bytes(old)
-    Path(names_of(str(path)).undo).unlink(missing_ok=True)
+    journals(path)[1].unlink(missing_ok=True)
     return 10_000 - disk.left
 
 
@@ -206,15 +210,15 @@ def test_the_process_ends_at_any_call(case: str, keep: bool, torn: bool, tmp_pat
     for point in range(count):
         path.write_bytes(old)
         changes, seen = planned(path, to)
-        with pytest.raises(Stopped):
-            apply(str(path), changes, seen, keep=keep, disk=Stopping(point, stop, torn=torn))
+        with pytest.raises(Stopped), Stopping(point, stop, torn=torn):
+            apply(str(path), changes, seen, keep=keep)
         recover(path)
         assert path.read_bytes() in (old, new), f"at call {point} of {count}"
         assert not has_journal(path)
         retag(path, to)  # and it can be done again, over whatever is left
         assert path.read_bytes() == new
         leftovers = {name.name for name in tmp_path.iterdir()} - {path.name}
-        assert leftovers <= {Path(names_of(str(path)).undo).name}
+        assert leftovers <= {journals(path)[1].name}
         for name in leftovers:
             (tmp_path / name).unlink()
     sys.stdout.write(f"{case}: {count} points\n")
@@ -238,8 +242,8 @@ def test_a_call_fails(case: str, keep: bool, torn: bool, code: str, tmp_path: Pa
     for point in range(count):
         path.write_bytes(old)
         changes, seen = planned(path, to)
-        with pytest.raises(CannotWriteError) as caught:
-            apply(str(path), changes, seen, keep=keep, disk=Stopping(point, fail, torn=torn, once=True))
+        with pytest.raises(CannotWriteError) as caught, Stopping(point, fail, torn=torn, once=True):
+            apply(str(path), changes, seen, keep=keep)
         assert caught.value.errno == number
         assert ("the disk is full" if code == "ENOSPC" else os.strerror(number)) in caught.value.what
         if "the file itself is changed" in caught.value.what:
@@ -249,7 +253,7 @@ def test_a_call_fails(case: str, keep: bool, torn: bool, code: str, tmp_path: Pa
             assert {name.name for name in tmp_path.iterdir()} == {path.name}
         recover(path)
         assert not has_journal(path)
-        Path(names_of(str(path)).undo).unlink(missing_ok=True)
+        journals(path)[1].unlink(missing_ok=True)
 
 
 def test_not_even_going_back_works(tmp_path: Path) -> None:
@@ -264,12 +268,12 @@ def test_not_even_going_back_works(tmp_path: Path) -> None:
     for point in range(calls_of(path, to, keep=False)):
         path.write_bytes(old)
         changes, seen = planned(path, to)
-        with pytest.raises(CannotWriteError) as caught:
-            apply(str(path), changes, seen, disk=Stopping(point, fail, torn=True))
+        with pytest.raises(CannotWriteError) as caught, Stopping(point, fail, torn=True):
+            apply(str(path), changes, seen)
         outcomes.add(caught.value.what.partition("; ")[2])
         recover(path)
         assert path.read_bytes() in (old, new)
-        Path(names_of(str(path)).unfinished).unlink(missing_ok=True)
+        Path(f"{journals(path)[0]}-new").unlink(missing_ok=True)
     assert len(outcomes) == 3  # nothing changed; left half changed; changed, with its journal
 
 
@@ -277,16 +281,18 @@ KILLED = """
 import os, signal, sys
 from transload.io import journal
 from transload.retagging import retag
-from transload.io.journal import Disk
 left = int(sys.argv[3])
-class Deadly(Disk):
-    def __getattribute__(self, name):
+class Deadly:
+    def __getattr__(self, name):
         global left
-        left -= 1
+        if name in ("open", "fsync", "ftruncate", "replace", "unlink", "pwrite"):
+            left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getattribute__(name)
-journal.Disk = Deadly
+        return getattr(os, name)
+journal.os = Deadly()
+write_at = journal.write_at
+journal.write_at = lambda *args: journal.os.pwrite and write_at(*args)
 retag(sys.argv[1], sys.argv[2])
 """
 
@@ -315,12 +321,13 @@ def test_undo_is_as_safe(case: str, tmp_path: Path) -> None:
     path, to = made(case, tmp_path)
     old = path.read_bytes()
     retag(path, to, keep_undo=True)
-    new, kept = path.read_bytes(), Path(names_of(str(path)).undo)
+    new, kept = path.read_bytes(), journals(path)[1]
     saved = kept.read_bytes()
     for point in range(40):
         changes, seen = undo_changes(str(path))
         try:
-            apply(str(path), changes, seen, disk=Stopping(point, stop, torn=True))
+            with Stopping(point, stop, torn=True):
+                apply(str(path), changes, seen)
         except Stopped:
             recover(path)
             assert path.read_bytes() in (old, new)

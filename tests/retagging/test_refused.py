@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 from tests import forge
 from tests.retagging.makers import planned, save, state
+from tests.retagging.power import Disk, journals
 
 import transload
 from transload.cli.main import main
 from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, TransloadError, UsageError
-from transload.io.journal import Disk, apply, names_of
+from transload.io import journal
+from transload.io.journal import apply
 from transload.io.sources import has_journal
 from transload.retagging import recover, retag, undo
 
@@ -178,7 +180,7 @@ def test_a_journal_is_found_through_a_link(path: Path, tmp_path: Path) -> None:
     link = tmp_path / "elsewhere" / "link.pt"
     link.symlink_to(path)
     retag(path, "cpu", keep_undo=True)
-    Path(names_of(str(path)).undo).rename(names_of(str(path)).journal)
+    journals(path)[1].rename(journals(path)[0])
     assert has_journal(link)
     assert recover(link) == "finished"
 
@@ -207,12 +209,12 @@ def test_a_pipe_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbid(_: Disk, path: str, mode: int) -> int:
+    def forbid(path: str, _: int, mode: int) -> int:
         raise PermissionError(errno.EACCES, f"Permission denied ({mode:o})", path)
 
-    old = path.read_bytes()
-    monkeypatch.setattr(Disk, "create", forbid)
-    with pytest.raises(CannotWriteError, match="nothing was changed") as caught:
+    old, disk = path.read_bytes(), Disk()
+    monkeypatch.setattr(disk, "create", forbid)
+    with disk, pytest.raises(CannotWriteError, match="nothing was changed") as caught:
         retag(path, "cpu")
     assert "-o COPY" in caught.value.fix
     assert path.read_bytes() == old
@@ -259,14 +261,14 @@ def test_command_lines_that_mean_something_else(
 )
 def test_what_is_no_journal_is_not_waited_for(make: Any, path: Path) -> None:
     """Anybody can make one in a folder such as /tmp: every command looks at it."""
-    make(Path(names_of(str(path)).journal))
+    make(journals(path)[0])
     assert recover(path) == "stale"
     assert transload.load(path, map_location="cpu")
     assert "journal" in refused(path).what
 
 
 def test_undo_does_not_advise_what_was_just_tried(path: Path) -> None:
-    Path(names_of(str(path)).journal).write_bytes(b"TLRETAG2" + bytes(100))
+    journals(path)[0].write_bytes(b"TLRETAG2" + bytes(100))
     assert "--undo" in refused(path).fix
     with pytest.raises(RetagError, match="not the journal of this file, or of a version") as caught:
         undo(path)
@@ -283,7 +285,7 @@ def test_a_file_that_somebody_has_locked(path: Path) -> None:
 
 def test_a_file_that_is_being_retagged_is_not_recovered(path: Path) -> None:
     retag(path, "cpu", keep_undo=True)
-    Path(names_of(str(path)).undo).rename(names_of(str(path)).journal)
+    journals(path)[1].rename(journals(path)[0])
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(BusyFileError):
@@ -293,13 +295,14 @@ def test_a_file_that_is_being_retagged_is_not_recovered(path: Path) -> None:
 
 def test_a_file_that_cannot_be_put_right_is_not_passed_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     retag(path, "cpu", keep_undo=True)
-    Path(names_of(str(path)).undo).rename(names_of(str(path)).journal)
+    journals(path)[1].rename(journals(path)[0])
 
-    def forbidden(_: Disk, path: str) -> int:
+    def forbidden(path: str, _: int) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(Disk, "open", forbidden)
-    with pytest.raises(CannotWriteError, match="interrupted") as caught:
+    disk = Disk()
+    monkeypatch.setattr(disk, "change", forbidden)
+    with disk, pytest.raises(CannotWriteError, match="interrupted") as caught:
         recover(path)
     assert "any transload command" in caught.value.fix
     assert has_journal(path)
@@ -384,7 +387,7 @@ def test_a_full_disk_while_a_copy_is_made(path: Path, tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Disk, "write", full)
+    monkeypatch.setattr(journal, "_write", full)
     error = refused(path, out=tmp_path / "copy.pt")
     assert isinstance(error, CannotWriteError)
     assert "the disk is full" in error.what

@@ -16,10 +16,10 @@ import torch
 from tests import forge
 from tests.each import each
 from tests.retagging.makers import fresh, same, save, state
+from tests.retagging.power import journals
 
 from transload.checkpoint import Checkpoint
 from transload.errors import RetagError, UsageError
-from transload.io.journal import names_of
 from transload.io.sources import has_journal
 from transload.judge import inspect
 from transload.retagging import recover, retag, undo
@@ -358,18 +358,18 @@ def test_a_file_that_was_replaced_since_is_left_alone(tmp_path: Path) -> None:
     """The journal of an interrupted retag, and another file in the place of the one it belongs to."""
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", keep_undo=True)
-    names = names_of(str(path))
-    Path(names.undo).rename(names.journal)
+    journal, kept = journals(path)
+    kept.rename(journal)
     save(state(5), path)
     other = path.read_bytes()
     assert has_journal(path)
     with pytest.raises(RetagError, match="replaced or copied") as caught:
         retag(path, "cpu")
-    assert names.journal in caught.value.fix
+    assert str(journal) in caught.value.fix
     assert path.read_bytes() == other
     with pytest.raises(RetagError, match="not the journal of this file"):
         undo(path)
-    Path(names.journal).write_bytes(b"no journal at all")
+    journal.write_bytes(b"no journal at all")
     with pytest.raises(RetagError, match="replaced or copied"):
         retag(path, "cpu")
 
@@ -382,8 +382,7 @@ def test_a_journal_that_came_with_a_download_changes_nothing(tmp_path: Path) -> 
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy" / path.name
     copy.write_bytes(path.read_bytes()[:-100])
-    names, theirs = names_of(str(path)), names_of(str(copy))
-    Path(theirs.journal).write_bytes(Path(names.undo).read_bytes())
+    journals(copy)[0].write_bytes(journals(path)[1].read_bytes())
     torn = copy.read_bytes()
     assert recover(copy) == "stale"
     with pytest.raises(RetagError, match="replaced or copied") as caught:
@@ -399,10 +398,10 @@ def test_a_journal_that_came_with_a_download_changes_nothing(tmp_path: Path) -> 
 def test_the_journal_of_a_stranger_changes_nothing(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", keep_undo=True)
-    names = names_of(str(path))
-    Path(names.undo).rename(names.journal)
+    journal, kept = journals(path)
+    kept.rename(journal)
     try:
-        os.chown(names.journal, 12345, 12345)
+        os.chown(journal, 12345, 12345)
     except OSError:
         pytest.skip("here root may not give files away, as in a container without such users")
     assert recover(path) == "stale"
@@ -414,8 +413,8 @@ def test_the_journal_of_a_stranger_changes_nothing(tmp_path: Path) -> None:
 def test_an_interrupted_retag_is_put_right_by_the_next(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "privateuseone:10", keep_undo=True)
-    names = names_of(str(path))
-    Path(names.undo).rename(names.journal)
+    journal, kept = journals(path)
+    kept.rename(journal)
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])  # the last write is not all there
     made = retag(path, "cpu")

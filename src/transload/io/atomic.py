@@ -51,6 +51,14 @@ class SystemFile:
                     left[0] = memoryview(left[0])[count:]
 
 
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write bytes at a position; how many the system took."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)  # Windows
+    return os.write(descriptor, data)
+
+
 class FileObject:
     """A file object of the caller, or a buffer."""
 

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, UsageError, cannot_write
 from transload.frozen import facts
+from transload.io.atomic import AtomicFile, flush_directory, lock, write_at
 from transload.io.sources import Assembly, BytesSource, Part, Source, has_journal, journal_path, read_at
 
 
@@ -56,70 +57,29 @@ class Changes:
         return Assembly([*parts, Part(source, at, self.old_size - at)], source.name)
 
 
-class Names(NamedTuple):
-    """The names of a file's journal, of one that is being written, and of the one that undoes the last change."""
-
-    path: str
-    folder: str
-    journal: str
-    unfinished: str
-    undo: str
-
-
-def names_of(path: str) -> Names:
-    """The names for a file, in the folder of the file itself if ``path`` is a link to it."""
-    real, journal = os.path.realpath(path), journal_path(path)
-    folder = os.path.dirname(real)  # noqa: PTH120 - pathlib costs ten milliseconds to import
-    return Names(real, folder, journal, f"{journal}-new", journal.removesuffix("retag") + "undo")
+def undo_path(path: str) -> str:
+    """Where the journal is kept that undoes the last change of a file."""
+    return journal_path(path).removesuffix("retag") + "undo"
 
 
 _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
 
 
-class Disk:
-    """The file system, as far as retagging changes it."""
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    view = memoryview(data)
+    while view:
+        done = write_at(descriptor, view, offset)
+        view, offset = view[done:], offset + done
 
-    def open(self, path: str) -> int:
-        """Open an existing file to be changed."""
-        return os.open(path, _CHANGE)
 
-    def create(self, path: str, mode: int) -> int:
-        """Open an empty file: a new one, or an existing one truncated."""
-        return os.open(path, _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), mode)
-
-    def write(self, descriptor: int, data: bytes, offset: int) -> None:
-        """Write all of ``data`` at ``offset``."""
-        view = memoryview(data)
-        while view:
-            if hasattr(os, "pwrite"):
-                done = os.pwrite(descriptor, view, offset)
-            else:  # pragma: no cover (Windows)
-                os.lseek(descriptor, offset, os.SEEK_SET)
-                done = os.write(descriptor, view)
-            view, offset = view[done:], offset + done
-
-    def cut(self, descriptor: int, size: int) -> None:
-        """Set the length of a file."""
-        os.ftruncate(descriptor, size)
-
-    def sync(self, descriptor: int) -> None:
-        """Return when everything written is on the disk."""
-        os.fsync(descriptor)
-
-    def sync_folder(self, folder: str) -> None:
-        """Return when the names in a folder are on the disk, where the system supports that."""
-        from transload.io.atomic import flush_directory
-
-        flush_directory(folder)
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a file, replacing what has the new name."""
-        os.replace(old, new)  # noqa: PTH105 - pathlib costs ten milliseconds to import
-
-    def remove(self, path: str) -> None:
-        """Remove a file, if it exists."""
+def _remove(*paths: str) -> None:
+    """Remove files that may exist, which are in one folder, and let that reach the disk."""
+    for path in paths:
         with suppress(FileNotFoundError):
-            os.unlink(path)  # noqa: PTH108 - as above
+            os.unlink(path)  # noqa: PTH108 - pathlib costs ten milliseconds to import
+    flush_directory(os.path.dirname(paths[0]))  # noqa: PTH120 - as above
 
 
 _UNCHANGED = "nothing was changed"
@@ -243,8 +203,6 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
 
 def _lock(descriptor: int, path: str) -> None:
     """Lock an open file against every other process that uses locks, until it is closed."""
-    from transload.io.atomic import lock
-
     if lock(descriptor) is False:
         raise BusyFileError("another process has locked it", where=path, fix="Wait until it is done.")
 
@@ -255,87 +213,88 @@ def _refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> Non
         raise BusyFileError("it was changed while it was read", where=path, fix="Wait until it is written.")
 
 
-def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> None:
+def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False) -> None:
     """Change a file in place. ``seen`` is its state when the changes were planned; if it is another now, it is refused.
 
     If anything goes wrong the file is restored; if not even that works, the journal stays and the next ``recover``
-    restores it.
+    restores it. With ``keep`` it can be undone afterwards.
     """
-    disk = disk or Disk()
-    names = names_of(path)
+    real = os.path.realpath(path)
     try:
-        descriptor = disk.open(names.path)
+        descriptor = os.open(real, _CHANGE)
     except OSError as error:
         raise cannot_write(error, path, outcome=_UNCHANGED) from error
     try:
         _lock(descriptor, path)
         _refuse_changed(seen, os.fstat(descriptor), path)
         try:
-            now = os.stat(names.path)  # noqa: PTH116 - pathlib costs ten milliseconds to import
+            now = os.stat(real)  # noqa: PTH116 - pathlib costs ten milliseconds to import
         except OSError as error:
             raise BusyFileError("it was moved while it was read", where=path) from error
         _refuse_changed(seen, now, path)
-        _write_journal(disk, names, Journal(changes, seen.st_ino, keep))
+        _write_journal(journal_path(path), Journal(changes, seen.st_ino, keep))
         try:
-            _put(disk, descriptor, changes)
+            _put(descriptor, changes)
         except BaseException as error:
             try:
-                _put(disk, descriptor, changes.undone())
-                disk.remove(names.journal)
-                disk.sync_folder(names.folder)
+                _put(descriptor, changes.undone())
+                _remove(journal_path(path))
             except OSError as again:
                 half = "the file is left half changed, and the next transload command on it restores it"
                 raise cannot_write(again, path, outcome=half) from error
             if isinstance(error, OSError):
                 raise cannot_write(error, path, outcome=_UNCHANGED) from error
             raise
-        _finish(disk, names, keep=keep)
+        _finish(path, keep=keep)
     finally:
         os.close(descriptor)
 
 
-def _write_journal(disk: Disk, names: Names, journal: Journal) -> None:
+def _write_journal(path: str, journal: Journal) -> None:
     """Write the journal beside the file, and flush it to the disk."""
+    unfinished = f"{path}-new"
     try:
-        descriptor = disk.create(names.unfinished, 0o600)
+        descriptor = os.open(unfinished, _CREATE, 0o600)
         try:
-            disk.write(descriptor, journal.encoded(), 0)
-            disk.sync(descriptor)
+            _write(descriptor, journal.encoded(), 0)
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        disk.rename(names.unfinished, names.journal)
-        disk.sync_folder(names.folder)
+        _rename(unfinished, path)
     except BaseException as error:
         with suppress(OSError):
-            disk.remove(names.unfinished)
-            disk.remove(names.journal)
+            _remove(unfinished, path)
         if isinstance(error, OSError):
-            raise cannot_write(error, names.journal, outcome=_UNCHANGED) from error
+            raise cannot_write(error, path, outcome=_UNCHANGED) from error
         raise
 
 
-def _put(disk: Disk, descriptor: int, changes: Changes) -> None:
+def _rename(old: str, new: str) -> None:
+    os.replace(old, new)  # noqa: PTH105 - pathlib costs ten milliseconds to import
+    flush_directory(os.path.dirname(new))  # noqa: PTH120 - as above
+
+
+def _put(descriptor: int, changes: Changes) -> None:
     for run in changes.runs:
-        disk.write(descriptor, run.new, run.offset)
-    disk.cut(descriptor, changes.new_size)
-    disk.sync(descriptor)
+        _write(descriptor, run.new, run.offset)
+    os.ftruncate(descriptor, changes.new_size)
+    os.fsync(descriptor)
 
 
-def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
+def _finish(path: str, *, keep: bool) -> None:
     """Remove the journal, or keep it for undoing the change. The one of an earlier change no longer fits."""
+    journal, undo = journal_path(path), undo_path(path)
     try:
         if keep:
-            disk.rename(names.journal, names.undo)
+            _rename(journal, undo)
         else:
-            disk.remove(names.undo)
-            disk.remove(names.journal)
-        disk.sync_folder(names.folder)
+            _remove(undo, journal)
     except OSError as error:
         done = "the file itself is changed and whole, but its journal stays beside it"
-        raise cannot_write(error, names.journal, outcome=done) from error
+        raise cannot_write(error, journal, outcome=done) from error
 
 
-def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere: bool = False) -> str:
+def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
     """Repair a file that an interrupted change has left half changed. Otherwise it costs the look for one name.
 
     ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not
@@ -344,26 +303,24 @@ def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere:
     """
     if not has_journal(path):
         return ""
-    disk, path = disk or Disk(), os.fspath(path)
-    names = names_of(path)
+    path = os.fspath(path)
     try:
-        descriptor = disk.open(names.path)
+        descriptor = os.open(os.path.realpath(path), _CHANGE)
         try:
             _lock(descriptor, path)
-            journal = _read_journal(names.journal, descriptor)
+            journal = _read_journal(journal_path(path), descriptor)
             if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
                 return "stale"
             state = state_of(descriptor, journal.changes)
             if state == "foreign":
                 return "stale"
             if state == "new":
-                disk.sync(descriptor)
-                _finish(disk, names, keep=journal.keep)
+                os.fsync(descriptor)
+                _finish(path, keep=journal.keep)
                 return "finished"
             if state == "between":
-                _put(disk, descriptor, journal.changes.undone())
-            disk.remove(names.journal)
-            disk.sync_folder(names.folder)
+                _put(descriptor, journal.changes.undone())
+            _remove(journal_path(path))
             return "restored"
         finally:
             os.close(descriptor)
@@ -400,7 +357,7 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
     """The error for a file whose journal is not its own, or not a journal; ``tried`` is whether undo was tried."""
-    remove = f"remove the journal: rm -- {quote(names_of(path).journal)}"
+    remove = f"remove the journal: rm -- {quote(journal_path(path))}"
     if tried:
         what = "the journal beside it is not the journal of this file"
         other = "or of a version of transload that is not this one"
@@ -418,13 +375,13 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
 
     An error if nothing was kept, or the file was changed since.
     """
-    names = names_of(path)
     try:
-        descriptor = os.open(names.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(os.path.realpath(path), os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise CannotReadError(error.strerror or str(error), where=path, errno=error.errno) from None
     try:
-        journal = _read_journal(names.undo, descriptor) if os.path.lexists(names.undo) else None
+        kept = undo_path(path)
+        journal = _read_journal(kept, descriptor) if os.path.lexists(kept) else None
         if journal is None:
             fix = "Only a retag with --keep-undo can be undone."
             raise RetagError("nothing was kept that would undo its last retag", where=path, fix=fix)
@@ -463,11 +420,9 @@ def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) 
     ``out`` is there whole or not at all. ``seen`` is the state of the file when the changes were planned; if it is
     another when all is copied, there is no copy.
     """
-    from transload.io.atomic import AtomicFile
-
     moves = any(len(run.old) != len(run.new) and run.offset + len(run.old) < changes.old_size for run in changes.runs)
     with AtomicFile(out) as file:
-        disk, target = Disk(), file.descriptor
+        target = file.descriptor
         if hasattr(os, "fchmod"):
             os.fchmod(target, os.fstat(source).st_mode & 0o777 | 0o600)
         shared = not moves and _clone(source, target)
@@ -477,9 +432,9 @@ def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) 
             if not shared:
                 by_kernel = _copy(source, target, read, run.offset, written - read) and by_kernel
             written += run.offset - read
-            disk.write(target, run.new, written)
+            _write(target, run.new, written)
             read, written = run.offset + len(run.old), written + len(run.new)
-        disk.cut(target, changes.new_size)
+        os.ftruncate(target, changes.new_size)
         _refuse_changed(seen, os.fstat(source), out)
         os.fsync(target)  # so that little time passes between the next line and the renaming
         refuse_target("", out)
@@ -516,7 +471,7 @@ def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
                 data = read_at(source, position, min(_PIECE, end - position))
                 if not data:
                     raise OSError(EIO, "the file has become shorter")
-                Disk().write(target, data, position + shift)
+                _write(target, data, position + shift)
                 done = len(data)
             position += done
     return kernel

@@ -28,7 +28,7 @@ from transload.io.sources import Assembly, Source, SourceLike, open_source
 from transload.judge import inspect, judge
 from transload.judge.problems import SETS, rule_of
 from transload.rescuing.archive import METADATA, Recovered, recover_directory, repaired
-from transload.rescuing.bitflips import Claim, check_records, repairs_of
+from transload.rescuing.bitflips import Claim, check_records
 from transload.rescuing.output import Outcomes, completed, filled, is_program, rebuilt, refuse_growth, without_lost
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome, doubts
@@ -316,7 +316,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
             found: list[Repair] = []
             for record, verdict in zip(damaged, check_records(source, claims), strict=True):
                 if verdict.state == "mended":
-                    found += repairs_of(source, verdict, f"{file} › {record.name}")
+                    found += (repair._replace(record=f"{file} › {record.name}") for repair in verdict.repairs)
                     undone.add(key_of(file, record))
             if found:
                 sources[file] = Assembly(repaired(source, 0, source.size, found), source.name)

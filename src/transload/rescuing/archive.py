@@ -20,7 +20,7 @@ from transload.findings import Problems
 from transload.formats.zip import ALIGNMENT, LOCAL
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.io.sources import Assembly, BytesSource, Part, Source
-from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repair_index, repairs_of
+from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repair_index
 from transload.rescuing.result import Certainty, LostRecord, Repair
 from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 
@@ -169,12 +169,12 @@ def archive(records: Sequence[ArchiveRecord], name: str) -> Assembly:
     return Assembly(lay_out(records).parts, name)
 
 
-def with_records(made: Recovered, records: Sequence[ArchiveRecord], after: Iterable[Part] = ()) -> Recovered:
-    """A recovered archive of these records, with what is lost and repaired in them; ``after`` as below."""
-    parts, _, starts = lay_out(records, after)
-    placed = [(starts[record.name], record) for record in records]
+def with_records(made: Recovered, records: Sequence[ArchiveRecord], layout: Layout | None = None) -> Recovered:
+    """A recovered archive of these records, with what is lost and repaired in them."""
+    layout = layout or lay_out(records)
+    placed = [(layout.starts[record.name], record) for record in records]
     return made._replace(
-        source=Assembly(parts, made.source.name),
+        source=Assembly(layout.parts, made.source.name),
         records=tuple(records),
         lost_ranges=tuple(LostRange(at + start, at + end, why) for at, each in placed for start, end, why in each.lost),
         repaired_at=tuple(at + byte for at, record in placed for byte in record.repaired_at),
@@ -535,7 +535,7 @@ def _rebuild(
             order[each.name],
             record.header,
             lost=missing,
-            repaired_at=tuple(bit.byte - record.payload for bit in verdict.bits),
+            repaired_at=tuple(repair.position - record.payload for repair in verdict.repairs),
         )
         records.append(made)
         reached = record.end
@@ -550,8 +550,7 @@ def _content(source: Source, each: _Checked, *, keep: bool) -> tuple[Part, ...] 
             return None
         fill = Part(Filler(record.stored), 0, record.stored - record.present)
         return (Part(source, record.payload, record.present), fill)
-    repairs = repairs_of(source, verdict, "")
-    parts = tuple(part for part in repaired(source, record.payload, record.stored, repairs) if part.length)
+    parts = tuple(part for part in repaired(source, record.payload, record.stored, verdict.repairs) if part.length)
     if not each.method or keep:
         return parts
     from transload.tensors.content import Inflating
@@ -567,18 +566,18 @@ def _assemble(
     after: Sequence[Part],
 ) -> Recovered:
     """Lay the records out, and compare the archive with the damaged file."""
-    parts, generated, _ = lay_out(records, after)
-    in_place = not lost and {record.header for record in records} <= {offset for offset, _ in generated}
-    repairs = [repair for each in checked for repair in repairs_of(source, each.verdict, key_of(each.name))]
+    layout = lay_out(records, after)
+    in_place = not lost and {record.header for record in records} <= {offset for offset, _ in layout.generated}
+    repairs = [repair._replace(record=key_of(each.name)) for each in checked for repair in each.verdict.repairs]
     # Headers are no surer than the names in them.
     certainty: Certainty = "proven" if all(each.settled for each in checked) else "probable"
-    for offset, right in generated if in_place else ():
+    for offset, right in layout.generated if in_place else ():
         repairs += differences(offset, source.read(offset, len(right)), right, certainty)
     notes: list[str] = []
     if len(repairs) > _MAX_REPAIRS:
         rest = f"the first {_MAX_REPAIRS:,} are listed"
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
-    size = sum(part.length for part in parts)
+    size = sum(part.length for part in layout.parts)
     lack = size - source.size if in_place else 0
     if lack > 0:
         notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")
@@ -595,7 +594,7 @@ def _assemble(
         notes=tuple(notes),
         unchecked=frozenset(unchecked),
     )
-    return with_records(made, records, after)
+    return with_records(made, records, layout)
 
 
 # -- archives packed by other programs

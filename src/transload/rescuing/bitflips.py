@@ -53,13 +53,6 @@ _EMPTY_BLOCK = b"\0\0\xff\xff"
 _MAX_BLOCKS = 64
 
 
-class Bit(NamedTuple):
-    """A bit by the byte it is in, and its number there: 0 is the lowest."""
-
-    byte: int
-    bit: int
-
-
 class Claim(NamedTuple):
     """Where the bytes of a record are, and what its headers say of them.
 
@@ -78,33 +71,33 @@ class Claim(NamedTuple):
 class Verdict(NamedTuple):
     """What became of a record.
 
-    ``crc32`` is that of its bytes, inflated and repaired. ``bits`` are the flipped ones, by their place in the source.
+    ``crc32`` is that of its bytes, inflated and repaired. ``repairs`` are what is to be changed in its source.
     ``candidates`` are bytes any of which, with one bit flipped, would explain the checksum, where there are several.
     """
 
     state: Literal["whole", "mended", "damaged", "cut", "unchecked"]
     crc32: int | None = None
-    bits: tuple[Bit, ...] = ()
-    certainty: Certainty = "proven"
+    repairs: tuple[Repair, ...] = ()
     size: int = -1
     candidates: tuple[int, ...] = ()
 
 
-def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[Bit]:
+def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, int]]:
     """The bits of ``length`` bytes any of which alone, flipped, changes their CRC-32 by ``syndrome``.
 
-    Up to 512 MiB that is one, or none; of more than ``most`` the rest is left out.
+    Each is its byte, and the value of the bit in it. Up to 512 MiB that is one, or none; of more than ``most`` the rest
+    is left out.
 
     >>> from zlib import crc32
     >>> flipped_bits(crc32(b"transload") ^ crc32(b"transloae"), 9)
-    [Bit(byte=8, bit=0)]
+    [(8, 1)]
     """
     if not syndrome or not length:
         return []
-    found: list[Bit] = []
+    found: list[tuple[int, int]] = []
     power = _logarithm(times(power_of(_MAX_BITS - 32), syndrome), min(8 * length, _MAX_BITS))
     while power is not None and power < 8 * length and len(found) < most:
-        found.append(Bit(length - 1 - power // 8, 7 - power % 8))
+        found.append((length - 1 - power // 8, 128 >> power % 8))
         power += _MAX_BITS
     return found
 
@@ -159,23 +152,12 @@ def repaired_bytes(source: Source, offset: int, length: int, checksum: int | Non
     data = source.read(offset, length)
     if not checksum or zlib.crc32(data) == checksum:
         return data
-    bits = flipped_bits(zlib.crc32(data) ^ checksum, len(data), 2)
-    return _with_flipped(data, bits[0]) if len(bits) == 1 else data
+    flips = flipped_bits(zlib.crc32(data) ^ checksum, len(data), 2)
+    return _flipped(data, *flips[0]) if len(flips) == 1 else data
 
 
-def _with_flipped(data: bytes, bit: Bit) -> bytes:
-    out = bytearray(data)
-    out[bit.byte] ^= 1 << bit.bit
-    return bytes(out)
-
-
-def repairs_of(source: Source, verdict: Verdict, record: str) -> list[Repair]:
-    """What a verdict says is to be changed in its source."""
-    flips: dict[int, int] = {}
-    for byte, bit in verdict.bits:
-        flips[byte] = flips.get(byte, 0) ^ 1 << bit
-    olds = {byte: source.read(byte, 1)[0] for byte in flips}
-    return [Repair(byte, old, old ^ flips[byte], record, verdict.certainty) for byte, old in olds.items()]
+def _flipped(data: bytes, byte: int, bits: int) -> bytes:
+    return data[:byte] + bytes([data[byte] ^ bits]) + data[byte + 1 :]
 
 
 # -- verdicts
@@ -188,22 +170,22 @@ def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
     verdicts: list[Verdict] = []
     for claim in claims:
         value = sums.get(claim)
-        bits = _padding_bits(source, claim) if claim.method == DEFLATED and value in claim.checksums else ()
+        padding = _padding_repairs(source, claim) if claim.method == DEFLATED and value in claim.checksums else ()
         if claim.present < claim.stored:
             verdict = Verdict("cut")
         elif value is None and not (claim.method == DEFLATED and claim.checksums):
             verdict = Verdict("damaged")
         elif not claim.checksums:
             verdict = Verdict("unchecked", value, size=claim.size)
-        elif value in claim.checksums and bits is not None:
-            verdict = Verdict("whole", value, bits, size=claim.size)
+        elif value in claim.checksums and padding is not None:
+            verdict = Verdict("whole", value, padding, size=claim.size)
         else:
             records -= 1
             tried -= 4 * claim.stored * (claim.stored + claim.size) if claim.method else 0
             if records < 0 or tried < 0:
                 verdict = Verdict("damaged", value, size=claim.size)
             else:
-                verdict = _repair_deflated(source, claim) if claim.method else _repair_stored(claim, value or 0)
+                verdict = _repair_deflated(source, claim) if claim.method else _repair_stored(source, claim, value or 0)
         verdicts.append(verdict)
     return verdicts
 
@@ -222,19 +204,23 @@ def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, int]:
     return sums
 
 
-def _repair_stored(claim: Claim, value: int) -> Verdict:
+def _repair_stored(source: Source, claim: Claim, value: int) -> Verdict:
     """Find the one bit that explains the checksum; by any of the copies of it, if they differ."""
     votes = [vote for vote, _ in Counter(claim.checksums).most_common()]
-    found = [(vote, bit) for vote in votes for bit in flipped_bits(value ^ vote, claim.stored, _MAX_CANDIDATES)]
+    found = [(vote, *flip) for vote in votes for flip in flipped_bits(value ^ vote, claim.stored, _MAX_CANDIDATES)]
     if len(found) != 1 or 8 * claim.stored >= _MAX_BITS:
-        candidates = tuple(claim.payload + bit.byte for _, bit in found)
+        candidates = tuple(claim.payload + byte for _, byte, _ in found)
         return Verdict("damaged", value, size=claim.stored, candidates=candidates)
-    vote, bit = found[0]
     # How sure it is that one bit was flipped, and not more was damaged that looks the same.
     certainty: Certainty = "proven" if claim.stored <= _PROVEN else "probable"
-    if claim.stored > _PROBABLE:
-        certainty = "ambiguous"
-    return Verdict("mended", vote, (Bit(claim.payload + bit.byte, bit.bit),), certainty, claim.stored)
+    return _repaired(source, claim, *found[0], certainty if claim.stored <= _PROBABLE else "ambiguous")
+
+
+def _repaired(source: Source, claim: Claim, vote: int, byte: int, bits: int, certainty: Certainty) -> Verdict:
+    """The verdict on a record that has the checksum ``vote`` once these bits of a byte are flipped."""
+    place = claim.payload + byte
+    old = source.read(place, 1)[0]
+    return Verdict("mended", vote, (Repair(place, old, old ^ bits, "", certainty),), claim.size)
 
 
 _PROVEN_BYTE = 32 << 10
@@ -247,24 +233,21 @@ def repair_index(source: Source, claim: Claim, damaged: Verdict) -> Verdict:
     if claim.method or damaged.crc32 is None or claim.stored > _PROBABLE_BYTE:
         return damaged
     data = source.read(claim.payload, claim.stored)
-    repairs: list[tuple[int, int, int]] = []
-    for vote in dict.fromkeys(claim.checksums):
-        for byte, change in islice(destroyed_bytes(damaged.crc32 ^ vote, len(data)), _MAX_CANDIDATES):
-            right = data[:byte] + bytes([data[byte] ^ change]) + data[byte + 1 :]
-            if not run(right).broken:
-                repairs.append((vote, byte, change))
-    if len(repairs) != 1:
+    found = [
+        (vote, byte, bits)
+        for vote in dict.fromkeys(claim.checksums)
+        for byte, bits in islice(destroyed_bytes(damaged.crc32 ^ vote, len(data)), _MAX_CANDIDATES)
+        if not run(_flipped(data, byte, bits)).broken
+    ]
+    if len(found) != 1:
         return damaged
-    ((vote, byte, change),) = repairs
-    bits = tuple(Bit(claim.payload + byte, bit) for bit in range(8) if change >> bit & 1)
-    certainty: Certainty = "proven" if claim.stored <= _PROVEN_BYTE else "probable"
-    return Verdict("mended", vote, bits, certainty, claim.stored)
+    return _repaired(source, claim, *found[0], "proven" if claim.stored <= _PROVEN_BYTE else "probable")
 
 
 # -- deflated records
 
 
-def _padding_bits(source: Source, claim: Claim) -> tuple[Bit, ...] | None:
+def _padding_repairs(source: Source, claim: Claim) -> tuple[Repair, ...] | None:
     """Set bits of a deflated record that mean nothing, and that writers leave zero; ``None`` if it does not end.
 
     They fill up bytes: the last one, and those before blocks that are not compressed, of which writers make empty ones.
@@ -277,13 +260,16 @@ def _padding_bits(source: Source, claim: Claim) -> tuple[Bit, ...] | None:
     content = _inflate_all(data)
     if content is None:
         return None
-    found: list[Bit] = []
+    found: list[Repair] = []
     for place in places:
-        for bit in range(7, -1, -1):
-            if data[place] >> bit & 1:
-                if _inflate_all(_with_flipped(data, Bit(place, bit))) != content:
+        new = old = data[place]
+        for bit in (128, 64, 32, 16, 8, 4, 2, 1):
+            if old & bit:
+                if _inflate_all(_flipped(data, place, bit)) != content:
                     break
-                found.append(Bit(claim.payload + place, bit))
+                new ^= bit
+        if new != old:
+            found.append(Repair(claim.payload + place, old, new, "", "proven"))
     return tuple(found)
 
 
@@ -300,7 +286,7 @@ def _inflate_all(data: bytes) -> bytes | None:
 def _repair_deflated(source: Source, claim: Claim) -> Verdict:
     """Try every bit: one that is flipped makes the record inflate to something of the right size and checksum."""
     data = source.read(claim.payload, claim.stored)
-    found: list[tuple[Bit, int]] = []
+    found: list[tuple[int, int, int]] = []
     prefix, value, size = zlib.decompressobj(-15), 0, 0
     for index, byte in enumerate(data):
         for bit in range(8):
@@ -312,7 +298,7 @@ def _repair_deflated(source: Source, claim: Claim) -> Verdict:
             if unpack.eof and not unpack.unused_data and size + len(piece) == claim.size:
                 whole = zlib.crc32(piece, value)
                 if whole in claim.checksums:
-                    found.append((Bit(index, bit), whole))
+                    found.append((whole, index, 1 << bit))
         try:
             piece = prefix.decompress(data[index : index + 1])
         except zlib.error:  # the damage is before this byte
@@ -325,9 +311,8 @@ def _repair_deflated(source: Source, claim: Claim) -> Verdict:
     certainty: Certainty = "proven"
     if len(found) > 1:  # they inflate to the same: one of them may be what zlib makes of that
         certainty = "probable"
-        content = _inflate_all(_with_flipped(data, found[0][0])) or b""
+        content = _inflate_all(_flipped(data, *found[0][1:])) or b""
         packers = [zlib.compressobj(level, wbits=-15) for level in range(1, 10)]
         usual = [packer.compress(content) + packer.flush() for packer in packers]
-        found.sort(key=lambda flip: _with_flipped(data, flip[0]) not in usual)
-    (place, number), value = found[0]
-    return Verdict("mended", value, (Bit(claim.payload + place, number),), certainty, claim.size)
+        found.sort(key=lambda flip: _flipped(data, *flip[1:]) not in usual)
+    return _repaired(source, claim, *found[0], certainty)

@@ -23,8 +23,18 @@ from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
 from transload.formats.tensors import claimed
 from transload.formats.torch_legacy import looks_like_legacy
-from transload.io.journal import journal_of, names_of, state_of
-from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source, has_journal, inflated
+from transload.io.journal import journal_of, state_of
+from transload.io.sources import (
+    Assembly,
+    BytesSource,
+    ObjectSource,
+    Part,
+    Slice,
+    Source,
+    has_journal,
+    inflated,
+    journal_path,
+)
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,
@@ -38,7 +48,7 @@ from transload.rescuing.archive import (
     recover_archive,
     repaired,
 )
-from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, repairs_of
+from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records
 from transload.rescuing.result import Repair
 from transload.rescuing.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 
@@ -305,7 +315,7 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
         return None
     from pathlib import Path  # which costs ten milliseconds
 
-    file = Path(names_of(path).journal)
+    file = Path(journal_path(path))
     try:
         journal = journal_of(file.read_bytes()) if file.stat().st_size <= _MAX_JOURNAL else None
     except OSError:
@@ -430,15 +440,15 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     ((header, name),) = names.items()
     notes.append(f"extracted from an archive: {name}")
     record = held[header]
-    repairs: list[Repair] = []
+    repairs: tuple[Repair, ...] = ()
     damaged = False
     if not starts_record(_head(source, record)):  # it has no checksums inside: its own tells of damage
         (verdict,) = check_records(source, [claim_of(record, summed=True)])
-        repairs = repairs_of(source, verdict, "")
+        repairs = verdict.repairs
         if verdict.state == "mended":
-            place = f"byte {repairs[0].position:,}"
-            notes.append(f"a flipped bit in it was repaired, {verdict.certainty} by its checksum: {place}")
-        damaged = verdict.state in ("damaged", "cut") or verdict.certainty != "proven"
+            place, _, _, _, certainty = repairs[0]
+            notes.append(f"a flipped bit in it was repaired, {certainty} by its checksum: byte {place:,}")
+        damaged = verdict.state in ("damaged", "cut") or any(repair.certainty != "proven" for repair in repairs)
     content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
     if method_of(record) == DEFLATED:
         file, limit = _temporary_file(stack), _unpacked_limit(source)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.checkpoint import Record
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
+from transload.io.atomic import write_at
 from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import Source, read_at
 from transload.tensors.content import Content, Run, numpy_or_none
@@ -152,7 +153,7 @@ def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where
             whole = -(-chunk.filled // PAGE) * PAGE  # as writing past the cache wants it; the file is cut afterwards
             done = came = 0
             while done < whole:
-                done += _retry_cached(_write_at, descriptor, chunk.view[done:whole], chunk.offset + done)
+                done += _retry_cached(write_at, descriptor, chunk.view[done:whole], chunk.offset + done)
             while job.verify and came < whole:
                 more = _retry_cached(_read_at, descriptor, again.view[came:whole], chunk.offset + came)
                 if not more:
@@ -245,13 +246,6 @@ def _retry_cached(call: Callable[[int, Any, int], int], descriptor: int, buffer:
             raise
     _set_direct(descriptor, on=False)
     return call(descriptor, buffer, offset)
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, data, offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    return os.write(descriptor, data)
 
 
 def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
