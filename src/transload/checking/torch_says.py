@@ -12,15 +12,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from transload.checking.needs import raw_bytes
 from transload.devices import split
 from transload.diagnose.tables import numbers_of
-from transload.frozen import Plain, facts
+from transload.frozen import Plain, facts, replace
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
@@ -115,16 +116,6 @@ def _texts() -> dict[str, list[tuple[Version, str]]]:
     return out
 
 
-def _words(name: str, release: Version, /, **values: object) -> str:
-    """A text as a release says it.
-
-    >>> _words("no-device-string", (2, 13), tag="cudax")
-    "Invalid device string: 'cudax'"
-    """
-    parts = {part: texts[0][1] for part, texts in _texts().items() if not texts[0][0]}
-    return [words for since, words in _texts()[name] if since <= release][-1].format(**parts, **values)
-
-
 # -- what decides
 
 _WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a\x80.")
@@ -154,17 +145,10 @@ _DIM_RANGE = "torch._dynamo.decorators._DimRange"
 """A name that ``torch._dynamo`` allows when it is imported; from 2.15 on it is as any other."""
 # Before 2.11 a tag that only begins like a device was taken for one.
 _LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
+_SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
+"""Kinds of devices that storages are restored to, and since when."""
 _LONGEST_SCAN = 1 << 24
 _MOST_INDEX = 127  # torch takes a greater number for a negative one
-
-
-class _Event(NamedTuple):
-    """Something in the stream that ends the reading; without an error it is not known whether it does."""
-
-    position: int
-    error: str = ""
-    text: str = ""
-    exact: bool = True
 
 
 class _Prediction:
@@ -177,7 +161,9 @@ class _Prediction:
         self.intact = checkpoint.integrity in ("whole", "unchecked")
 
     def words(self, name: str, /, **values: object) -> str:
-        return _words(name, self.release, **values)
+        """A text as this release says it."""
+        parts = {part: texts[0][1] for part, texts in _texts().items() if not texts[0][0]}
+        return [words for since, words in _texts()[name] if since <= self.release][-1].format(**parts, **values)
 
     def raises(self, error: str, text: str, warnings: tuple[str, ...] = (), *, exact: bool = True) -> Said:
         return Said("raises", error, text, exact, self.torch.version, warnings)
@@ -246,9 +232,9 @@ class _Prediction:
             warnings = (self.words("protocol-warning", protocol=main.protocol),)
         elif not self.weights_only and (2, 4) <= self.release < (2, 6):
             warnings = (self.words("default-warning"),)
-        first = min(self.events(main), key=lambda event: event.position, default=None)
+        _, first = min(self.events(main), key=lambda event: event[0], default=(0, None))
         if first and first.error:
-            return self.raises(first.error, first.text, warnings, exact=first.exact and intact and not varies)
+            return replace(first, exact=first.exact and intact and not varies, warnings=warnings)
         if plain and not first:
             return self.raises("RuntimeError", "Invalid magic number; corrupt file?", warnings, exact=intact)
         # Allowed names may be used in ways that do not work, and others may do anything.
@@ -257,20 +243,21 @@ class _Prediction:
             return self.unknown(warnings)
         return Said("loads", exact=not varies, torch=self.torch.version, warnings=warnings)
 
-    def events(self, main: Pickle) -> Iterator[_Event]:
-        yield from islice(filter(None, map(self.stored, main.persistent)), 1)  # they are in the order of the stream
+    def events(self, main: Pickle) -> Iterator[tuple[int, Said]]:
+        """What ends the reading, and where in the stream; it is ``unknown`` where nobody knows whether it does."""
+        stored = ((node.position, self.stored(node)) for node in main.persistent)  # in the order of the stream
+        yield from islice(((position, said) for position, said in stored if said), 1)
         for node in (*main.globals.values(), *([main.loader] if main.loader else [])):
             module, name = node.module, node.name
             full = torch_spelling(module, name)
             if self.weights_only:
                 if text := self.refused_name(full, name):
-                    yield self.refused(node.position, text)
+                    yield node.position, self.refused(text)
             elif full not in TORCH_DEFAULT and "Storage" not in name:
                 # The standard unpickler imports it: what happens then is known only where there is no such package.
                 package = module.partition(".")[0]
-                absent = package in self.torch.absent
-                text = f"No module named '{package}'" if absent else ""
-                yield _Event(node.position, "ModuleNotFoundError" if absent else "", text, absent)
+                missing = self.raises("ModuleNotFoundError", f"No module named '{package}'")
+                yield node.position, missing if package in self.torch.absent else self.unknown()
         if self.weights_only and main.rare:
             yield self.unknown_opcode(main)
 
@@ -290,29 +277,56 @@ class _Prediction:
         shown = full.removeprefix("builtins.")
         return self.words("not-allowed", name=shown, call=shown)
 
-    def stored(self, node: Persistent) -> _Event | None:
+    def stored(self, node: Persistent) -> Said | None:
         """A storage on a device that is not here, or without its record; or an id that is not a storage's."""
         pid = node.id
         if type(pid) is not tuple or len(pid) < 4:
-            return _Event(node.position, exact=False)
+            return self.unknown()
         if _text(pid[0]) != "storage":
             got = type(pid[0]) if self.release >= (2, 10) else pid[0]
             text = self.words("unsupported", message=f"Only persistent_load of storage is allowed, but got {got}")
-            return self.refused(node.position, text) if self.weights_only else _Event(node.position, exact=False)
+            return self.refused(text) if self.weights_only else self.unknown()
         record = f"data/{_text(pid[2])}"
         if self.checkpoint.format == "torch-zip" and record not in self.records:
-            return _Event(node.position, "RuntimeError", self.words("no-record", record=record))
+            return self.raises("RuntimeError", self.words("no-record", record=record))
         tag = _text(pid[3])
-        error, text = _device_error(tag, self.release, self.torch.counts)
-        if not error:
+        said = self.restored(tag)
+        if said is None:
             return None
         kind, _, index = tag.partition(":")
         plain = tag.isascii() and tag.isprintable() and not (index.isdigit() and int(index[:9]) > _MOST_INDEX)
         usual = self.release >= (2, 11) or _LOOKS_LIKE.match(tag) is None
         exact = plain and usual and self.torch.sure and tag != "mtia" and (self.release >= (2, 4) or kind == "cuda")
-        return _Event(node.position, error, text, exact)
+        return replace(said, exact=exact)
 
-    def unknown_opcode(self, main: Pickle) -> _Event:
+    def restored(self, tag: str) -> Said | None:
+        """The error of restoring a storage to a tag; ``None`` where it is restored."""
+        counts, release = self.torch.counts, self.release  # without devices of a kind its is_available() is false
+        if tag in ("cpu", "meta") or (tag.startswith("mps") and counts.get("mps")):
+            return None
+        if tag.startswith("mps"):
+            return self.raises("RuntimeError", self.words("no-mps"))
+        end = r"(:|[0-9]|\Z)" if release >= (2, 11) else ""
+        kinds = (kind for kind, since in _SINCE.items() if release >= since and re.match(kind + end, tag))
+        kind = next(kinds, "")
+        if not kind:
+            return self.raises("RuntimeError", self.words("no-such-tag", tag=tag))
+        count, index = counts.get(kind, 0), tag.partition(":")[2]
+        values = {"kind": kind.upper(), "module": kind, "tag": tag, "count": count}
+        if kind in ("hpu", "privateuseone") and not count:
+            name = "no-module"
+        elif not re.fullmatch(rf"{kind}(:(0|[1-9][0-9]*))?", tag):
+            name = "no-device-string"
+        elif not count:
+            name = "no-device"
+        elif (number := int(index[:4] or 0)) < count:
+            return None
+        else:
+            name, values["index"] = "no-index", number
+        error = "AssertionError" if release < (2, 4) and kind == "hpu" else "RuntimeError"
+        return self.raises(error, self.words(name, **values))
+
+    def unknown_opcode(self, main: Pickle) -> tuple[int, Said]:
         """The first opcode that weights_only does not know, if the bytes of the pickle are stored as they are."""
         import pickletools
 
@@ -325,58 +339,17 @@ class _Prediction:
             record = self.records.get(main.name)
             if record is not None and record.offset is not None and not record.method:
                 data = raw_bytes(self.checkpoint.path, record.offset, min(record.size, _LONGEST_SCAN))
-        try:
+        with suppress(ValueError):  # the pickle ends before
             for _, _, at in pickletools.genops(data):
                 if at is not None and data[at] not in _WEIGHTS_ONLY:
                     text = self.words("unsupported", message=f"Unsupported operand {data[at]}")
-                    return self.refused(main.start + at, text)
-        except ValueError:  # the pickle ends before
-            pass
-        return _Event(main.start, "UnpicklingError", exact=False)
+                    return main.start + at, self.refused(text)
+        return main.start, self.raises("UnpicklingError", "", exact=False)
 
-    def refused(self, position: int, text: str) -> _Event:
+    def refused(self, text: str) -> Said:
         """What weights_only refuses; the words are known from 2.6 on, where it is the default."""
-        return _Event(position, "UnpicklingError", text, self.release >= (2, 6))
+        return self.raises("UnpicklingError", text, exact=self.release >= (2, 6))
 
 
 def _text(value: object) -> str:
     return value.decode("ascii", "replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
-
-
-_SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
-"""Kinds of devices that storages are restored to, and since when."""
-
-
-def _device_error(tag: str, version: Version, counts: dict[str, int]) -> tuple[str, str]:
-    """The error of restoring a storage to a tag: its class and words; both empty where it is restored.
-
-    ``counts`` are the devices torch has of each kind; none of a kind means that its ``is_available()`` is false.
-
-    >>> _device_error("cuda:1", (2, 13), {"cuda": 1})[1][:66]
-    'Attempting to deserialize object on CUDA device 1 but torch.cuda.d'
-    >>> _device_error("cuda:0", (2, 13), {"cuda": 1})
-    ('', '')
-    """
-    if tag in ("cpu", "meta") or (tag.startswith("mps") and counts.get("mps")):
-        return "", ""
-    if tag.startswith("mps"):
-        return "RuntimeError", _words("no-mps", version)
-    known = [kind for kind, since in _SINCE.items() if version >= since]
-    if version >= (2, 11):
-        kind = next((kind for kind in known if re.match(rf"{kind}(:|[0-9]|\Z)", tag)), "")
-    else:
-        kind = next((kind for kind in known if tag.startswith(kind)), "")
-    if not kind:
-        return "RuntimeError", _words("no-such-tag", version, tag=tag)
-    count = counts.get(kind, 0)
-    error = "AssertionError" if version < (2, 4) and kind == "hpu" else "RuntimeError"
-    if kind in ("hpu", "privateuseone") and not count:
-        return error, _words("no-module", version, kind=kind.upper())
-    if not re.fullmatch(rf"{kind}(:(0|[1-9][0-9]*))?", tag):
-        return error, _words("no-device-string", version, tag=tag)
-    if not count:
-        return error, _words("no-device", version, kind=kind.upper(), module=kind)
-    index = int(tag.partition(":")[2][:4] or 0)
-    if index < count:
-        return "", ""
-    return error, _words("no-index", version, kind=kind.upper(), module=kind, index=index, count=count)
