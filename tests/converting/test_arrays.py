@@ -17,8 +17,9 @@ from tests.release import RELEASE
 
 from transload.cli.main import main
 from transload.converting import Conversion, convert
+from transload.formats.arrays import Array, Dtype
 from transload.nodes import Call, Dict, Global
-from transload.writing.arrays import Numbers, numbers_of
+from transload.writing.arrays import numbers_of
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -252,7 +253,7 @@ def test_many_arrays_of_the_same_bytes_are_written_once(tmp_path: Path, name: st
         assert first.data_ptr() != second.data_ptr()  # Python has each byte once
 
 
-def made_of(state: Any, *, kind: str = "numpy.ndarray") -> Numbers | None:
+def made_of(state: Any, *, kind: str = "numpy.ndarray") -> Array | None:
     module, _, name = kind.rpartition(".")
     node = Call(Global("numpy._core.multiarray", "_reconstruct", 0), (Global(module, name, 0), (0,), b"b"), "reduce", 0)
     node.states = [state]
@@ -267,7 +268,7 @@ def dtype_of(code: Any, state: Any = (3, "<", None, None, None, -1, -1, 0)) -> C
 
 def test_arrays_that_nobody_writes() -> None:
     data, real = b"\0" * 8, dtype_of("f4")
-    assert made_of((1, (2,), real, False, data)) == Numbers("float32", (2,), (1,), False, data)
+    assert made_of((1, (2,), real, False, data)) == Array(Dtype("f4", False, 4, True, False), (2,), (1,), data)
     wrong: list[Any] = [
         None,
         (1, (2,), real, False),
@@ -288,10 +289,10 @@ def test_arrays_that_nobody_writes() -> None:
     assert [state for state in wrong if made_of(state) is not None] == []
     assert made_of((1, (2,), real, False, data), kind="numpy.matrix") is None
 
-    def buffer(*args: Any) -> Numbers | None:
+    def buffer(*args: Any) -> Array | None:
         return numbers_of(Call(Global("numpy._core.numeric", "_frombuffer", 0), (data, real, *args), "reduce", 0), {})
 
-    assert buffer((1, 2), "K", (1, 0)) == Numbers("float32", (2, 1), (1, 2), False, data)
+    assert buffer((1, 2), "K", (1, 0)) == Array(Dtype("f4", False, 4, True, False), (2, 1), (1, 2), data)
     several: list[Any] = [((2,), "K"), ((2,), "C", (0,)), ((2,), "A"), ((2,), "K", (1,)), ((1, 2), "K", (0, 0))]
     assert [args for args in [*several, ((2,), "K", (False,))] if buffer(*args) is not None] == []
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Storage, Tensor
-from transload.dtypes import FROM_NUMPY, ITEMSIZE
-from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
+from transload.dtypes import FROM_NUMPY
+from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
 from transload.formats.tensors import called, short_key
 from transload.io.sources import BytesSource, Source
 from transload.nodes import Call, Dict
@@ -36,42 +36,31 @@ if TYPE_CHECKING:
 _MAX_SMALL = 64  # bytes: about what the call of an array takes
 
 
-class Numbers(NamedTuple):
-    """An array as a tensor can have it: ``data`` is the node that holds its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    big_endian: bool
-    data: Any
-
-
 def _identity(data: Any) -> int:
     """What arrays have in common that are made of the same bytes, or of the text that they are written as."""
     return id(data.args[0]) if type(data) is Call and type(data.args) is tuple and data.args else id(data)
 
 
-def numbers_of(node: Call, lengths: dict[int, int]) -> Numbers | None:
+def numbers_of(node: Call, lengths: dict[int, int]) -> Array | None:
     """The array that a call makes, if it is a plain one of numbers that torch has a dtype for.
 
     Also a number of numpy that JSON does not have (a complex one), as an array without dimensions. ``lengths`` keeps
     how many bytes there are, by identity: a file can make any number of arrays of the same large text.
     """
     found = array_of(node)
-    dtype = FROM_NUMPY.get(found.dtype.code) if found is not None else None
-    if found is None or dtype is None or (called(node) in NUMPY_SCALARS and found.dtype.code[0] != "c"):
+    if found is None or found.dtype.code not in FROM_NUMPY:
+        return None
+    if called(node) in NUMPY_SCALARS and found.dtype.code[0] != "c":
         return None
     if (identity := _identity(found.data)) not in lengths:
         raw = raw_bytes(found.data)
         lengths[identity] = -1 if raw is None else len(raw)
-    if lengths[identity] != prod(found.shape) * found.dtype.itemsize:
-        return None
-    return Numbers(dtype, found.shape, found.stride, found.dtype.big_endian, found.data)
+    return found if lengths[identity] == prod(found.shape) * found.dtype.itemsize else None
 
 
 def find_arrays(
     roots: Iterable[tuple[Path, Any]], tensors: Iterable[Tensor], modules: set[Path], *, into_objects: bool
-) -> list[tuple[Path, Numbers]]:
+) -> list[tuple[Path, Array]]:
     """The plain arrays below ``roots``, by their paths; none of pickled modules, whose state dicts do not have them.
 
     ``into_objects``: also those that are attributes of objects, and values of mappings of other classes.
@@ -87,9 +76,9 @@ class _Search(BoundedWalk):
 
     def __init__(self, tensors: set[Path], modules: set[Path], *, into_objects: bool) -> None:
         super().__init__()
-        self.found: list[tuple[Path, Numbers]] = []
+        self.found: list[tuple[Path, Array]] = []
         self._tensors, self._modules, self._into_objects = tensors, modules, into_objects
-        self._arrays: dict[int, Numbers] = {}
+        self._arrays: dict[int, Array] = {}
         self._lengths: dict[int, int] = {}
 
     def visit(self, node: Any, path: Path, depth: int) -> None:
@@ -129,7 +118,7 @@ class _Search(BoundedWalk):
                 self.visit(child, (*path, step), depth)
 
 
-def with_arrays(content: Content, arrays: list[tuple[Path, Numbers]]) -> tuple[Content, tuple[Tensor, ...]]:
+def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Content, tuple[Tensor, ...]]:
     """The checkpoint with arrays as tensors, each named after its path, and these tensors."""
     if not arrays:
         return content, ()
@@ -137,17 +126,18 @@ def with_arrays(content: Content, arrays: list[tuple[Path, Numbers]]) -> tuple[C
     storages: dict[tuple[object, ...], Storage] = {}
     tensors: list[Tensor] = []
     for path, array in arrays:
-        name, nbytes = "/".join(map(str, path)), prod(array.shape) * ITEMSIZE[array.dtype]
+        code, big_endian, width, _, _ = array.dtype
+        dtype, nbytes = FROM_NUMPY[code], prod(array.shape) * width
         # Python shares small values of its own accord. Of large ones a file could make any number of arrays.
         small = nbytes <= _MAX_SMALL
-        key = (id(array),) if small else (_identity(array.data), array.dtype, array.big_endian)
+        key = (id(array),) if small else (_identity(array.data), array.dtype)
         storage = storages.get(key)
         if storage is None:
             file = f"\0array {len(storages)}"
             held[file] = array.data
-            storage = Storage(file, file, "cpu", array.dtype, nbytes, nbytes, 0, file=file, big_endian=array.big_endian)
+            storage = Storage(file, file, "cpu", dtype, nbytes, nbytes, 0, file=file, big_endian=big_endian)
             storages[key] = storage
-        tensors.append(Tensor(path, name, array.dtype, array.shape, array.stride, "cpu", storage.id))
+        tensors.append(Tensor(path, "/".join(map(str, path)), dtype, array.shape, array.stride, "cpu", storage.id))
 
     @lru_cache(maxsize=2)  # bytes that are written as a text are another copy
     def in_memory(file: str) -> Source:
