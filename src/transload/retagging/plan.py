@@ -312,33 +312,27 @@ def _overwritten(source: Source, record: Record | None, offset: int, data: bytes
 
 def _appended(source: Source, record: Record, data: bytes) -> Changes:
     """A record with other bytes, after all others, and the directory after it."""
-    place = _find_record(source, record)
-    begin = place.header if place.end == place.start else place.start  # one that was appended before is overwritten
+    _, name, begin, before, behind, entries = _find_record(source, record)
     crc = crc32(data) if record.crc32 is not None else 0
-    old, entry = place.directory, central_entry(place.name, len(data), crc, begin)
-    directory = old[: place.entry] + entry + old[place.entry + place.entry_size :]
-    head = local_header(place.name, len(data), begin) + data + descriptor(len(data), crc, begin)
-    new = head + directory + end_of_archive(place.entries, begin + len(head), len(directory))
+    directory = before + central_entry(name, len(data), crc, begin) + behind
+    head = local_header(name, len(data), begin) + data + descriptor(len(data), crc, begin)
+    new = head + directory + end_of_archive(entries, begin + len(head), len(directory))
     return Changes((Change(begin, source.read(begin, source.size - begin), new),), source.size, begin + len(new))
 
 
 class _Place(NamedTuple):
     """The place of a record in its archive.
 
-    ``header`` is where its own header begins, ``end`` where the next record may begin; ``sums`` are the positions of
-    its checksum. The ``directory`` begins at ``start`` and has so many ``entries``; that of the record begins at
-    ``entry`` in it.
+    ``sums`` are the positions of its checksum, ``begin`` is where one that replaces it may begin. The directory of the
+    archive is what is ``before`` and ``behind`` its entry there, and has so many ``entries``.
     """
 
-    name: bytes
-    header: int
-    end: int
     sums: tuple[int, ...]
-    directory: bytes
-    start: int
+    name: bytes
+    begin: int
+    before: bytes
+    behind: bytes
     entries: int
-    entry: int
-    entry_size: int
 
 
 def _find_record(source: Source, record: Record) -> _Place:
@@ -376,7 +370,8 @@ def _find_record(source: Source, record: Record) -> _Place:
             sums.append(end + signed)
             wide = behind[signed + 4 : signed + 20] == record.stored.to_bytes(8, "little") * 2
             end += signed + (20 if wide else 12)
-    return _Place(name, header, end, tuple(sums), directory, start, count, entry, after - entry)
+    begin = header if end == start else start  # one that was appended before is overwritten
+    return _Place(tuple(sums), name, begin, directory[:entry], directory[after:], count)
 
 
 def _warnings(checkpoint: Checkpoint, wanted: TagMap, tags: tuple[TagChange, ...]) -> Iterator[str]:
