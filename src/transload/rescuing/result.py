@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from transload.frozen import Reported, facts
-from transload.render.lines import Block, Line, Prose, Table, as_text, row
+from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 
 Fill = Literal["zeros", "nan"]
@@ -147,6 +147,7 @@ _HOW = {
     "weights": "a dictionary of its tensors: the program is incomplete",
     "nothing": "nothing: there is nothing to save",
 }
+_NOWHERE = "headers and directory"
 _CERTAINTY = {"proven": "good", "probable": "trust", "ambiguous": "bad"}
 
 
@@ -160,20 +161,16 @@ def report(rescue: Rescue) -> Iterator[Block]:
         bits = sum(len(repair.bits) for repair in rescue.mends)
         held = f", {plural(len(rescue.mended), 'tensor')}" if rescue.mended else ""
         yield row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{held}", "trust")
-        rows: list[tuple[Line, ...]] = []
-        for position, old, new, record, certainty in rescue.mends[:_SHOWN]:
-            place = ((f"byte {position:,}", ""),), ((f"{old:#04x} → {new:#04x}", "dim"),)
-            held = printable(record) if record else "headers and directory"
-            rows.append((*place, ((certainty, _CERTAINTY[certainty]),), ((held, "dim"),)))
-        yield Table(rows, right=frozenset({0, 1}), shrinks=(3,), indent=14)
+        repaired = [
+            (f"byte {at:,}", f"{old:#04x} → {new:#04x}", ((sure, _CERTAINTY[sure]),), printable(record) or _NOWHERE)
+            for at, old, new, record, sure in rescue.mends[:_SHOWN]
+        ]
+        yield Table(repaired, right=(0, 1), dim=(1, 3), shrinks=(3,), indent=14)
         yield from _more(len(rescue.mends), "bytes")
     if rescue.lost:
         yield row("lost", _counted(rescue.lost), "bad")
-        rows = [
-            (((printable(each.name) or "the root", ""),), ((size(each.nbytes), "dim"),), ((each.why, "dim"),))
-            for each in rescue.lost[:_SHOWN]
-        ]
-        yield Table(rows, right=frozenset({1}), indent=14)
+        lost = [(printable(each.name) or "the root", size(each.nbytes), each.why) for each in rescue.lost[:_SHOWN]]
+        yield Table(lost, right=(1,), dim=(1, 2), indent=14)
         yield from _more(len(rescue.lost), "tensors")
     for each in rescue.records[:_SHOWN]:
         yield row("lost", f"{printable(each.name)}: {printable(each.why, None)}", "bad")

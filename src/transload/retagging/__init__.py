@@ -18,7 +18,7 @@ from transload.io import journal
 from transload.io.journal import recover
 from transload.io.sources import FileSource
 from transload.judge import inspect
-from transload.render.lines import Block, Line, Prose, Table, as_text, heading, row
+from transload.render.lines import Block, Prose, Table, Words, as_text, heading, row
 from transload.render.words import plural, printable, size
 from transload.retagging.plan import OTHERS, TagChange, TagMap, plan_of, refuse_file, tag_map_of
 
@@ -183,7 +183,7 @@ def report(retag: Retag) -> Iterator[Block]:
     if retag.recovered:
         yield row("before", _RECOVERED[retag.recovered], "trust")
     if retag.tags:
-        yield Table([_tag(tag) for tag in retag.tags[:_TAGS]], right=frozenset({3, 4}))
+        yield Table([_tag(tag) for tag in retag.tags[:_TAGS]], right=(3, 4), dim=(1, 3, 4))
     if len(retag.tags) > _TAGS:
         yield row("", f"… and {len(retag.tags) - _TAGS:,} more tags", "dim")
     words = _METHODS[retag.method]
@@ -202,28 +202,23 @@ def report(retag: Retag) -> Iterator[Block]:
 
 def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
     """A table of several files; ``total`` counts those that failed, too."""
-    rows: list[tuple[Line, ...]] = [tuple(((word, "dim"),) for word in ("file", "tags", "written"))]
+    rows: list[tuple[Words, ...]] = []
     for each in results:
         tags = [f"{tag.old} → {tag.new}" for tag in each.tags if tag.old != tag.new]
         more = f" and {len(tags) - 3} more" if len(tags) > 3 else ""
         words = ", ".join(map(printable, tags[:3])) + more or _METHODS[each.method]
         written = size(each.written) if each.done else f"would be {size(each.written)}"
-        rows.append((((printable(each.path), ""),), ((words, "" if tags else "dim"),), ((written, ""),)))
+        rows.append((printable(each.path), ((words, "" if tags else "dim"),), written))
     if results:
-        yield Table(rows, right=frozenset({2}), indent=0)
+        yield Table(rows, right=(2,), titles=("file", "tags", "written"), indent=0)
     failed = f", {total - len(results):,} not retagged" if len(results) < total else ""
     changed = sum(each.changed for each in results)
     verb = "changed" if all(each.done for each in results) else "would change"
     yield from heading(f"{plural(total, 'file')}, {changed:,} {verb}{failed}")
 
 
-def _tag(tag: TagChange) -> tuple[Line, ...]:
-    stays = tag.old == tag.new
-    new = ("stays", "dim") if stays else (printable(tag.new), "good")
-    return (
-        ((printable(tag.old), "dim" if stays else ""),),
-        (("" if stays else "→", "dim"),),
-        (new,),
-        ((plural(tag.storages, "storage"), "dim"),),
-        ((size(tag.nbytes), "dim"),),
-    )
+def _tag(tag: TagChange) -> tuple[Words, ...]:
+    held = plural(tag.storages, "storage"), size(tag.nbytes)
+    if tag.old == tag.new:
+        return ((printable(tag.old), "dim"),), "", (("stays", "dim"),), *held
+    return printable(tag.old), "→", ((printable(tag.new), "good"),), *held

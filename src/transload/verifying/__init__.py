@@ -284,16 +284,13 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
         yield from heading("NaN or infinite", plural(len(odd), "tensor"))
         rows: list[tuple[Words, ...]] = []
         for tensor in odd:
-            counts = [
-                f"{number:,} {word}" if number else "" for number, word in ((tensor.nan, "NaN"), (tensor.inf, "inf"))
-            ]
-            dtype = ((printable(tensor.dtype), "dim"),)
-            rows.append((_named(tensor.name), dtype, *(((text, "trust"),) for text in counts)))
-        yield Table(rows, right=frozenset({2, 3}), drops=(1,))
+            counts = (f"{tensor.nan:,} NaN" if tensor.nan else ""), (f"{tensor.inf:,} inf" if tensor.inf else "")
+            rows.append((_named(tensor.name), printable(tensor.dtype), *(((text, "trust"),) for text in counts)))
+        yield Table(rows, right=(2, 3), dim=(1,), drops=(1,))
     hashed = [tensor for tensor in verification.tensors if tensor.sha256]
     if hashes and hashed and not verification.manifest:
         yield from heading("sha256 of tensors", count(len(hashed)))
-        yield Table([(((tensor.sha256, "dim"),), _named(tensor.name)) for tensor in hashed])
+        yield Table([(tensor.sha256, _named(tensor.name)) for tensor in hashed], dim=(0,))
         left = len(verification.tensors) - len(hashed)
         if left:
             yield note(f"{plural(left, 'further entry').replace('entrys', 'entries')} without elements of their own")
@@ -346,8 +343,8 @@ def _named(name: str) -> str:
 def several(results: Sequence[Verification], total: int, *, hashes: bool = True) -> Iterator[Block]:
     """A table of several files, then what is to be said of those that have a problem, or were asked about."""
     if results:
-        title: tuple[Words, ...] = tuple(((word, "dim"),) for word in _TITLES)
-        yield Table([title, *map(_cells, results)], right=frozenset({2, 3, 4}), drops=(1, 2), indent=0)
+        rows = [_cells(each) for each in results]
+        yield Table(rows, right=(2, 3, 4), dim=(1,), titles=_TITLES, drops=(1, 2), indent=0)
     for each in results:
         lists = list(_details(each, hashes=hashes))
         if lists:
@@ -365,9 +362,9 @@ def _cells(each: Verification) -> tuple[Words, ...]:
     role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
     return (
         printable(each.path),
-        ((printable(FORMATS.get(each.format, each.format)), "dim"),),
+        printable(FORMATS.get(each.format, each.format)),
         count(each.tensor_count),
         size(each.nbytes),
-        ((count(each.checksums) if each.checksums else "none", "" if each.checksums else "dim"),),
+        count(each.checksums) if each.checksums else (("none", "dim"),),
         ((words, role),),
     )
