@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
+from transload.contents import byte_span
 from transload.errors import TransloadError
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 from transload.rescuing import rescue
 from transload.rescuing.recover import recover
 from transload.tensors.damage import with_parts
-from transload.writing.to_torch import byte_span
 
 ROOT = Path(__file__).parent.parent / "tests" / "data"
 NEEDS = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}

@@ -10,7 +10,7 @@ as frozen dataclasses, which was a tenth of the time it takes to read such a fil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -335,11 +335,15 @@ class Contents:
         counts: dict[str, list[int]] = {}
         for tensor in self.tensors:
             counts.setdefault(tensor.dtype, [0, 0])[0] += 1
-        owners = {tensor.storage: tensor.dtype for tensor in reversed(tuple(_flat(self.tensors)))}
+        owners = {tensor.storage: tensor.dtype for tensor in reversed(self._every)}
         for storage in self.storages:
             counts.setdefault(owners.get(storage.id, storage.dtype), [0, 0])[1] += storage.nbytes
         rows = ((name, tensors, nbytes) for name, (tensors, nbytes) in counts.items())
         return tuple(sorted(rows, key=lambda row: (-row[2], row[0])))
+
+    @property
+    def _every(self) -> list[Tensor]:
+        return [part for tensor in self.tensors for part in with_parts(tensor)]
 
     @property
     def tensor_nbytes(self) -> int:
@@ -350,11 +354,9 @@ class Contents:
     def dead_nbytes(self) -> int:
         """Storage bytes that no tensor looks at: a view saved with all of its base."""
         spans: dict[str | None, list[tuple[int, int]]] = {storage.id: [] for storage in self.storages}
-        for tensor in _flat(self.tensors):
+        for tensor in self._every:
             if tensor.storage in spans and tensor.numel:
-                last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=False))
-                first, end = tensor.offset, tensor.offset + last + 1
-                spans[tensor.storage].append((itemsize(tensor.dtype, first), itemsize(tensor.dtype, end)))
+                spans[tensor.storage].append(byte_span(tensor))
         dead = 0
         for storage in self.storages:
             covered = end = 0  # the length of the union of the spans so far, and where it ends
@@ -428,8 +430,14 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 _MAX_STRIDE = 1 << 64
 
 
-def _flat(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Tensors and the parts they are made of."""
-    for tensor in tensors:
-        yield tensor
-        yield from _flat(tensor.parts)
+def byte_span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage from the first to the last that a tensor, which has elements, reaches."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=False))
+    return itemsize(tensor.dtype, tensor.offset), itemsize(tensor.dtype, tensor.offset + last + 1)
+
+
+def with_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, the tensors it is made of, and those that these are made of."""
+    yield tensor
+    for part in tensor.parts:
+        yield from with_parts(part)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Literal
 
 from transload.checkpoint import FORMATS, Checkpoint
+from transload.contents import with_parts
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import Problem, quoted, rescue_command
 from transload.formats import no_collecting, read_source
@@ -33,7 +34,7 @@ from transload.rescuing.output import Outcomes, completed, filled, is_program, r
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome, doubts
 from transload.tensors.content import Content, open_content
-from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records, with_parts
+from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records
 from transload.writing.output import Bundle, begins_with
 
 __all__ = ["Rescue", "rescue"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
+from transload.contents import byte_span, with_parts
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES, itemsize
 from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
@@ -33,7 +34,6 @@ from transload.rescuing.archive import (
 )
 from transload.rescuing.damaged_index import Unread, read_damaged_index
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
-from transload.tensors.damage import with_parts
 
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 _NOT_IN_FILE = "its bytes are not in the file"
@@ -101,8 +101,7 @@ class Outcomes:
             checked = checked and not self._all_unchecked and storage.record not in self._unchecked
             if not part.numel:
                 continue
-            last = sum((size - 1) * step for size, step in zip(part.shape, part.stride, strict=False))
-            start, end = ((storage.offset or 0) + itemsize(part.dtype, part.offset + index) for index in (0, last + 1))
+            start, end = ((storage.offset or 0) + place for place in byte_span(part))
             lost, why = self._lost_in(start, end), ""
             if storage.offset is None or storage.compressed:
                 why = _NOT_IN_FILE

@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Record
+from transload.contents import with_parts
 from transload.errors import CannotReadError, TransloadError
 from transload.findings import Problem
 from transload.formats.verify import Lost, checksums, mismatch
@@ -140,13 +141,6 @@ def damages(
         if name not in existing:
             out.setdefault(name, Damage(name, "missing", f"the index puts it into {shard}"))
     return tuple(out.values())
-
-
-def with_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, the tensors it is made of, and those that these are made of."""
-    yield tensor
-    for part in tensor.parts:
-        yield from with_parts(part)
 
 
 def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.formats.zip_writer import Record, opening_records
@@ -25,7 +26,6 @@ from transload.writing.output import SHARD, beside, index_name
 from transload.writing.to_torch import (
     Slot,
     Structure,
-    byte_span,
     carried_calls,
     lay_out,
     overlapping,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor, contiguous
-from transload.dtypes import ITEMSIZE, STORAGE_CLASSES, itemsize
+from transload.contents import byte_span
+from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.tensors import called, short_key
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.tensors.content import Allowance, Content
@@ -242,12 +243,6 @@ def tie_of(tensor: Tensor) -> Any:
         return None
     steps = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1]
     return (tensor.storage, tensor.offset, tensor.shape, tuple(steps), tensor.dtype, tensor.flags)
-
-
-def byte_span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the first to the last that a tensor reaches."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
-    return itemsize(tensor.dtype, tensor.offset), itemsize(tensor.dtype, tensor.offset + last + 1)
 
 
 def overlapping(spans: Iterable[Span]) -> Iterator[list[Span]]:
