@@ -90,8 +90,13 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().err
     assert "cannot be read: No such file" in shown
     assert "pipe one in: python train.py 2>&1 | transload explain" in shown
-    assert main(["explain", KNOWN.strip()]) == 2
-    assert "echo '...' | transload explain" in capsys.readouterr().err
+    assert main(["explain", "my absent.log"]) == 2
+
+
+@pytest.mark.parametrize("text", [KNOWN.strip(), KNOWN * 100], ids=["a line", "longer than a path may be"])
+def test_the_text_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--no-checks", text]) == 0
+    assert "The file is cut off" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows only says that it may not be opened")

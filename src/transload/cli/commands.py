@@ -63,7 +63,7 @@ def run_convert(arguments: Namespace) -> int:
 
 def explain_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``explain``: nothing is loaded, and torch is not run."""
-    parser.add_argument("log", metavar="FILE", nargs="?", default="-", help="a traceback or a log; - or none is stdin")
+    parser.add_argument("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error message; none is stdin")
     parser.add_argument("--no-checks", action="store_true", help="do not examine this machine or the files it names")
 
 
@@ -88,6 +88,7 @@ def run_explain(arguments: Namespace) -> int:
 
 def _read_log(path: str) -> tuple[bytes, bool]:
     """The end of the log, and whether there is more of it."""
+    import os
     import sys
 
     from transload.explaining.logs import HEAD, is_packed, not_a_text, read_end
@@ -104,12 +105,12 @@ def _read_log(path: str) -> tuple[bytes, bool]:
             print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
         return read_end(sys.stdin.buffer)
     except OSError as error:
+        if path.count(" ") > 1 and not os.path.lexists(path):  # no file, but the text itself
+            return path.encode("utf-8", "surrogateescape"), False
         from transload.errors import CannotReadError
 
         fix = ""
-        if " " in path:
-            fix = "To explain a text itself, pipe it in: echo '...' | transload explain."
-        elif isinstance(error, IsADirectoryError):
+        if isinstance(error, IsADirectoryError):
             fix = f"Name the log in it. For a checkpoint in a folder: transload inspect {path}"
         elif isinstance(error, FileNotFoundError):
             fix = (
