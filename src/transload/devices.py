@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from transload.frozen import facts
-
-if TYPE_CHECKING:
-    from transload.diagnose.report import Diagnosis
 
 KINDS = frozenset(
     {
@@ -130,39 +125,3 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
     (3, None)
     """
     return split(f":{environ.get('LOCAL_RANK', '')}")[1]
-
-
-def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
-    """The devices that the doctor found at work, where torch itself is not asked.
-
-    Where no torch is installed they are those that one would find.
-    """
-    machine = diagnosis.machine
-    torch = machine.torch.first
-    without_torch = isinstance(machine.torch.installs, tuple) and torch is None
-    found: list[Device] = []
-    if diagnosis.cuda_usable or (without_torch and machine.driver.cuda.works):
-        # The cards by the driver's word; only NVML knows what is free of them.
-        free = {gpu.uuid: gpu.free for gpu in machine.driver.nvml.gpus if gpu.uuid}
-        found += [
-            Device(f"cuda:{gpu.ordinal}", free.get(gpu.uuid, -1), gpu.memory, gpu.name)
-            for gpu in machine.driver.cuda.gpus
-        ]
-    else:
-        # Accelerators that are not NVIDIA cards and that the installed torch is built for.
-        built = {"mps": "mps"}
-        if torch is not None:
-            built |= {"rocm": "cuda" if torch.hip else "", "xpu": "xpu" if torch.xpu else ""}
-        seen: Counter[str] = Counter()
-        for each in machine.accelerators:
-            kind = built.get(each.kind, "")
-            name = kind if kind == "mps" else f"{kind}:{seen[kind]}"
-            if each.usable and kind and name not in seen:
-                found.append(Device(name, label=each.name))
-                seen.update((kind, name))
-    why, cause = "no GPU works here", diagnosis.cause
-    if cause is not None and diagnosis.status == "broken" and machine.hardware.present:
-        why = f"{cause.title} [{cause.code}]"
-    host = Device("cpu", machine.platform.memory_free, machine.platform.memory)
-    current, absent = (found[0].name, "") if found else ("", why)
-    return Devices((host, *found), current, local_rank(environ), absent)

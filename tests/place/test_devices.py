@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
 
-from transload.devices import Device, Devices, devices_of, local_rank
+from transload.checking import devices_of
+from transload.devices import Device, Devices, local_rank
 from transload.diagnose import judge_machine
 from transload.machine import Accelerator, Machine, Torch
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from transload.devices import Device, Devices, local_rank
 from transload.errors import LoadError
 from transload.findings import Finding, Severity
 from transload.formats.arrays import NUMPY_CALLS, is_plain
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from transload.checking.needs import Compatibility, Package
     from transload.checking.torch_says import Said
     from transload.checkpoint import Checkpoint
-    from transload.devices import Devices
     from transload.diagnose.report import Diagnosis
     from transload.loading.placement import Plan
     from transload.machine import Machine
@@ -153,7 +154,6 @@ def checked(
     """The same for a file and a machine that were examined already. ``cwd`` is where programs are run from."""
     from transload.checking.needs import compatibility, packages
     from transload.checking.torch_says import installed, torch_says
-    from transload.devices import devices_of
 
     devices = devices_of(diagnosis, environ)
     plan = place(checkpoint, devices, wish)
@@ -174,6 +174,42 @@ def checked(
         findings.append(Finding("tags-elsewhere", "note", title, (), (fix, command)))
     findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))
     return replace(result, refusal=refusal, findings=tuple(findings))
+
+
+def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
+    """The devices that the doctor found at work, where torch itself is not asked.
+
+    Where no torch is installed they are those that one would find.
+    """
+    machine = diagnosis.machine
+    torch = machine.torch.first
+    without_torch = isinstance(machine.torch.installs, tuple) and torch is None
+    found: list[Device] = []
+    if diagnosis.cuda_usable or (without_torch and machine.driver.cuda.works):
+        # The cards by the driver's word; only NVML knows what is free of them.
+        free = {gpu.uuid: gpu.free for gpu in machine.driver.nvml.gpus if gpu.uuid}
+        found += [
+            Device(f"cuda:{gpu.ordinal}", free.get(gpu.uuid, -1), gpu.memory, gpu.name)
+            for gpu in machine.driver.cuda.gpus
+        ]
+    else:
+        # Accelerators that are not NVIDIA cards and that the installed torch is built for.
+        built = {"mps": "mps"}
+        if torch is not None:
+            built |= {"rocm": "cuda" if torch.hip else "", "xpu": "xpu" if torch.xpu else ""}
+        seen: Counter[str] = Counter()
+        for each in machine.accelerators:
+            kind = built.get(each.kind, "")
+            name = kind if kind == "mps" else f"{kind}:{seen[kind]}"
+            if each.usable and kind and name not in seen:
+                found.append(Device(name, label=each.name))
+                seen.update((kind, name))
+    why, cause = "no GPU works here", diagnosis.cause
+    if cause is not None and diagnosis.status == "broken" and machine.hardware.present:
+        why = f"{cause.title} [{cause.code}]"
+    host = Device("cpu", machine.platform.memory_free, machine.platform.memory)
+    current, absent = (found[0].name, "") if found else ("", why)
+    return Devices((host, *found), current, local_rank(environ), absent)
 
 
 def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:

@@ -111,7 +111,7 @@ def _dispatch(argv: list[str]) -> Outcome:
 
 
 def _module_of(command: str) -> ModuleType:
-    if command in ("inspect", "verify", "check", "retag"):
+    if command == "inspect":
         from transload.cli import files
 
         return files

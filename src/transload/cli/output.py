@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from transload.errors import TransloadError
-from transload.render.words import printable
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -53,6 +52,8 @@ def write(pieces: Iterable[str]) -> None:
 
 def complain(error: TransloadError) -> None:
     """Tell one of our errors on stderr: where and what, and below what to do, commands set off."""
+    from transload.render.words import printable
+
     where = f"{printable(error.where, None)}: " if error.where else ""
     print(f"transload: {where}{printable(error.what, None)}", file=sys.stderr)
     for line in error.fix.split("\n") if error.fix else ():
@@ -72,6 +73,7 @@ def finish_retag(path: str) -> None:
 
     if has_journal(path):
         from transload.io.journal import recover
+        from transload.render.words import printable
 
         if outcome := recover(path):
             print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
@@ -83,6 +85,8 @@ def as_bug(error: Exception, where: str = "") -> TransloadError:
         from traceback import print_exception
 
         print_exception(error)
+    from transload.render.words import printable
+
     return TransloadError(
         f"this is a bug in transload: {type(error).__name__}: {printable(str(error))}",
         where=where,

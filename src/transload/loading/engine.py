@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from transload.errors import CannotReadError
 from transload.frozen import facts
 from transload.io.cuda_driver import DriverError
-from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages
+from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages, view
 from transload.io.sources import FileSource
 from transload.loading.jobs import (
     CELL,
@@ -292,6 +292,58 @@ def _work_alone(jobs: Iterable[Job], lane: Lane, tell: Tell | None) -> None:
 # -- all of it
 
 
+class DirectFile(File):
+    """A source to read from; after ``go_direct``, past the page cache, by a second descriptor of the same file."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._descriptor = -1
+
+    def go_direct(self) -> bool:
+        """Read past the page cache from now on; false where the file or the system cannot do that."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag or self.plain < 0:
+            return False
+        try:
+            # By its descriptor: the path may lead to another file by now.
+            self._descriptor = os.open(f"/proc/self/fd/{self.plain}", os.O_RDONLY | flag)
+        except OSError:
+            return False
+        self.direct = True
+        return True
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor, self.direct = -1, False
+
+    def check(self, runs: Sequence[Run]) -> None:
+        """``Ended`` if a file of the system is too short, or has become so, for some parts."""
+        size = os.fstat(self.plain).st_size
+        if size < max(run.offset + run.nbytes for run in runs):
+            raise self.ended(runs, size)
+
+    def read_job(self, job: Job, slot: int) -> int:
+        """Read a whole job into a slot of a cell's size, as ``File`` does; directly if that was asked for."""
+        start = slot - job.begin // CELL * CELL
+        return start if self.direct and self._read_direct(job, start) else super().read_job(job, slot)
+
+    def _read_direct(self, job: Job, start: int) -> bool:
+        """Read whole blocks; false if the file system cannot do that after all, or the file ends."""
+        position = job.begin // PAGE * PAGE
+        end = (job.end + PAGE - 1) // PAGE * PAGE
+        while position < job.end:
+            try:
+                count = os.preadv(self._descriptor, [view(start + position, end - position)], position)
+            except (OSError, OverflowError):
+                return False
+            position += count
+            if position < job.end and (not count or position % PAGE):
+                return False
+        return True
+
+
 def bring(
     sources: Sequence[Source],
     wants: Sequence[ReadRequest],
@@ -309,7 +361,7 @@ def bring(
     be CUDA devices, with an index. ``tell`` is called with numbers of bytes as they come; ``sums`` collects checksums.
     ``Ended`` names the request that a file is too short for. Whatever is raised, nothing is under way any more then.
     """
-    files = [File(source) for source in sources]
+    files = [DirectFile(source) for source in sources]
     choice = choose(_facts(files, wants, fresh=fresh), settings)
     transfer = Transfer(files, wants, place, sums, choice.huge)
     try:
@@ -332,7 +384,7 @@ def bring(
 class Transfer:
     """What the lanes of one transfer have in common; where everything goes is filled in while jobs are prepared."""
 
-    files: Sequence[File]
+    files: Sequence[DirectFile]
     wants: Sequence[ReadRequest]
     place: Place
     sums: Sums | None
@@ -595,7 +647,7 @@ _UNDER_WAY = 2
 class _Part:
     """Some pages of a file, mapped for reading."""
 
-    def __init__(self, file: File, runs: Sequence[Run]) -> None:
+    def __init__(self, file: DirectFile, runs: Sequence[Run]) -> None:
         begin = runs[0].offset
         start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         end = max(run.offset + run.nbytes for run in runs)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.io.memory import PAGE, Pages, copy, view
+from transload.io.memory import Pages, copy, view
 
 if TYPE_CHECKING:
     from transload.io.sources import Source
@@ -141,78 +141,35 @@ class Ended(Exception):  # noqa: N818 - a signal to the caller, who knows the na
 
 
 class File:
-    """A source to read from; after ``go_direct``, past the page cache, by a second descriptor of the same file."""
+    """A source to read from. What ``engine`` reads may also be read past the page cache."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._descriptor = -1
+
+    direct = False
+    """Whether it is read past the page cache."""
 
     @property
     def plain(self) -> int:
         """The descriptor, if this is a file of the system; else -1."""
         return getattr(self._source, "descriptor", -1)
 
-    @property
-    def direct(self) -> bool:
-        """Whether it is read past the page cache."""
-        return self._descriptor >= 0
-
-    def go_direct(self) -> bool:
-        """Read past the page cache from now on; false where the file or the system cannot do that."""
-        flag = getattr(os, "O_DIRECT", 0)
-        if not flag or self.plain < 0:
-            return False
-        try:
-            # By its descriptor: the path may lead to another file by now.
-            self._descriptor = os.open(f"/proc/self/fd/{self.plain}", os.O_RDONLY | flag)
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close what was opened here."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
     def read(self, run: Run, address: int) -> None:
         """Read a part to an address; ``Ended`` if there is less of it."""
         came = self._source.readinto(run.offset, view(address, run.nbytes))
         if came < run.nbytes:
-            raise self._ended([run], run.offset + came)
-
-    def check(self, runs: Sequence[Run]) -> None:
-        """``Ended`` if a file of the system is too short, or has become so, for some parts."""
-        size = os.fstat(self.plain).st_size
-        if size < max(run.offset + run.nbytes for run in runs):
-            raise self._ended(runs, size)
+            raise self.ended([run], run.offset + came)
 
     def read_job(self, job: Job, slot: int) -> int:
         """Read a whole job into a slot of a cell's size, by its address; what to add to a position to get there."""
         start = slot - job.begin // CELL * CELL
-        if self.direct and self._read_direct(job, start):
-            return start
         begin, length = job.begin, job.end - job.begin
         came = self._source.readinto(begin, view(start + begin, length))
         if came < length:
-            raise self._ended(job.runs, begin + came)
+            raise self.ended(job.runs, begin + came)
         return start
 
-    def _read_direct(self, job: Job, start: int) -> bool:
-        """Read whole blocks; false if the file system cannot do that after all, or the file ends."""
-        position = job.begin // PAGE * PAGE
-        end = (job.end + PAGE - 1) // PAGE * PAGE
-        while position < job.end:
-            try:
-                count = os.preadv(self._descriptor, [view(start + position, end - position)], position)
-            except (OSError, OverflowError):
-                return False
-            position += count
-            if position < job.end and (not count or position % PAGE):
-                return False
-        return True
-
-    def _ended(self, runs: Sequence[Run], position: int) -> Ended:
+    def ended(self, runs: Sequence[Run], position: int) -> Ended:
         """For the first of some parts that reaches beyond a position, where a file ends or has ended before."""
         run = next(run for run in runs if run.offset + run.nbytes > position)
         if self.plain >= 0:

@@ -512,7 +512,6 @@ def _shortages(
 
 _PLAIN = frozenset({"cpu", "meta"})
 _LITTLE = 16 << 20
-_KINDS = ("cuda", "xpu", "hpu", "mtia")
 
 
 def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
@@ -527,37 +526,9 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
     rank = local_rank(os.environ)
     if not names:
         return Devices((host,), rank=rank)
-    import torch
+    from transload.loading.accelerators import with_accelerators
 
-    # torch.cuda and its like, those that work; the one a program computes on first. The last is the kind that a package
-    # from outside has added to torch (npu, mlu …), which torch has no public way to ask for.
-    added = str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001
-    modules: dict[str, Any] = {}
-    for kind in (*_KINDS, *(() if added == "privateuseone" else (added,))):
-        module: Any = getattr(torch, kind, None)
-        complete = all(hasattr(module, name) for name in ("is_available", "device_count", "current_device"))
-        if complete and module.is_available() and module.device_count():
-            modules[kind] = module
-    here = [f"{kind}:{index}" for kind, module in modules.items() for index in range(module.device_count())]
-    alone = []
-    if torch.backends.mps.is_available():
-        most = getattr(torch.mps, "recommended_max_memory", None)
-        total = int(most()) if most else -1
-        alone = [Device("mps", total - int(torch.mps.driver_allocated_memory()) if most else -1, total)]
-    if not here and not alone:
-        why = "CUDA does not work here, and `transload doctor` says why"
-        if not torch.version.cuda and not torch.version.hip:
-            why = f"this torch ({torch.__version__}) is built without CUDA"
-        return Devices((host,), rank=rank, absent=why)
-    current = next((f"{kind}:{module.current_device()}" for kind, module in modules.items()), "mps")
-    silent = Devices((host, *map(Device, here), *alone), current, rank)
-    # The devices whose free memory matters: all of them if what is not here may be laid out over them.
-    found = [silent.get(name) for name in names]
-    asked = {silent.own, *(device.name for device in found if device)}
-    if None in found and len(set(names)) > 1 and rank is None:
-        asked = {device.name for device in silent.accelerators}
-    cards = [_card(modules[split(name)[0]], name) if name in asked else Device(name) for name in here]
-    return Devices((host, *cards, *alone), current, rank)
+    return with_accelerators(names, host, rank)
 
 
 def _host() -> Device:
@@ -566,19 +537,6 @@ def _host() -> Device:
 
     total, free = memory(Host())
     return Device("cpu", free, total)
-
-
-def _card(module: Any, name: str) -> Device:
-    index = split(name)[1]
-    label = str(module.get_device_name(index)) if hasattr(module, "get_device_name") else ""
-    if not hasattr(module, "mem_get_info"):
-        return Device(name, label=label)
-    try:
-        free, total = module.mem_get_info(index)
-        reserve = module.memory_reserved(index) - module.memory_allocated(index)  # can be used, too
-    except RuntimeError:  # some devices do not tell
-        return Device(name, label=label)
-    return Device(name, int(free + max(0, reserve)), int(total), label)
 
 
 class DeviceMap:

@@ -12,7 +12,8 @@ import pytest
 
 from transload.io.memory import PAGE, Pages, view
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.loading.jobs import CELL, Ended, File, Job, ReadRequest, Run, jobs
+from transload.loading.engine import DirectFile
+from transload.loading.jobs import CELL, Ended, Job, ReadRequest, Run, jobs
 
 
 @pytest.fixture
@@ -29,10 +30,10 @@ def short(tmp_path: Path, blob: bytes) -> Path:
 
 
 @pytest.fixture
-def direct(blob_path: Path) -> Iterator[File]:
+def direct(blob_path: Path) -> Iterator[DirectFile]:
     """A file that is read past the page cache, where the file system of the tests knows that."""
     source = FileSource(blob_path)
-    file = File(source)
+    file = DirectFile(source)
     try:
         if not file.go_direct():
             pytest.skip("this system, or its file system, cannot read past the page cache")
@@ -42,7 +43,7 @@ def direct(blob_path: Path) -> Iterator[File]:
         source.close()
 
 
-def read(file: File, job: Job, slot: Pages) -> bytes:
+def read(file: DirectFile, job: Job, slot: Pages) -> bytes:
     start = file.read_job(job, slot.address)
     return bytes(view(start + job.begin, job.end - job.begin))
 
@@ -63,16 +64,16 @@ class TestSpans:
     def test_buffered(self, offset: int, nbytes: int, blob: bytes, blob_path: Path, slot: Pages) -> None:
         (job,) = jobs([ReadRequest(0, offset, nbytes)])
         source = FileSource(blob_path)
-        assert read(File(source), job, slot) == blob[offset : offset + nbytes]
+        assert read(DirectFile(source), job, slot) == blob[offset : offset + nbytes]
         source.close()
 
-    def test_direct(self, offset: int, nbytes: int, blob: bytes, direct: File, slot: Pages) -> None:
+    def test_direct(self, offset: int, nbytes: int, blob: bytes, direct: DirectFile, slot: Pages) -> None:
         (job,) = jobs([ReadRequest(0, offset, nbytes)])
         assert direct.direct
         assert read(direct, job, slot) == blob[offset : offset + nbytes]
 
 
-def test_what_lies_beside_a_slot_is_not_touched(direct: File) -> None:
+def test_what_lies_beside_a_slot_is_not_touched(direct: DirectFile) -> None:
     both = Pages(3 * CELL)
     whole = view(both.address, 3 * CELL)
     whole[:] = b"\xaa" * (3 * CELL)
@@ -83,16 +84,16 @@ def test_what_lies_beside_a_slot_is_not_touched(direct: File) -> None:
 
 def test_only_a_file_of_the_system_is_plain(blob_path: Path) -> None:
     source = FileSource(blob_path)
-    assert File(source).plain == source.descriptor >= 0
+    assert DirectFile(source).plain == source.descriptor >= 0
     for other in (BytesSource(b"abc"), ObjectSource(io.BytesIO(b"abc")), Slice(source, 1, 2, "")):
-        file = File(other)
+        file = DirectFile(other)
         assert file.plain == -1
         assert not file.go_direct()
     source.close()
-    assert File(source).plain == -1
+    assert DirectFile(source).plain == -1
 
 
-def test_a_second_descriptor_is_closed(blob_path: Path, direct: File) -> None:
+def test_a_second_descriptor_is_closed(blob_path: Path, direct: DirectFile) -> None:
     descriptor = direct._descriptor
     assert os.fstat(descriptor).st_size == blob_path.stat().st_size
     direct.close()
@@ -110,7 +111,7 @@ def test_the_file_that_was_opened_is_read_though_its_path_leads_to_another(
     source = FileSource(path)
     (tmp_path / "y").write_bytes(bytes(9000))
     (tmp_path / "y").replace(path)
-    file = File(source)
+    file = DirectFile(source)
     file.go_direct()
     (job,) = jobs([ReadRequest(0, 10, 8000)])
     assert read(file, job, slot) == blob[10:8010]
@@ -142,7 +143,7 @@ class Reading:
     ids=["refused", "slow", "refused later", "a small block", "a small block later", "nothing", "too far"],
 )
 def test_what_is_not_read_directly_is_read_all_the_same(
-    counts: list[Any], direct: File, blob: bytes, slot: Pages, monkeypatch: pytest.MonkeyPatch
+    counts: list[Any], direct: DirectFile, blob: bytes, slot: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (job,) = jobs([ReadRequest(0, PAGE + 100, 60_000)])
     Reading(monkeypatch, counts)
@@ -155,7 +156,7 @@ def test_what_is_not_read_directly_is_read_all_the_same(
 def ended(source: Source, run: Run) -> tuple[int, int]:
     """What is said of a part, read straight and as a job."""
     memory = Pages(CELL)
-    file = File(source)
+    file = DirectFile(source)
     with pytest.raises(Ended) as straight:
         file.read(run, memory.address)
     with pytest.raises(Ended) as slotted:
@@ -194,7 +195,7 @@ def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages)
     wants = [ReadRequest(0, CELL, 2000), ReadRequest(0, CELL + 4000, 2000), ReadRequest(0, CELL + 6500, 10)]
     (job,) = jobs(wants)
     with pytest.raises(Ended) as raised:
-        File(source).read_job(job, slot.address)
+        DirectFile(source).read_job(job, slot.address)
     assert (raised.value.want, raised.value.came) == (1, 1000)
     source.close()
 
@@ -203,7 +204,7 @@ def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages)
 @pytest.mark.parametrize("straight", [True, False], ids=["direct", "buffered"])
 def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, straight: bool) -> None:
     source = FileSource(short)
-    file = File(source)
+    file = DirectFile(source)
     if straight:
         file.go_direct()
     (job, *_) = jobs([ReadRequest(0, offset, 10)])
@@ -217,7 +218,7 @@ def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, st
 @pytest.mark.parametrize("straight", [True, False], ids=["direct", "buffered"])
 def test_a_file_that_is_cut_after_it_was_opened(short: Path, slot: Pages, *, straight: bool) -> None:
     source = FileSource(short)
-    file = File(source)
+    file = DirectFile(source)
     if straight:
         file.go_direct()
     os.truncate(short, CELL + 100)
@@ -230,7 +231,7 @@ def test_a_file_that_is_cut_after_it_was_opened(short: Path, slot: Pages, *, str
 
 def test_a_file_is_long_enough_or_not(short: Path) -> None:
     source = FileSource(short)
-    file = File(source)
+    file = DirectFile(source)
     runs = [Run(0, 0, 0, 10), Run(CELL, 1, 0, 5000)]
     file.check(runs)
     os.truncate(short, CELL + 4000)
