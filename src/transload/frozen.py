@@ -140,15 +140,15 @@ else:
 
 def _init(cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> Any:
     """The ``__init__`` of a class: a function of its own, so that making an object takes one call."""
-    given, values = {name: name for name in annotations}, {name: name for name in annotations}
-    for name, default in defaults.items():
-        given[name] = f"{name}=defaults[{name!r}]"
-        if hasattr(default, "default_factory"):  # ``dataclasses.field``
-            values[name] = f"{name}.default_factory() if {name} is defaults[{name!r}] else {name}"
-            delattr(cls, name)
-    told = ", ".join(f"{name}={value}" for name, value in values.items())
     names: dict[str, Any] = {"defaults": defaults}
-    exec(f"def __init__(self, {', '.join(given.values())}):\n self.__dict__.update({told})", names)  # noqa: S102
+    made = []
+    for name, default in defaults.items():
+        if hasattr(default, "default_factory"):  # ``dataclasses.field``
+            made.append(f" {name} = {name}.default_factory() if {name} is defaults[{name!r}] else {name}\n")
+            delattr(cls, name)
+    told = " held = locals()\n del held['self']\n self.__dict__.update(held)"  # the shortest: it is compiled each time
+    exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(made)}{told}", names)  # noqa: S102
     init = names["__init__"]
+    init.__defaults__ = tuple(defaults.values())
     init.__annotations__ = {**annotations, "return": "None"}
     return init

@@ -7,9 +7,9 @@ shows. Every rule here narrows a range of releases and says by what.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint, Origin
+from transload.frozen import NamedTuple
 from transload.nodes import Call, Dict, Global
 
 

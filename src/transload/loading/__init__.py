@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Storage
 from transload.errors import (
@@ -25,6 +25,7 @@ from transload.errors import (
     UsageError,
 )
 from transload.formats import no_collecting
+from transload.frozen import NamedTuple
 from transload.io.memory import view
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, Place, ReadRequest, Settings, Sums, is_reached, read_here

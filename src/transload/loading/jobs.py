@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from transload.frozen import NamedTuple
 from transload.io.memory import Pages, copy, view
 
 if TYPE_CHECKING:
