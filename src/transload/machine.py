@@ -583,10 +583,10 @@ class Machine:
     problems: dict[str, str] = field(default_factory=dict)  # Probe → what stopped it. Its facts keep their defaults.
 
     @property
-    def capabilities(self) -> dict[str, tuple[int, int]]:
+    def capabilities(self) -> dict[str, tuple[int, ...]]:
         """Compute capability of each card, by name: from CUDA, else NVML; empty if neither works."""
         cards: tuple[CudaGpu | NvmlGpu, ...] = (*self.driver.cuda.gpus, *self.driver.nvml.gpus)
-        return {gpu.name: (gpu.capability[0], gpu.capability[1]) for gpu in reversed(cards) if len(gpu.capability) == 2}
+        return {gpu.name: gpu.capability for gpu in reversed(cards) if len(gpu.capability) == 2}
 
 
 def to_dict(value: Any) -> Any:

@@ -29,13 +29,13 @@ from transload.diagnose.tables import (
     TEGRA,
     Build,
     chip_of,
-    cuda_of_branch,
     driver_floor,
     first_branch,
-    generation_of,
+    generation,
     index_builds,
     numbers_of,
     releases,
+    table,
 )
 from transload.machine import Machine
 
@@ -44,10 +44,10 @@ AROUND = {"host": lambda machine: machine, "docker": in_container, "slurm": in_s
 
 
 @cache
-def cards() -> dict[tuple[int, int], int]:
+def cards() -> dict[tuple[int, ...], int]:
     """A PCI device id for each compute capability of the table."""
     chips = ((device, chip_of(device)) for device in range(0x0FC0, 0x3500))
-    return {chip.capability: device for device, chip in chips if chip is not None and chip.capability is not None}
+    return {chip.capability: device for device, chip in chips if chip and chip.capability}
 
 
 def builds(platform: str) -> Iterator[Build]:
@@ -55,18 +55,21 @@ def builds(platform: str) -> Iterator[Build]:
         yield from (build for build in index_builds(release, platform) if build.cuda)
 
 
-def floor(build: Build, capability: tuple[int, int]) -> str:
+def floor(build: Build, capability: tuple[int, ...]) -> str:
     """The oldest driver that runs the build on the card."""
     least = driver_floor(build.cuda)
     first = first_branch(capability)
     return least if numbers_of(least)[0] >= first else f"{first}.10"
 
 
-def machine_with(build: Build, capability: tuple[int, int], driver: str) -> Machine:
+def machine_with(build: Build, capability: tuple[int, ...], driver: str) -> Machine:
     name = f"a card of {capability}"
-    announced = numbers_of(cuda_of_branch(int(driver.partition(".")[0])) or build.cuda)
+    branch = int(driver.partition(".")[0])
+    told = next((row["cuda"] for row in table("drivers")["branches"] if row["branch"] == branch), build.cuda)
+    announced = numbers_of(told)
     version = announced[0] * 1000 + announced[1] * 10
-    kind = generation_of(capability)
+    chip = chip_of(cards()[capability])
+    kind = generation(chip.generation) if chip else None
     local = f"{build.torch}+{build.build}"
     python = ".".join(map(str, build.python[1]))
     return no_torch_run(

@@ -21,13 +21,13 @@ from transload.diagnose.tables import INDEX, WheelChoice, chips, choose_wheel, t
 FOLDER = Path(tables.__file__).parent
 DRIVERS = table("drivers")
 TORCH = table("torch_builds")
-CARDS = [tables.parse_capability(row["capability"]) for row in DRIVERS["capabilities"]]
+CARDS = [tables.numbers_of(row["capability"]) for row in DRIVERS["capabilities"]]
 BRANCHES = [row["branch"] for row in DRIVERS["branches"]]
 CUDA_PLATFORMS = ("linux-x86_64", "linux-aarch64", "windows")
 SURE = {"seen", "stated", "guess"}
 
 
-def choose(*, capabilities: Iterable[tuple[int, int]], **told: Any) -> WheelChoice:
+def choose(*, capabilities: Iterable[tuple[int, ...]], **told: Any) -> WheelChoice:
     host = {"platform": "linux-x86_64", "python": (3, 12), **told}
     return choose_wheel(capabilities=tuple(capabilities), **host)
 
@@ -92,10 +92,11 @@ def test_the_floor_of_a_family_is_not_above_its_toolkits(system: tables.System) 
 
 
 def test_every_toolkit_came_with_the_branch_that_announces_its_cuda() -> None:
+    announced = {row["branch"]: row["cuda"] for row in DRIVERS["branches"]}
     for row in DRIVERS["toolkits"]:
         if row["linux"]:
-            assert tables.cuda_of_branch(number(row["linux"])[0]) == row["cuda"]
-        assert tables.cuda_of_branch(tables.branch_of_cuda(row["cuda"])) == row["cuda"]
+            assert announced[number(row["linux"])[0]] == row["cuda"]
+        assert row["cuda"] in announced.values()
 
 
 def test_generations_and_capabilities_name_each_other() -> None:
@@ -119,16 +120,14 @@ def test_open_modules_begin_with_turing_and_are_a_must_from_blackwell() -> None:
 def test_what_the_driver_table_does_not_hold_is_empty() -> None:
     assert tables.driver_floor("9.2") == ""
     assert tables.toolkit_driver("12.7") == ""
-    assert tables.cuda_of_branch(999) == ""
-    assert tables.branch_of_cuda("99.0") == 0
     assert tables.branch_of("390.157") == 0
-    assert tables.generation_of((99, 9)) is None
+    assert (tables.first_branch((99, 9)), tables.last_branch((99, 9))) == (0, 0)
 
 
 @each("text", ["", "R580", "not a version", "N/A", "[Not Supported]", "\x00"])
 def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
     assert (tables.numbers_of(text), tables.driver_floor(text), tables.toolkit_driver(text)) == ((), "", "")
-    assert (tables.branch_of(text), tables.branch_of_cuda(text)) == (0, 0)
+    assert tables.branch_of(text) == 0
     assert tables.index_builds(text) == ()
     assert choose(driver=text, capabilities=[(8, 6)]) == choose(driver="", capabilities=[(8, 6)])
     assert choose(driver="", capabilities=[(8, 6)], torch=text or "N/A").torch_version == ""
@@ -157,10 +156,9 @@ def spelled_out(runs: str) -> list[int]:
 def test_every_chip_has_a_driver_rule_for_its_generation_and_capability() -> None:
     for chip in set(chips().values()):
         assert tables.generation(chip.generation) is not None, chip
-        if chip.capability is not None:
-            found = tables.generation_of(chip.capability)
-            assert found is not None, chip
-            assert found.name == chip.generation, chip
+        if chip.capability:
+            row = next(row for row in DRIVERS["capabilities"] if number(row["capability"]) == chip.capability)
+            assert row["generation"] == chip.generation, chip
 
 
 @each(
@@ -198,7 +196,7 @@ def test_a_gap_is_filled_only_between_neighbours_that_agree() -> None:
     assert tables.chip_of(0x2780) == tables.Chip("AD103 or AD104", "Ada", (8, 9), inferred=True)
     unsure = tables.chip_of(0x2E01)  # between 12.0 and 12.1
     assert unsure is not None
-    assert (unsure.generation, unsure.capability) == ("Blackwell", None)
+    assert (unsure.generation, unsure.capability) == ("Blackwell", ())
     for between in (0, 0x22A0, 0x1900, 0xFFFF):
         assert tables.chip_of(between) is None, hex(between)
 
@@ -288,7 +286,7 @@ def test_other_names(name: str) -> None:
     ],
 )
 def test_which_code_runs_where(code: str, card: tuple[int, int], cuda: tuple[int, int] | None, runs: bool) -> None:
-    assert tables.runs_on(code, card, cuda) is runs
+    assert tables.runs_on(code, card, cuda or ()) is runs
 
 
 # ── result codes ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,9 +295,10 @@ def test_which_code_runs_where(code: str, card: tuple[int, int], cuda: tuple[int
 @each("library", ["cuda", "nvml"])
 def test_result_codes_are_in_order_and_complete(library: str) -> None:
     rows = table("results")[library]
-    assert ascending([row["code"] for row in rows])
-    assert all(row["name"] or row["runtime_name"] for row in rows)
-    assert {row["code"] for row in rows} >= ({*range(31), 999} if library == "nvml" else DECIDING)
+    codes = list(map(int, rows))
+    assert ascending(codes)
+    assert all(row["name"] for row in rows.values())
+    assert {*codes} >= ({*range(31), 999} if library == "nvml" else DECIDING)
 
 
 # What the driver answers decides between causes for these.
@@ -352,13 +351,13 @@ def test_rows_of_builds_are_well_formed() -> None:
 @each("release", tables.releases())
 def test_what_pypi_has_is_one_of_the_builds(release: str) -> None:
     for platform in tables.PLATFORMS:
-        default = tables.default_build(release, platform)
+        default = tables.build_of(release, platform)
         if default is None:
             assert (platform, number(release) > (2, 2, 2)) == ("macos-x86_64", True)
             continue
         assert default in tables.index_builds(release, platform)
         assert [build for build in tables.index_builds(release, platform) if build.on_pypi] == [default]
-    windows, mac = (tables.default_build(release, platform) for platform in ("windows", "macos-arm64"))
+    windows, mac = (tables.build_of(release, platform) for platform in ("windows", "macos-arm64"))
     assert windows is not None
     assert mac is not None
     assert windows.build == mac.build == "cpu"
@@ -379,7 +378,7 @@ def test_what_pypi_has_is_one_of_the_builds(release: str) -> None:
 def test_what_was_seen_in_the_wheels_on_pypi(
     release: str, build: str, first: str, last: str, python: tuple[int, int]
 ) -> None:
-    found = tables.default_build(release, "linux-x86_64")
+    found = tables.build_of(release, "linux-x86_64")
     assert found is not None
     assert (found.build, found.archs[0], found.archs[-1], found.sure) == (build, first, last, "seen")
     assert found.python[1] == python
@@ -387,26 +386,26 @@ def test_what_was_seen_in_the_wheels_on_pypi(
 
 @each(("release", "build"), [("2.10.0", "cpu"), ("2.11.0", "cu130"), ("2.15.0", "cu132")])
 def test_arm_wheels_on_pypi_have_cuda_since_2_11(release: str, build: str) -> None:
-    found = tables.default_build(release, "linux-aarch64")
+    found = tables.build_of(release, "linux-aarch64")
     assert found is not None
     assert found.build == build
 
 
 def test_a_release_may_be_named_as_people_do() -> None:
     names = ("2.12.1", "2.12.1+cu130", "2.12")
-    assert len({tables.default_build(name, "linux-x86_64") for name in names}) == 1
+    assert len({tables.build_of(name, "linux-x86_64") for name in names}) == 1
     assert tables.index_builds("9.9.9") == ()
-    assert tables.default_build("2.15.0", "freebsd") is None
-    assert tables.build_of("2.15.0", "cu118", "linux-x86_64") is None
+    assert tables.build_of("2.15.0", "freebsd") is None
+    assert tables.build_of("2.15.0", "linux-x86_64", "cu118") is None
 
 
 # ── the choice ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fits(entry: dict[str, Any], card: tuple[int, int], branch: int) -> bool:
+def fits(entry: dict[str, Any], card: tuple[int, ...], branch: int) -> bool:
     """Whether a raw row of a CUDA build runs on a card with a driver of a branch: the rule, spelled out once more."""
     codes = [divmod(int(code), 10) for code in entry["archs"].split()]
-    row = next(row for row in DRIVERS["capabilities"] if tables.parse_capability(row["capability"]) == card)
+    row = next(row for row in DRIVERS["capabilities"] if number(row["capability"]) == card)
     last = next(each["last_branch"] for each in DRIVERS["generations"] if each["name"] == row["generation"])
     major = entry["cuda"].split(".")[0]
     floor = next(family["linux"] for family in DRIVERS["families"] if family["cuda"] == major)
@@ -433,7 +432,7 @@ def raw_builds(platform: str, python: tuple[int, int]) -> list[tuple[str, dict[s
 
 @each("platform", ["linux-x86_64", "linux-aarch64"])
 @each("card", CARDS)
-def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, int], platform: str) -> None:
+def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, ...], platform: str) -> None:
     builds = raw_builds(platform, (3, 11))
     for branch in BRANCHES:
         choice = choose(driver=f"{branch}.999", capabilities=[card], platform=platform, python=(3, 11))
@@ -444,7 +443,7 @@ def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, i
         newest = max((version for version, _ in fitting), key=number)
         assert (choice.torch_version, choice.needs_driver) == (newest, ""), branch
         assert (newest, choice.build) in fitting
-        default = tables.default_build(newest, platform)
+        default = tables.build_of(newest, platform)
         assert default is not None
         assert (choice.index_url == "") == ((newest, default.build) in fitting)
 

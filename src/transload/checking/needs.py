@@ -260,7 +260,7 @@ class _Kernel:
     cuda: int = 0
     """The CUDA version that its PTX needs of the driver, numbered as drivers do: ``12080``; 0 where it does not say."""
 
-    def runs(self, card: tuple[int, int], driver: int) -> bool:
+    def runs(self, card: tuple[int, ...], driver: int) -> bool:
         able = not driver or self.cuda <= driver
         return able and any(runs_on(code, card) for code in self.codes)
 

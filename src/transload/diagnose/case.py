@@ -142,7 +142,7 @@ class Card(NamedTuple):
     """A GPU for torch; ``sure`` unless its capability is inferred from neighbouring PCI ids."""
 
     name: str
-    capability: tuple[int, int]
+    capability: tuple[int, ...]
     sure: bool = True
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ class Case(Machine):
         self.torch_version = run.version or (first.version if first else "")
         self.torch_cuda = run.cuda or (first.cuda if first else "")
         numbers = numbers_of(self.torch_cuda)
-        self.built_with = (numbers[0], numbers[1]) if len(numbers) > 1 else None
+        self.built_with = numbers[:2] if len(numbers) > 1 else ()
 
     def env(self, name: str) -> str | None:
         """The value of an environment variable, or ``None`` if it is not set."""
@@ -350,11 +350,7 @@ class Case(Machine):
         """The cards of this process; if the driver does not work, all that NVML or the PCI bus lists."""
         driver = self.driver
         told = driver.cuda.gpus if driver.cuda.works else driver.nvml.gpus
-        known = tuple(
-            Card(gpu.name or "the GPU", (gpu.capability[0], gpu.capability[1]))
-            for gpu in told
-            if len(gpu.capability) == 2
-        )
+        known = tuple(Card(gpu.name or "the GPU", gpu.capability) for gpu in told if len(gpu.capability) == 2)
         chips = ((gpu, chip_of(gpu.device)) for gpu in self.hardware.gpus if gpu.driver != "vfio-pci")
         return known or tuple(
             Card(f"the card at {gpu.address} ({chip.code}, {chip.generation})", chip.capability, not chip.inferred)

@@ -470,7 +470,7 @@ def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) ->
     """
     if gpu:
         return wheel(machine)
-    default = tables.default_build(tables.releases()[-1], wheel_platform(machine))
+    default = tables.build_of(tables.releases()[-1], wheel_platform(machine))
     with_cuda = gpu is False and default is not None and bool(default.cuda)
     return install(machine, "torch", index=f"{tables.INDEX}/cpu" if with_cuda else "", force=force)
 
@@ -489,7 +489,7 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
         return install_torch(machine, gpu=gpu, force=True)
     if gpu:
         return wheel(machine, release if wheel_choice(machine, release).torch_version else "")
-    default = tables.default_build(release, wheel_platform(machine))
+    default = tables.build_of(release, wheel_platform(machine))
     if gpu is False and first and first.cuda and default and default.cuda:  # the small build does, with all beside it
         beside = [name for name in _TRIO if name in machine.python.packages]
         return install(machine, f"torch=={release}", *beside, index=f"{tables.INDEX}/cpu", force=True)

@@ -21,7 +21,7 @@ _NO_CODE = rf"{_NO_KERNEL}|not compatible with the current PyTorch|which is of (
 # -- the driver
 
 
-def _enough(driver: int, wheel: tuple[int, int]) -> bool:
+def _enough(driver: int, wheel: tuple[int, ...]) -> bool:
     """Whether a driver runs what was built with a CUDA version: from 11 on the same major version suffices.
 
     >>> _enough(12000, (12, 8)), _enough(12080, (13, 0)), _enough(10010, (10, 2)), _enough(11040, (10, 2))
@@ -84,7 +84,7 @@ def driver_for_build(m: Case) -> Found:
 def _only_newer_ptx(m: Case) -> bool:
     """Whether torch was not run, has only PTX for the cards, and the driver is older than the PTX."""
     cuda, (codes, proven) = m.built_with, _codes(m)
-    if not m.torch_not_run or cuda is None or not proven:
+    if not m.torch_not_run or not cuda or not proven:
         return False
     if not 0 < m.driver_cuda < cuda[0] * 1000 + cuda[1] * 10:
         return False
@@ -101,7 +101,7 @@ def _only_newer_ptx(m: Case) -> bool:
 def _misfits(m: Case) -> tuple[Card, ...]:
     """The cards that this torch has no code for, by its binaries or else the tables; none if unknown."""
     cuda, (known, _) = m.built_with, _codes(m)
-    if cuda is None or not known or m.torch.shadow:
+    if not cuda or not known or m.torch.shadow:
         return ()
     bad = tuple(card for card in m.cards if not tables.covers(known, card.capability, cuda))
     # torch computes on its first card: whatever the lists say, there is code for that one
@@ -113,8 +113,8 @@ def _codes(m: Case) -> tuple[Lines, bool]:
     told = tuple(m.torch_libraries.cubins or ()) or m.torch_libraries.architectures or m.torch_run.architectures
     if told:
         return told, True
-    version = m.torch_version
-    build = tables.build_of(version, version.partition("+")[2], fixes.wheel_platform(m))
+    local = m.torch_version.partition("+")[2]
+    build = tables.build_of(m.torch_version, fixes.wheel_platform(m), local) if local else None
     return (build.archs, False) if build else ((), False)
 
 

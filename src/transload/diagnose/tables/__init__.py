@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 Version = tuple[int, ...]
-Capability = tuple[int, int]
+Capability = Version
 Sure = Literal["seen", "stated", "guess"]
 System = Literal["linux", "windows"]
 
@@ -48,16 +48,6 @@ def numbers_of(text: str) -> Version:
         return ()
 
 
-def parse_capability(text: str) -> Capability:
-    """A compute capability as two numbers.
-
-    >>> parse_capability("12.0")
-    (12, 0)
-    """
-    major, minor = text.split(".")
-    return int(major), int(minor)
-
-
 # -- result codes
 
 
@@ -68,12 +58,6 @@ class Result(NamedTuple):
     text: str = ""
 
 
-@cache
-def _results(library: str) -> dict[int, Result]:
-    rows = table("results")[library]
-    return {row["code"]: Result(row["name"] or row["runtime_name"], row["text"]) for row in rows}
-
-
 def result(library: Literal["cuda", "nvml"], code: int) -> Result:
     """A code of the CUDA driver, with the words torch prints for it, or of NVML. A few of CUDA are the runtime's alone.
 
@@ -82,7 +66,7 @@ def result(library: Literal["cuda", "nvml"], code: int) -> Result:
     >>> result("nvml", 18).name, result("nvml", 12345)
     ('NVML_ERROR_LIB_RM_VERSION_MISMATCH', Result(name='', text=''))
     """
-    return _results(library).get(code, Result())
+    return Result(**table("results")[library].get(str(code), {}))
 
 
 # -- which chip an NVIDIA PCI device id is
@@ -92,14 +76,14 @@ _BLOCK = 0x80
 
 
 class Chip(NamedTuple):
-    """What a device id tells: code name, generation and capability (None where not published).
+    """What a device id tells: code name, generation and capability (empty where not published).
 
     ``inferred`` is true of an id that no list holds but whose neighbours on both sides agree; ``code`` then names both.
     """
 
     code: str
     generation: str
-    capability: Capability | None
+    capability: Capability
     inferred: bool = False
 
 
@@ -114,9 +98,8 @@ def chips() -> dict[int, Chip]:
     """Every device id in the table, ascending."""
     found: dict[int, Chip] = {}
     for code, row in table("chips")["chips"].items():
-        capability = parse_capability(row["capability"]) if row["capability"] else None
         for device in _ids(row["ids"]):
-            found[device] = Chip(code, row["generation"], capability)
+            found[device] = Chip(code, row["generation"], numbers_of(row["capability"]))
     return dict(sorted(found.items()))
 
 
@@ -139,7 +122,7 @@ def chip_of(device_id: int) -> Chip | None:
     if below.generation != above.generation:
         return None
     code = below.code if below.code == above.code else f"{below.code} or {above.code}"
-    capability = below.capability if below.capability == above.capability else None
+    capability = below.capability if below.capability == above.capability else ()
     return Chip(code, below.generation, capability, inferred=True)
 
 
@@ -218,25 +201,6 @@ def _branches() -> dict[int, str]:
     return {row["branch"]: row["cuda"] for row in table("drivers")["branches"]}
 
 
-def cuda_of_branch(branch: int) -> str:
-    """The CUDA version a driver branch announces; empty for one not in the table. Better to ask the driver itself.
-
-    >>> cuda_of_branch(570), cuda_of_branch(571)
-    ('12.8', '')
-    """
-    return _branches().get(branch, "")
-
-
-def branch_of_cuda(cuda: str) -> int:
-    """The first driver branch that announces this CUDA version or a newer one; 0 if none does yet.
-
-    >>> branch_of_cuda("13.0"), branch_of_cuda("12.0.1")
-    (580, 525)
-    """
-    wanted = numbers_of(cuda)[:2] or (9999,)
-    return next((branch for branch, newest in _branches().items() if numbers_of(newest) >= wanted), 0)
-
-
 def branch_of(driver: str) -> int:
     """The branch of a driver version; Windows drivers of one branch count up past its number. 0 for an older one.
 
@@ -269,25 +233,26 @@ def generation(name: str) -> Generation | None:
 
 @cache
 def _capabilities() -> dict[Capability, dict[str, Any]]:
-    return {parse_capability(row["capability"]): row for row in table("drivers")["capabilities"]}
+    return {numbers_of(row["capability"]): row for row in table("drivers")["capabilities"]}
 
 
-def generation_of(capability: Capability) -> Generation | None:
-    """The generation of a compute capability; nothing for a capability not in the table.
-
-    >>> generation_of((8, 9)).name, generation_of((8, 7))
-    ('Ada', None)
-    """
-    return generation(_capabilities().get(capability, {}).get("generation", ""))
-
-
-def first_branch(capability: Capability | None) -> int:
+def first_branch(capability: Capability) -> int:
     """The first driver branch that drives cards of this capability; 0 if not known.
 
     >>> first_branch((12, 0)), first_branch((8, 7))
     (570, 0)
     """
-    return int(_capabilities()[capability]["first_branch"]) if capability in _capabilities() else 0
+    return int(_capabilities().get(capability, {}).get("first_branch", 0))
+
+
+def last_branch(capability: Capability) -> int:
+    """The last driver branch that drives them; 0 if there is no last one, or not known.
+
+    >>> last_branch((6, 1)), last_branch((12, 0))
+    (580, 0)
+    """
+    found = generation(_capabilities().get(capability, {}).get("generation", ""))
+    return found.last_branch if found else 0
 
 
 # -- which compiled code runs on which card
@@ -301,7 +266,7 @@ _CODE = re.compile(r"(sm|compute)_([0-9]{1,4})([0-9])([af]?)")
 
 
 @lru_cache(maxsize=4096)
-def runs_on(code: str, capability: Capability, build_cuda: tuple[int, int] | None = None) -> bool:
+def runs_on(code: str, capability: Capability, build_cuda: Version = ()) -> bool:
     """Whether code for an architecture (``sm_86``, ``sm_90a``, ``sm_100f``, ``compute_90``) runs on a card.
 
     A cubin runs on its own major version from its own minor on; so it does with ``f``, which names that family, and
@@ -325,11 +290,11 @@ def runs_on(code: str, capability: Capability, build_cuda: tuple[int, int] | Non
         return made <= card
     if parts[1] == "sm" and (card in TEGRA or made in TEGRA) and made != card:
         shares = card in _TEGRA_WITH_DESKTOP_CODE and made not in TEGRA
-        return shares and same_family and build_cuda is not None and build_cuda >= _DESKTOP_CODE_FOR_TEGRA_SINCE
+        return shares and same_family and build_cuda >= _DESKTOP_CODE_FOR_TEGRA_SINCE
     return same_family
 
 
-def covers(codes: Iterable[str], capability: Capability, build_cuda: tuple[int, int] | None = None) -> bool:
+def covers(codes: Iterable[str], capability: Capability, build_cuda: Version = ()) -> bool:
     """Whether any of the architectures of a build runs on a card.
 
     >>> covers(("sm_75", "sm_80", "sm_86"), (8, 9)), covers(("sm_75", "sm_80"), (6, 1))
@@ -367,8 +332,7 @@ class Build(NamedTuple):
 
     def supports_card(self, capability: Capability) -> bool:
         """Whether the build has code for a card, and a cuDNN that still runs on it."""
-        cuda = numbers_of(self.cuda or "0.0")
-        return covers(self.archs, capability, (cuda[0], cuda[1])) and capability >= _cudnn_floor(self.cudnn)
+        return covers(self.archs, capability, numbers_of(self.cuda)) and capability >= _cudnn_floor(self.cudnn)
 
 
 @cache
@@ -376,7 +340,7 @@ def _cudnn_floor(cudnn: str) -> Capability:
     """The least capability that a cuDNN still runs on."""
     floors = table("torch_builds")["cudnn_floors"] if cudnn else ()
     reached = (row["capability"] for row in floors if numbers_of(cudnn) >= numbers_of(row["cudnn"]))
-    return max(map(parse_capability, reached), default=(0, 0))
+    return max(map(numbers_of, reached), default=())
 
 
 @cache
@@ -427,25 +391,14 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
     )
 
 
-@lru_cache(maxsize=512)
-def default_build(torch_version: str, platform: str) -> Build | None:
-    """What a bare ``pip install torch==…`` takes from PyPI.
+def build_of(torch_version: str, platform: str, build: str = "") -> Build | None:
+    """One build by its name; without a name what a bare ``pip install torch==…`` takes from PyPI.
 
-    >>> default_build("2.15.0", "linux-x86_64").archs
-    ('sm_75', 'sm_80', 'sm_86', 'sm_90', 'sm_100', 'sm_120')
-    >>> default_build("2.15.0", "windows").build
-    'cpu'
+    >>> build_of("2.15", "linux-x86_64", "cu126").archs[0], build_of("2.15.0", "windows").build
+    ('sm_50', 'cpu')
     """
-    return next((build for build in index_builds(torch_version, platform) if build.on_pypi), None)
-
-
-def build_of(torch_version: str, build: str, platform: str) -> Build | None:
-    """One build by its name.
-
-    >>> build_of("2.15", "cu126", "linux-x86_64").archs[0]
-    'sm_50'
-    """
-    return next((found for found in index_builds(torch_version, platform) if found.build == build), None)
+    builds = index_builds(torch_version, platform)
+    return next((found for found in builds if (found.build == build if build else found.on_pypi)), None)
 
 
 # -- the wheel that fits the driver, the cards, the platform and the Python of a machine, all of them at once
@@ -460,10 +413,10 @@ class WheelChoice(NamedTuple):
     ``reason`` is whole sentences.
     """
 
-    torch_version: str
-    build: str
-    index_url: str
     reason: str
+    torch_version: str = ""
+    build: str = ""
+    index_url: str = ""
     needs_driver: str = ""
     direction: Literal["", "newer", "older"] = ""
     how_sure: Sure = "guess"
@@ -499,11 +452,13 @@ def choose_wheel(
     cards = tuple(sorted(set(capabilities)))
     driver = driver if numbers_of(driver) else ""
     known = bool(driver or driver_cuda)
-    supports = cuda_text(driver_cuda) if driver_cuda else cuda_of_branch(branch_of(driver))
-    branch = branch_of(driver) if driver else branch_of_cuda(supports)
+    supports = cuda_text(driver_cuda) if driver_cuda else _branches().get(branch_of(driver), "")
+    # without its version, the first branch that announces that CUDA or a newer one
+    newer = (branch for branch, cuda in _branches().items() if numbers_of(cuda) >= numbers_of(supports or "9999"))
+    branch = branch_of(driver) if driver else next(newer, 0)
     # the branches that drive all the cards: from ``first`` to ``last``, which is 0 where there is no last one
     first = max(map(first_branch, cards), default=0)
-    last = min(filter(None, map(_last_branch, cards)), default=0)
+    last = min(filter(None, map(last_branch, cards)), default=0)
     too_old, too_new = (not driver_sees_cards and wrong for wrong in (branch < first, 0 < last < branch))
 
     def floor(build: Build) -> str:
@@ -523,7 +478,7 @@ def choose_wheel(
         """The newest release; of its builds PyPI's, else one no newer than the driver's CUDA, else the usual one."""
 
         def merit(build: Build) -> tuple[Version, bool, bool, bool, Version]:
-            usual, cuda = default_build(build.torch, "linux-x86_64"), numbers_of(build.cuda)
+            usual, cuda = build_of(build.torch, "linux-x86_64"), numbers_of(build.cuda)
             native = not supports or cuda <= numbers_of(supports)
             same = usual is not None and usual.build == build.build
             return numbers_of(build.torch), build.on_pypi, native, same, cuda
@@ -539,31 +494,31 @@ def choose_wheel(
     possible = [build for build in usable if not last or branch_of(floor(build)) <= last]
     fitting = [build for build in usable if runs(build)]
     if not wanted:
-        return _no_wheel(f"torch {torch} is not in the table, which goes from {releases()[0]} to {releases()[-1]}.")
+        return WheelChoice(f"torch {torch} is not in the table, which goes from {releases()[0]} to {releases()[-1]}.")
     if not here and platform.startswith("macos"):
-        return _no_wheel("There is no CUDA on macOS: torch uses the GPU there as the device mps.")
+        return WheelChoice("There is no CUDA on macOS: torch uses the GPU there as the device mps.")
     if not here:
         others = "" if platform in PLATFORMS else f"; wheels are for {', '.join(PLATFORMS)}"
-        return _no_wheel(f"There is no CUDA build of {f'torch {torch}' if torch else 'torch'} for {platform}{others}.")
+        return WheelChoice(f"There is no CUDA build of {f'torch {torch}'.strip()} for {platform}{others}.")
     since = f"of torch {torch}" if torch else f"of torch since {releases()[0]}"
     if not with_code and len(cards) > 1:
         hint = "Show torch one kind of card with CUDA_VISIBLE_DEVICES, with an environment for each kind."
-        return _no_wheel(f"No build {since} has code for all of {_names(cards)}. {hint}")
+        return WheelChoice(f"No build {since} has code for all of {_names(cards)}. {hint}")
     if not with_code:
         board = " NVIDIA has wheels of its own for Jetson boards." if set(cards) & TEGRA else ""
-        return _no_wheel(f"No build {since} has code for {_names(cards)}.{board}")
+        return WheelChoice(f"No build {since} has code for {_names(cards)}.{board}")
     if not usable:
         newest = best(with_code)
         has = f"torch {newest.torch} has them for Python {_dotted(newest.python[0])} to {_dotted(newest.python[1])}."
-        return _no_wheel(f"No torch with code for {_names(cards)} has wheels for Python {_dotted(python)}. {has}")
+        return WheelChoice(f"No torch with code for {_names(cards)} has wheels for Python {_dotted(python)}. {has}")
     if not fitting and not possible:
-        return _no_wheel(f"No driver supports all of {_names(cards)} and a torch with code for them.")
+        return WheelChoice(f"No driver supports all of {_names(cards)} and a torch with code for them.")
 
     needs, change, more = "", "", ""
     direction: Literal["", "newer", "older"] = ""
     if fitting:
         chosen = best(fitting)
-        default = default_build(chosen.torch, platform)
+        default = build_of(chosen.torch, platform)
         if default and not default.archs:
             more = "The wheel on PyPI has no CUDA on this platform."
         elif default and not chosen.on_pypi:
@@ -575,7 +530,7 @@ def choose_wheel(
     else:
         if too_new:
             direction, needs, chosen = "older", str(last), best(possible)
-            dropped = tuple(card for card in cards if 0 < _last_branch(card) < branch)
+            dropped = tuple(card for card in cards if 0 < last_branch(card) < branch)
             change = f"Drivers after branch {needs} do not support {_names(dropped)}: install one of branch {needs}. "
         else:
             least = min(branch_of(floor(build)) for build in possible)
@@ -592,17 +547,7 @@ def choose_wheel(
     reason = f"{change}torch {chosen.torch} {chosen.build} {code}needs driver {floor(chosen)} or newer. {more.strip()}"
     index = "" if chosen.on_pypi else f"{INDEX}/{chosen.build}"
     sure = chosen.sure if known and cards and not set(cards) & TEGRA else "guess"
-    return WheelChoice(chosen.torch, chosen.build, index, reason.rstrip(), needs, direction, sure)
-
-
-def _no_wheel(reason: str) -> WheelChoice:
-    return WheelChoice("", "", "", reason)
-
-
-def _last_branch(card: Capability) -> int:
-    """The last branch that drives a card; 0 if there is no last one."""
-    found = generation_of(card)
-    return found.last_branch if found else 0
+    return WheelChoice(reason.rstrip(), chosen.torch, chosen.build, index, needs, direction, sure)
 
 
 def _names(cards: tuple[Capability, ...]) -> str:
