@@ -25,12 +25,25 @@ SOURCES = Path(__file__).parents[2] / "src"
 needs_shell = pytest.mark.skipif(shutil.which("sh") is None, reason="there is no shell here")
 
 
-def torchrun(folder: Path, ranks: int, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script, whose arguments are the command ``transload doctor``, in each rank."""
-    path = folder / "rank.sh"
+def torchrun(folder: Path, nodes: int, ranks: int, script: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run a shell script, whose arguments are the command ``transload doctor``, in each rank of each node."""
+    path, temporary = folder / "rank.sh", folder / "tmp"  # torchrun leaves folders behind
     path.write_text(f"{script.format(doctor=f'{sys.executable} -m transload doctor')}\n", encoding="utf-8")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-    return forks.run(*launch, "sh", path, cwd=folder, env={**os.environ, "PYTHONPATH": str(SOURCES)})
+    temporary.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(SOURCES), "TMPDIR": str(temporary)}
+    launch = ("-m", "torch.distributed.run", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    size = (f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--no-python", "sh", path)
+    with ThreadPoolExecutor() as pool:
+        started = [(*launch, f"--node-rank={node}", *size) for node in range(nodes)]
+        agents = [pool.submit(forks.run, *each, cwd=folder, env=environ) for each in started]
+        return [agent.result() for agent in agents]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def broken_torch(folder: Path) -> Path:
@@ -43,27 +56,32 @@ def broken_torch(folder: Path) -> Path:
 
 
 @needs_shell
-@pytest.mark.parametrize(("broken", "absent"), [(2, ["rank 3"]), (0, [])], ids=str)
+@pytest.mark.parametrize(("broken", "absent", "nodes"), [(1, ["rank 3"], 2), (0, [], 1)], ids=str)
 def test_a_rank_with_a_broken_torch_reports_and_one_that_never_starts_is_named(
-    tmp_path: Path, broken: int, absent: list[str]
+    tmp_path: Path, broken: int, absent: list[str], nodes: int
 ) -> None:
-    """The first rank or another: whoever cannot reach the store of torchrun uses files, and leaves none."""
+    """The first rank or another: whoever cannot reach the store of torchrun uses files, and leaves none.
+
+    Each agent of torchrun fails, since one that succeeds waits five minutes for those that failed.
+    """
     script = f"""
         [ "$RANK" = {broken} ] && export PYTHONPATH="{broken_torch(tmp_path)}:$PYTHONPATH"
         [ "$RANK" = 3 ] && exit 0
         exec {{doctor}} --gather --no-torch --timeout {10 if absent else 60} --json
     """
-    begun, before = time.monotonic(), {*tmp_path.iterdir(), tmp_path / "rank.sh"}
-    done = torchrun(tmp_path, 3 + len(absent), script)
-    told = json.loads(done.stdout)
-    assert done.returncode == 1
+    begun, before = time.monotonic(), {*tmp_path.iterdir(), tmp_path / "rank.sh", tmp_path / "tmp"}
+    agents = torchrun(tmp_path, nodes, 2 if absent else 3, script)
+    assert [agent.returncode for agent in agents] == [1] * nodes, agents
+    assert all("transload doctor exits with 1: see the comparison" in agent.stderr for agent in agents)
     assert time.monotonic() - begun < 60
-    assert (told["nodes"], told["silent"]) == (["rank 0", "rank 1", "rank 2"], absent), done.stderr
+    told = json.loads("".join(agent.stdout for agent in agents))
+    assert (told["nodes"], told["silent"]) == (["rank 0", "rank 1", "rank 2"], absent), agents
     # A machine whose GPU is hidden has faults of its own, in all ranks.
     because = [fault["because"] for fault in told["faults"] if fault["nodes"] == [f"rank {broken}"]]
     assert because
     assert all(each == ["PYTHONPATH"] for each in because)
     assert {*tmp_path.iterdir()} == before
+    assert not [*(tmp_path / "tmp").glob("transload*")]
 
 
 @needs_shell
@@ -91,16 +109,27 @@ def test_the_init_container_of_the_recipe(tmp_path: Path) -> None:
     assert [pod.returncode for pod in pods] == [0 if told["ok"] else 1, 0]
 
 
+def exchange(gathering: Gathering, report: str, broken: str = "") -> dict[int, str] | int:
+    """What rank 0 has found, where its exit code is 1, and what any other rank ends with."""
+    found: dict[int, str] = {}
+
+    def conclude(reports: dict[int, str]) -> tuple[str, int]:
+        found.update(reports)
+        return "all alike\n", 1
+
+    code = gathering.exchange(report, conclude, "", broken)
+    assert code == 1 or gathering.rank
+    return code if gathering.rank else found
+
+
 def test_without_torchrun_rank_0_keeps_the_store(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
     with ThreadPoolExecutor() as pool:
-        sent = pool.submit(Gathering(1, 2, "", 60.0).exchange, "one")
-        assert Gathering(0, 2, "", 60.0).exchange("zero") == {0: "zero", 1: "one"}
-        assert sent.result() == {}
+        sent = pool.submit(exchange, Gathering(1, 2, "", 60.0), "one")
+        assert exchange(Gathering(0, 2, "", 60.0), "zero") == {0: "zero", 1: "one"}
+        assert sent.result() == 1
     assert not job.with_name(f"transload-doctor-17-0-127.0.0.1-{port}").exists()
 
 
@@ -118,9 +147,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_torch_the_ranks_meet_in_a_folder_and_leave_nothing(job: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        others = [pool.submit(Gathering(rank, 3, "", 60.0).exchange, f"{rank}", "", "broken") for rank in (1, 2)]
-        assert Gathering(0, 3, "", 60.0).exchange("0", "", "broken") == {0: "0", 1: "1", 2: "2"}
-        assert [each.result() for each in others] == [{}, {}]
+        others = [pool.submit(exchange, Gathering(rank, 3, "", 60.0), f"{rank}", "broken") for rank in (1, 2)]
+        assert exchange(Gathering(0, 3, "", 60.0), "0", "broken") == {0: "0", 1: "1", 2: "2"}
+        assert [each.result() for each in others] == [1, 1]
     assert not job.exists()
 
 
@@ -129,13 +158,13 @@ def test_what_was_left_in_that_folder_long_ago_does_not_count(job: Path) -> None
     (job / "rank-1.json").write_text("old", encoding="utf-8")
     os.utime(job / "rank-1.json", (1e9, 1e9))
     with pytest.raises(TransloadError, match=r"through torch: MASTER_ADDR .*; through .*: no other rank was there"):
-        Gathering(0, 2, "", 0.3).exchange("0")
+        exchange(Gathering(0, 2, "", 0.3), "0")
     assert not job.exists()
 
 
 def test_a_rank_whom_nobody_hears_says_so(job: Path) -> None:
     with pytest.raises(TransloadError, match="rank 1 cannot reach the others: through torch: no torch; through"):
-        Gathering(1, 2, "", 0.3).exchange("{}", "", "no torch")
+        exchange(Gathering(1, 2, "", 0.3), "{}", "no torch")
     assert not job.exists()
     job.touch()
     with pytest.raises(TransloadError, match="it cannot be used to gather reports"):
@@ -147,7 +176,7 @@ def test_a_torch_that_cannot_be_imported_is_quoted(job: Path, monkeypatch: pytes
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("PYTHONPATH", str(broken_torch(job.parent)))
     with pytest.raises(TransloadError, match=r"through torch: ImportError: libtorch_cpu\.so: cannot open; through"):
-        Gathering(1, 2, "", 1.5).exchange("{}")
+        exchange(Gathering(1, 2, "", 0.75), "{}")
 
 
 def test_a_torch_that_hangs_is_not_waited_for(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +187,9 @@ def test_a_torch_that_hangs_is_not_waited_for(job: Path, monkeypatch: pytest.Mon
     (broken / "torch" / "__init__.py").write_text("import time; time.sleep(600)", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(broken))
     with ThreadPoolExecutor() as pool:
-        other = pool.submit(Gathering(1, 2, "", 60.0).exchange, "1")
-        assert Gathering(0, 2, "", 60.0).exchange("0") == {0: "0", 1: "1"}
-        assert other.result() == {}
+        other = pool.submit(exchange, Gathering(1, 2, "", 60.0), "1")
+        assert exchange(Gathering(0, 2, "", 60.0), "0") == {0: "0", 1: "1"}
+        assert other.result() == 1
 
 
 def test_jobs_are_told_apart_by_what_their_launchers_say() -> None:
@@ -178,42 +207,55 @@ def test_jobs_are_told_apart_by_what_their_launchers_say() -> None:
 
 def test_all_reports_or_those_that_came_by_the_deadline(tmp_path: Path) -> None:
     folder = str(tmp_path / "new" / "folder")
-    assert Gathering(1, 3, folder, 10.0).exchange("one") == {}
+    assert exchange(Gathering(1, 3, folder, 10.0), "one") == 0
     (tmp_path / "new" / "folder" / "rank-7.json").write_text("not one of three", encoding="utf-8")
-    assert Gathering(0, 3, folder, 0.3).exchange("zero") == {0: "zero", 1: "one"}
-    Gathering(2, 3, folder, 10.0).exchange("two")
+    assert exchange(Gathering(0, 3, folder, 0.3), "zero") == {0: "zero", 1: "one"}
+    (tmp_path / "new" / "folder" / RESULT).unlink()
+    exchange(Gathering(2, 3, folder, 10.0), "two")
     begun = time.monotonic()
-    assert Gathering(0, 3, folder, 60.0).exchange("zero") == {0: "zero", 1: "one", 2: "two"}
+    assert exchange(Gathering(0, 3, folder, 60.0), "zero") == {0: "zero", 1: "one", 2: "two"}
     assert time.monotonic() - begun < 30
+
+
+def test_a_rank_of_torchrun_waits_for_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "17")
+    folder = str(tmp_path)
+    (tmp_path / RESULT).write_text("of an earlier run\nexit code 7\n", encoding="utf-8")
+    os.utime(tmp_path / RESULT, (1e9, 1e9))
+    with pytest.raises(TransloadError, match="rank 1 has not heard what rank 0 found"):
+        exchange(Gathering(1, 2, folder, 0.1), "one")
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(exchange, Gathering(1, 2, folder, 10.0), "one")
+        assert exchange(Gathering(0, 2, folder, 10.0), "zero") == {0: "zero", 1: "one"}
+        assert other.result() == 1
+    assert (tmp_path / RESULT).read_text(encoding="utf-8") == "all alike\nexit code 1\n"
 
 
 def test_whom_rank_0_waits_for_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[list[int]] = []
     monkeypatch.setattr("transload.diagnose.gather._SILENCE", 0.0)
-    Gathering(1, 4, str(tmp_path), 10.0).exchange("one")
-    Gathering(0, 4, str(tmp_path), 0.3, lambda missing, _: said.append(missing)).exchange("zero")
+    exchange(Gathering(1, 4, str(tmp_path), 10.0), "one")
+    exchange(Gathering(0, 4, str(tmp_path), 0.3, lambda missing, _: said.append(missing)), "zero")
     assert said == [[2, 3]]
 
 
 def test_reports_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    Gathering(1, 3, folder, 10.0).exchange("one")
-    Gathering(2, 3, folder, 10.0).exchange("two")
-    first = Gathering(0, 3, folder, 10.0)
-    assert len(first.exchange("zero")) == 3
+    exchange(Gathering(1, 3, folder, 10.0), "one")
+    exchange(Gathering(2, 3, folder, 10.0), "two")
     time.sleep(0.05)  # a file system may count in hundredths
-    first.finish("all alike\n")
+    assert exchange(Gathering(0, 3, folder, 10.0), "zero") == {0: "zero", 1: "one", 2: "two"}
     time.sleep(0.05)
-    Gathering(2, 3, folder, 10.0).exchange("two again")
-    assert Gathering(0, 3, folder, 0.2).exchange("zero") == {0: "zero", 2: "two again"}
+    exchange(Gathering(2, 3, folder, 10.0), "two again")
+    assert exchange(Gathering(0, 3, folder, 0.2), "zero") == {0: "zero", 2: "two again"}
     long_ago = time.time() - 1000
     (tmp_path / RESULT).unlink()
     os.utime(tmp_path / "rank-1.json", (long_ago, long_ago))
-    assert Gathering(0, 3, folder, 0.2).exchange("zero") == {0: "zero", 2: "two again"}
+    assert exchange(Gathering(0, 3, folder, 0.2), "zero") == {0: "zero", 2: "two again"}
 
 
 def test_a_rank_that_starts_takes_its_old_report_away(tmp_path: Path) -> None:
-    Gathering(1, 2, str(tmp_path), 10.0).exchange("old")
+    exchange(Gathering(1, 2, str(tmp_path), 10.0), "old")
     Gathering(1, 2, str(tmp_path), 10.0)
     assert list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from time import monotonic, sleep
+from contextlib import suppress
+from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
 from transload.cli.output import complain, show_result
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _LONGEST_REPORT = 1 << 26
 _LONGEST = 1 << 30  # of all reports in one stream
-_GRACE = 5.0
 
 
 def text_of(path: str, longest: int = _LONGEST_REPORT) -> str:
@@ -148,11 +148,12 @@ def _waiting(missing: list[int], seconds: float) -> None:
 def run_gather(arguments: Namespace) -> int:
     """Examine this rank's machine and bring the report to rank 0, which compares them all.
 
-    The other ranks end with 0 whatever was found on them: a launcher that sees one fail ends all, rank 0 included.
+    Each rank ends with the exit code of rank 0, if it waits for that, and whatever was found on it: a launcher that
+    sees one fail may end all, rank 0 included.
     """
     from transload.diagnose import judge_machine
     from transload.diagnose.compare import compare, report
-    from transload.diagnose.gather import PATIENCE, Gathering, rank_of
+    from transload.diagnose.gather import GRACE, PATIENCE, Gathering, rank_of
     from transload.diagnose.probes import IDLE, probe
     from transload.diagnose.redact import names_here, redacted
     from transload.render.json import to_json
@@ -160,7 +161,19 @@ def run_gather(arguments: Namespace) -> int:
 
     rank, size = rank_of(os.environ)
     seconds = arguments.timeout or PATIENCE
-    end, code = monotonic() + seconds, 0
+    end = monotonic() + seconds
+
+    def conclude(found: dict[int, str]) -> tuple[str, int]:
+        reports = _Reports()
+        for number in sorted(found):
+            reports.add(found[number], f"rank {number}")
+        silent = [f"rank {number}" for number in range(size) if number not in found]
+        comparison = compare(reports.diagnoses, silent=silent, unreadable=reports.unreadable, together=True)
+        code = _show(comparison, arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a launcher may end rank 0 as soon as another rank fails
+        return as_text(report(comparison)) + "\n", code
+
     try:
         gathering = Gathering(rank, size, arguments.gather, end - monotonic(), _waiting)
         machine = probe(torch=not arguments.no_torch, timeout=seconds / 2, idle=IDLE)
@@ -173,24 +186,22 @@ def run_gather(arguments: Namespace) -> int:
             diagnosis = redacted(diagnosis, names_here())
         text = "".join(to_json([{"node": node, **diagnosis.to_dict()}], several=False))
         try:
-            found = gathering.exchange(text, machine.python.executable, broken)
+            code = gathering.exchange(text, conclude, machine.python.executable, broken)
         except TransloadError as error:
             if rank:
                 raise
             complain(error)
-            found, code = {0: text}, 2
+            code = conclude({0: text})[1] or 2
     except TransloadError as error:
         if rank == 0 or isinstance(error, UsageError):
             raise
         complain(error)
-        sleep(max(0.0, end + _GRACE - monotonic()))  # until rank 0 is done: see above
+        sleep(max(0.0, end + GRACE - monotonic()))  # until rank 0 is done: see above
         return 2
-    if rank:
-        return 0
-    reports = _Reports()
-    for number in sorted(found):
-        reports.add(found[number], f"rank {number}")
-    silent = [f"rank {number}" for number in range(size) if number not in found]
-    comparison = compare(reports.diagnoses, silent=silent, unreadable=reports.unreadable, together=True)
-    gathering.finish(as_text(report(comparison)) + "\n")
-    return _show(comparison, arguments) or code
+    if code and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        # Shown by torchrun below its own traceback, which would else look like a crash.
+        words = f"transload doctor exits with {code}: see the comparison that rank 0 has printed"
+        message = {"message": words, "extraInfo": {"timestamp": str(int(time()))}}
+        with suppress(OSError), open(torchrun, "w", encoding="utf-8") as stream:
+            stream.writelines(to_json([{"message": message}], several=False))
+    return code

@@ -1,8 +1,10 @@
 """Reports of the ranks of one job, brought together at rank 0: through a folder that all share, or torch's TCPStore.
 
 Without a named folder the store is used, and a rank that cannot reach it falls back to a folder whose name every rank
-derives from what the launcher says. Every rank ends by itself, at its deadline at the latest. A rank that never reports
-is missing; the others still count.
+derives from what the launcher says. A rank that never reports is missing; the others still count.
+
+The exit code of rank 0 goes the same way back, and all ranks end with it: an agent of torchrun whose rank ends with 0
+waits five minutes for one whose rank failed. Every rank ends by itself, soon after its deadline at the latest.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from transload.errors import TransloadError, UsageError
 
 PATIENCE = 120.0
 """Seconds for everything, unless the user says otherwise: twice what torch may take."""
+GRACE = 10.0
+"""Seconds after that in which the others hear the exit code of rank 0: half for the folder, half for the store."""
 _AGAIN = 0.1
 _SILENCE = 10.0  # seconds after which rank 0 says whom it waits for
 _CONNECT = 15.0  # seconds after which a rank that has not reached the store uses the folder as well
@@ -36,7 +40,7 @@ _LAUNCHERS = {  # the variables with the rank and the number of ranks, and those
 _REPORT = re.compile(r"rank-(\d{1,9})\.json")
 _SHARED = "Name a folder that all nodes share: transload doctor --gather DIR needs neither torch nor an address."
 RESULT = "comparison.txt"
-"""What rank 0 leaves in a named folder: reports that are older belong to an earlier run."""
+"""What rank 0 leaves in a named folder, with the exit code at its end: older reports belong to an earlier run."""
 
 
 def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -74,6 +78,7 @@ def _job(environ: Mapping[str, str]) -> tuple[int, int, tuple[str, ...]]:
 
 
 Waiting = Callable[[list[int], float], None]
+Conclude = Callable[[dict[int, str]], tuple[str, int]]
 
 
 class Gathering:
@@ -87,6 +92,7 @@ class Gathering:
         self.named, self.folder = bool(folder), folder or folder_of(os.environ)
         self.waiting = waiting
         self.deadline = monotonic() + seconds
+        self.grace = min(GRACE, seconds)
         self._before = 0
         if folder:
             with _using(folder):
@@ -96,33 +102,49 @@ class Gathering:
         with _using(self.folder), suppress(FileNotFoundError):
             os.unlink(self._own(self.folder))  # of an earlier run
 
-    def exchange(self, report: str, python: str = "", broken: str = "") -> dict[int, str]:
-        """Hand in the report of this rank; at rank 0, wait for the others and return all that came, by rank.
+    def exchange(self, report: str, conclude: Conclude, python: str = "", broken: str = "") -> int:
+        """Hand in the report of this rank, and return the exit code of all.
 
-        Without a named folder, ``python`` runs torch in a child process, unless ``broken`` says why it cannot.
-        Raises if this rank could not take part.
+        Rank 0 waits for the reports of the others, and ``conclude`` makes a text and the exit code of all that came, by
+        rank. Another rank waits for the exit code, unless the folder is named and no agent of torchrun cares. Without a
+        named folder, ``python`` runs torch in a child process, unless ``broken`` says why it cannot. Raises if this
+        rank could not take part.
         """
         if self.named:
             self._write(self.folder, report)
-            return {} if self.rank else self._collect(lambda: (self.folder,))
+            if self.rank == 0:
+                text, code = conclude(self._collect(lambda: (self.folder,)))
+                self._write(self.folder, f"{text}exit code {code}\n", RESULT)
+                return code
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                return 0
+            while monotonic() < self.deadline + self.grace:
+                if (told := self._code()) is not None:
+                    return told
+                sleep(_AGAIN)
+            raise TransloadError(f"rank {self.rank} has not heard what rank 0 found", where=self.folder)
         left = max(1.0, self.deadline - monotonic())
         unset = "" if {*_MASTER} <= os.environ.keys() else "MASTER_ADDR and MASTER_PORT are not set"
-        with TemporaryDirectory(prefix="transload-") as private:
+        temporary = TemporaryDirectory(prefix="transload-")
+        with temporary as private:
             self._write(private, report)
             asked = replace(
                 question(Host(), python or sys.executable),
                 script=source("ask_store"),
-                arguments=(str(self.rank), str(self.size), private, str(left)),
+                arguments=(str(self.rank), str(self.size), private, RESULT, str(left), str(self.grace)),
                 refusal=broken or unset,
             )
-            with Child(asked, left + 1.0) as child:
+            with Child(asked, left + self.grace + 1.0) as child:
                 problem = "no other rank was there"
                 try:
-                    if self.rank and self._send(child, report):
-                        return {}
+                    if self.rank and (told := self._send(child, report, temporary)) is not None:
+                        return told
                     found = {} if self.rank else self._collect(lambda: self._sources(child, private, report))
                     if found and (len(found) == self.size or len(found) > 1 or _told(child, "connected")):
-                        return found
+                        text, code = conclude(found)
+                        with suppress(TransloadError, OSError):  # the disk is full: the others end by themselves
+                            self._tell(f"{text}exit code {code}\n", temporary, child)
+                        return code
                 except TransloadError as error:
                     problem = error.what
                 finally:
@@ -135,10 +157,33 @@ class Gathering:
             fix=_SHARED,
         )
 
-    def finish(self, result: str) -> None:
-        """Leave the comparison beside the reports, in a folder that was named."""
-        if self.named:
+    def _tell(self, result: str, temporary: TemporaryDirectory[str], child: Child) -> None:
+        """Pass on the exit code, and wait until the others have it: the store may end with rank 0.
+
+        No rank has anything left on the disk once all know it: an agent of torchrun ends all its ranks when one fails.
+        """
+        end = monotonic() + self.grace
+        connected = _told(child, "connected") and not child.ended()
+        if not connected:
+            temporary.cleanup()
+        if os.path.exists(self._own(self.folder)):
             self._write(self.folder, result, RESULT)
+            while len(os.listdir(self.folder)) > 2 and monotonic() < end - self.grace / 2:  # the result and its own
+                sleep(_AGAIN)
+            self._clear()
+        if connected:
+            self._write(temporary.name, result, RESULT)
+        while connected and not child.ended() and monotonic() < end:
+            sleep(_AGAIN)
+
+    def _code(self) -> int | None:
+        """The exit code that rank 0 has left for this rank in the folder."""
+        with suppress(OSError, ValueError, IndexError):
+            result = os.path.join(self.folder, RESULT)
+            if os.stat(result).st_mtime_ns >= os.stat(self._own(self.folder)).st_mtime_ns:  # not of an earlier run
+                with open(result, encoding="utf-8") as stream:
+                    return int(stream.read().split()[-1])
+        return None
 
     def _own(self, folder: str) -> str:
         return os.path.join(folder, f"rank-{self.rank}.json")
@@ -170,15 +215,28 @@ class Gathering:
             return False
         return True
 
-    def _send(self, child: Child, report: str) -> bool:
-        """Wait until rank 0 has the report of this rank, from the store or the folder. False at the deadline."""
-        met = False
-        while monotonic() < self.deadline:
-            met = met or self._meet(child, report)
-            if _told(child, "complete") or (met and not os.path.exists(self._own(self.folder))):  # rank 0 took it
-                return True
+    def _send(self, child: Child, report: str, temporary: TemporaryDirectory[str]) -> int | None:
+        """Hand in the report through the store or the folder, and wait for the exit code, which comes the same way."""
+        met, code = False, None
+        while monotonic() < self.deadline + self.grace:
+            for record in child.records:
+                if "code" in record:
+                    return int(record["code"])
+            if code is not None:
+                if not os.path.exists(self.folder):  # rank 0 has left
+                    break
+            elif _told(child, "sent") and not child.ended():
+                if met:  # rank 0 would wait until this is gone
+                    self._clear()
+                met = False
+            else:
+                met = met or self._meet(child, report)
+                code = self._code() if met else None
+                if code is not None:
+                    temporary.cleanup()
+                    self._clear()
             sleep(_AGAIN)
-        return False
+        return code
 
     def _sources(self, child: Child, private: str, report: str) -> tuple[str, ...]:
         """The folders in which rank 0 finds reports: that of its child, and the one of those without a store."""
@@ -189,8 +247,7 @@ class Gathering:
         """The reports in some folders by rank, as soon as all are there, else at the deadline.
 
         Those from before the last comparison are of an earlier run, as are those much older than this rank's own: by
-        the clock of the file system, since the clock of a node may be wrong. Each rank that waits for it is shown that
-        its report was read: it is gone.
+        the clock of the file system, since the clock of a node may be wrong.
         """
         found: dict[int, str] = {}
         begun = monotonic()
@@ -207,8 +264,6 @@ class Gathering:
                             if rank < self.size and rank not in found and entry.stat().st_mtime_ns > before:
                                 with open(entry.path, encoding="utf-8", errors="replace") as stream:
                                     found[rank] = stream.read()
-                                if rank and not self.named:
-                                    os.unlink(entry.path)
             if last or len(found) == self.size:
                 return found
             if self.waiting and monotonic() > begun + _SILENCE:
@@ -220,7 +275,8 @@ class Gathering:
         """Leave nothing of this rank in a folder that nobody named; rank 0, which comes last, leaves nothing at all."""
         with suppress(OSError):
             for name in os.listdir(self.folder):
-                if name == os.path.basename(self._own("")) or (self.rank == 0 and _REPORT.fullmatch(name)):
+                mine = name == os.path.basename(self._own(""))
+                if mine or (self.rank == 0 and (name == RESULT or _REPORT.fullmatch(name))):
                     os.unlink(os.path.join(self.folder, name))
             os.rmdir(self.folder)
 

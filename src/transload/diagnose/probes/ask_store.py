@@ -1,8 +1,9 @@
-"""Brings the reports of all ranks to rank 0 through torch's TCPStore. Runs in a child; see ``ask``.
+"""Brings the reports of all ranks to rank 0 through torch's TCPStore, and its exit code back. Runs in a child: ``ask``.
 
-The last four arguments are the rank, the number of ranks, the folder with this rank's report, in which rank 0 also
-writes those of the others, and the seconds until it gives up. No collective is used: a rank that never comes would
-make all others fail.
+The last six arguments are the rank, the number of ranks, the folder with this rank's report, in which rank 0 also
+writes those of the others, the name of the result, which ends with the exit code and appears in that folder of rank 0,
+the seconds until it gives up, and those that passing on the exit code may take. No collective is used: a rank that
+never comes would make all others fail.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import time
 from transload.diagnose.probes.ask import begin
 
 
-def exchange(rank: int, size: int, folder: str, seconds: float) -> None:
-    """Send the report to rank 0; as rank 0, write each as it comes."""
+def exchange(rank: int, size: int, folder: str, result: str, seconds: float, grace: float) -> None:
+    """Send the report to rank 0, and report its exit code; as rank 0, write each report as it comes."""
     report = begin()
     end = time.monotonic() + seconds
     try:
@@ -37,20 +38,49 @@ def exchange(rank: int, size: int, folder: str, seconds: float) -> None:
                 text = stream.read()
             store.wait([name + "reader"])  # the agent's store is there though rank 0 may not be able to read it
             store.set(name + str(store.add(name + "count", 1)), f"{rank} {text}")
+            report.say(sent=True)
+            clear(folder)
+            store.set_timeout(timedelta(seconds=max(0.1, end - time.monotonic()) + grace))
+            code, readers = (int(word) for word in store.get(name + "code").split())
+            if store.add(name + "readers", 1) == readers:
+                store.set(name + "all", "1")
         else:
             store.set(name + "reader", "1")
-        for place in range(1, 1 if rank else size):  # in the order of arrival, so that only the end can be late
-            store.set_timeout(timedelta(seconds=max(0.1, end - time.monotonic())))
-            sender, _, text = store.get(name + str(place)).decode().partition(" ")
-            path = os.path.join(folder, f"rank-{int(sender)}.json")
-            with open(path + ".new", "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.replace(path + ".new", path)
-        report.say(complete=True)
+            place, result = 0, os.path.join(folder, result)
+            while not os.path.exists(result):
+                following = name + str(place + 1)  # in the order of arrival
+                if place + 1 < size and store.check([following]):
+                    sender, _, text = store.get(following).decode().partition(" ")
+                    path = os.path.join(folder, f"rank-{int(sender)}.json")
+                    with open(path + ".new", "w", encoding="utf-8") as stream:
+                        stream.write(text)
+                    os.replace(path + ".new", path)
+                    place += 1
+                else:
+                    time.sleep(0.05)
+            with open(result, encoding="utf-8") as stream:
+                code = int(stream.read().split()[-1])
+            clear(folder)
+            store.set(name + "code", f"{code} {place}")
+            if not place:
+                store.set(name + "all", "1")
+        try:  # none leaves before all have the code, since the agent of any of them may keep the store
+            store.set_timeout(timedelta(seconds=grace / 2))
+            store.wait([name + "all"])
+        except Exception:  # noqa: BLE001, S110  one is slow, or the store is gone already
+            pass
+        report.say(code=code, complete=True)
     except BaseException as error:  # noqa: BLE001  a torch that is broken may raise anything
         report.say(failed=(type(error).__name__ + ": " + str(error))[:500])
     report.done()
 
 
+def clear(folder: str) -> None:
+    """Remove what has been read, before any rank ends: see ``Gathering._tell``."""
+    for name in os.listdir(folder):
+        os.unlink(os.path.join(folder, name))
+    os.rmdir(folder)
+
+
 if __name__ == "__main__":
-    exchange(int(sys.argv[-4]), int(sys.argv[-3]), sys.argv[-2], float(sys.argv[-1]))
+    exchange(int(sys.argv[-6]), int(sys.argv[-5]), sys.argv[-4], sys.argv[-3], float(sys.argv[-2]), float(sys.argv[-1]))
