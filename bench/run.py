@@ -484,6 +484,7 @@ def run(program: Program, script: Path, *, ours: bool) -> subprocess.CompletedPr
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(script.parent),  # torchrun and spawn leave files behind
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     if ours:

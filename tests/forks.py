@@ -192,6 +192,7 @@ def become(request: Request) -> None:
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.environ)
+    tempfile.tempdir = None  # it may be that of the server
     kind, *rest = request.arguments
     given = [path for path in request.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = "" if kind in ("-c", "-m") else str(Path(kind).resolve().parent)

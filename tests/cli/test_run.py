@@ -333,7 +333,8 @@ def test_under_torchrun(tmp_path: Path, data: Path) -> None:
     if forks.FORKS:  # the ranks, too, have torch imported when they begin
         launcher += ["--no-python", sys.executable, "-S", forks.__file__, "ask", forks.server("torch")]
     program = (str(data / "h200" / "state_dict_cuda1.pt"), "--fast")
-    done = forks.run(*launcher, *RUN, "rank.py", *program, cwd=tmp_path, env=ENV)
+    environ = {**ENV, "TMPDIR": str(tmp_path)}  # torchrun leaves folders behind
+    done = forks.run(*launcher, *RUN, "rank.py", *program, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[-2:] == ["0 of 2 ['--fast'] 10", "1 of 2 ['--fast'] 10"]
     assert done.stderr.count("LandingWarning") == 2

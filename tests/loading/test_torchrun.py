@@ -50,6 +50,7 @@ def run(folder: Path, script: str) -> list[dict[str, Any]]:
     path.write_text(START + script, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TORCHELASTIC"))}
     environ |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ["TMPDIR"] = str(folder)  # torchrun leaves folders behind
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     if forks.FORKS:  # the ranks, too, have torch imported when they begin
         launcher += ["--no-python", sys.executable, "-S", forks.__file__, "ask", forks.server("torch")]
