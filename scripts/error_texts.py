@@ -199,14 +199,33 @@ def c_texts(data: bytes) -> Found:
         yield source.count("\n", 0, call.start()) + 1, "RuntimeError", re.sub(r"%[-\d.]*l*[sdupxf]", "{}", text)
 
 
+_FORMAT = re.compile(
+    r'Display for (?P<type>\w+)|(?P<call>new_err\(|format!\(|write!\(\s*f,|panic!\()\s*"(?P<text>(?:[^"\\]|\\.)*)"'
+    r"[^;]*?\)(?P<more>\?;)?"
+)
+_BEFORE = {
+    "SafeTensorError": "Error while deserializing header: ",  # by safe_open
+    "InvalidSlice": "Error during slicing {} with shape {}: ",
+    "MetalError": "MTLBuffer alloc for {}: ",
+}
+"""Of a type of errors of safetensors: the words that its Python part prints before what the type says of itself."""
+
+
 def rust_texts(data: bytes) -> Found:
-    """The formats of errors. Those of the library itself are printed after some words of its Python part."""
+    """The formats of errors. What a type writes in several steps is one text."""
     source = data.decode("utf-8", "replace").partition("#[cfg(test)]")[0]
-    for call in re.finditer(r'(new_err\(|format!\(|write!\(\s*f,|panic!\()\s*"((?:[^"\\]|\\.)*)"', source):
-        text = re.sub(r"\{[^{}]*\}", "{}", call[2]).replace('\\"', '"')
-        if call[1].startswith("write") and speaks(text):
-            text = f"Error while deserializing header: {text}"
-        yield source.count("\n", 0, call.start()) + 1, "SafetensorError", re.sub(r"\\\n\s*", "", text)
+    kind, begun = "", ""
+    for call in _FORMAT.finditer(source):
+        if call["type"]:
+            kind, begun = call["type"], ""
+            continue
+        alone = not begun  # a tensor whose bytes do not fit: said of slices, after other words
+        text = begun + re.sub(r"\{[^{}]*\}", "{}", call["text"]).replace('\\"', '"')
+        written = call["call"].startswith("write")
+        begun = text if written and call["more"] else ""
+        if not begun:
+            before = _BEFORE.get(kind, "") if written and alone and speaks(text) else ""
+            yield source.count("\n", 0, call.start()) + 1, "SafetensorError", before + re.sub(r"\\\n\s*", "", text)
 
 
 # -- compiled libraries

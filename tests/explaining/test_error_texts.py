@@ -58,9 +58,21 @@ def test_checks_of_cpp_have_blanks(script: ModuleType) -> None:
 
 
 def test_errors_of_rust_stand_after_the_words_of_the_binding(script: ModuleType) -> None:
-    source = b'write!(f, "tensor `{name}` not found"); Err(new_err(format!("device {x:?} is invalid")))'
-    texts = [text for _, _, text in script.rust_texts(source)]
-    assert texts == ["Error while deserializing header: tensor `{}` not found", "device {} is invalid"]
+    source = b"""
+        impl Display for SafeTensorError { Missing(name) => write!(f, "tensor `{name}` not found") }
+        impl fmt::Display for InvalidSlice { TooMany => write!(f, "more indexes than dimensions") }
+        impl fmt::Display for Other {
+            write!(f, "tensor of type {dtype} and shape (")?;
+            for dim in shape { write!(f, "{sep}{dim}", sep = ", ")?; }
+            write!(f, ") can't be created from {n_bytes} bytes")
+        }
+        Err(new_err(format!("device {x:?} is invalid")))"""
+    assert [text for _, _, text in script.rust_texts(source)] == [
+        "Error while deserializing header: tensor `{}` not found",
+        "Error during slicing {} with shape {}: more indexes than dimensions",
+        "tensor of type {} and shape ({}{}) can't be created from {} bytes",
+        "device {} is invalid",
+    ]
 
 
 def test_a_library_is_searched_where_its_texts_are(script: ModuleType) -> None:
