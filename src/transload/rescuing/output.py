@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from math import nan
+from struct import pack
+from typing import TypeGuard
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import byte_span, with_parts
@@ -16,7 +18,7 @@ from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
 from transload.formats.tensors import READERS, Place, StorageTable, called, claimed, find_tensors
 from transload.io.sources import Assembly, Part, Source
-from transload.nodes import Call, Dict, Global, Persistent, Set
+from transload.nodes import Call, Dict, Global, Persistent, below
 from transload.render.words import plural
 from transload.rescuing.archive import (
     ArchiveRecord,
@@ -48,19 +50,13 @@ _MIN_GROWTH_LIMIT = 1 << 30
 """What is lost may be filled to so many times the size of the file, or to this: a kilobyte can claim petabytes."""
 
 _NAN = {
-    "float16": b"\x00\x7e",
-    "bfloat16": b"\xc0\x7f",
-    "float32": b"\x00\x00\xc0\x7f",
-    "float64": b"\x00\x00\x00\x00\x00\x00\xf8\x7f",
-    "complex32": b"\x00\x7e",
-    "complex64": b"\x00\x00\xc0\x7f",
-    "complex128": b"\x00\x00\x00\x00\x00\x00\xf8\x7f",
-    "float8_e4m3fn": b"\x7f",
-    "float8_e5m2": b"\x7f",
-    "float8_e4m3fnuz": b"\x80",
-    "float8_e5m2fnuz": b"\x80",
+    **dict.fromkeys(("float64", "complex128"), pack("<d", nan)),
+    **dict.fromkeys(("float32", "complex64"), pack("<f", nan)),
+    **dict.fromkeys(("float16", "complex32"), pack("<e", nan)),
+    **dict.fromkeys(("bfloat16", "bcomplex32"), pack("<f", nan)[2:]),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), b"\x7f"),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz"), b"\x80"),
     "float8_e8m0fnu": b"\xff",
-    "bcomplex32": b"\xc0\x7f",
 }
 
 
@@ -370,35 +366,17 @@ def without_lost(
 
 def _prune(root: object, is_lost: Callable[[Call], bool]) -> None:
     """Mark the lost tensors in a graph, in place, and leave them out of its dictionaries."""
-    tables: list[list[Any]] = []  # keys and values in turn
-    pairs: list[list[Any]] = []  # how Python 2 writes an ordered dictionary
-    todo: list[Any] = [root]
-    seen: set[int] = set()
-    while todo:
-        node = todo.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if type(node) in (list, tuple):
-            todo += node
-        elif type(node) is Set:
-            todo += node.items
-        elif type(node) is Dict:
-            tables.append(node.items)
-            todo += node.items
-        elif type(node) is Call and called(node) in READERS and is_lost(node):
+    every = {id(node): node for node in below([root]) if type(node) in (Call, Dict)}.values()
+    for node in every:
+        if type(node) is Call and called(node) in READERS and is_lost(node):
             node.__class__ = Unread
-        elif type(node) is Call:
-            args, items = node.args, node.items or []
-            if called(node) == "collections.OrderedDict" and type(args) is tuple and args and type(args[0]) is list:
-                pairs.append(args[0])
-            tables.append(items)
-            todo += (args, node.kwargs, *items, *(node.appended or ()), *(node.states or ()))
-    for table in tables:
-        kept = [pair for pair in zip(table[::2], table[1::2], strict=False) if type(pair[1]) is not Unread]
-        table[:] = [part for pair in kept for part in pair]
-    for table in pairs:
-        table[:] = [pair for pair in table if type(pair) not in (list, tuple) or Unread not in map(type, pair)]
+    for node in every:
+        items = node.items or []
+        kept = [pair for pair in zip(items[::2], items[1::2], strict=False) if type(pair[1]) is not Unread]
+        items[:] = [part for pair in kept for part in pair]
+        pairs = node.args[0] if _is_ordered(node) and type(node.args) is tuple and node.args else None
+        if type(pairs) is list:  # how Python 2 writes one
+            pairs[:] = [pair for pair in pairs if type(pair) not in (list, tuple) or Unread not in map(type, pair)]
 
 
 def _legacy_of(source: Source, index: bytes, storages: Sequence[Storage]) -> Source:
