@@ -300,32 +300,40 @@ def flush_directory(folder: str) -> None:
             os.close(descriptor)
 
 
-def clear_debris(target: str) -> None:
-    """Remove what killed writers of a file have left beside it.
+def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, re.Match[str]]]:
+    """What killed writers of a file or directory have left beside it: its path, and what its name matches.
 
-    The lock tells whether a writer still has its file. Where files cannot be locked, its process does: it may be
-    another one of the same number.
+    ``flags`` open it, ``ending`` is a regular expression of what its name may end with. The lock, which is ours
+    meanwhile, tells that no writer has it. Where it cannot be locked, its process does: it may be another one of the
+    same number.
     """
     folder, name = os.path.split(target)
-    pattern = re.compile(hidden_pattern(name), re.DOTALL)
+    pattern = re.compile(hidden_pattern(name) + ending, re.DOTALL)
+    for each in os.listdir(folder or "."):
+        path, match = os.path.join(folder, each), pattern.fullmatch(each)
+        if not match:
+            continue
+        try:
+            descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+        except OSError:
+            continue
+        try:
+            ours = lock(descriptor)
+            if os.name == "nt":  # where a file that is open cannot be removed
+                os.close(descriptor)
+            if ours or (ours is None and not _is_running(int(match[1]))):
+                yield path, match
+        finally:
+            if os.name != "nt":
+                os.close(descriptor)
+
+
+def clear_debris(target: str) -> None:
+    """Remove what killed writers of a file have left beside it."""
     with suppress(OSError):
-        for each in os.listdir(folder or "."):
-            match = pattern.fullmatch(each)
-            if not match:
-                continue
-            path = os.path.join(folder, each)
+        for path, _ in abandoned(target, os.O_RDWR):
             with suppress(OSError):
-                descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
-                try:
-                    ours = lock(descriptor)
-                    if ours is False or (ours is None and _is_running(int(match[1]))):
-                        continue
-                    if os.name != "nt":
-                        os.unlink(path)
-                finally:
-                    os.close(descriptor)
-                if os.name == "nt":
-                    os.unlink(path)
+                os.unlink(path)
 
 
 def _is_running(pid: int) -> bool:

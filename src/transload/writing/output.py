@@ -357,22 +357,8 @@ def _remove_folder(folder: str) -> None:
 
 def _clear_folders(target: str) -> None:
     """Remove what killed conversions have left. If one was killed between two renames, put the old directory back."""
-    folder, name = os.path.split(target)
-    pattern = re.compile(atomic.hidden_pattern(name) + r"(?P<old>\.old)?", re.DOTALL)
-    with suppress(FileNotFoundError):
-        for each in os.listdir(folder or "."):
-            match, path = pattern.fullmatch(each), os.path.join(folder, each)
-            if not match:
-                continue
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            except (OSError, AttributeError):  # not a directory, or a system that does not lock any
-                continue
-            try:
-                if not atomic.lock(descriptor):  # its writer is still there, or nobody can tell
-                    continue
-            finally:
-                os.close(descriptor)
+    with suppress(FileNotFoundError, AttributeError):  # AttributeError: a system that cannot open directories
+        for path, match in atomic.abandoned(target, os.O_RDONLY | os.O_DIRECTORY, r"(?P<old>\.old)?"):
             if match["old"] and not os.path.lexists(target):
                 os.rename(path, target)
             else:
