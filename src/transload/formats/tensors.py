@@ -304,7 +304,7 @@ def _check_grad(dtype: str) -> None:
         raise BadTensor(f"it asks for gradients, which {dtype} does not have")
 
 
-def _reach(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> int:
+def reach(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> int:
     """The element after the last one a view reaches; 0 for an empty one."""
     if len(shape) != len(stride) or len(shape) > MAX_RANK:
         raise BadTensor(f"it has {len(shape)} sizes and {len(stride)} strides")
@@ -585,7 +585,7 @@ class _Walk:
         if grad:
             _check_grad(dtype)
         offset += first
-        end = itemsize(dtype, _reach(offset, shape, stride))
+        end = itemsize(dtype, reach(offset, shape, stride))
         if end > storage.nbytes:
             raise BadTensor(f"it reaches to byte {end} of a storage of {storage.nbytes}")
         key, device, begin = storage.key, storage.device, storage.offset
@@ -630,7 +630,7 @@ class _Walk:
 
     def rebuild_meta_tensor_no_storage(self, args: _Args, at: _Place) -> Tensor:
         shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
-        _reach(0, shape, stride)
+        reach(0, shape, stride)
         return Tensor(*at, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
 
     def rebuild_sparse_tensor(self, args: _Args, at: _Place) -> Tensor:

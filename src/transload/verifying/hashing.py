@@ -1,12 +1,13 @@
 """The tensors of an open checkpoint: counted, hashed, and searched for NaN and infinities.
 
 ``plan_of`` lists the tensors to be read, and ``sum_tensors`` reads them, and compares the records that consist of one
-tensor on the way. ``counted`` finds NaN without numpy: bit by bit, but for many elements at once.
+tensor on the way. ``counted`` finds NaN without numpy, in many elements at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from threading import Lock
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from transload.checkpoint import Checkpoint, Record, Tensor
 from transload.errors import CannotReadError, ContentError, TransloadError
 from transload.findings import Problem
 from transload.formats.safetensors import header_metadata
-from transload.formats.tensors import MAX_SIZE
+from transload.formats.tensors import MAX_SIZE, BadTensor, reach
 from transload.formats.verify import Lost, mismatch
 from transload.io.checksums import fastest_crc32
 from transload.io.pool import each, threads
@@ -206,26 +207,23 @@ def _is_ordinary(args: Any) -> bool:
     """Whether the arguments of a tensor's call are those of a plain one that does not reach beyond its storage."""
     if type(args) is not tuple or len(args) != 6:
         return False
-    storage, last, shape, stride, requires_grad, _ = args
-    if type(storage) is not Persistent or not (type(shape) is type(stride) is tuple) or len(shape) != len(stride):
+    storage, offset, shape, stride, requires_grad, _ = args
+    if type(storage) is not Persistent or not (type(shape) is type(stride) is tuple) or len(shape) > _MOST_AXES:
         return False
-    if type(last) is not int or not 0 <= last < MAX_SIZE or requires_grad is not False or len(shape) > _MOST_AXES:
+    if type(offset) is not int or not 0 <= offset < MAX_SIZE or requires_grad is not False:
         return False
-    numel = 1
-    for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
-        if not (type(size) is type(step) is int) or size < 0 or not 0 <= step < MAX_SIZE or numel >= MAX_SIZE:
-            return False
-        numel *= size
-        last += (size - 1) * step
     pid: Any = storage.id  # of five parts, the last the number of elements: checked when storages were counted
-    return numel < MAX_SIZE and (not numel or last < pid[4])
+    try:
+        return bool(reach(offset, shape, stride) <= pid[4])
+    except BadTensor:
+        return False
 
 
 # -- how many elements are NaN or infinite
 #
-# Of each element the highest byte is looked at first; where no exponent is full, which is nearly everywhere, that is
-# all. Else each byte of all elements becomes a byte 0 or 1, those become one long integer, and `&` finds the elements
-# where all conditions hold.
+# Without its sign, a number is infinite if all bits of its exponent are set and no others, and NaN if there are others.
+# So adding 1 at the end of the exponent of either carries into the place of the sign, and adding one less than that
+# does so for NaN alone. All elements together are one long integer, in which no carry reaches the next of them.
 
 
 class Values(NamedTuple):
@@ -235,17 +233,13 @@ class Values(NamedTuple):
     inf: int = 0
 
 
-# The bytes of a number, and its bits of the exponent and of the fraction.
+# The bytes of a number, and the bits of its fraction.
 _FORMS = {
-    "float64": (8, 0x7FF0 << 48, (1 << 52) - 1),
-    "complex128": (8, 0x7FF0 << 48, (1 << 52) - 1),
-    "float32": (4, 0x7F800000, 0x7FFFFF),
-    "complex64": (4, 0x7F800000, 0x7FFFFF),
-    "float16": (2, 0x7C00, 0x3FF),
-    "complex32": (2, 0x7C00, 0x3FF),
-    "bfloat16": (2, 0x7F80, 0x7F),
-    "bcomplex32": (2, 0x7F80, 0x7F),
-    "float8_e5m2": (1, 0x7C, 0x03),
+    **dict.fromkeys(("float64", "complex128"), (8, 52)),
+    **dict.fromkeys(("float32", "complex64"), (4, 23)),
+    **dict.fromkeys(("float16", "complex32"), (2, 10)),
+    **dict.fromkeys(("bfloat16", "bcomplex32"), (2, 7)),
+    "float8_e5m2": (1, 2),
 }
 
 # Those of one byte that are not as IEEE 754 has it: no infinity, and few NaNs.
@@ -256,11 +250,6 @@ _NANS: dict[str, bytes] = {
     "float8_e8m0fnu": b"\xff",
     "float4_e2m1fn_x2": b"",
 }
-
-_MASKS = {mask for width, *bits in _FORMS.values() for each in bits for mask in each.to_bytes(width, "little") if mask}
-_FULL = {mask: bytes(code & mask == mask for code in range(256)) for mask in _MASKS}
-_EMPTY = {mask: bytes(code & mask == 0 for code in range(256)) for mask in _MASKS}
-_CODES = {mask: [code for code in range(256) if table[code]] for mask, table in _FULL.items()}
 
 FLOATING = frozenset({*_FORMS, *_NANS})
 """The dtypes that have such numbers, or could."""
@@ -277,17 +266,18 @@ def counted(data: bytes, dtype: str) -> Values:
         return Values(sum(data.count(code) for code in _NANS[dtype]))
     if dtype not in _FORMS:
         return Values()
-    width, exponent, fraction = _FORMS[dtype]
-    highest = data[width - 1 :: width]
-    if not any(code in highest for code in _CODES[exponent >> 8 * (width - 1)]):
+    width, fraction = _FORMS[dtype]
+    sign, count = 1 << 8 * width - 1, len(data) // width
+    highest, least = data[width - 1 :: width], sign - (1 << fraction) >> 8 * (width - 1)
+    if not any(code in highest or code | 128 in highest for code in range(least, 128)):  # as nearly everywhere
         return Values()
-    special = empty = -1
-    for place in reversed(range(width)):
-        column = data[place::width]
-        above, below = exponent >> 8 * place & 255, fraction >> 8 * place & 255
-        if above:
-            special &= int.from_bytes(column.translate(_FULL[above]), "little")
-        if below and special:
-            empty &= int.from_bytes(column.translate(_EMPTY[below]), "little")
-    infinite = (special & empty).bit_count()
-    return Values(special.bit_count() - infinite, infinite)
+    signs = _repeated(sign, width, count)
+    numbers = int.from_bytes(data, "little") & ~signs
+    special = (numbers + _repeated(1 << fraction, width, count) & signs).bit_count()
+    nan = (numbers + _repeated((1 << fraction) - 1, width, count) & signs).bit_count()
+    return Values(nan, special - nan)
+
+
+@lru_cache(8)
+def _repeated(value: int, width: int, count: int) -> int:
+    return int.from_bytes(value.to_bytes(width, "little") * count, "little")
