@@ -17,10 +17,10 @@ from shlex import quote
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, UsageError, cannot_write
+from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError, cannot_write
 from transload.frozen import facts
 from transload.io.atomic import AtomicFile, flush_directory, lock, write_at
-from transload.io.sources import Assembly, BytesSource, Part, Source, has_journal, journal_path, read_at
+from transload.io.sources import Assembly, BytesSource, Part, Source, cannot_read, has_journal, journal_path, read_at
 
 
 class Change(NamedTuple):
@@ -162,9 +162,7 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
     try:
         status = os.lstat(path)
     except (OSError, ValueError) as error:
-        fix = "Check the spelling and the current directory." if isinstance(error, FileNotFoundError) else ""
-        reason, number = getattr(error, "strerror", None) or str(error), getattr(error, "errno", None)
-        raise CannotReadError(reason, where=path, fix=fix, errno=number) from None
+        raise cannot_read(path, error) from None
     copy = f"Make a copy (transload retag {quote(path)} -o COPY …)"
     if stat.S_ISLNK(status.st_mode):
         raise RetagError(
@@ -378,7 +376,7 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
     try:
         descriptor = os.open(os.path.realpath(path), os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise CannotReadError(error.strerror or str(error), where=path, errno=error.errno) from None
+        raise cannot_read(path, error) from None
     try:
         kept = undo_path(path)
         journal = _read_journal(kept, descriptor) if os.path.lexists(kept) else None

@@ -53,7 +53,7 @@ class FileSource(Source):
             flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
             self._fd = os.open(self.name, flags) if opened < 0 else os.dup(opened)
         except (OSError, ValueError) as error:
-            raise _cannot_read(self.name, error) from error
+            raise cannot_read(self.name, error) from error
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(self._fd)
@@ -89,7 +89,7 @@ class FileSource(Source):
         try:
             return read_at(self._fd, offset, count)
         except OSError as error:
-            raise _cannot_read(self.name, error) from error
+            raise cannot_read(self.name, error) from error
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
@@ -103,7 +103,7 @@ class FileSource(Source):
                     break
                 done += count
         except OSError as error:
-            raise _cannot_read(self.name, error) from error
+            raise cannot_read(self.name, error) from error
         return done
 
     _close = staticmethod(os.close)  # this module may have lost its names when a handle is closed at the very end
@@ -194,7 +194,7 @@ class ObjectSource(Source):
                 self._file.seek(offset)
                 return self._file.read(count)
             except (OSError, ValueError) as error:
-                raise _cannot_read(self.name, error) from error
+                raise cannot_read(self.name, error) from error
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on, straight where the object can do that; how many bytes there were."""
@@ -260,7 +260,8 @@ def open_source(f: SourceLike) -> Source:
     raise NotAFileError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
 
 
-def _cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
+def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
+    """Our error for one of the system's."""
     reason, fix = getattr(error, "strerror", None) or str(error), ""
     if isinstance(error, FileNotFoundError):
         fix = "Check the spelling and the current directory."
