@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import EINVAL
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import copysign, frexp, inf, isfinite, isnan, ldexp, nan
+from struct import calcsize, pack, unpack
+from typing import Any, NamedTuple
 
-from transload.checkpoint import Record
+from transload.checkpoint import Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.atomic import write_at
@@ -23,9 +25,6 @@ from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import Source, read_at
 from transload.tensors.content import Content, Run, numpy_or_none
 from transload.writing.output import Bundle
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Tensor
 
 _PIECE = 4 << 20
 _CAST_PIECE = 256 << 10  # numpy makes several arrays of each: larger ones are fresh memory every time
@@ -312,6 +311,7 @@ def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) 
 # With numpy at the speed of memory; without it by ``rounded_slowly``, number by number, which is also what the fast one
 # is tested against. torch rounds a float64 to bfloat16 in two steps, by way of float32; here it is one.
 
+_STRUCT = {"float64": "<d", "float32": "<f", "float16": "<e", "bfloat16": "<f"}
 _EXPONENT = {"float64": 11, "float32": 8, "float16": 5, "bfloat16": 8}  # bits of the exponent
 _MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 _INFINITE = {dtype: (1 << _EXPONENT[dtype]) - 1 << bits for dtype, bits in _MANTISSA.items()}
@@ -365,31 +365,17 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
 
 
 def rounded_slowly(data: bytes, dtype: str, wanted: str) -> tuple[bytes, int]:
-    """What ``cast`` gives, by integers alone."""
+    """What ``cast`` gives, number by number. A bfloat16 is the upper half of a float32."""
     width, out, count = ITEMSIZE[dtype], bytearray(), 0
-    fraction, exponent = _MANTISSA[dtype], _EXPONENT[dtype]
-    new_fraction, bias = _MANTISSA[wanted], (1 << _EXPONENT[wanted] - 1) - 1
+    fraction, most = _MANTISSA[wanted], 1 << _EXPONENT[wanted] - 1  # 2**most is the first that is infinite
     for at in range(0, len(data), width):
-        bits = int.from_bytes(data[at : at + width], "little")
-        power, digits = bits >> fraction & (1 << exponent) - 1, bits & (1 << fraction) - 1
-        if power == (1 << exponent) - 1:
-            made = _NAN[wanted] if digits else _INFINITE[wanted]
-        else:
-            if power:
-                digits |= 1 << fraction
-            # The number is digits * 2**scale.
-            scale = max(power, 1) - (1 << exponent - 1) + 1 - fraction
-            # The exponent of the last digit: that of the smallest numbers at least.
-            last = max(scale + digits.bit_length() - 1 - new_fraction, 1 - bias - new_fraction)
-            shift = last - scale
-            if shift > 0:
-                half, lost = 1 << shift - 1, digits & (1 << shift) - 1
-                digits >>= shift
-                digits += lost > half or (lost == half and digits & 1)
-            else:
-                digits <<= -shift
-            # Rounding up may carry into the exponent, and so it should.
-            made = min(digits + (last + bias + new_fraction - 1 << new_fraction), _INFINITE[wanted]) if digits else 0
-            count += made == _INFINITE[wanted]
-        out += (made | (_SIGN[wanted] if bits & _SIGN[dtype] else 0)).to_bytes(ITEMSIZE[wanted], "little")
+        (value,) = unpack(_STRUCT[dtype], data[at : at + width].rjust(calcsize(_STRUCT[dtype]), b"\0"))
+        number = copysign(nan, value) if isnan(value) else value
+        if isfinite(value):
+            last = max(frexp(value)[1] - 1, 2 - most) - fraction  # the exponent of the last digit
+            digits = round(ldexp(value, -last))  # to the nearest, ties to even
+            infinite = digits.bit_length() + last > most
+            number = copysign(inf if infinite else ldexp(digits, last), value)
+            count += infinite
+        out += pack(_STRUCT[wanted], number)[-ITEMSIZE[wanted] :]
     return bytes(out), count
