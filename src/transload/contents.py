@@ -179,10 +179,9 @@ class GlobalUse:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"name": self.full_name, **{name: held for name, held in vars(self).items() if name not in _SPELLED_OUT}}
-
-
-_SPELLED_OUT = ("module", "name")
+        out = {**vars(self), "name": self.full_name}
+        del out["module"]
+        return out
 
 
 @facts(frozen=True)

@@ -14,17 +14,14 @@ from functools import cache, partial
 from itertools import product
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from transload.checkpoint import Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
 from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import BrokenFileError, ContentError, TransloadError
 from transload.io.sources import BytesSource, Source, SourceLike, from_text, inflated
 from transload.tensors import OpenCheckpoint
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Record
 
 WINDOW = 16 << 20
 """Bytes of elements put in another order at once."""
@@ -385,15 +382,13 @@ def select(view: View, index: Index) -> View:
             first, last, every = step.indices(size)
             if every < 1:
                 raise ValueError("a step must be positive, as in torch")
-            count = max(0, -(-(last - first) // every))
-            shape.append(count)
+            shape.append(max(0, -(-(last - first) // every)))
             stride.append(apart * every)
-            offset += apart * first if count else 0
-        else:
-            number = step.__index__()
-            if not -size <= number < size:
-                raise IndexError(f"index {number} is out of range for dimension {dim} of size {size}")
+            offset += apart * first if shape[-1] else 0
+        elif -size <= (number := step.__index__()) < size:
             offset += apart * (number % size)
+        else:
+            raise IndexError(f"index {number} is out of range for dimension {dim} of size {size}")
         dim += 1
     return View(tuple(shape), tuple(stride), offset)
 

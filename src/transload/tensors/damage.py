@@ -12,19 +12,15 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from transload.checkpoint import Record
+from transload.checkpoint import Record, Storage, Tensor
 from transload.contents import with_parts
 from transload.errors import CannotReadError, TransloadError
 from transload.findings import Problem
 from transload.formats.verify import Lost, checksums, mismatch
 from transload.formats.zip import read_index, starts_like_zip
-from transload.tensors.content import Allowance
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Storage, Tensor
-    from transload.tensors.content import Content
+from transload.tensors.content import Allowance, Content
 
 _PIECE = 1 << 20
 _MAX_INDEX = 100_000_000

@@ -12,19 +12,17 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transload.errors import UsageError
+from transload.io.sources import SourceLike
+from transload.tensors.content import Content
 from transload.writing.objects import Leftovers
 from transload.writing.output import Bundle, begins_with, file_identity, refuse_existing, write_text
 from transload.writing.plan import Options, Plan, notes
 from transload.writing.result import Conversion
 from transload.writing.transfer import Job, check_source
 from transload.writing.writers import WRITERS
-
-if TYPE_CHECKING:
-    from transload.io.sources import SourceLike
-    from transload.tensors.content import Content
 
 _LEFTOVERS_START = b'{\n "from": '
 """How every file of leftovers begins: only such a one is replaced."""

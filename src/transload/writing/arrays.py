@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transload.checkpoint import Storage, Tensor
+from transload.checkpoint import Key, Storage, Tensor
 from transload.dtypes import FROM_NUMPY
 from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
 from transload.formats.tensors import called, short_key
@@ -28,11 +28,7 @@ from transload.writing.objects import (
     object_state,
 )
 
-if TYPE_CHECKING:
-    from transload.checkpoint import Key
-
-    Path = tuple[Key, ...]
-
+Path = tuple[Key, ...]
 _MAX_SMALL = 64  # bytes: about what the call of an array takes
 
 

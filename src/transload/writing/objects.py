@@ -13,17 +13,15 @@ from base64 import b64encode
 from collections.abc import Iterable
 from dataclasses import replace
 from math import isfinite
-from struct import calcsize, unpack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from struct import unpack
+from typing import Any, NamedTuple
 
+from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import ConvertError
-from transload.formats.arrays import NUMPY_SCALARS, dtype_of, raw_bytes
+from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
 from transload.formats.tensors import called, device_text, leaf_kind, short, short_key
 from transload.nodes import Call, Dict, Global, Set
 from transload.tensors import members
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Key, Tensor
 
 
 class Omission(NamedTuple):
@@ -412,11 +410,8 @@ def _scalar(node: Any) -> Any:
 
 def numpy_number(node: Call) -> Any:
     """A number of numpy as Python's own, which has the same value; ``NOTHING`` for anything else."""
-    args = node.args
-    if called(node) not in NUMPY_SCALARS or type(args) is not tuple or len(args) != 2:
+    found = array_of(node) if called(node) in NUMPY_SCALARS else None
+    form, raw = (_STRUCT_CODES.get(found.dtype.code), raw_bytes(found.data)) if found else (None, None)
+    if found is None or form is None or raw is None or len(raw) != found.dtype.itemsize:
         return NOTHING
-    dtype, raw = dtype_of(args[0]), raw_bytes(args[1])
-    form = _STRUCT_CODES.get(dtype.code) if dtype is not None and dtype.plain else None
-    if dtype is None or form is None or raw is None or len(raw) != calcsize(f"<{form}"):
-        return NOTHING
-    return unpack(f"{'>' if dtype.big_endian else '<'}{form}", raw)[0]
+    return unpack(f"{'>' if found.dtype.big_endian else '<'}{form}", raw)[0]

@@ -12,8 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
@@ -33,9 +34,6 @@ from transload.writing.to_torch import (
     tie_of,
 )
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Key, Tensor
 
 # -- what is asked for
 

@@ -9,9 +9,9 @@ are carried over by the calls that make them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transload.checkpoint import Tensor, contiguous
+from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.tensors import called, short_key
@@ -29,12 +29,8 @@ from transload.writing.objects import (
 )
 from transload.writing.transfer import Entry
 
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Key
-
-    Path = tuple[Key, ...]
-    Span = tuple[int, int, Any]
-
+Path = tuple[Key, ...]
+Span = tuple[int, int, Any]
 _MAX_PARTS = 10_000  # of a call that is looked through
 _ORDERED_DICT = "collections.OrderedDict"
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
