@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests.each import each
 
-from transload.formats.torch_zip import MAX_RECORD, RECORD, read_recorded
+from transload.formats.origin_record import MAX_RECORD, read_recorded
+from transload.formats.torch_zip import RECORD
 
 FULL: dict[str, Any] = {
     "schema": 1,

@@ -58,7 +58,7 @@ print(json.dumps({"safety": told.safety, "integrity": told.integrity, "ok": told
                   "seconds": time.process_time()}))
 """
 READER_IMPORTS = (
-    "transload.judge.origin",
+    "transload.judge.torch_releases",
     "transload.formats.plain_pickle",
     "transload.formats.torch_legacy",
     "transload.formats.torch_zip",

@@ -23,62 +23,6 @@ if TYPE_CHECKING:
     from transload.formats.tensors import Place, StorageTable, Tree
 
 RECORD = ".transload/origin.json"
-
-MAX_RECORD = 1 << 20
-"""Ours are below 100 kB. What is longer was not written by us, and is not parsed."""
-
-_MAX_TEXT = 200  # characters of a value that are shown
-_MAX_ITEMS = 64  # GPUs, rows of storages, entries
-_PLAIN = ("transload", "torch", "cuda", "hip", "python", "system", "machine", "driver", "time")
-
-
-def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
-    """Where a file comes from, as the bytes of the record tell: names and short texts. Never raises.
-
-    Empty if it is not one of ours. Anybody can write anything into it: it is a hint, not a proof.
-
-    >>> read_recorded(b'{"schema": 1, "torch": "2.13.0", "storages": [["cuda:1", 3], ["cpu", 1]]}')
-    (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storage)'))
-    """
-    from json import dumps, loads
-
-    from transload.render.words import plural
-
-    try:
-        found = loads(data) if len(data) <= MAX_RECORD else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
-        return ()
-    out = [(name, _short(found[name])) for name in _PLAIN if isinstance(found.get(name), str) and found[name]]
-    gpus: Counter[str] = Counter()
-    held = found.get("gpus")
-    for gpu in held[:_MAX_ITEMS] if isinstance(held, list) else ():
-        if isinstance(gpu, dict) and isinstance(gpu.get("name"), str):
-            name, capability = _short(gpu["name"]), gpu.get("capability")
-            gpus[f"{name} ({_short(capability)})" if isinstance(capability, str) and capability else name] += 1
-    devices: dict[str, int] = {}
-    held = found.get("storages")
-    for row in held if isinstance(held, list) else ():
-        if not isinstance(row, list) or len(row) != 2 or not isinstance(row[0], str) or type(row[1]) is not int:
-            continue
-        if row[0] in devices or len(devices) < _MAX_ITEMS:
-            devices[_short(row[0])] = devices.get(_short(row[0]), 0) + max(0, row[1])
-    told = (
-        ("gpus", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in gpus.items())),
-        ("saved from", ", ".join(f"{name} ({plural(count, 'storage')})" for name, count in devices.items())),
-    )
-    out += [pair for pair in told if pair[1]]
-    added = found.get("entries")  # by the user
-    for name, value in list(added.items())[:_MAX_ITEMS] if isinstance(added, dict) else ():
-        out.append((_short(name), _short(value if isinstance(value, str) else dumps(value, ensure_ascii=False))))
-    return tuple(out)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
-
-
 _PLAIN_CALLS = frozenset(
     {("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")}
 )
@@ -205,8 +149,12 @@ def read_torch_zip(
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
     # What ``transload.save`` has recorded; a record that is not one of ours stays a foreign one.
-    payload = archive.get(RECORD, MAX_RECORD)
-    recorded = read_recorded(payload.data) if payload is not None and not payload.problem else ()
+    recorded: tuple[tuple[str, str], ...] = ()
+    if archive.find(RECORD) is not None:
+        from transload.formats.origin_record import MAX_RECORD, read_recorded
+
+        payload = archive.get(RECORD, MAX_RECORD)
+        recorded = read_recorded(payload.data) if payload is not None and not payload.problem else ()
     known = (*_NOTES, RECORD) if recorded else _NOTES
     records = tuple(archive.records.values())
     held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=Origin(recorded=recorded))

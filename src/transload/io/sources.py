@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from bisect import bisect_right
+from _thread import allocate_lock  # threading takes a millisecond to import
 from collections.abc import Iterable, Iterator
-from threading import Lock
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from transload.errors import CannotReadError, NotAFileError, UsageError
+from transload.frozen import NamedTuple
 
 _PIECE = 1 << 20
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
@@ -119,7 +119,7 @@ class FileSource(Source):
             self.close()
 
 
-_SEEKING = Lock()
+_SEEKING = allocate_lock()
 
 
 def read_at(descriptor: int, offset: int, count: int) -> bytes:
@@ -167,7 +167,7 @@ class ObjectSource(Source):
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._lock = Lock()
+        self._lock = allocate_lock()
         self.name = str(getattr(file, "name", "<file object>"))
         try:
             text = isinstance(file.read(0), str)
@@ -332,6 +332,8 @@ class Assembly(Source):
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
+        from bisect import bisect_right
+
         found: list[bytes] = []
         end = min(offset + count, self.size)
         index = bisect_right(self._starts, offset) - 1

@@ -65,8 +65,7 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
         judged = replace(judged, findings=with_commands(judged))
     if not told:
         return judged
-    from transload.judge.origin import origin
-    from transload.judge.torch_load import prediction
+    from transload.judge.torch_releases import origin, prediction
 
     # torch.load passes over the other records of an archive, and the pickles in them.
     loaded = [pickle for pickle in checkpoint.pickles if pickle.main or checkpoint.format != "torch-zip"]

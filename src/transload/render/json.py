@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,5 +62,7 @@ def _plain(value: object) -> object:
     if isinstance(value, int):
         return value if value.bit_length() <= _SAFE_BITS else hex(value)
     if isinstance(value, float):
+        from math import isfinite
+
         return value if isfinite(value) else repr(value)
     return str(value)
