@@ -188,7 +188,7 @@ def read_gguf(source: Source) -> Checkpoint:
         detail = f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {some([each.name for each in quantized])}"
         noted.add("gguf-quantized", "", detail)
     big = header.order == ">"
-    made = [tensor_of(entry, start, source.size, "", big_endian=big) for entry in ordered]
+    made = [tensor_of(entry, entry.dtype, entry.shape, start, source.size, "", big_endian=big) for entry in ordered]
     version = int.from_bytes(source.read(4, 4), "big" if big else "little")
     return Checkpoint(
         path=source.name,

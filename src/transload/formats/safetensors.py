@@ -101,7 +101,8 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
     start = PREFIX + length
     if header and not noted.has("safetensors-header-invalid"):
         check_layout(entries, source.size - start, noted)
-    pairs = [tensor_of(_as_torch(entry, noted), start, source.size, file) for entry in entries]
+    size = source.size
+    pairs = [tensor_of(entry, *_as_torch(entry, noted), start, size, file) for entry in entries]
     return Checkpoint(
         path=source.name,
         format="safetensors",
@@ -200,29 +201,30 @@ _FIELD_SET = frozenset(FIELDS)
 
 def _entry(name: str, raw: Any, noted: Noted) -> Entry | None:
     """One entry, checked field by field; ``None`` if it does not even say what the tensor is."""
-    if type(raw) is list and len(raw) == len(FIELDS):  # one of the two other spellings that the reference lets through
-        raw = dict(zip(FIELDS, raw, strict=True))
-        odd = True
-    else:
-        odd = type(raw) is dict and not (raw.keys() <= _FIELD_SET and type(raw.get("dtype")) is str)
-    fields = raw if type(raw) is dict else {}
-    dtype = fields.get("dtype")
-    if odd:
+    odd = type(raw) is list and len(raw) == len(FIELDS)  # one of two other spellings that the reference lets through
+    fields: dict[str, Any] = raw if type(raw) is dict else dict(zip(FIELDS, raw, strict=True)) if odd else {}
+    dtype: Any = fields.get("dtype")
+    sizes: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if odd or (fields is raw and not (type(dtype) is str and raw.keys() <= _FIELD_SET)):
         noted.add("safetensors-odd-header", _at(name), "no writer spells an entry like this")
         if type(dtype) is dict and list(dtype.values()) == [None]:  # the other one
             dtype = next(iter(dtype))
-    shape, offsets = _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
-    if shape is None or offsets is None or len(offsets) != 2 or type(dtype) is not str:
+    fine = type(dtype) is str and type(sizes) is list and type(offsets) is list and len(offsets) == 2
+    begin, end = offsets if fine else (0, 0)
+    # bool is an int to isinstance, and not to the format
+    fine = fine and type(begin) is type(end) is int and 0 <= begin < MAX_COUNT and 0 <= end < MAX_COUNT
+    numel = 1
+    for size in sizes if fine else ():
+        if type(size) is not int or not 0 <= size < MAX_COUNT:
+            fine = False
+        elif numel < MAX_COUNT:  # beyond, the reference refuses it; and later products must stay short
+            numel *= size
+    if not fine:
         detail = "it needs dtype, shape and two data_offsets, counted from 0 up"
         noted.add("safetensors-entry-invalid", _at(name), detail)
         return None
-    begin, end = offsets
-    width = BITS.get(dtype)
-    numel = 1
-    for size in shape:
-        numel *= size
-        if numel >= MAX_COUNT:  # which the reference refuses; and later products must stay short
-            break
+    shape, width = tuple(sizes), BITS.get(dtype)
     bits = numel * (width or 0)
     if width and bits == 8 * (end - begin) and bits < MAX_COUNT and numel < MAX_COUNT:
         return _new(Entry, (name, dtype, shape, begin, end, False))
@@ -237,15 +239,6 @@ def _entry(name: str, raw: Any, noted: Noted) -> Entry | None:
         detail = f"{what} needs {bits // 8:,} bytes; it is given {begin:,} to {end:,}"
         noted.add("safetensors-size-mismatch", _at(name), detail)
     return None if numel >= MAX_COUNT else Entry(name, _cut(dtype), shape, begin, max(begin, end), broken=True)
-
-
-def _counts(raw: Any) -> tuple[int, ...] | None:
-    if type(raw) is not list:
-        return None
-    for count in raw:
-        if type(count) is not int or not 0 <= count < MAX_COUNT:  # bool is an int to isinstance, and not to the format
-            return None
-    return tuple(raw)
 
 
 _LAYOUT = ("safetensors-hole", "safetensors-overlap", "safetensors-truncated", "safetensors-trailing")
@@ -278,23 +271,26 @@ def check_layout(
         noted.add(trailing, "", f"{held - padded:,} bytes after the last tensor belong to nothing")
 
 
-def _as_torch(entry: Entry, noted: Noted) -> Entry:
-    """The entry with the dtype that torch has for it."""
+def _as_torch(entry: Entry, noted: Noted) -> tuple[str, tuple[int, ...]]:
+    """The dtype that torch has for an entry, and the shape."""
     kind, shape = entry.dtype, entry.shape
-    if kind == "F4" and shape and shape[-1] % 2 == 0:  # torch's four-bit float counts pairs
-        return entry._replace(dtype=SAFETENSORS[kind], shape=(*shape[:-1], shape[-1] // 2))
     if kind != "F4" and kind in SAFETENSORS:
-        return entry._replace(dtype=SAFETENSORS[kind])
+        return SAFETENSORS[kind], shape
+    if kind == "F4" and shape and shape[-1] % 2 == 0:  # torch's four-bit float counts pairs
+        return SAFETENSORS[kind], (*shape[:-1], shape[-1] // 2)
     if kind in BITS:
         noted.add("safetensors-dtype-not-in-torch", _at(entry.name), f"{kind} {list(shape)[:8]}")
-    return entry
+    return kind, shape
 
 
 def tensor_of(
-    entry: Entry, start: int, size: int, file: str, *, big_endian: bool = False
+    entry: Entry, dtype: str, shape: tuple[int, ...], start: int, size: int, file: str, *, big_endian: bool = False
 ) -> tuple[Tensor, Storage | None]:
-    """The tensor of an entry and the bytes it looks at, of a file of ``size`` bytes whose data begin at ``start``."""
-    name, dtype, shape, begin, end, broken = entry
+    """The tensor of an entry, with torch's dtype and shape, and the bytes it looks at.
+
+    The file has ``size`` bytes; its data begin at ``start``.
+    """
+    name, _, _, begin, end, broken = entry
     stride = (1,) if len(shape) == 1 else contiguous(shape)
     path = (name,)
     if broken:
