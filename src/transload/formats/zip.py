@@ -133,7 +133,11 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
 
 def names_below(entries: list[Entry], prefix: str) -> list[str]:
     """Each name as its path below ``prefix``; those outside it whole, with a slash before them."""
-    names = [text_of(entry.raw_name) for entry in entries]
+    joined = b"\n".join([b"", *[entry[0] for entry in entries]])
+    names = text_of(joined).split(f"\n{prefix}")
+    if joined.count(b"\n") == len(entries) == len(names) - 1:  # as nearly always
+        return names[1:]
+    names = [text_of(entry[0]) for entry in entries]
     cut = len(prefix)
     return [name[cut:] if name.startswith(prefix) else f"/{name}" for name in names] if cut else names
 
