@@ -55,8 +55,10 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
             if type(args) is not tuple or callee is None or call.kwargs is not None or call.appended:
                 return None
             if callee is ordered:
-                odd = bool(args) or not all(map(_is_metadata, call.states or ()))
-                built += bool(call.states)
+                odd = bool(args)
+                if call.states:
+                    odd = odd or not all(map(_is_metadata, call.states))
+                    built += 1
             else:  # the last two arguments say whether it requires gradients, and are its hooks
                 count = 6 if callee is tensor else 3 if callee is parameter else -1
                 odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
