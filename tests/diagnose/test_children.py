@@ -177,14 +177,13 @@ os._exit(3)
 
 
 def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    kill = children._kill
     with Child(question("report.doing('cuInit'); time.sleep(600)"), LONG) as child:
-        monkeypatch.setattr(children, "_kill", lambda _: None)
-        told = hangs_in(child, {"doing": "cuInit"})
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "killpg", lambda *_: None)
+            told = hangs_in(child, {"doing": "cuInit"})
         assert told.state == "hung"
         assert told.detail.startswith("hung, and could not be killed, in cuInit after ")
         assert alive(child.pid)
-        monkeypatch.setattr(children, "_kill", kill)
     assert not alive(child.pid)
 
 

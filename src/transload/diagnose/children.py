@@ -225,11 +225,14 @@ class Child:
         """End it and everything it started. False where it does not die: then it is left to itself."""
         process = self._process
         if process is not None and process.poll() is None:
-            _kill(process)
+            with suppress(OSError):  # its session is its own, and it was not waited for yet
+                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)
         ended = process is None or process.poll() is not None
-        self._lifeline = _closed(self._lifeline)  # not before: what it started would outlive it
+        lifeline, self._lifeline = self._lifeline, -1
+        with suppress(OSError):
+            os.close(lifeline)  # not before: what it started would outlive it
         return ended
 
     def _start(self, question: Question, seconds: float) -> None:
@@ -257,7 +260,8 @@ class Child:
                 creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
             )
         finally:
-            _closed(theirs)
+            with suppress(OSError):
+                os.close(theirs)
         with suppress(ImportError, AttributeError, OSError, ValueError):  # no core file in the user's folder
             from resource import RLIMIT_CORE, prlimit
 
@@ -327,21 +331,6 @@ def _work(session: int) -> int:
                     known = True
                     total += sum(int(fields[place]) for place in (9, 10, 11, 12, 13, 14))
     return total if known else -1
-
-
-def _closed(number: int) -> int:
-    if number >= 0:
-        with suppress(OSError):
-            os.close(number)
-    return -1
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)  # its session is its own, and it was not waited for yet
-        else:
-            process.kill()
 
 
 def _status(code: int) -> str:

@@ -286,11 +286,8 @@ def lacking(elf: Elf, file: _File, wanted: Collection[Wanted]) -> tuple[Wanted, 
     for name, defined, _, number in _symbols(elf, file):
         if defined and name in names:
             found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
-
-    def is_defined(name: str, version: str) -> bool:
-        return name in found and (not version or not found[name].isdisjoint((version, "")))
-
-    return tuple(each for each in wanted if not is_defined(each.name, each.version))
+    given = ((each, found.get(each.name)) for each in wanted)
+    return tuple(each for each, has in given if not has or (each.version and has.isdisjoint((each.version, ""))))
 
 
 @_opens

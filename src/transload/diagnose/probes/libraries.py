@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import NamedTuple
@@ -176,22 +176,6 @@ NVIDIA = re.compile(
 _OWNED = re.compile(r".*/lib/[^/]+\.so[.\d]*")
 _WITHOUT_LIBRARIES = frozenset({"nvidia-cuda-cccl", "nvidia-ml-py"})
 
-_PACKAGES = {
-    "cudart": "cuda-runtime",
-    "cublasLt": "cublas",
-    "cusparseLt": "cusparselt",
-    "cupti": "cuda-cupti",
-    "nvrtc": "cuda-nvrtc",
-    "nvrtc-builtins": "cuda-nvrtc",
-    "nvJitLink": "nvjitlink",
-    "nvToolsExt": "nvtx",
-    "nvtx3interop": "nvtx",
-    "nvshmem_host": "nvshmem",
-}
-"""Where the package of a library is not called as the library is."""
-_WITH_MAJOR = frozenset({"cudnn", "nccl", "nvshmem", "cusparselt"})
-"""Packages that still have the CUDA version in their names with CUDA 13."""
-
 
 def package_of(name: str, cuda: str) -> str:
     """The distribution that should bring a library for that CUDA version; empty for one of no known package.
@@ -203,9 +187,11 @@ def package_of(name: str, cuda: str) -> str:
     major = cuda.partition(".")[0]
     if not found or not major.isdecimal():
         return ""
+    names = table("packages")["nvidia_wheels"]
     stem = "cudnn" if found["stem"].startswith("cudnn") else found["stem"]
-    package = _PACKAGES.get(stem, stem.lower())
-    return f"nvidia-{package}" if int(major) >= 13 and package not in _WITH_MAJOR else f"nvidia-{package}-cu{major}"
+    package = names.get(stem, stem.lower())
+    plain = int(major) >= 13 and package not in names["with_major"].split()
+    return f"nvidia-{package}" if plain else f"nvidia-{package}-cu{major}"
 
 
 # -- an import of torch ------------------------------------------------------------------------------------------------
@@ -471,8 +457,8 @@ def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> 
     else:
         process = Process(loader)
         process.start()
-    view = _ExtensionView(process, install)
-    return tuple(map(view.extension, found.values(), stated))
+    absent: dict[str, bool] = {}  # symbol → whether torch lacks it: extensions ask for the same ones
+    return tuple(_extension(process, install, absent, *each) for each in zip(found.values(), stated, strict=True))
 
 
 def _stated(dist: Distribution) -> Extension:
@@ -491,52 +477,41 @@ def _stated(dist: Distribution) -> Extension:
     return Extension(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
 
 
-@dataclass(frozen=True, slots=True)
-class _ExtensionView:
-    """Extensions in a process that has imported torch, as each of them does first."""
-
-    process: Process
-    install: TorchInstall | None
-    absent: dict[str, bool] = field(default_factory=dict)
-    """Symbol → whether torch lacks it: extensions ask for the same ones."""
-
-    def extension(self, dist: Distribution, bare: Extension) -> Extension:
-        """What ``bare`` says, and what the libraries of ``dist`` are: those RECORD lists, else those of its name."""
-        host, module = dist.host, dist.name.replace("-", "_")
-        paths = [f"{dist.site}/{path}" for path in dist.files() if path.endswith(".so")]
-        if not host.data(f"{dist.path}/RECORD", 1):
-            paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
-        if dist.name == "bitsandbytes" and self.install:
-            paths = _of_build(paths, self.install)
-            if not paths:
-                return replace(bare, missing=(f"libbitsandbytes_cuda{self.install.cuda.replace('.', '')}.so",))
-        examined = ((path, self.process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
-        elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
-        found = []
-        for path, elf in elves.items():
-            each, missing = replace(bare, library=path), [each.name for each in self.process.open(path)]
-            if not any(_CODECS.match(name) for name in missing):
-                each = replace(
-                    each,
-                    architectures=tuple(architectures(elf) or ()),
-                    undefined=self._absent(elf, elves.values()) if self.install else (),
-                    missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
-                )
-            found.append(each)
-        found = [each for each in found if each.architectures or each.undefined or each.missing] or found
-        found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
-        every = {name for each in found for name in each.architectures}
-        return replace([*found, bare][0], architectures=tuple(sorted(every, key=_order)))
-
-    def _absent(self, elf: Elf, own: Iterable[Elf]) -> tuple[str, ...]:
-        """The symbols it takes from torch that neither torch nor the extension itself defines."""
-        wanted = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)]
-        asked = [each for each in wanted if each.name not in self.absent]
-        folder = f"{self.install.location}/lib/" if self.install else ""
-        left = _left((each.elf for each in self.process.files.values() if each.path.startswith(folder)), asked)
-        self.absent.update({each.name: each in left for each in asked})
-        left = _left(own, [each for each in wanted if self.absent[each.name]])
-        return tuple(each.name for each in left[:_MOST_SYMBOLS])
+def _extension(
+    process: Process, install: TorchInstall | None, absent: dict[str, bool], dist: Distribution, bare: Extension
+) -> Extension:
+    """What ``bare`` says, and what the libraries of ``dist`` are: those RECORD lists, else those of its name."""
+    host, module = dist.host, dist.name.replace("-", "_")
+    paths = [f"{dist.site}/{path}" for path in dist.files() if path.endswith(".so")]
+    if not host.data(f"{dist.path}/RECORD", 1):
+        paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
+    if dist.name == "bitsandbytes" and install:
+        paths = _of_build(paths, install)
+        if not paths:
+            return replace(bare, missing=(f"libbitsandbytes_cuda{install.cuda.replace('.', '')}.so",))
+    examined = ((path, process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
+    elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
+    found = []
+    for path, elf in elves.items():
+        each, missing = replace(bare, library=path), [each.name for each in process.open(path)]
+        if not any(_CODECS.match(name) for name in missing):
+            wanted = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)] if install else []
+            asked = [each for each in wanted if each.name not in absent]
+            folder = f"{install.location}/lib/" if install else ""
+            left = _left((each.elf for each in process.files.values() if each.path.startswith(folder)), asked)
+            absent.update({each.name: each in left for each in asked})
+            left = _left(elves.values(), [each for each in wanted if absent[each.name]])
+            each = replace(
+                each,
+                architectures=tuple(architectures(elf) or ()),
+                undefined=tuple(each.name for each in left[:_MOST_SYMBOLS]),
+                missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
+            )
+        found.append(each)
+    found = [each for each in found if each.architectures or each.undefined or each.missing] or found
+    found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
+    every = {name for each in found for name in each.architectures}
+    return replace([*found, bare][0], architectures=tuple(sorted(every, key=_order)))
 
 
 def _left(givers: Iterable[Elf], wanted: Sequence[Wanted]) -> Sequence[Wanted]:

@@ -51,8 +51,9 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     told = own() if _is_own(host, executable) else absent or asked(host, executable, deadline)
     if isinstance(told, str):
         return Python(executable or host.python, why=why, problem=told)
-    prefix, base_prefix = host.named(told["prefix"]), host.named(told["base_prefix"])
+    told |= {name: host.named(told[name]) for name in ("executable", "prefix", "base_prefix", "stdlib", "user_site")}
     path = tuple(host.named(os.path.join(host.cwd, entry)) for entry in told["path"])
+    stdlib, prefix, base_prefix = told.pop("stdlib"), told["prefix"], told["base_prefix"]
     kind, tool = environment(host, prefix, base_prefix)
     relevant = tuple(table("packages")["relevant"].split())
     packages: dict[str, str] = {}  # of two the first on the path counts, as it does for an import
@@ -60,21 +61,12 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
         if each.name.startswith(relevant) and each.name not in packages:
             packages[each.name] = each.stated or each.version
     return Python(
-        executable=host.named(told["executable"]) or executable,
-        version=told["version"],
-        implementation=told["implementation"],
-        bits=told["bits"],
-        free_threaded=told["free_threaded"],
-        prefix=prefix,
-        base_prefix=base_prefix,
-        path=path,
-        user_site=host.named(told["user_site"]),
-        user_site_enabled=told["user_site_enabled"],
+        **{**told, "executable": told["executable"] or executable, "path": path},
         environment=kind,
         tool=tool,
         project=host.exists(f"{os.path.dirname(prefix)}/{tool}.lock"),
         pip=any(host.exists(f"{entry}/pip/__main__.py") for entry in path),
-        externally_managed=prefix == base_prefix and host.exists(f"{host.named(told['stdlib'])}/EXTERNALLY-MANAGED"),
+        externally_managed=prefix == base_prefix and host.exists(f"{stdlib}/EXTERNALLY-MANAGED"),
         why=why,
         others=others(host, prefix, path),
         packages=dict(sorted(packages.items())),
@@ -199,9 +191,10 @@ def asked(host: Host, executable: str, deadline: float) -> Told | str:
     question = Question(_FACTS + _SAY, host.at(executable), host.child_environ(), host.at(host.cwd), ("-B",))
     with Child(question, deadline) as child:
         outcome = child.outcome()
-    told = outcome.facts
     if outcome.state == "answered":
-        whole = all(type(told.get(name)) is type(ours) for name, ours in own().items())
+        ours, facts = own(), outcome.facts
+        told: Told = {name: facts.get(name) for name in ours}
+        whole = all(type(told[name]) is type(ours[name]) for name in ours)
         whole = whole and all(type(each) is str for each in told["path"])
         return told if whole else f"{executable} is not a Python interpreter: its answer makes no sense"
     if outcome.state == "unasked":

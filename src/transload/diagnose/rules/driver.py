@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from posixpath import dirname
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,6 @@ _NO_JIT = 221
 _UPDATE_WSL = ("$ wsl --update", "$ wsl --shutdown")
 
 
-def _folder(lib: Library) -> str:
-    return lib.path.rpartition("/")[0]
-
-
 def _library_line(lib: Library | None) -> str:
     """Which libcuda.so.1 a process gets, and how the loader finds it."""
     if lib is None:
@@ -33,7 +30,7 @@ def _library_line(lib: Library | None) -> str:
 
 def _drop_library(m: Case, lib: Library) -> Lines:
     """Prevent the loader from using a library."""
-    folder = _folder(lib)
+    folder = dirname(lib.path)
     systems = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # every program needs it
     if drop := fixes.drop_library(m, lib.path, lib.via):
         return drop
@@ -90,7 +87,7 @@ def under_wsl(m: Case) -> Found:
         command = purge.get(m.platform.package_manager, f"rm {lib.path}")
         fix = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
         if lib.via == "LD_LIBRARY_PATH":
-            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib))
+            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(lib.path))
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
         windows = f"the Windows driver's own is {own.path}" if own else ""
         yield "U09", Match((used, windows, m.answer, m.relief), fix)
@@ -98,8 +95,8 @@ def under_wsl(m: Case) -> Found:
         update = "In Windows, update the NVIDIA driver (https://www.nvidia.com/drivers), then in PowerShell:"
         steps = (update, *_UPDATE_WSL)
         if m.no_libcuda and own:
-            there = f"{own.path} exists, but the loader does not search {_folder(own)}"
-            yield "U08", Match((there,), _search(m, _folder(own), "ld.wsl.conf"))
+            there = f"{own.path} exists, but the loader does not search {dirname(own.path)}"
+            yield "U08", Match((there,), _search(m, dirname(own.path), "ld.wsl.conf"))
         elif m.no_libcuda:  # only an error if torch was installed to use one
             meant = m.torch.first is not None and not m.torch.first.cpu_only
             title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
@@ -211,9 +208,9 @@ def not_found(m: Case) -> Found:
         return
     for lib in m.driver.libraries.cuda or ():
         if lib.via == "disk" and lib.kind == "driver" and not lib.problem:
-            there = f"{lib.path} exists, but the loader does not search {_folder(lib)}"
+            there = f"{lib.path} exists, but the loader does not search {dirname(lib.path)}"
             # a torch of NixOS or conda may have that directory in its own RUNPATH
-            yield "U05", Match((there, m.answer), _search(m, _folder(lib), "nvidia.conf"), likely=m.torch_not_run)
+            yield "U05", Match((there, m.answer), _search(m, dirname(lib.path), "nvidia.conf"), likely=m.torch_not_run)
             return
     if m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
         title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"

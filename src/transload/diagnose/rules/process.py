@@ -20,18 +20,14 @@ _APPTAINER = ("apptainer", "singularity")
 _SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with their own init and packages: their libraries must be updated inside
 
 
-def _forbidden(m: Case) -> str:
-    """The node that a device cgroup forbids, if there is one."""
-    nodes = (m.nodes.at(CONTROL), *m.card_nodes)
-    return next((node.path for node in nodes if node.exists and node.error == "EPERM"), "")
-
-
 @rules("surroundings", "C09", "D05")
 def not_granted(m: Case) -> Found:
     """A job or a service whose device cgroup forbids the nodes, or that was given none."""
-    around, forbidden, visible = m.surroundings, _forbidden(m), m.env(CVD)
+    around, visible = m.surroundings, m.env(CVD)
     if m.no_gpu or not m.fails:
         return
+    nodes = (m.nodes.at(CONTROL), *m.card_nodes)
+    forbidden = next((node.path for node in nodes if node.exists and node.error == "EPERM"), "")
     hidden = visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
     bare = m.without_nodes and not around.container
     if around.slurm and ((forbidden and m.broken) or (not m.slurm_granted and (hidden or bare))):
@@ -224,12 +220,6 @@ def _wrong_device(m: Case, node: Node) -> bool:
     return node.major != _NVIDIA_MAJOR
 
 
-def _mode_allows(m: Case, node: Node) -> bool:
-    """Whether mode and groups let this process read and write."""
-    ours = node.group and node.group in m.platform.groups and node.mode & 0o060 == 0o060
-    return m.platform.root or node.mode & 0o006 == 0o006 or bool(ours)
-
-
 @rules("nodes", "D02", "D04", "D06", "D03", "D01", likely=("D06",))
 def faulty_node(m: Case) -> Found:
     """What is wrong with the node that prevents the driver from starting."""
@@ -275,7 +265,8 @@ def faulty_node(m: Case) -> Found:
             )
         yield "D04", Match((line, allowed, *answers), fix, title)
 
-    allows = _mode_allows(m, node)
+    ours = node.group and node.group in m.platform.groups and node.mode & 0o060 == 0o060
+    allows = m.platform.root or node.mode & 0o006 == 0o006 or bool(ours)  # by mode and groups
     if node.error == "EACCES" and allows and not node.nodev and m.surroundings.selinux == "enforcing":
         allow_it = fixes.on_host(m, "ausearch -m avc -ts recent", "setsebool -P container_use_devices on")
         fix = ("Check whether SELinux denied it, then allow it:", *allow_it)

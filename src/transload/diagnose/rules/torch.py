@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from posixpath import dirname
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
@@ -73,8 +74,8 @@ def which_torch(m: Case) -> Found:
         if python.user_site and installs[0].location.startswith(python.user_site):
             without = fixes.set_variable(m, "PYTHONNOUSERSITE", "1")
             fix = (*without, "Or remove that torch permanently:", *remove)
-        elif fixes.listed(m, "PYTHONPATH", _folder(installs[0].location)):  # where pip removes nothing
-            fix = fixes.drop_folder(m, "PYTHONPATH", _folder(installs[0].location))
+        elif fixes.listed(m, "PYTHONPATH", dirname(installs[0].location)):  # where pip removes nothing
+            fix = fixes.drop_folder(m, "PYTHONPATH", dirname(installs[0].location))
         # an error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two
         if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
             yield "P02", Match(evidence, fix)
@@ -106,7 +107,7 @@ def _has_wheel(m: Case, release: str) -> bool:
 
 
 def _shadowed(m: Case, shadow: str) -> Match:
-    via, folder = m.torch.shadow_via, _folder(shadow)
+    via, folder = m.torch.shadow_via, dirname(shadow)
     evidence = (f"import torch finds {shadow}{f', through {via}' if via else ''}", quoted(m.import_error))
     if folder.endswith(("/site-packages", "/dist-packages")):
         return Match(evidence, (*fixes.delete(m, shadow), *m.reinstall), "the installed torch is incomplete")
@@ -248,10 +249,6 @@ _ABOUT_GPUS = re.compile(r"cuda|cublas|cudnn|nccl|nvidia|vgpu|hami|nvml", re.IGN
 _BEHIND = ("ld.so.cache", "default folder")
 
 
-def _folder(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
 def _line(lib: Resolved) -> str:
     """Which file the loader finds, and how."""
     via = f", found through {lib.via}" if lib.via else ""
@@ -336,7 +333,7 @@ def wrong_cudnn(m: Case) -> Found:
         by_path = next((part for part in parts if part.endswith(", by LD_LIBRARY_PATH")), "")
         if by_path:
             path = by_path.partition(": ")[2].removesuffix(", by LD_LIBRARY_PATH")
-            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(path))
+            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(path))
         elif "nvidia-cudnn-cu13" in m.python.packages:
             install = fixes.install(m, "nvidia-cudnn-cu13>=9.21")
             fix = ("Install a complete cuDNN:", *install, "Or remove the system's cuDNN:", *fix)
@@ -368,7 +365,7 @@ def mixed_libraries(m: Case) -> Found:
     symbol, step = _SYMBOL.search(m.import_error), m.failed("matmul", "convolution")
 
     conda = m.python.environment in ("conda", "pixi") and prefix
-    from_conda = [lib for lib in shadowed if conda and _folder(lib.path) == f"{prefix}/lib"]
+    from_conda = [lib for lib in shadowed if conda and dirname(lib.path) == f"{prefix}/lib"]
     if from_conda:
         broken = bool(symbol or step)
         packages = sorted({lib.package for lib in from_conda if lib.package})
@@ -418,7 +415,7 @@ def other_libraries(m: Case) -> Found:
         fix = ("Use a newer system or image: the libstdc++ of this one is too old.",)
         if m.python.environment in ("conda", "pixi"):
             fix = fixes.conda(m, "libstdcxx-ng")
-        place = _folder(told["library"]) if told else ""
+        place = dirname(told["library"]) if told else ""
         if place and place in path:
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", place)
         yield "L12", Match((error, *(f"not defined: {each}" for each in lacking[:3])), fix)
@@ -445,7 +442,7 @@ def other_libraries(m: Case) -> Found:
     if reasons and m.platform.system == "Linux":
         named = {each.rstrip("/") for each in path}
         taken = [lib for lib in m.torch_libraries.needed if lib.via == "LD_LIBRARY_PATH"]
-        from_here = [lib for lib in taken if _folder(lib.path) not in named]
+        from_here = [lib for lib in taken if dirname(lib.path) not in named]
         clean = ":".join(filter(None, path))
         fix = fixes.set_variable(m, "LD_LIBRARY_PATH", clean) if clean else fixes.unset(m, "LD_LIBRARY_PATH")
         broken = bool(from_here) and not m.imported
