@@ -39,7 +39,7 @@ from transload.explaining.result import Near
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
     *("driver", "results", "libraries", "memory", "distributed", "machine", "around"),
-    *("tensors", "saving", "sharded", "parallel", "groups", "features", "packages", "vllm"),
+    *("tensors", "saving", "sharded", "parallel", "groups", "features", "packages", "frameworks", "vllm"),
 )
 """The files of ``pages``, in the order in which they are matched and documented."""
 
@@ -429,8 +429,12 @@ def _only_words(text: str) -> bytes:
 
 @cache
 def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
-    """Every wording with its page and its words; and the weight of each word: rare ones count more."""
-    rows = [(page, said) for _, pages in _files() for page in pages for said in page.says]
+    """Every wording with its page and its words; and the weight of each word: rare ones count more.
+
+    Checks inside of a library resemble many texts, and say nothing about any of them.
+    """
+    shown = (page for _, pages in _files() for page in pages if "-internal\n" not in page.text[:40])
+    rows = [(page, said) for page in shown for said in page.says]
     lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows))).split(b"\n")
     words = [line.split() for line in lines]
     counts = Counter(itertools.chain.from_iterable(words)).items()
