@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_nothing_is_listed_that_is_ordinary(state: str, monkeypatch: pytest.Monk
     wanted = told_by_list(data, monkeypatch)
     asked: list[bool] = []
 
-    def opened(f: Any, *, tree: bool = True) -> content.Content:
+    def opened(f: Any, *, tree: bool = True) -> AbstractContextManager[content.Content]:
         asked.append(tree)
         return LISTED(f, tree=tree)
 

@@ -327,7 +327,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         names += [problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"]
         # Pickles that were not as they were saved when names and shapes were read from them.
         indexes = [name for name in dict.fromkeys(names) if name.endswith(".pkl")]
-        over = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), parts=content.parts)
+        over = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), content.parts)
         outcomes = tuple(_outcomes(over, every, bad, undone, indexes))
         lost = {outcome.name for outcome in outcomes if outcome.state == "lost"}
         kept = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in lost)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -31,7 +32,8 @@ _MOST_PACKED = 1032  # times its size that anything can be deflated
 _LOST = "Fetch the file again; its other tensors can be read."
 
 
-def open_content(f: SourceLike, *, tree: bool = True) -> Content:
+@contextmanager
+def open_content(f: SourceLike, *, tree: bool = True) -> Iterator[Content]:
     """Read and judge what a path, bytes or a file object holds, and keep it open; ``CannotReadError`` if it cannot be.
 
     ``tree`` is as for ``read_source``.
@@ -44,7 +46,8 @@ def open_content(f: SourceLike, *, tree: bool = True) -> Content:
 
     with no_collecting():
         opened = OpenCheckpoint(f, tree=tree)
-    return Content(opened.checkpoint, opened.file, opened.close, opened.parts)
+    with opened:
+        yield Content(opened.checkpoint, opened.file, opened.parts)
 
 
 class Run(NamedTuple):
@@ -58,35 +61,22 @@ class Run(NamedTuple):
 class Content:
     """The elements of the tensors of a checkpoint; ``open_file`` gives the source of a ``Storage.file``.
 
-    ``parts`` are its files that are a checkpoint by themselves, by name: itself, or its shards, or none. As a context
-    manager it calls ``close`` at the end. May be used from several threads.
+    ``parts`` are its files that are a checkpoint by themselves, by name: itself, or its shards, or none. May be used
+    from several threads.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         open_file: Callable[[str], Source],
-        close: Callable[[], None] | None = None,
         parts: tuple[tuple[str, Checkpoint], ...] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.open_file = open_file
         self.parts = (("", checkpoint),) if parts is None else parts
-        self._close = close
         self._storages = {storage.id: storage for storage in checkpoint.storages}
         self._records: dict[str, dict[str, Record]] = {}
         self._last: tuple[str, Source] = ("", BytesSource(b""))
-
-    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close what was opened for it."""
-        if self._close is not None:
-            self._close()
 
     def storage(self, tensor: Tensor) -> Storage | None:
         """The storage a tensor looks at."""

@@ -145,4 +145,4 @@ def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Con
     checkpoint = content.checkpoint
     everything = (*checkpoint.tensors, *tensors), (*checkpoint.storages, *storages.values())
     opened = replace(checkpoint, tensors=everything[0], storages=everything[1])
-    return Content(opened, open_file, None, content.parts), tuple(tensors)
+    return Content(opened, open_file, content.parts), tuple(tensors)
