@@ -274,24 +274,10 @@ def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) 
 
 _SHOWN_BY_TENSORS = frozenset(
     {
-        "crc-mismatch",
-        "dcp-piece-missing",
-        "safetensors-truncated",
-        "shard-tensor-missing",
-        "storage-cut",
-        "storage-missing",
-        "tensor-broken",
-        "zeros-at-end",
-        "zip-compressed",
-        "zip-directory-broken",
-        "zip-misplaced",
-        "zip-no-descriptor",
-        "zip-no-directory",
-        "zip-no-version",
-        "zip-one-reader",
-        "zip-record-cut",
-        "zip-shifted",
-        "zip-trailing-bytes",
+        *("crc-mismatch", "dcp-piece-missing", "safetensors-truncated", "shard-tensor-missing", "storage-cut"),
+        *("storage-missing", "tensor-broken", "zeros-at-end", "zip-compressed", "zip-directory-broken"),
+        *("zip-misplaced", "zip-no-descriptor", "zip-no-directory", "zip-no-version", "zip-one-reader"),
+        *("zip-record-cut", "zip-shifted", "zip-trailing-bytes"),
     }
 )
 """Problems that show in the tensors they cost: for all others a checksum vouches, or their place."""

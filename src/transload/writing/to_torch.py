@@ -42,17 +42,9 @@ _CARRIED_KINDS = ("quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse
 _CARRIED_FORMATS = ("torch-zip", "torch-legacy", "torch-directory", "pickle")
 _CARRIED_CALLS = frozenset(  # what weights_only calls, and our reader understands, to make one
     {
-        _ORDERED_DICT,
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "torch._utils._rebuild_nested_tensor",
-        "torch._utils._rebuild_parameter",
-        "torch._utils._rebuild_qtensor",
-        "torch._utils._rebuild_sparse_csr_tensor",
-        "torch._utils._rebuild_sparse_tensor",
-        "torch._utils._rebuild_tensor",
-        "torch._utils._rebuild_tensor_v2",
-        "torch._utils._rebuild_tensor_v3",
+        *(_ORDERED_DICT, "torch.Size", "torch.serialization._get_layout"),
+        *(f"torch._utils._rebuild_{kind}_tensor" for kind in ("nested", "sparse", "sparse_csr")),
+        *(f"torch._utils._rebuild_{kind}" for kind in ("parameter", "qtensor", "tensor", "tensor_v2", "tensor_v3")),
     }
 )
 _NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
