@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from tests import forks
 from tests.each import for_each
 from tests.forge import checkpoint, number, ordered, pickled, tensor, text
 from tests.loading.zoo import saved
@@ -89,3 +91,21 @@ def test_a_storage_of_no_class_is_for_the_long_way(kind: bytes) -> None:
     assert not read_source(BytesSource(data), tree=False).counted
     with pytest.raises(BrokenFileError):
         load(data)
+
+
+# What there is to say of odd files, and what reads them; it takes a third of the time of a first load to import.
+FOR_OTHERS = (
+    *("formats.origin_record", "formats.rare_opcodes", "formats.tensor_pattern", "judge.names", "judge.problems"),
+    *("judge.safety", "loading.accelerators", "loading.engine", "loading.rebuild", "loading.refusal"),
+)
+
+
+def test_nothing_is_imported_for_other_files(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    torch.save({"model": model.state_dict(), "epoch": 3, "seed": 1 << 40, "lr": [0.1, None]}, path := tmp_path / "a.pt")
+    for look in ("load(sys.argv[1], map_location='cpu')", "inspect(sys.argv[1])"):
+        program = f"import sys, transload; transload.{look}; print(*sys.modules)"
+        done = forks.run("-c", program, path, env={**os.environ, "PYTHONPATH": str(forks.SOURCE)})
+        found = done.stdout.split()
+        assert "transload.formats.torch_zip" in found, done.stderr
+        assert [name for name in FOR_OTHERS if f"transload.{name}" in found] == []

@@ -50,6 +50,25 @@ def short_key(key: object) -> Key:
     return key if type(key) is int and key.bit_length() < 64 else short(key)
 
 
+def members(node: Any) -> list[tuple[Key, object]]:
+    """The children of an inert node that a path can name: entries, attributes, positions."""
+    kind = type(node)
+    if kind is Dict:
+        return [(short_key(key), value) for key, value in node.pairs()]
+    if kind is list or kind is tuple:
+        return list(enumerate(node))
+    if kind is not Call:
+        return []
+    found: list[tuple[Key, object]] = []
+    if called(node) == "collections.OrderedDict":
+        # The pairs it is made of, as Python 2 writes one.
+        pairs = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else []
+        found = [(short_key(pair[0]), pair[1]) for pair in pairs if type(pair) in (list, tuple) and len(pair) == 2]
+    elif node.states:
+        found = members(node.states[-1])
+    return [*found, *members(Dict(node.items or [])), *enumerate(node.appended or [])]
+
+
 def leaf_kind(node: object) -> str:
     """The name of a value's type."""
     if type(node) is Call:

@@ -1,7 +1,8 @@
-"""The accelerators that torch can use here, and how much memory they have free."""
+"""The accelerators that torch can use here, what memory they have free, and how tensors are laid out over several."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transload.devices import Device, Devices, split
@@ -55,3 +56,28 @@ def _card(module: Any, name: str) -> Device:
     except RuntimeError:  # some devices do not tell
         return Device(name, label=label)
     return Device(name, int(free + max(0, reserve)), int(total), label)
+
+
+def spread_over(sizes: Mapping[str, int], devices: Devices) -> dict[str, str]:
+    """The absent devices of a spread checkpoint over those that are here: the largest to where the most room is.
+
+    ``sizes`` are the bytes of each tag, the most first. What stays takes its room first. Where free memory is not known, all are taken to have the same.
+    """
+    tags = [tag for tag in sizes if tag != "meta" and split(tag)[0] != "cpu"]
+    cards = devices.accelerators
+    if len(tags) < 2:
+        return {}
+    known = all(card.free >= 0 for card in cards)
+    room = {card.name: card.free if known else 0 for card in cards}
+    absent = []
+    for tag in tags:
+        here = devices.get(tag)
+        if here is None:
+            absent.append(tag)
+        elif here.name in room:
+            room[here.name] -= sizes[tag]
+    placed: dict[str, str] = {}
+    for tag in absent:
+        placed[tag] = max(room, key=lambda name: (room[name], name == devices.own))
+        room[placed[tag]] -= sizes[tag]
+    return placed

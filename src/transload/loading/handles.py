@@ -32,7 +32,7 @@ from transload.errors import (
 from transload.formats import no_collecting
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
-from transload.formats.tensors import called
+from transload.formats.tensors import called, members
 from transload.io.memory import view
 from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
@@ -40,7 +40,7 @@ from transload.loading.build import is_fake_mode
 from transload.loading.jobs import Ended, ReadRequest, is_reached
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Dict, Global, Persistent, below
-from transload.tensors import OpenCheckpoint, Piece, members
+from transload.tensors import OpenCheckpoint, Piece
 from transload.tensors.content import Content, Elements, EndedError, View, boxes, placed, select
 
 if TYPE_CHECKING:

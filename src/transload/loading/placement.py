@@ -290,7 +290,11 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
     refused, fix = "", "Ask for a device that is here, or leave map_location out."
     chosen: Mapping[str, _Chosen]
     if automatic:
-        spread = _spread(loads, devices)
+        spread: dict[str, str] = {}
+        if len(loads) > 1 and len(devices.accelerators) > 1 and devices.rank is None:
+            from transload.loading.accelerators import spread_over
+
+            spread = spread_over({tag: load.nbytes for tag, load in loads.items()}, devices)
         chosen = {tag: _automatic(tag, devices, spread, wide=load.wide) for tag, load in loads.items()}
     elif _is_function(map_location):
         chosen = dict.fromkeys(loads, (UNDECIDED, "function", ""))
@@ -446,31 +450,6 @@ def _automatic(tag: str, devices: Devices, spread: Mapping[str, str], *, wide: b
     elif devices.own:
         chosen = spread.get(tag, devices.own), "absent", ""
     return ("cpu", "float64", "mps") if chosen[0] == "mps" and wide else chosen
-
-
-def _spread(loads: Mapping[str, _Load], devices: Devices) -> dict[str, str]:
-    """The absent devices of a spread checkpoint over those that are here: the largest to where the most room is.
-
-    What stays takes its room first. Where free memory is not known, all are taken to have the same.
-    """
-    tags = [tag for tag in loads if tag != "meta" and split(tag)[0] != "cpu"]
-    cards = devices.accelerators
-    if len(tags) < 2 or len(cards) < 2 or devices.rank is not None:
-        return {}
-    known = all(card.free >= 0 for card in cards)
-    room = {card.name: card.free if known else 0 for card in cards}
-    absent = []
-    for tag in tags:
-        here = devices.get(tag)
-        if here is None:
-            absent.append(tag)
-        elif here.name in room:
-            room[here.name] -= loads[tag].nbytes
-    placed: dict[str, str] = {}
-    for tag in absent:
-        placed[tag] = max(room, key=lambda name: (room[name], name == devices.own))
-        room[placed[tag]] -= loads[tag].nbytes
-    return placed
 
 
 # -- room

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transload.errors import BrokenFileError, UsageError
 from transload.frozen import facts, replace
@@ -25,7 +25,6 @@ from transload.io.sources import (
     has_journal,
     open_source,
 )
-from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key
@@ -120,6 +119,8 @@ class OpenCheckpoint:
             for step in path:
                 known = self._members.get(id(node))
                 if known is None:  # each container is gone through once
+                    from transload.formats.tensors import members
+
                     known = self._members[id(node)] = dict(members(node))
                 if step not in known:
                     break
@@ -208,27 +209,6 @@ class Piece:
 def _piece(checkpoint: Checkpoint, source: Source, path: str) -> Piece:
     """A checkpoint that is one file."""
     return Piece(checkpoint, lambda _: source, path)
-
-
-def members(node: Any) -> list[tuple[Key, object]]:
-    """The children of an inert node that a path can name: entries, attributes, positions."""
-    from transload.formats.tensors import called, short_key
-
-    kind = type(node)
-    if kind is Dict:
-        return [(short_key(key), value) for key, value in node.pairs()]
-    if kind is list or kind is tuple:
-        return list(enumerate(node))
-    if kind is not Call:
-        return []
-    found: list[tuple[Key, object]] = []
-    if called(node) == "collections.OrderedDict":
-        # The pairs it is made of, as Python 2 writes one.
-        pairs = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else []
-        found = [(short_key(pair[0]), pair[1]) for pair in pairs if type(pair) in (list, tuple) and len(pair) == 2]
-    elif node.states:
-        found = members(node.states[-1])
-    return [*found, *members(Dict(node.items or [])), *enumerate(node.appended or [])]
 
 
 def _join(folder: str, name: str) -> str:

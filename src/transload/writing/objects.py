@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import ConvertError
 from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
-from transload.formats.tensors import called, device_text, leaf_kind, short, short_key
+from transload.formats.tensors import called, device_text, leaf_kind, members, short, short_key
 from transload.nodes import Call, Dict, Global, Set
-from transload.tensors import members
 
 
 class Omission(NamedTuple):
