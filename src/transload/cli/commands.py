@@ -66,7 +66,7 @@ def run_convert(arguments: Namespace) -> int:
 
 def explain_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``explain``: nothing is loaded, and torch is not run."""
-    parser.add_argument("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error message; none is stdin")
+    parser.add_argument("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error; none is stdin")
     parser.add_argument("--no-checks", action="store_true", help="do not examine this machine or the files it names")
 
 
