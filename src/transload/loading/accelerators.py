@@ -61,7 +61,8 @@ def _card(module: Any, name: str) -> Device:
 def spread_over(sizes: Mapping[str, int], devices: Devices) -> dict[str, str]:
     """The absent devices of a spread checkpoint over those that are here: the largest to where the most room is.
 
-    ``sizes`` are the bytes of each tag, the most first. What stays takes its room first. Where free memory is not known, all are taken to have the same.
+    ``sizes`` are the bytes of each tag, the most first. What stays takes its room first. Where free memory is not
+    known, all are taken to have the same.
     """
     tags = [tag for tag in sizes if tag != "meta" and split(tag)[0] != "cpu"]
     cards = devices.accelerators
