@@ -198,11 +198,15 @@ class CudaFetcher:
 
 
 class Copy:
-    """A copy of one storage: ``runs`` of memory, each an address, bytes, and a function that waits for them."""
+    """A copy of one storage: ``runs`` of memory, each an address, bytes, and a function that waits for them.
 
-    def __init__(self, key: str, nbytes: int) -> None:
+    Or its ``data``, if it is small and was in memory of the CPU.
+    """
+
+    def __init__(self, key: str, nbytes: int, data: bytes = b"") -> None:
         self.key = key
         self.nbytes = nbytes
+        self.data = data
         self.runs: list[tuple[int, int, Callable[[], object] | None]] = []
         self.owners: list[Any] = []
 
@@ -213,6 +217,8 @@ class Copy:
 
     def small(self) -> bytes:
         """Its bytes, at once."""
+        if self.data:
+            return self.data
         parts: list[bytes] = []
         for address, nbytes, ready in self.runs:
             if ready is not None:
@@ -235,10 +241,15 @@ def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
     """Copy everything. When this returns, storages of the CPU may change; and others, in the order of their stream."""
     import torch
 
-    copies = [Copy(stored.key, stored.nbytes) for stored in storages]
+    cpu = torch.device("cpu")
+    copies: list[Copy] = []
     by_device: dict[Any, list[tuple[Copy, Stored]]] = {}
-    for target, stored in zip(copies, storages, strict=True):
-        by_device.setdefault(stored.storage.device, []).append((target, stored))
+    for stored in storages:
+        if stored.nbytes <= SMALL and stored.storage.device == cpu:
+            copies.append(Copy(stored.key, stored.nbytes, _host_bytes(stored)))
+        else:
+            copies.append(Copy(stored.key, stored.nbytes))
+            by_device.setdefault(stored.storage.device, []).append((copies[-1], stored))
     parts: list[tuple[int, int, int]] = []  # (target, source, bytes) for the threads to copy
     for device, pairs in by_device.items():
         if device.type == "cuda":
@@ -257,11 +268,7 @@ def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
             target.owners.append(block)
             target.runs.append((address, nbytes, None))
             source = storage.data_ptr() + start
-            if nbytes <= SMALL:
-                copy(address, source, nbytes)
-            else:
-                starts = range(0, nbytes, PIECE)
-                parts += ((address + at, source + at, min(PIECE, nbytes - at)) for at in starts)
+            parts += ((address + at, source + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE))
     each(parts, lambda: lambda part: copy(*part), min(cores(), _MAX_THREADS, len(parts)))
     return copies
 
