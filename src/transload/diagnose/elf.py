@@ -20,21 +20,11 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from transload.machine import Unknown
 
 from .host import reason
+from .tables import table
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Subject = TypeVar("_Subject", "Elf", str)
-
-_MACHINES = {
-    3: "i386",
-    21: "ppc64le",
-    22: "s390x",
-    40: "arm",
-    62: "x86_64",
-    183: "aarch64",
-    243: "riscv64",
-    258: "loongarch64",
-}
 
 _HEADER = Struct("<16x2H I3Q I6H")
 _PROGRAM = Struct("<2I6Q")
@@ -168,10 +158,11 @@ def read_elf(path: str, file: _File) -> Elf:
         raise _BrokenError(why)
     bits, little = {1: 32, 2: 64}.get(head[4], 0), head[5] == 1
     number = int.from_bytes(head[18:20], "little" if little else "big")
-    machine = _MACHINES.get(number, f"ELF machine {number}")
+    known = (name for name, row in table("machines")["machines"].items() if row["elf"] == number)
+    machine = next(known, f"ELF machine {number}")
     if bits != 64 or not little:
         return Elf(path, machine, bits, little, identity=file.identity)
-    _, _, _, _, programs, table, _, _, size, count, entry, many, names = _HEADER.unpack(head)
+    _, _, _, _, programs, sections, _, _, size, count, entry, many, names = _HEADER.unpack(head)
     if size != _PROGRAM.size or not 0 < count <= _MOST_PROGRAMS:
         raise _BrokenError("it has no program headers")
     kinds = [(each[0], each[2], each[3], each[5]) for each in _PROGRAM.iter_unpack(file.at(programs, size * count))]
@@ -191,7 +182,7 @@ def read_elf(path: str, file: _File) -> Elf:
         identity=file.identity,
         dynamic=dict(pairs),
         segments=segments,
-        table=(table, many if entry == _SECTION.size else 0, names),
+        table=(sections, many if entry == _SECTION.size else 0, names),
     )
     strings = elf.offset(_STRINGS)
 

@@ -15,31 +15,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from struct import Struct, unpack_from
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transload.machine import Unknown
 
 from .elf import Elf, read_elf
 from .host import Host
+from .tables import table
 
 _CACHE_LIMIT = 1 << 24
 _LOADER_LIMIT = 1 << 22
 _FOLDERS = re.compile(rb"\0((?:/[ -~]{0,254}/\0)+)")
 _CACHE_NAME = re.compile(rb"\0(/[ -~]{0,254}/ld\.so\.cache)\0")
-_LOADERS = {
-    "x86_64": "/lib64/ld-linux-x86-64.so.2",
-    "aarch64": "/lib/ld-linux-aarch64.so.1",
-    "ppc64le": "/lib64/ld64.so.2",
-    "riscv64": "/lib/ld-linux-riscv64-lp64d.so.1",
-}
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
-_MULTIARCH = {"ppc64le": "powerpc64le-linux-gnu"}
-_LEVELS: dict[str, frozenset[str]] = {
-    "x86-64-v2": frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}),
-    "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
-    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
-}
-"""Subfolders of ``glibc-hwcaps``, with what each requires of the processor beyond the one before."""
+_SPELLINGS = {"amd64": "x86_64", "arm64": "aarch64"}
 _TOKEN = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
 _MOST_NAMES = 10_000
 """Names looked up for one library: torch needs a hundred, and a file can be made to need others without end."""
@@ -105,15 +93,21 @@ class Loader:
     def machine(self) -> str:
         """Whose libraries it takes, as ``uname -m`` calls it; empty where that is not known."""
         stated = self.program.elf.machine if self.program else self.host.uname[2]
-        by_loader = (machine for machine, path in _LOADERS.items() if self.host.exists(path))
-        return _MACHINES.get(stated.lower(), stated) or next(by_loader, "")
+        known = table("machines")["machines"].items()
+        by_loader = (name for name, row in known if "loader" in row and self.host.exists(row["loader"]))
+        return _SPELLINGS.get(stated.lower(), stated) or next(by_loader, "")
+
+    @property
+    def _of_machine(self) -> dict[str, Any]:
+        """What is known of that machine."""
+        return table("machines")["machines"].get(self.machine) or {}
 
     @cached_property
     def path(self) -> str:
         """Its own path; empty where it was not found."""
         if self.program and self.program.elf.interpreter:
             return self.program.elf.interpreter
-        usual = (*self.host.paths("/lib", "ld-musl-"), _LOADERS.get(self.machine, ""))
+        usual = (*self.host.paths("/lib", "ld-musl-"), self._of_machine.get("loader", ""))
         return next((path for path in usual if path and self.host.exists(path)), "")
 
     @cached_property
@@ -138,7 +132,7 @@ class Loader:
             return tuple(filter(None, re.split(r"[:\n]", text))) or ("/lib", "/usr/local/lib", "/usr/lib")
         runs = (run.decode().split("/\0") for run in _FOLDERS.findall(self._itself))
         longest = max(([text for text in run if "lib" in text] for run in runs), key=len, default=[])
-        multiarch = _MULTIARCH.get(self.machine, f"{self.machine}-linux-gnu")
+        multiarch = self._of_machine.get("multiarch", f"{self.machine}-linux-gnu")
         usual = (f"{start}/{name}" for name in (f"lib/{multiarch}", "lib64", "lib") for start in ("", "/usr"))
         return tuple(longest or usual)
 
@@ -150,8 +144,8 @@ class Loader:
         flags = re.search(r"^flags\s*:(.*)", self.host.text("/proc/cpuinfo", 1 << 14) or "", re.MULTILINE)
         has = set(flags[1].split()) if flags else set()
         reached: list[str] = []
-        for level, required in _LEVELS.items():
-            if not required <= has:
+        for level, required in table("machines")["hwcaps"].items():
+            if not has.issuperset(required.split()):
                 break
             reached.insert(0, level)
         return tuple(reached)
@@ -275,15 +269,6 @@ _EXTENSION = Struct("<4I")
 _EXTENSION_MAGIC, _HWCAPS = 0xEAA42174, 1
 _BY_HWCAPS = 1 << 62
 _LONGEST_NAME = 4096
-_FLAGS = {
-    "x86_64": 0x0303,
-    "aarch64": 0x0A03,
-    "ppc64le": 0x0503,
-    "s390x": 0x0403,
-    "riscv64": 0x1003,
-    "loongarch64": 0x1103,
-}
-"""How an entry of a library for that machine is marked."""
 
 
 def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
@@ -314,7 +299,8 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
             levels.update({_BY_HWCAPS | number: text(key) for number, key in enumerate(keys)})
 
     rank = {each: place for place, each in enumerate((*hwcaps, ""))}
-    flags = _FLAGS.get(machine)
+    marked = table("machines")["machines"].get(machine, {}).get("cache")
+    flags = int(marked, 16) if marked else None
     size = min(count, (len(cache) - _HEADER.size) // _ENTRY.size) * _ENTRY.size
     found: dict[str, list[tuple[int, str]]] = {}
     for kind, key, value, _, hwcap in _ENTRY.iter_unpack(cache[_HEADER.size : _HEADER.size + size]):

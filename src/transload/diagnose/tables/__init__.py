@@ -17,7 +17,7 @@ Sure = Literal["seen", "stated", "guess"]
 System = Literal["linux", "windows"]
 
 INDEX = "https://download.pytorch.org/whl"
-_VERSION = re.compile(r"\d+(?:\.\d+)*")
+_VERSION = re.compile(r"\s*\d{1,18}(?!\d)(?:\.\d{1,18}(?!\d))*", re.ASCII)
 
 
 @cache
@@ -41,11 +41,8 @@ def numbers_of(text: str) -> Version:
     >>> numbers_of("580.65.06"), numbers_of("2.13.0+cu130"), numbers_of("N/A")
     ((580, 65, 6), (2, 13, 0), ())
     """
-    found = _VERSION.match(text.strip())
-    try:
-        return tuple(int(part) for part in found[0].split(".")) if found else ()
-    except ValueError:  # Python reads no number of more than 4300 digits
-        return ()
+    found = _VERSION.match(text)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 # -- result codes
