@@ -197,19 +197,13 @@ def _where_set(machine: Machine, names: Lines) -> Lines:
 # -- how to start a container or a job with a GPU
 
 
-def give_gpu(machine: Machine) -> Lines:
-    """How to start this kind of container or job with a GPU."""
+def give_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
+    """How to start this kind of container or job with a GPU; ``slurm`` if it is Slurm that gave none."""
     around, start = machine.surroundings, tables.table("containers")["start"]
-    if around.slurm and not around.container and not around.kubernetes:
-        return give_slurm(machine)
-    return tuple(start.get("kubernetes" if around.kubernetes else around.container, start["docker"]))
-
-
-def give_slurm(machine: Machine) -> Lines:
-    """How to ask Slurm for a GPU, and how to pass it to the container that the job runs in."""
-    start, container = tables.table("containers")["start"], machine.surroundings.container
-    inner = ("Then pass it to the container:", *start.get(container, start["docker"])) if container else ()
-    return (*start["slurm"], *inner)
+    inner = start.get(around.container, start["docker"])
+    if slurm or (around.slurm and not around.kubernetes and not around.container):
+        return (*start["slurm"], *(("Then pass it to the container:", *inner) if around.container else ()))
+    return tuple(start["kubernetes"] if around.kubernetes else inner)
 
 
 # -- NVIDIA's driver: which branch and which flavour drive the cards of this machine, and the packages that hold it

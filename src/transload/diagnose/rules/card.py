@@ -319,13 +319,7 @@ def _other_kernel(m: Case) -> Match:
         return Match(
             evidence, (f"Reboot into the new kernel {newer[0]}, which has the module:", fixes.reboot(m)), title
         )
-    headers = fixes.system_package(
-        m,
-        apt="linux-headers-$(uname -r)",
-        dnf="kernel-devel-$(uname -r)",
-        zypper="kernel-default-devel",
-        pacman="linux-headers",
-    )
+    headers = fixes.system_package(m, **table("packages")["packages"]["kernel headers"])
     build = fixes.sudo(m, "akmods --force" if platform.distribution == "fedora" else "dkms autoinstall")
     steps: Lines = (*headers, build, fixes.sudo(m, "modprobe nvidia"))
     if "ubuntu" in (platform.distribution, *platform.distribution_like):

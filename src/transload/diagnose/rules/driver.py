@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules
-from transload.diagnose.tables import is_data_centre, is_listed, numbers_of, result
+from transload.diagnose.tables import is_data_centre, is_listed, numbers_of, result, table
 from transload.machine import NVIDIA, Unknown
 
 if TYPE_CHECKING:
@@ -222,16 +222,10 @@ def _packages(m: Case, *, again: bool = False) -> Lines:
     """Install the driver's libraries, or do so again where files of an installed package are missing."""
     if m.surroundings.container:
         return ("The container runtime provides the libraries:", *fixes.give_gpu(m))
-    number = next(iter(numbers_of(m.kernel.version)), "BRANCH")
-    debian = m.platform.distribution == "debian"
-    names = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{number} nvidia-utils-{number}"
-    packages = fixes.system_package(
-        m,
-        apt=f"--reinstall {names}" if again else names,
-        dnf="xorg-x11-drv-nvidia-cuda",
-        pacman="nvidia-utils",
-        zypper="nvidia-compute-utils-G06",
-    )
+    names = table("packages")["packages"]["driver libraries"]
+    branch = str(next(iter(numbers_of(m.kernel.version)), "BRANCH"))
+    apt = "libcuda1 libnvidia-ml1" if m.platform.distribution == "debian" else names["apt"].replace("BRANCH", branch)
+    packages = fixes.system_package(m, **{**names, "apt": f"--reinstall {apt}" if again else apt})
     return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, quoted, rules
-from transload.diagnose.tables import covers
+from transload.diagnose.tables import covers, table
 from transload.diagnose.visible import Visible, visible_devices
 from transload.machine import AMD
 from transload.render.words import plural
@@ -38,7 +38,7 @@ def not_granted(m: Case) -> Found:
             f"{CVD} is {visible!r}" if hidden else "",
             m.answer,
         )
-        yield "C09", Match(evidence, fixes.give_slurm(m), severity=m.no_gpu_severity, likely=not forbidden)
+        yield "C09", Match(evidence, fixes.give_gpu(m, slurm=True), severity=m.no_gpu_severity, likely=not forbidden)
 
     dxg = around.wsl == 2 and not m.nodes.at("/dev/dxg").exists
     private = around.private_dev and (m.nodes_absent or dxg)
@@ -144,7 +144,7 @@ def no_toolkit(m: Case) -> Found:
         evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
         fix = (
             "To give containers a GPU, install it from NVIDIA's repository (docs.nvidia.com/datacenter/cloud-native):",
-            *fixes.system_package(m, **dict.fromkeys(("apt", "dnf", "zypper", "pacman"), "nvidia-container-toolkit")),
+            *fixes.system_package(m, **table("packages")["packages"]["container toolkit"]),
             fixes.sudo(m, "nvidia-ctk runtime configure --runtime=docker"),
             fixes.sudo(m, "systemctl restart docker"),
         )

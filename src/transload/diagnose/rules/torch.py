@@ -299,7 +299,7 @@ def not_loadable(m: Case) -> Found:
         fix: Lines = (f"Install the package that provides {name} on this system.",)
         if not name or is_nvidia_library(name) or name.startswith(("libtorch", "libc10", "libshm")):
             fix = _bring(m, blamed)
-        elif packages := table("packages")["libraries"].get(name):
+        elif packages := table("packages")["packages"].get(name):
             fix = fixes.system_package(m, **packages)
         yield "L04", Match((quoted(error), *lines), fix)
 
