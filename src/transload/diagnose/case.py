@@ -75,8 +75,7 @@ class Match(NamedTuple):
 
 
 Found = Iterator[tuple[str, Match]]
-Check = Callable[["Case"], Found]
-"""A check yields the codes of the causes that it sees, each with what it saw."""
+Check = Callable[["Case"], Found]  # A check yields the codes of the causes that it sees, each with what it saw.
 
 
 class Rule(NamedTuple):

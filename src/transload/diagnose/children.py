@@ -32,26 +32,19 @@ if TYPE_CHECKING:
 
     from transload.machine import State
 
-MARK = b"\x1e"
-"""Marks each line that is meant for the parent; everything else was printed by a library."""
+MARK = b"\x1e"  # Marks each line that is meant for the parent; everything else was printed by a library.
 
 _GRACE = 0.2
 """Seconds to die after SIGKILL, or to report where it hangs. A child that waits inside a driver may never do either."""
-_NOISE = 1 << 14
-"""Bytes kept of what is printed, which may be endless; enough for Python's stack."""
-_LINE = 1 << 16
-"""The longest line kept, for the same reason."""
+_NOISE = 1 << 14  # Bytes kept of what is printed, which may be endless; enough for Python's stack.
+_LINE = 1 << 16  # The longest line kept, for the same reason.
 _RECORDS = 4096
 _BACKSTOP = 5
 """Seconds after its deadline at which a child ends itself if the parent is gone and the lifeline did not work."""
-_STANDARD = 2
-"""Files up to this number are the child's standard ones."""
-_LOOK = 1.0
-"""Seconds between two looks at a child that is waited for."""
-_LONG = 1.0
-"""Seconds after which it is said where a child is."""
-_WORK = 10
-"""Hundredths of a second, or pages read, that a child may use between two looks and still count as idle."""
+_STANDARD = 2  # Files up to this number are the child's standard ones.
+_LOOK = 1.0  # Seconds between two looks at a child that is waited for.
+_LONG = 1.0  # Seconds after which it is said where a child is.
+_WORK = 10  # Hundredths of a second, or pages read, that a child may use between two looks and still count as idle.
 
 _STACK = re.compile(
     rb"(Fatal Python error: .*|Timeout \([\d:.]+\)!|(?:Stack|(?:Current t|T)hread 0x.*) \(most recent call first\):)$"
@@ -72,27 +65,20 @@ class Question:
     cwd: str = ""
     flags: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    refusal: str = ""
-    """Why it cannot be asked; empty where it can."""
+    refusal: str = ""  # Why it cannot be asked; empty where it can.
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a child."""
 
-    state: State
-    """``answered`` only where it reported that it was done."""
-    records: tuple[dict[str, Any], ...] = ()
-    """Its reports, in order."""
-    noise: str = ""
-    """The end of what it and its libraries printed, without Python's stack."""
-    end: str = ""
-    """Why there is no more: ``SIGSEGV``, ``exit status 3``, ``hung``; empty where it was done."""
+    state: State  # ``answered`` only where it reported that it was done.
+    records: tuple[dict[str, Any], ...] = ()  # Its reports, in order.
+    noise: str = ""  # The end of what it and its libraries printed, without Python's stack.
+    end: str = ""  # Why there is no more: ``SIGSEGV``, ``exit status 3``, ``hung``; empty where it was done.
     seconds: float = 0.0
-    idle: float = 0.0
-    """Seconds without work after which it was given up, before its deadline; else 0."""
-    place: str = ""
-    """The line of Python where it hung or crashed, where that is known."""
+    idle: float = 0.0  # Seconds without work after which it was given up, before its deadline; else 0.
+    place: str = ""  # The line of Python where it hung or crashed, where that is known.
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -44,15 +44,12 @@ class Fact(NamedTuple):
 
     name: str
     level: Level
-    read: Callable[[Machine], str]
-    """Its value; empty where it is unknown."""
-    layers: str = ""
-    """Layers of the doctor: a fault in one of them may follow from this."""
+    read: Callable[[Machine], str]  # Its value; empty where it is unknown.
+    layers: str = ""  # Layers of the doctor: a fault in one of them may follow from this.
     why: str = ""
     after: tuple[str, ...] = ()
     """Facts that bring this one with them: where it differs on the same machines, only they are shown."""
-    same_cards: bool = False
-    """Compare it only between machines with the same GPUs."""
+    same_cards: bool = False  # Compare it only between machines with the same GPUs.
 
 
 # -- how facts are read

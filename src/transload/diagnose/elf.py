@@ -117,22 +117,16 @@ class Elf:
     """
 
     path: str
-    machine: str
-    """As ``uname -m`` calls it."""
+    machine: str  # As ``uname -m`` calls it.
     bits: int = 64
     little: bool = True
     soname: str = ""
     needed: tuple[str, ...] = ()
-    rpath: str = ""
-    """The list of folders of DT_RPATH, which counts for this file and for those it brings in."""
-    runpath: str = ""
-    """The list of DT_RUNPATH, which counts for this file alone."""
-    interpreter: str = ""
-    """The loader that a program asks for."""
-    identity: tuple[int, int] = (0, 0)
-    """Device and inode: the same file under whatever name."""
-    dynamic: dict[int, int] = field(default_factory=dict, repr=False)
-    """Tag → value, the last where a tag is repeated."""
+    rpath: str = ""  # The list of folders of DT_RPATH, which counts for this file and for those it brings in.
+    runpath: str = ""  # The list of DT_RUNPATH, which counts for this file alone.
+    interpreter: str = ""  # The loader that a program asks for.
+    identity: tuple[int, int] = (0, 0)  # Device and inode: the same file under whatever name.
+    dynamic: dict[int, int] = field(default_factory=dict, repr=False)  # Tag → value, the last where a tag is repeated.
     segments: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     """(address, offset, size) of what is mapped from the file."""
     table: tuple[int, int, int] = field(default=(0, 0, 0), repr=False)
@@ -224,8 +218,7 @@ _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
 _DEFINITION = Struct("<HHHHIII")
 _STRINGS_SIZE, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
 _WEAK = 2
-_ANY = 1
-"""The version of a symbol that has none."""
+_ANY = 1  # The version of a symbol that has none.
 
 _MOST_SYMBOLS = 1 << 20  # libtorch_cpu has fifty thousand,
 _LONGEST_STRINGS = 1 << 26  # whose names take four megabytes
@@ -328,8 +321,7 @@ def _definitions(elf: Elf, file: _File) -> dict[int, str]:
 _CONTAINER = Struct("<I2HQ")  # magic, version, size of this header, size of what follows
 _ENTRY = Struct("<2HIQ12xI8xQ")  # kind, -, size of this header, size of the payload; SM number; flags
 _FATBIN = 0xBA55ED50
-_PREFIX = {1: "compute_", 2: "sm_"}
-"""PTX and cubins. Other kinds, such as code for the linker (8), are passed over."""
+_PREFIX = {1: "compute_", 2: "sm_"}  # PTX and cubins. Other kinds, such as code for the linker (8), are passed over.
 _ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
 _GAP = 4096
 

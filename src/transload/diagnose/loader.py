@@ -46,12 +46,10 @@ def elements(value: str, separators: str = ":;") -> tuple[str, ...]:
 class Object:
     """A library in a process, or the program itself."""
 
-    path: str
-    """As the loader came to it."""
+    path: str  # As the loader came to it.
     elf: Elf
     via: str = ""
-    parent: Object | None = None
-    """What brought it in: nothing for the program, and for libraries opened while it runs."""
+    parent: Object | None = None  # What brought it in: nothing for the program, and for libraries opened while it runs.
 
     @property
     def chain(self) -> Iterator[Object]:
@@ -317,11 +315,9 @@ class Missing(NamedTuple):
 
     name: str
     needed_by: Object | None = None
-    path: str = ""
-    """The file at which the loader gives up; empty where it finds none."""
+    path: str = ""  # The file at which the loader gives up; empty where it finds none.
     via: str = ""
-    problem: str = ""
-    """Why that file cannot be loaded."""
+    problem: str = ""  # Why that file cannot be loaded.
 
 
 @dataclass

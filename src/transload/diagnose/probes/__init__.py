@@ -17,12 +17,10 @@ from transload.machine import Answer, Driver, Experiment, Machine, Python, Torch
 
 _DRIVER = 8.0
 """Seconds for the driver. With many cards and no persistence daemon it needs most of them; so does a cold WSL."""
-_EXPERIMENTS = 9.0
-"""Seconds from the start of everything to the end of the last experiment."""
+_EXPERIMENTS = 9.0  # Seconds from the start of everything to the end of the last experiment.
 _TORCH = 60.0
 """Seconds for torch, which may lie on a cold network disk. Where the driver hangs, torch gets no more than it."""
-IDLE = 15.0
-"""Seconds without work after which torch is given up sooner, unless the user said how long it may take."""
+IDLE = 15.0  # Seconds without work after which torch is given up sooner, unless the user said how long it may take.
 
 Fact = TypeVar("Fact")
 

@@ -12,10 +12,8 @@ import sys
 
 from transload.diagnose.probes.ask import Report, begin, mapped
 
-DEVICES = 256
-"""No more are asked for, whatever count a driver gives."""
-ABSENT = -1
-"""The result of a function that the library does not have."""
+DEVICES = 256  # No more are asked for, whatever count a driver gives.
+ABSENT = -1  # The result of a function that the library does not have.
 
 
 class Driver:
@@ -135,26 +133,19 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
 
 # -- NVML: the driver's version, and each card with what may keep it from computing ------------------------------------
 
-PROCESSES = 256
-"""Room for so many."""
+PROCESSES = 256  # Room for so many.
 
 # What the library fills, of nvml.h. A field of 64 bits is aligned to 8 bytes.
-PCI_INFO = struct.Struct("=16s5I32s")
-"""Legacy address, domain, bus, device, ids, ids of the subsystem, address."""
-PROCESS_INFO = struct.Struct("=I4xQII")
-"""Process, memory, and of MIG the two instances."""
-FABRIC_INFO = struct.Struct("=16sIII")
-"""Cluster, status, clique, state."""
-FABRIC_INFO_V = struct.Struct("=I16sIIII")
-"""The version and size of itself, then the same, and a mask of its health."""
+PCI_INFO = struct.Struct("=16s5I32s")  # Legacy address, domain, bus, device, ids, ids of the subsystem, address.
+PROCESS_INFO = struct.Struct("=I4xQII")  # Process, memory, and of MIG the two instances.
+FABRIC_INFO = struct.Struct("=16sIII")  # Cluster, status, clique, state.
+FABRIC_INFO_V = struct.Struct("=I16sIIII")  # The version and size of itself, then the same, and a mask of its health.
 LICENCES, LICENCE = struct.Struct("=iI"), struct.Struct("=II128s128sI16s")
 """Whether licences are supported, how many follow; of each its code, whether it is licensed, texts, and more."""
 COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
 MIG = ECC = ("disabled", "enabled")
-NVLINKS = 18
-"""Links that a card may have."""
-P2P_READ = 0
-"""Of ``nvmlGpuP2PCapsIndex_t``: reading the other card's memory. Its status is 0 where that works."""
+NVLINKS = 18  # Links that a card may have.
+P2P_READ = 0  # Of ``nvmlGpuP2PCapsIndex_t``: reading the other card's memory. Its status is 0 where that works.
 FABRIC = ("not-supported", "not-started", "in-progress", "completed")
 VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
 

@@ -22,11 +22,9 @@ LIBRARIES = (
     *("libamdhip64", "libhsa-runtime64", "libMIOpen", "librocblas"),
 )
 """How the files of CUDA and ROCm begin."""
-WORDS = 2000
-"""Letters of an error or a warning that are kept."""
+WORDS = 2000  # Letters of an error or a warning that are kept.
 DEVICES = 64
-EVERY = 1.0
-"""Seconds between two looks at the stack."""
+EVERY = 1.0  # Seconds between two looks at the stack.
 
 
 def ask_torch() -> None:

@@ -20,8 +20,7 @@ _FLAGS = ("-I", "-S", "-B")
 """Our own interpreter without any site: half the time, and nothing from the environment that could break it."""
 _NAMES = {"cuda": ("libcuda.so.1", "nvcuda.dll"), "nvml": ("libnvidia-ml.so.1", "nvml.dll")}
 """What is loaded on Linux and on Windows."""
-_NOT_STATED = (1 << 64) - 1
-"""What NVML gives for the memory of a process where the system does not tell."""
+_NOT_STATED = (1 << 64) - 1  # What NVML gives for the memory of a process where the system does not tell.
 
 
 def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:

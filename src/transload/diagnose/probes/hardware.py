@@ -108,8 +108,7 @@ _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e
 _MOST = 64  # cards, kernels, and nodes of a folder: every slice of every card can have its own
 _DEPENDENCIES = 8 << 20  # a modules.dep has about one megabyte
 _STANZA = 1 << 14  # of a package
-DRIVER_PATIENCE = 0.5
-"""Seconds for the pages of all cards: a driver in trouble may never answer."""
+DRIVER_PATIENCE = 0.5  # Seconds for the pages of all cards: a driver in trouble may never answer.
 
 
 def kernel(host: Host) -> Kernel:
@@ -331,8 +330,7 @@ _FOLDERS = (("/dev/nvidia-caps", "nvidia-cap"), ("/dev/dri", "renderD"), ("/dev/
 _MAJORS = re.compile(r"^ *(\d{1,4}) (nvidia\S*|kfd|drm|accel)$", re.MULTILINE)
 _CGROUP = r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$"
 
-PATIENCE = 0.25
-"""Seconds. A refusal comes at once; an open that takes longer was admitted, and is starting a card."""
+PATIENCE = 0.25  # Seconds. A refusal comes at once; an open that takes longer was admitted, and is starting a card.
 
 
 def nodes(host: Host) -> Nodes:

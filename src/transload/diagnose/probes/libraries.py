@@ -122,8 +122,7 @@ _PAIR = re.compile(
     r"""["'](?P<folder>\w+)["']\]?\s*(?:[,:=]|,\s*["']lib["']\s*,)\s*["'](?P<name>lib[\w-]+\.so\.[^"']+)["']"""
     r"""(?P<optional>,\s*required=False)?"""
 )
-_LAZY = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")
-"""Opened at first use, not by the import."""
+_LAZY = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")  # Opened at first use, not by the import.
 
 
 class Preload(NamedTuple):
@@ -139,8 +138,7 @@ class Preloads(NamedTuple):
 
     always: tuple[Preload, ...] = ()
     """After ``libtorch_global_deps.so`` was loaded. The first that cannot be ends it, without an error."""
-    marker: str = ""
-    """``always`` counts only where a file with this in its path is mapped."""
+    marker: str = ""  # ``always`` counts only where a file with this in its path is mapped.
     rescue: tuple[Preload, ...] = ()
     """Where it could not be loaded because one of these was missing. The first that fails ends the import."""
 
@@ -376,8 +374,7 @@ _LISTED = re.compile(rb"\0((?:(?:sm_|compute_|gfx)\w+(?: |(?=\0)))+)\0")
 _KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
 """The latter two until torch 1.13. Others, such as libtorch_cuda_linalg, have code that was built elsewhere."""
 _VERSION = re.compile(r"\.so\.(\d+\.\d[\d.]*)$")
-_MOST_SYMBOLS = 8
-"""Symbols named of one library: a wrong one lacks hundreds."""
+_MOST_SYMBOLS = 8  # Symbols named of one library: a wrong one lacks hundreds.
 
 
 def torch_libraries(loader: Loader, python: Python, install: TorchInstall) -> TorchLibraries:

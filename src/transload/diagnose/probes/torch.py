@@ -251,8 +251,7 @@ def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str
 
 # -- what happens when it is imported and used -------------------------------------------------------------------------
 
-_NOISE = 20
-"""Lines of what was printed that are kept."""
+_NOISE = 20  # Lines of what was printed that are kept.
 
 
 def question(host: Host, executable: str = "") -> Question:
