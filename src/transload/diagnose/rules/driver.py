@@ -405,9 +405,9 @@ def mig_unreachable(m: Case) -> Found:
 # -- the start itself
 
 
-@rules("driver", "U10", "X04", "X02", likely=("U10",))
+@rules("driver", "U10", "X04", "X02", "U12", likely=("U10",))
 def no_start(m: Case) -> Found:
-    """The driver is out of memory, or gives no answer."""
+    """The driver is out of memory, or gives no answer; or CUDA works and NVML does not, a note."""
     driver, limit = m.driver, m.platform.address_space
     starves = m.code == _OUT_OF_MEMORY and not m.works
     if m.surroundings.wsl == 2 and m.fails and m.code == _OUT_OF_MEMORY and limit is None and driver.nvml.count != 1:
@@ -426,6 +426,14 @@ def no_start(m: Case) -> Found:
     cuda, nvml = driver.cuda.answer.state == "hung", driver.nvml.answer.state == "hung"
     if (cuda or nvml) and not m.works_without and not (cuda and m.torch_run.cuda_works):
         yield "X02", _hangs(m, cuda=cuda, nvml=nvml)
+
+    told, code = driver.nvml.answer, driver.nvml.init
+    failed = told.state in ("not-loadable", "no-symbol", "crashed") or (told.answered and code > 0)
+    if driver.cuda.works and failed:
+        meaning = result("nvml", code).text if told.answered else ""
+        fix = ("CUDA and torch work. Update the program that uses NVML, or set CUDA_VISIBLE_DEVICES for it.",)
+        lines = (m.nvml_answer, meaning, f"CUDA works and has {driver.cuda.count} devices")
+        yield "U12", Match(lines, fix, severity="note")
 
 
 def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
@@ -448,18 +456,6 @@ def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
         *awake,
     )
     return Match(evidence, fix, severity="warning" if m.works else "error")
-
-
-@rules("driver", "U12")
-def nvml_only(m: Case) -> Found:
-    """CUDA works, and NVML returns an error or cannot be loaded: a note."""
-    nvml = m.driver.nvml
-    answered = nvml.answer.answered and nvml.init > 0
-    if m.driver.cuda.works and (answered or nvml.answer.state in ("not-loadable", "no-symbol", "crashed")):
-        meaning = result("nvml", nvml.init).text if answered else ""
-        evidence = (m.nvml_answer, meaning, f"CUDA works and has {m.driver.cuda.count} devices")
-        fix = ("CUDA and torch work. Update the program that uses NVML, or set CUDA_VISIBLE_DEVICES for it.",)
-        yield "U12", Match(evidence, fix, severity="note")
 
 
 @rules("driver", "X08", symptom=True)

@@ -134,33 +134,25 @@ def container(m: Case) -> Found:
         yield "C01", Match((inside, nodes, said, *host), give, severity=severity, likely=jetson)
 
 
-@rules("surroundings", "C02")
-def no_toolkit(m: Case) -> Found:
-    """A host with a card and Docker, without the toolkit or with Docker as a snap: a note."""
-    around, snap = m.surroundings, m.surroundings.docker == "snap"
-    if around.container or around.wsl or not around.docker or not m.host_has_gpu:
-        return
-    if snap or around.container_toolkit is False:
+@rules("surroundings", "C02", "N02", likely=("N02",))
+def container_notes(m: Case) -> Found:
+    """A host whose Docker gives no GPU to containers; a container where CUDA works beside a torch without it."""
+    around, snap, first = m.surroundings, m.surroundings.docker == "snap", m.torch.first
+    lacking = around.docker and not around.container and (snap or around.container_toolkit is False)
+    if lacking and m.host_has_gpu and not around.wsl:
         evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
-        fix = (
+        fix: Lines = (
             "To give containers a GPU, install it from NVIDIA's repository (docs.nvidia.com/datacenter/cloud-native):",
             *fixes.system_package(m, **table("packages")["packages"]["container toolkit"]),
             fixes.sudo(m, "nvidia-ctk runtime configure --runtime=docker"),
             fixes.sudo(m, "systemctl restart docker"),
         )
         yield "C02", Match((evidence,), fix, severity="note")
-
-
-@rules("surroundings", "N02", likely=("N02",))
-def cpu_image(m: Case) -> Found:
-    """A CPU build that uv or conda chose, in a container where CUDA works: a note beside the CPU build itself."""
-    first = m.torch.first
-    if not m.surroundings.container or first is None or not first.cpu_only or not m.driver.cuda.works:
-        return
-    if first.installer in ("uv", "conda") or first.conda_build:
-        chosen = f"torch {first.version} was installed by {first.installer or 'conda'}"
+    chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
+    if first and chosen and around.container and m.driver.cuda.works:
+        by = f"torch {first.version} was installed by {first.installer or 'conda'}"
         fix = ("Name the CUDA build in the Dockerfile: what is installed inside a running container is lost with it.",)
-        yield "N02", Match((chosen, "CUDA works in this container"), fix, severity="note")
+        yield "N02", Match((by, "CUDA works in this container"), fix, severity="note")
 
 
 # -- the device nodes under /dev through which a process reaches the driver
@@ -346,48 +338,47 @@ _WHY = {
 """Why ``visible_devices`` stopped reading, and the rule that reports it."""
 
 
-def _read(m: Case) -> tuple[Visible | None, Lines, Lines]:
-    """What CUDA_VISIBLE_DEVICES leaves visible, and the UUIDs of all GPUs and MIG devices; an empty UUID is unknown.
-
-    Nothing if Slurm set it for a job without a GPU, or if it cannot be judged.
-    """
-    nvml = [gpu for gpu in m.driver.nvml.gpus if gpu.code == 0]
+@rules("variables", "E03", "E01", "E02", "E04", "E13", "E07", likely=("E07",))
+def hidden_gpus(m: Case) -> Found:
+    """What CUDA_VISIBLE_DEVICES hides: an error if no GPU is left. Where it is set, and what only torch misreads."""
+    value, run, nvml = m.env(CVD), m.torch_run, [gpu for gpu in m.driver.nvml.gpus if gpu.code == 0]
+    if value is None:
+        return
     freed = next((tried.cuda for tried in m.driver.experiments if CVD in tried.change and tried.cuda.works), None)
-    gpus: Lines = ("",) * max(len(m.hardware.gpus), len(m.kernel.gpus))
+    gpus: Lines = ("",) * max(len(m.hardware.gpus), len(m.kernel.gpus))  # their UUIDs, empty where unknown
     if nvml:
         gpus = tuple(gpu.uuid for gpu in nvml)
     elif freed:
         gpus = tuple(gpu.uuid for gpu in freed.gpus) or ("",) * freed.count
     mig = tuple(uuid for gpu in nvml for uuid in gpu.mig_devices)
-    value = m.env(CVD)
-    if value is None or not gpus or not m.has_nvidia or (m.surroundings.slurm and not m.slurm_granted):
-        return None, gpus, mig
-    seen = visible_devices(value, gpus, mig)
-    return seen if seen.known and seen.why else None, gpus, mig
-
-
-@rules("variables", "E03", "E01", "E02", "E04")
-def hidden_gpus(m: Case) -> Found:
-    """An error if the variable leaves no GPU visible; otherwise what it hides."""
-    seen, gpus, mig = _read(m)
-    if seen is None or (seen.error and m.works):
-        return
-    value = m.env(CVD)
-    code, why = _WHY[seen.why]
-    why = "an empty value hides every GPU" if value == "" else why.format(token=repr(seen.token), last=len(gpus) - 1)
-    answer = m.answer if seen.error and m.driver.cuda.answer.state != "unasked" else ""
-    found = ""
-    if tried := next((tried.cuda for tried in m.driver.experiments if tried.change == (CVD,)), None):
-        finds = f"finds {plural(tried.count, 'GPU')}" if tried.works else "does not work either"
-        found = f"without {CVD} the driver {finds}"
-    evidence = (f"{CVD} is {value!r}", why, answer, found)
-    if seen.error:
-        yield code, Match(evidence, _correct(m))
-    elif seen.why != "negative":  # -1 at the end of a list is a known way to end it
-        rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
-        severity: Severity = "warning" if rest.count > 0 else "note"  # a warning if that hides a GPU
-        left = f"{seen.count} of {len(gpus)} GPUs are visible"
-        yield code, Match((*evidence, left), _correct(m), f"{CVD} is cut off at {seen.token!r}", severity)
+    # not where it cannot be judged, or Slurm set it for a job without a GPU
+    judged = gpus and m.has_nvidia and not (m.surroundings.slurm and not m.slurm_granted)
+    seen = visible_devices(value, gpus, mig) if judged else Visible()
+    is_cut = seen.known and seen.why != ""
+    if is_cut and not (seen.error and m.works):
+        code, why = _WHY[seen.why]
+        hides = "an empty value hides every GPU"
+        why = hides if value == "" else why.format(token=repr(seen.token), last=len(gpus) - 1)
+        answer = m.answer if seen.error and m.driver.cuda.answer.state != "unasked" else ""
+        found = ""
+        if tried := next((tried.cuda for tried in m.driver.experiments if tried.change == (CVD,)), None):
+            finds = f"finds {plural(tried.count, 'GPU')}" if tried.works else "does not work either"
+            found = f"without {CVD} the driver {finds}"
+        evidence = (f"{CVD} is {value!r}", why, answer, found)
+        if seen.error:
+            yield code, Match(evidence, _correct(m))
+        elif seen.why != "negative":  # -1 at the end of a list is a known way to end it
+            rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
+            severity: Severity = "warning" if rest.count > 0 else "note"  # a warning if that hides a GPU
+            left = f"{seen.count} of {len(gpus)} GPUs are visible"
+            yield code, Match((*evidence, left), _correct(m), f"{CVD} is cut off at {seen.token!r}", severity)
+    if run.count == 0 and run.cuda_works:
+        counted = "torch.cuda.device_count() is 0, and a kernel ran on the GPU"
+        yield "E13", Match((f"{CVD} is {value!r}", counted), _correct(m), severity="warning")
+    places = m.variables.origins.get(CVD, ())
+    if places and not m.works and is_cut:
+        lines = tuple(f"{CVD} is set in {place}" for place in places)
+        yield "E07", Match(lines, ("Remove it there.",), severity="note")
 
 
 def _correct(m: Case) -> Lines:
@@ -397,18 +388,6 @@ def _correct(m: Case) -> Lines:
             "shell's startup files, and start the job again.",
         )
     return (*fixes.unset(m, CVD), "Or set it to indices starting at 0, as nvidia-smi -L lists them.")
-
-
-@rules("variables", "E13", "E07", likely=("E07",))
-def visible_list(m: Case) -> Found:
-    """Where a bad list of visible GPUs comes from, and a list that only torch misreads."""
-    run, value, places = m.torch_run, m.env(CVD), m.variables.origins.get(CVD, ())
-    if value is not None and run.count == 0 and run.cuda_works:
-        evidence = (f"{CVD} is {value!r}", "torch.cuda.device_count() is 0, and a kernel ran on the GPU")
-        yield "E13", Match(evidence, _correct(m), severity="warning")
-    if places and not m.works and _read(m)[0]:
-        lines = tuple(f"{CVD} is set in {place}" for place in places)
-        yield "E07", Match(lines, ("Remove it there.",), severity="note")
 
 
 @rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")
