@@ -207,6 +207,44 @@ model = model.cuda()
 print(sum(model(batch).mean().item() for batch in Prefetcher(x.split(16))))
 """
     ),
+    "layers copied on a side stream": Program(
+        MODEL
+        + """
+copy, x = torch.cuda.stream(torch.cuda.Stream(priority=-1)), x.cuda()
+for layer in model:
+    with copy:
+        layer.cuda()
+    torch.cuda.current_stream().wait_event(copy.stream.record_event())
+    x = layer(x)
+assert isinstance(copy, torch.cuda.StreamContext)
+print(x.mean().item())
+"""
+    ),
+    "ranges for Nsight": Program(
+        MODEL
+        + """
+model, x = model.cuda(), x.cuda()
+torch.cuda.cudart().cudaProfilerStart()
+with torch.autograd.profiler.emit_nvtx(), torch.cuda.nvtx.range("forward"):
+    out = model(x)
+torch.cuda.cudart().cudaProfilerStop()
+print(out.mean().item())
+"""
+    ),
+    "a report of memory": Program(
+        MODEL
+        + """
+torch.cuda.memory._record_memory_history(max_entries=1000)
+torch.cuda.reset_peak_memory_stats()
+out = model.cuda()(x.cuda())
+free, total = torch.cuda.mem_get_info()
+properties, stats = torch.cuda.get_device_properties(0), torch.cuda.memory_stats()
+print(properties.L2_cache_size, torch.cuda.memory.max_memory_allocated(), torch.cuda.memory_summary(abbreviated=True))
+assert free <= total and stats["allocated_bytes.all.peak"] >= 0 and stats["num_alloc_retries"] == 0
+torch.cuda.memory._record_memory_history(enabled=None)
+print(out.mean().item())
+"""
+    ),
     "old tensor types": Program(
         MODEL
         + """

@@ -35,6 +35,14 @@ FAILS: dict[str, Callable[[], Any]] = {
     "initial_seed": lambda: torch.cuda.initial_seed(*()),
     "ipc_collect": lambda: torch.cuda.ipc_collect(*()),
     "reset_peak_memory_stats": lambda: torch.cuda.reset_peak_memory_stats(*()),
+    "memory_stats": lambda: torch.cuda.memory_stats()["allocated_bytes.all.peak"],
+    "a name in its own module": lambda: torch.cuda.memory.reset_peak_memory_stats(*()),
+    "cudart": lambda: torch.cuda.cudart().cudaProfilerStart(),
+    "profiler": lambda: torch.cuda.profiler.start(*()),
+    "emit_nvtx": lambda: torch.autograd.profiler.emit_nvtx(record_shapes=True).__enter__(),
+    "cufft_plan_cache": lambda: torch.backends.cuda.cufft_plan_cache.clear(*()),
+    "set_sync_debug_mode": lambda: torch.cuda.set_sync_debug_mode("warn"),
+    "utilization": lambda: torch.cuda.utilization(*()),
     "set_per_process_memory_fraction": lambda: torch.cuda.set_per_process_memory_fraction(0.5),
     "Event": lambda: torch.cuda.Event(enable_timing=True).record(),
     "Stream": lambda: torch.cuda.Stream(*()),
@@ -46,13 +54,26 @@ FAILS: dict[str, Callable[[], Any]] = {
     "record_stream": lambda: X.record_stream(torch.cuda.current_stream()),
 }
 
+MAY_FAIL: dict[str, Callable[[], Any]] = {  # where torch is built without CUDA
+    "get_allocator_backend": lambda: torch.cuda.get_allocator_backend(*()),
+    "is_current_stream_capturing": lambda: torch.cuda.is_current_stream_capturing(*()),
+    "_record_memory_history": lambda: torch.cuda.memory._record_memory_history(max_entries=9),
+    "nccl": lambda: torch.cuda.nccl.version(*()),
+}
+
 
 @each("name", FAILS)
 def test_it_fails_without_the_patch_and_works_under_it(name: str) -> None:
-    with pytest.raises((RuntimeError, AssertionError, TypeError, AttributeError)):
+    with pytest.raises((RuntimeError, AssertionError, TypeError, AttributeError, KeyError, ImportError)):
         FAILS[name]()
     with quiet():
         FAILS[name]()
+
+
+@each("name", MAY_FAIL)
+def test_it_works_under_the_patch(name: str) -> None:
+    with quiet():
+        MAY_FAIL[name]()
 
 
 def quiet(device: str = "auto") -> Any:
@@ -93,7 +114,18 @@ def test_events_measure_time() -> None:
         assert 0 <= start.elapsed_time(end) < 60_000
         assert end.query()
         assert isinstance(end, torch.cuda.Event)
-        assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream)
+
+
+def test_there_is_one_stream() -> None:
+    with quiet():
+        assert torch.cuda.current_stream() == torch.cuda.default_stream("cuda:0")
+        side = torch.cuda.Stream()
+        assert isinstance(side, torch.cuda.Stream)
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.current_stream())
+        context = torch.cuda.stream(side)
+        assert isinstance(context, torch.cuda.StreamContext)
+        assert context.stream is side
 
 
 def test_a_generator_is_one_of_torch() -> None:

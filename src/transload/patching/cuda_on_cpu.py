@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from contextlib import nullcontext
+from functools import cache
 
 from transload.patching import devices
 from transload.patching.devices import on_cpu, substitute
@@ -52,9 +54,9 @@ def _properties(*_: Any, **__: Any) -> Any:
     """Those of the processor, under the names of those of a GPU."""
     from types import SimpleNamespace
 
-    numbers = {"major": 0, "minor": 0, "total_memory": _memory()[1], "multi_processor_count": os.cpu_count() or 1}
-    flags = {"is_integrated": 0, "is_multi_gpu_board": 0, "warp_size": 1}
-    return SimpleNamespace(name=_cpu_name(), **numbers, **flags, gcnArchName="", uuid="")
+    numbers = {"total_memory": _memory()[1], "multi_processor_count": os.cpu_count() or 1, "warp_size": 1}
+    of_gpus = dict.fromkeys(_PROPERTIES.split(), 0)
+    return SimpleNamespace(name=_cpu_name(), **of_gpus, **numbers, gcnArchName="", uuid="")
 
 
 def _rng_state(*_: Any, **__: Any) -> Any:
@@ -69,8 +71,24 @@ def _initial_seed() -> Any:
     return torch.initial_seed()
 
 
+class _Runtime:
+    """``torch.cuda.cudart()``: each call of the CUDA runtime succeeds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+
+def _plan_cache(*_: Any) -> Any:
+    """``torch.backends.cuda.cufft_plan_cache``, which a CPU does not need."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(size=0, max_size=0, clear=_nothing)
+
+
 class Event:
     """``torch.cuda.Event``: all work is done when a call returns, so it is the time at which it was recorded."""
+
+    cuda_event = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._at: int | None = None
@@ -117,28 +135,56 @@ class Stream(nullcontext["Any"]):
     wait_event = wait_stream = synchronize = _nothing
 
 
-_NOTHING_TO_DO = """empty_cache init ipc_collect reset_accumulated_memory_stats reset_max_memory_allocated
-reset_max_memory_cached reset_peak_memory_stats set_per_process_memory_fraction set_stream"""
+@cache
+def _the_stream() -> Stream:
+    return Stream()
+
+
+_NOTHING_TO_DO = """empty_cache init ipc_collect reset_accumulated_host_memory_stats reset_accumulated_memory_stats
+reset_max_memory_allocated reset_max_memory_cached reset_peak_host_memory_stats reset_peak_memory_stats
+set_per_process_memory_fraction set_stream set_sync_debug_mode"""
+_ZERO = """clock_rate current_device device_memory_used get_sync_debug_mode memory_usage power_draw temperature
+utilization"""
+_PROPERTIES = """L2_cache_size clock_rate is_integrated is_multi_gpu_board major max_threads_per_block
+max_threads_per_multi_processor memory_bus_width memory_clock_rate minor pci_bus_id pci_device_id pci_domain_id
+regs_per_multiprocessor shared_memory_per_block shared_memory_per_block_optin shared_memory_per_multiprocessor"""
 _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.cuda": {
         **dict.fromkeys(_NOTHING_TO_DO.split(), _nothing),
+        **dict.fromkeys(_ZERO.split(), lambda *_, **__: 0),
         "can_device_access_peer": lambda *_: False,
-        "current_device": lambda: 0,
-        "current_stream": Stream,
-        "default_stream": Stream,
+        "cudart": _Runtime,
+        "current_stream": lambda *_, **__: _the_stream(),
+        "default_stream": lambda *_, **__: _the_stream(),
+        "get_allocator_backend": lambda: "native",
         "get_device_capability": lambda *_, **__: (0, 0),
         "get_device_name": _cpu_name,
         "get_device_properties": _properties,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
         "get_rng_state": _rng_state,
         "initial_seed": _initial_seed,
+        "is_current_stream_capturing": lambda: False,
         "mem_get_info": _memory,
         "memory_snapshot": lambda *_, **__: [],
+        "memory_stats": lambda *_, **__: defaultdict(int),
         "memory_summary": lambda *_, **__: "",
-        "stream": lambda _: nullcontext(),
         "make_graphed_callables": _refuse_graphs,
     },
+    "torch.backends.cuda": dict.fromkeys(("preferred_blas_library", "preferred_linalg_library"), _nothing),
+    "torch.backends.cuda.cuFFTPlanCacheManager": {"__getitem__": _plan_cache},
+    "torch.cuda.memory": {
+        **dict.fromkeys(("_dump_snapshot", "_record_memory_history"), _nothing),
+        "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
+    },
+    "torch.cuda.nccl": {"version": lambda: (0, 0, 0)},
+    "torch.cuda.profiler": {"cudart": _Runtime, "start": _nothing, "stop": _nothing},
     "torch.cuda.nvtx": dict.fromkeys(("mark", "range_end", "range_pop", "range_push", "range_start"), lambda *_: 0),
-    "torch.accelerator": dict.fromkeys(("empty_cache", "synchronize"), _nothing),
+    "torch.accelerator": {
+        **dict.fromkeys(
+            ["empty_cache", "reset_peak_memory_stats", "set_device_index", "set_stream", "synchronize"], _nothing
+        ),
+        **dict.fromkeys(["current_device_index", "max_memory_allocated", "memory_allocated"], lambda *_, **__: 0),
+    },
     "torch.Tensor": {"record_stream": _nothing},
 }
 
@@ -280,6 +326,11 @@ def _wrap(
     real(self, module, device_ids, output_device, *args, **kwargs)
 
 
+def _no_ranges(real: Any, self: Any, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
+    """``torch.autograd.profiler.emit_nvtx``."""
+    real(self, enabled and not on_cpu(), *args, **kwargs)
+
+
 def _no_mixed_precision(real: Any) -> Any:
     if devices.looking or not on_cpu():
         return real()
@@ -301,9 +352,8 @@ REPLACED: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (_split, "torch.nn.DataParallel", "__init__"),
     (_keep_batch_norm, "torch.nn.SyncBatchNorm", "convert_sync_batchnorm"),
     (_grouping(0), "torch.distributed", "init_process_group"),
-    (_grouping(0), "torch.distributed.distributed_c10d", "init_process_group"),
     (_grouping(2), "torch.distributed", "new_group"),
-    (_grouping(2), "torch.distributed.distributed_c10d", "new_group"),
+    (_no_ranges, "torch.autograd.profiler.emit_nvtx", "__init__"),
     (_no_mixed_precision, "torch.cuda.amp.common", "amp_definitely_not_available"),
 )
 """What is called instead of a function, with that function first; where the function is, and its names."""

@@ -56,6 +56,9 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
             ours.__module__ = owner.__module__ if within else owner.__name__
             ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
             replace(owner, name, classmethod(ours) if bound else ours)
+            home = sys.modules.get(getattr(real, "__module__", None) or "", owner)
+            if vars(home).get(name) is real:  # torch.cuda.memory.empty_cache is torch.cuda.empty_cache
+                replace(home, name, ours)
             operator = builtins._find_builtin(real)  # noqa: SLF001
             if operator is not None:
                 builtins._register_builtin(ours, operator)  # noqa: SLF001
