@@ -174,6 +174,7 @@ def write(path: Path, text: str) -> None:
 
 SCRIPT = Path(__file__).with_name("run_pip.py")
 PYPI = {"nvidia-cudnn-cu12": "9.10.2.21", "bitsandbytes": "0.50.2", "typing-extensions": "4.15.0", "mkl": "2023.2.0"}
+PYPI |= {"ninja": "1.13.2", "packaging": "26.3", "setuptools": "84.2.1", "wheel": "0.48.0"}
 NAMES = ("torchvision", "torchaudio")
 NAMED = ("2.4.0", "2.4.1", "2.9.0", "2.9.1", "2.10.0", "2.13.0")
 """Releases of torch that some command asks for; the newest are there as well."""
@@ -294,6 +295,7 @@ def links(folder: Path, fix: Fix, arguments: list[str]) -> Path:
     wheel(place, "nvidia-cudnn-cu11", "8.9.0", "8.9.0", [])
     for name in ("flash-attn", "xformers"):
         source(place, name)
+        wheel(place, name, "9.0", "9.0", [])
     return place
 
 
@@ -317,7 +319,7 @@ def wheel(place: Path, name: str, version: str, text: str, needs: list[str]) -> 
 
 
 BACKEND = """
-import zipfile
+import ninja, packaging, setuptools, wheel, zipfile
 def build_wheel(folder, settings=None, metadata=None):
     info = "{module}-9.0.dist-info"
     with zipfile.ZipFile(folder + "/{module}-9.0-py3-none-any.whl", "w") as file:

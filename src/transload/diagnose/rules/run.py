@@ -160,6 +160,8 @@ _BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 _OF_DRIVER = ("libcuda.so", "libnvidia-")
 # Without dependencies: an installer that may change torch would replace the build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
+# What they are compiled with, which an environment of uv lacks, as does one of venv since Python 3.12.
+_COMPILE_WITH = ("--no-deps", "setuptools", "wheel", "packaging", "ninja")
 _NEWEST = ("--no-deps", "--upgrade")
 _UNSTABLE = re.compile(r"dev|git|a\d|b\d|rc\d|nv\d")
 
@@ -201,7 +203,8 @@ def other_packages(m: Case) -> Found:
         found = f", and {m.toolkit.nvcc} is of {here}" if here else ", and no nvcc was found"
         needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{found})" if m.torch_cuda else ""
         words = f"Or compile {', '.join(names)}{purpose}{'' if here and here.startswith(m.torch_cuda) else needs}:"
-        return (words, *first, *fixes.install(m, *_COMPILE, *names, force=True)) if names else ()
+        commands = (*fixes.install(m, *_COMPILE_WITH), *fixes.install(m, *_COMPILE, *names, force=True))
+        return (words, *first, *dict.fromkeys(commands)) if names else ()
 
     if lines:
         yield "P05", Match(tuple(lines), with_torch({each.package for each in trio}), severity="warning")
