@@ -14,6 +14,8 @@ from tests.rescuing.makers import ARCHIVES, ROOT, hashes, ident, index_end, ther
 from transload import inspect, rescue
 from transload.checkpoint import Checkpoint
 from transload.errors import TransloadError
+from transload.io.sources import BytesSource
+from transload.rescuing.zip_scan import find_directory
 
 PLACES = 6 * FUZZ
 DESCRIPTOR = 16
@@ -145,3 +147,15 @@ def test_an_archive_inside_a_record_is_not_taken_for_the_file() -> None:
     record = next(record for record in inspect(data).records if record.name == "data/sample_inputs/model.pt")
     for cut in range(record.size - 300, record.size, 25):
         assert found_at(data, (record.offset or 0) + cut) == []
+
+
+def test_a_directory_that_is_cut_is_read_backwards_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 3,500 tensors is longer than what is read of the end of a file: so is this one, of a shorter end."""
+    out = io.BytesIO()
+    torch.save({f"w{n}": torch.zeros(1) for n in range(20)}, out)
+    data = out.getvalue()
+    whole = find_directory(BytesSource(data))
+    monkeypatch.setattr("transload.rescuing.zip_scan._TAIL", 300)
+    for cut in (whole.entries[15].end, whole.entries[15].end + 20):
+        found = find_directory(BytesSource(data[:cut]))
+        assert (found.start, found.entries) == (whole.start, whole.entries[:16])
