@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -169,6 +170,20 @@ def test_a_rank_whom_nobody_hears_says_so(job: Path) -> None:
     job.touch()
     with pytest.raises(TransloadError, match="it cannot be used to gather reports"):
         Gathering(1, 2, "", 60.0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no such signal here")
+def test_a_rank_that_a_launcher_ends_leaves_nothing(job: Path) -> None:
+    temporary = job.with_name("tmp")
+    temporary.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(SOURCES), "TMPDIR": str(temporary), "SLURM_PROCID": "1"}
+    rank = subprocess.Popen([sys.executable, "-m", "transload", "doctor", "--gather", "--no-torch"], env=environ)
+    end = time.monotonic() + 60
+    while not (job / "rank-1.json").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    rank.terminate()
+    assert rank.wait(60) == 128 + signal.SIGTERM
+    assert [*temporary.iterdir(), *job.parent.glob("transload*")] == []
 
 
 def test_a_torch_that_cannot_be_imported_is_quoted(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from signal import SIGTERM, signal
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
@@ -162,6 +163,8 @@ def run_gather(arguments: Namespace) -> int:
     rank, size = rank_of(os.environ)
     seconds = arguments.timeout or PATIENCE
     end = monotonic() + seconds
+    with suppress(ValueError):  # not the main thread
+        signal(SIGTERM, lambda *_: sys.exit(128 + SIGTERM))  # so a launcher ends a rank, which cleans up first
 
     def conclude(found: dict[int, str]) -> tuple[str, int]:
         reports = _Reports()
