@@ -267,6 +267,13 @@ def test_a_short_wording_of_a_family_counts_only_in_its_place() -> None:
     assert codes(raised.format(elsewhere, long)) == ["dcp-staging"]
 
 
+def test_what_code_of_users_raises_below_torch_is_not_of_torch() -> None:
+    raised = 'Traceback (most recent call last):\n  File "{}", line 1, in f\n  File "{}", line 2, in g\n    x\n'
+    torch, own = "/env/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "/home/me/model.py"
+    assert codes(f"{raised.format(own, torch)}AssertionError: Expected DTensor, got int\n") == ["fsdp-internal"]
+    assert codes(f"{raised.format(torch, own)}AssertionError: Expected DTensor, got int\n") == []
+
+
 def test_in_a_log_the_place_of_a_short_wording_is_beside_it() -> None:
     place, said, others = "torch/distributed/checkpoint: saving", "duplicated flatten key a.b", "step 1 loss 0.1\n" * 50
     assert codes(f"{others}{place}\n{said}\n{others}") == ["dcp-duplicate-name"]

@@ -114,9 +114,8 @@ class KnownError(NamedTuple):
     The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, and is reported only where
     nothing else is known; or ``remark`` for a message that is not an error. Words that many programs print count only
     where the pattern ``context`` is found around them, and never where ``unless`` is. ``place`` has parts of paths and
-    names: a short wording counts only where one is around it, and a path must be that of the innermost frame, since the
-    code of users runs below torch's, too. ``first`` says why there is no CUDA, and comes before what fails because of
-    that.
+    names: a short wording counts only where one is around it, a path only in the innermost frame: code of users runs
+    below torch's. ``first`` says why there is no CUDA, and comes before what fails because of that.
 
     ``value: NAME BLANK PATTERN WORDS`` makes the words the value of a name where the pattern is found in a blank, whose
     groups become values, too; a later line replaces an earlier one. ``sections`` are the ``###`` sections, by name: the
@@ -155,9 +154,8 @@ class KnownError(NamedTuple):
 
     def placed(self, wording: Wording, around: str, frame: str) -> bool:
         """Whether a wording counts with this text around it: a short one only in its place."""
-        if not self.place or wording.weight >= _SPEAKS_FOR_ITSELF:
-            return True
-        return any(place in (frame if "/" in place else around).replace("\\", "/") for place in self.place)
+        places = (place in (frame if "/" in place else around).replace("\\", "/") for place in self.place)
+        return not self.place or wording.weight >= _SPEAKS_FOR_ITSELF or any(places)
 
 
 class Subject(NamedTuple):
@@ -365,7 +363,7 @@ def _occurrence(match: Match, text: FlatText, surroundings: str) -> Occurrence:
 def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Match]]:
     """What an exception says itself, and the other causes that were printed below it before the next exception."""
     frames = (line.text for line in reversed(raised.frames) if _PLACED.match(line.text))
-    matches = _matches(raised.text.flat, surroundings, next(frames, ""))
+    matches = _matches(raised.text.flat, surroundings, next(frames, "").rpartition("File ")[2])
     head = [match for match in matches if match.start < len(raised.first)]
     causes = [match for match in head if match.known.role == "cause"]
     if causes:
@@ -380,10 +378,8 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
             return None, matches
         main = matches[0]
     beyond = max(main.end, len(raised.first))
-    below = [
-        match for match in matches if match.start >= beyond and match.known.role == "cause" and match.known.rank == 0
-    ]
-    return main, [match for match in below if match.known.code != main.known.code]
+    below = (match for match in matches if match.start >= beyond and match.known.role == "cause")
+    return main, [match for match in below if match.known.rank == 0 and match.known.code != main.known.code]
 
 
 def _matches(text: str, traceback: str = "", frame: str = "") -> list[Match]:
@@ -429,14 +425,10 @@ def _only_words(text: str) -> bytes:
 
 @cache
 def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
-    """Every wording with its page and its words; and the weight of each word: rare ones count more.
-
-    Checks inside of a library resemble many texts, and say nothing about any of them.
-    """
-    shown = (page for _, pages in _files() for page in pages if "-internal\n" not in page.text[:40])
-    rows = [(page, said) for page in shown for said in page.says]
-    lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows))).split(b"\n")
-    words = [line.split() for line in lines]
+    """Every wording but of checks inside of libraries: its page and words; and the weight of each word, more if rare."""
+    rows = [(p, said) for _, pages in _files() for p in pages if "-internal\n" not in p.text[:40] for said in p.says]
+    lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows)))
+    words = [line.split() for line in lines.split(b"\n")]
     counts = Counter(itertools.chain.from_iterable(words)).items()
     weights = {word: log(1 + len(rows) / count) for word, count in counts if len(word) >= _SHORTEST}
     return [(*row, each) for row, each in zip(rows, words, strict=True)], weights

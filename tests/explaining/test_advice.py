@@ -1,0 +1,324 @@
+"""What is advised about models that are spread over ranks works: tried with one rank, on the CPU, with gloo."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.release import RELEASE
+from torch import nn
+
+import transload
+
+if RELEASE < (2, 13):
+    pytest.skip("the advice was tried with torch 2.13", allow_module_level=True)
+
+import torch.distributed.checkpoint as dcp
+import torch.distributed.pipelining as pp
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, loss_parallel, parallelize_module
+from torch.utils import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, random_split
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+Act = Callable[[], object]
+
+
+class Advice(NamedTuple):
+    """The code of an answer, what provokes its error, and what the answer says instead."""
+
+    code: str
+    wrong: Act
+    right: Act
+
+
+@functools.cache
+def mesh(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape)
+
+
+def linear(**options: Any) -> nn.Linear:
+    return nn.Linear(4, 4, **options)
+
+
+def split(placement: Any = None, *names: str) -> DTensor:
+    return distribute_tensor(ones(4, 4), mesh(*(names or ("tp",))), [placement or Shard(0)] * (len(names) or 1))
+
+
+# -- DTensor
+
+
+def implicit() -> object:
+    with implicit_replication():
+        return torch.mm(split(), ones(4, 4))
+
+
+def loss(placement: Any) -> object:
+    with loss_parallel():
+        return nn.functional.cross_entropy(split(placement), torch.zeros(4, dtype=torch.long))
+
+
+def summands() -> DTensor:
+    return DTensor.from_local(ones(2), mesh("tp"), [Partial()])
+
+
+def whole(placements: Any = None) -> DTensor:
+    return split().redistribute(placements=placements or [Replicate()])
+
+
+# -- FSDP
+
+
+class Scale(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+sharded = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+
+
+def shard(module: nn.Module, **options: Any) -> Any:
+    return fully_shard(module, mesh=mesh("dp"), **options)
+
+
+def run(module: Any) -> object:
+    return module(ones(1, 4)).sum().backward()
+
+
+def frozen(*, use_orig_params: bool) -> object:
+    model = nn.Sequential(linear(), linear().requires_grad_(requires_grad=False))
+    return run(sharded(model, use_orig_params=use_orig_params))
+
+
+def from_meta(*, allocate: bool) -> object:
+    model = shard(linear(device="meta"))
+    if allocate:
+        model.to_empty(device="cpu")
+        model.reset_parameters()
+    return run(model)
+
+
+def partly_wrapped(*, whole_first: bool) -> object:
+    model = nn.Sequential(linear(), linear())
+    shard(model[0])
+    if not whole_first:
+        model[0](ones(1, 4))
+    return run(shard(model))
+
+
+def nested() -> Any:
+    model = sharded(nn.Sequential(linear(), sharded(linear())))
+    run(model)
+    return model
+
+
+def summoned(**options: bool) -> None:
+    with FullyShardedDataParallel.summon_full_params(sharded(linear()), **options):
+        pass
+
+
+def two_dtypes(*, one: bool) -> object:
+    model = nn.Sequential(linear(), linear(dtype=torch.bfloat16))
+    return run(shard(model.float() if one else model))
+
+
+def tied(*, together: bool) -> Any:
+    model = nn.Sequential(linear(bias=False), linear(bias=False))
+    model[1].weight = model[0].weight
+    for modules in [[*model]] if together else [model[0], model[1]]:
+        fully_shard(modules, mesh=mesh("dp"))
+    return run(shard(model))
+
+
+def state_dict_type(config: Any) -> object:
+    return FullyShardedDataParallel.set_state_dict_type(sharded(linear()), fsdp.StateDictType.FULL_STATE_DICT, config)
+
+
+# -- pipelines, optimizers, loaders
+
+
+def pipeline(microbatches: int, *, grad: bool = True) -> object:
+    stage = pp.PipelineStage(linear(), 0, 1, torch.device("cpu"))
+    schedule = pp.ScheduleGPipe(stage, microbatches, loss_fn=nn.functional.mse_loss)
+    with nullcontext() if grad else torch.no_grad():
+        return schedule.step(ones(4, 4), target=ones(4, 4))
+
+
+def evaluated() -> object:
+    with torch.no_grad():
+        return pp.ScheduleGPipe(pp.PipelineStage(linear(), 0, 1, torch.device("cpu")), 2).eval(ones(4, 4))
+
+
+def zero(*, consolidated: bool) -> object:
+    optimizer = ZeroRedundancyOptimizer(linear().parameters(), optimizer_class=torch.optim.Adam)
+    if consolidated:
+        optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict()
+
+
+def scaled(dtype: torch.dtype) -> object:
+    model, scaler = linear(dtype=dtype), torch.amp.GradScaler("cpu")
+    model = model.float() if dtype == torch.float32 else model
+    scaler.scale(model(ones(1, 4).to(dtype)).sum()).backward()
+    return scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def recomputed(*, same: bool) -> object:
+    calls: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin() if same or len(calls) == 1 else x + 1  # which saves no tensor
+
+    x = ones(2).requires_grad_()
+    return checkpoint.checkpoint(forward, x, use_reentrant=False).sum().backward()
+
+
+class Early(nn.Module):
+    def __init__(self, *, initialized: bool) -> None:
+        if initialized:
+            super().__init__()
+        self.weight = nn.Parameter(ones(1))
+
+
+class Rows(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+
+class Numbers(Rows):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+ADVICE = [
+    Advice("dtensor-mixed", lambda: torch.mm(split(), ones(4, 4)), lambda: torch.mm(split(), split(Replicate()))),
+    Advice("dtensor-mixed", lambda: torch.mm(split(), ones(4, 4)), implicit),
+    Advice("dtensor-mixed", lambda: torch.mm(split(), ones(4, 4)), lambda: torch.mm(split().full_tensor(), ones(4, 4))),
+    Advice(
+        "dtensor-meshes",
+        lambda: torch.mm(split(), split(Replicate(), "dp", "tp")),
+        lambda: torch.mm(
+            split(), distribute_tensor(split(Replicate(), "dp", "tp").full_tensor(), mesh("tp"), [Shard(0)])
+        ),
+    ),
+    Advice(
+        "dtensor-placements",
+        lambda: distribute_tensor(ones(4), mesh("dp", "tp"), [Shard(0)]),
+        lambda: distribute_tensor(ones(4), mesh("dp", "tp"), [Shard(0), Replicate()]),
+    ),
+    Advice("dtensor-placements", lambda: distribute_tensor(split(), mesh("tp"), [Replicate()]), whole),
+    Advice("dtensor-needs-redistribute", lambda: torch.unbind(split()), lambda: torch.unbind(whole())),
+    Advice("dtensor-propagation", lambda: split().long().view(-1).bincount(), lambda: split().full_tensor().histc()),
+    Advice(
+        "dtensor-operator", lambda: split().as_strided((2,), (1,)), lambda: split().to_local().as_strided((2,), (1,))
+    ),
+    Advice(
+        "tensor-parallel-plan",
+        lambda: parallelize_module(nn.LayerNorm(4), mesh("tp"), ColwiseParallel()),
+        lambda: parallelize_module(nn.LayerNorm(4), mesh("tp"), SequenceParallel()),
+    ),
+    Advice(
+        "dtensor-placements",
+        lambda: parallelize_module(linear(), mesh("dp", "tp"), ColwiseParallel()),
+        lambda: parallelize_module(linear(), mesh("dp", "tp")["tp"], ColwiseParallel()),
+    ),
+    Advice("loss-parallel", lambda: loss(Shard(0)), lambda: loss(Shard(-1))),
+    Advice("fsdp-container", lambda: shard(nn.ModuleList([linear()])), lambda: [shard(each) for each in [linear()]]),
+    Advice("fsdp-mesh", lambda: fully_shard(linear(), mesh=mesh("a", "b", "c")), lambda: shard(linear())),
+    Advice("fsdp-twice", lambda: shard(shard(linear())), lambda: shard(nn.Sequential(shard(linear())))),
+    Advice("fsdp-scalar-parameter", lambda: shard(Scale()), lambda: run(shard(Scale(1)))),
+    Advice("fsdp-meta", lambda: from_meta(allocate=False), lambda: from_meta(allocate=True)),
+    Advice("fsdp-root", lambda: partly_wrapped(whole_first=False), lambda: partly_wrapped(whole_first=True)),
+    Advice("fsdp-root", lambda: nested()[1].clip_grad_norm_(1.0), lambda: nested().clip_grad_norm_(1.0)),
+    Advice("fsdp-uniform-dtype", lambda: two_dtypes(one=False), lambda: two_dtypes(one=True)),
+    Advice("fsdp-tied-parameters", lambda: tied(together=False), lambda: tied(together=True)),
+    Advice("fsdp-requires-grad", lambda: frozen(use_orig_params=False), lambda: frozen(use_orig_params=True)),
+    Advice("fsdp-no-accelerator", lambda: FullyShardedDataParallel(linear()), lambda: run(sharded(linear()))),
+    Advice(
+        "fsdp-summon",
+        lambda: summoned(writeback=True, rank0_only=True),
+        lambda: summoned(writeback=False, rank0_only=True),
+    ),
+    Advice(
+        "fsdp-state-dict-type",
+        lambda: state_dict_type(fsdp.ShardedStateDictConfig()),
+        lambda: state_dict_type(fsdp.FullStateDictConfig()),
+    ),
+    Advice("pipeline-microbatches", lambda: pipeline(8), lambda: pipeline(4)),
+    Advice("pipeline-no-grad", lambda: pipeline(2, grad=False), evaluated),
+    Advice("zero-optimizer-state", lambda: zero(consolidated=False), lambda: zero(consolidated=True)),
+    Advice("amp-fp16-gradients", lambda: scaled(torch.float16), lambda: scaled(torch.float32)),
+    Advice("activation-checkpoint-differs", lambda: recomputed(same=False), lambda: recomputed(same=True)),
+    Advice("module-init", lambda: Early(initialized=False), lambda: Early(initialized=True)),
+    Advice(
+        "optimizer-parameters",
+        lambda: torch.optim.SGD([ones(1).requires_grad_() * 2], 0.1),
+        lambda: torch.optim.SGD([(ones(1).requires_grad_() * 2).detach().requires_grad_()], 0.1),
+    ),
+    Advice(
+        "dataloader-timeout",
+        lambda: list(DataLoader(Numbers(), timeout=5)),
+        lambda: list(DataLoader(Numbers())),
+    ),
+    Advice("dataset-methods", lambda: list(DataLoader(Rows())), lambda: list(DataLoader(Numbers()))),
+    Advice("dataset-sizes", lambda: TensorDataset(ones(2), ones(3)), lambda: TensorDataset(ones(3), ones(3))),
+    Advice("dataset-sizes", lambda: random_split(Numbers(), [1, 2]), lambda: random_split(Numbers(), [0.5, 0.5])),
+    Advice(
+        "distributed-sampler",
+        lambda: DistributedSampler(Numbers(), num_replicas=1, rank=1),
+        lambda: DistributedSampler(Numbers()),
+    ),
+]
+
+
+@pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice.code)
+def test_what_is_advised_works(advice: Advice) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  which one, the answer says
+        advice.wrong()
+    explanation = transload.explain(caught.value, checks=False)
+    assert [answer.code for answer in explanation.answers] == [advice.code]
+    advice.right()
+
+
+def test_a_sum_over_ranks_is_saved_once_it_is_summed_up(tmp_path: Path) -> None:
+    with pytest.raises(BaseException, match="partial placements") as caught:
+        dcp.save({"w": summands()}, checkpoint_id=tmp_path / "a")
+    (answer,) = transload.explain(caught.value, checks=False).answers
+    assert answer.code == "dtensor-partial-saved"
+    dcp.save({"w": summands().redistribute(placements=[Replicate()])}, checkpoint_id=tmp_path / "b")
+
+
+def test_a_state_dict_has_the_names_of_the_model_that_was_wrapped() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(linear())
+    assert {*wrapped.state_dict()} == {"module.weight", "module.bias"}
+    assert {*get_model_state_dict(wrapped)} == {"weight", "bias"}
