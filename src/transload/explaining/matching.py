@@ -425,7 +425,7 @@ def _only_words(text: str) -> bytes:
 
 @cache
 def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
-    """Every wording but of checks inside of libraries: its page and words; and the weight of each word, more if rare."""
+    """Every wording but of checks inside of libraries: its page and words; the weight of each word, more if rare."""
     rows = [(p, said) for _, pages in _files() for p in pages if "-internal\n" not in p.text[:40] for said in p.says]
     lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows)))
     words = [line.split() for line in lines.split(b"\n")]
