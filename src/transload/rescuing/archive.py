@@ -242,24 +242,6 @@ _BYTE_ORDERS = {3: b"big", 6: b"little"}
 """What the record ``byteorder`` can hold, by its length: that is enough to rebuild it."""
 
 
-class _Checked(NamedTuple):
-    """A record, its name, and what became of its bytes.
-
-    ``settled`` is whether the file itself tells that the name is right.
-    """
-
-    found: FoundRecord
-    name: bytes
-    method: int
-    verdict: Verdict
-    settled: bool = True
-
-    @property
-    def usable(self) -> bool:
-        """Whether its bytes are those that were saved, as far as can be known."""
-        return self.verdict.state in ("whole", "mended", "unchecked")
-
-
 def recover_archive(source: Source) -> Recovered | None:
     """The archive that begins at byte 0 of a source; ``None`` if there is no record in it."""
     found = Scan(source)
@@ -292,16 +274,37 @@ def recover_archive(source: Source) -> Recovered | None:
             lost = [each for each in lost if each.name != "byteorder"]
     records = _with_version(records, notes)
     lost += [LostRecord(key_of(entry.name), "it is not in the file") for entry in found.missing]
-    made = _assemble(source, records, checked, lost, after)
-    if not found.directory.entries and not made.exact:
+    # Laid out, the archive is compared with the damaged file.
+    layout = lay_out(records, after)
+    in_place = not lost and {record.header for record in records} <= {offset for offset, _ in layout.generated}
+    repairs = [repair._replace(record=key_of(each.name)) for each in checked for repair in each.verdict.repairs]
+    if not found.directory.entries and not in_place:
         notes.insert(0, "the directory of the archive is missing: the records were found one by one")
-    return made._replace(notes=(*notes, *made.notes))
+    # Headers are no surer than the names in them.
+    certainty: Certainty = "proven" if all(each.settled for each in checked) else "probable"
+    for offset, right in layout.generated if in_place else ():
+        repairs += differences(offset, source.read(offset, len(right)), right, certainty)
+    if len(repairs) > _MAX_REPAIRS:
+        rest = f"the first {_MAX_REPAIRS:,} are listed"
+        notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
+    size = sum(part.length for part in layout.parts)
+    lack = size - source.size if in_place else 0
+    if lack > 0:
+        notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")
+    if lack < 0:
+        another = source.read(size, 4) == b"PK\x03\x04"
+        what = "another archive begins there" if another else "they belong to no record"
+        notes.append(f"{-lack:,} bytes from byte {size:,} on are left out: {what}")
+    unchecked = frozenset(key_of(each.name) for each in checked if each.verdict.state == "unchecked" and each.stored)
+    mends = tuple(repairs[:_MAX_REPAIRS])
+    made = Recovered(source, in_place, (), mends, tuple(lost), tuple(notes), unchecked=unchecked)
+    return with_records(made, records, layout)
 
 
 # -- checking records
 
 
-def _check(source: Source, found: Scan) -> list[_Checked]:
+def _check(source: Source, found: Scan) -> list[FoundRecord]:
     """A verdict on every record that was not replaced, in the order of the file."""
     records = [record for record in found.records if not record.replaced]
     named: dict[bytes, FoundRecord] = {}
@@ -313,7 +316,7 @@ def _check(source: Source, found: Scan) -> list[_Checked]:
             unsettled.add(name)
     summed = _has_checksums(named.values())
     claims = [claim_of(record, summed=summed) for record in named.values()]
-    out: list[_Checked] = []
+    out: list[FoundRecord] = []
     for (name, record), claim, first in zip(named.items(), claims, check_records(source, claims), strict=True):
         verdict = first
         if verdict.state == "damaged" and claim.method:  # perhaps another of the sizes that are given for it is right
@@ -333,14 +336,14 @@ def _check(source: Source, found: Scan) -> list[_Checked]:
         # A storage that no checksum vouches for is as long as the index says. If it is not so long, or does not begin
         # where its header ends, bytes were inserted or removed, and it is damaged.
         folder, _, key = name.decode("utf-8", "backslashreplace").rpartition("/")
-        fitted = record
         if verdict.state not in ("whole", "mended") and not record.endless and folder.endswith(("/data", "/tensors")):
             slot = found.slots.get(key)
             placed = record.payload % ALIGNMENT == 0 or (record.local and record.local.end == record.payload)
             if slot is not None and not (placed and slot.nbytes == record.stored):
                 present = max(0, min(slot.nbytes, source.size - record.payload))
-                fitted, verdict = record._replace(stored=slot.nbytes, present=present), Verdict("damaged")
-        out.append(_Checked(fitted, name, claim.method, verdict, name not in unsettled))
+                record = record._replace(stored=slot.nbytes, present=present)  # noqa: PLW2901 - as it should be
+                verdict = Verdict("damaged")
+        out.append(record._replace(name=name, settled=name not in unsettled, method=claim.method, verdict=verdict))
     return out
 
 
@@ -475,7 +478,7 @@ def _words(name: bytes) -> set[bytes]:
 
 
 def _rebuild(
-    source: Source, found: Scan, checked: Sequence[_Checked], *, by_torch: bool
+    source: Source, found: Scan, checked: Sequence[FoundRecord], *, by_torch: bool
 ) -> tuple[list[ArchiveRecord], list[LostRecord]]:
     """The records of the new archive, and those that are not in it as they were saved."""
     records: list[ArchiveRecord] = []
@@ -484,25 +487,25 @@ def _rebuild(
     if by_torch:
         headers = [each for record in found.records for each in (record.local, record.entry) if each]
         time, date = Counter((each.time, each.date) for each in headers).most_common(1)[0][0]
-    root = Counter(each.name.partition(b"/")[0] for each in checked).most_common(1)[0][0]
+    root = Counter(record.name.partition(b"/")[0] for record in checked).most_common(1)[0][0]
     # In the order of the file, as torch has it, unless the directory has another.
-    listed = [each for each in checked if each.found.entry]
-    by_entry = sorted(listed, key=lambda each: each.found.entry.position if each.found.entry else 0)
-    ordered = checked if by_entry == listed else [*by_entry, *(each for each in checked if not each.found.entry)]
-    order = {each.name: number for number, each in enumerate(ordered)}
+    listed = [record for record in checked if record.entry]
+    by_entry = sorted(listed, key=lambda record: record.entry.position if record.entry else 0)
+    ordered = checked if by_entry == listed else [*by_entry, *(record for record in checked if not record.entry)]
+    order = {record.name: number for number, record in enumerate(ordered)}
     reached = 0
-    for each in checked:
-        record, verdict = each.found, each.verdict
+    for record in checked:
+        verdict = record.verdict
         # torch gives printable names, below the folder of all: others are damaged.
-        below = each.name[len(root) + 1 :].decode("utf-8", "backslashreplace")
-        named = not by_torch or (each.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
-        if not each.usable:
+        below = record.name[len(root) + 1 :].decode("utf-8", "backslashreplace")
+        named = not by_torch or (record.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
+        if not record.usable:
             why = "the file ends within it" if verdict.state == "cut" else "its bytes are damaged"
-            lost.append(LostRecord(key_of(each.name), why))
+            lost.append(LostRecord(key_of(record.name), why))
         elif not named:
-            lost.append(LostRecord(key_of(each.name), "its name is damaged"))
-        content = _content(source, each, keep=by_torch)
-        if content is None or not named or (key_of(each.name) in METADATA and not each.usable):
+            lost.append(LostRecord(key_of(record.name), "its name is damaged"))
+        content = _content(source, record, keep=by_torch)
+        if content is None or not named or (key_of(record.name) in METADATA and not record.usable):
             continue
         stored = sum(part.length for part in content)
         flags = 0x0808 if record.stored else 0x0800
@@ -513,26 +516,26 @@ def _rebuild(
             if len(places) > 1:
                 why += f"; a flipped bit in byte {' or '.join(f'{place:,}' for place in places)} would explain it"
             missing = (LostRange(0, stored, why),)
-        elif not each.usable and record.present < stored:
+        elif not record.usable and record.present < stored:
             missing = (LostRange(record.present, stored, "the file ends before its last byte"),)
         if by_torch:
             if record.local is not None and record.entry is not None and record.local.flags == record.entry.flags:
                 flags = record.local.flags
             wide = 12 if record.wide and record.stored < 0xFFFFFFFF else 20 if record.wide else 0
-            padding = record.payload - record.header - 34 - len(each.name) - wide
+            padding = record.payload - record.header - 34 - len(record.name) - wide
         made = ArchiveRecord(
-            each.name,
+            record.name,
             content,
-            verdict.size if by_torch and each.method else stored,
+            verdict.size if by_torch and record.method else stored,
             stored,
             verdict.crc32 or 0,
-            each.method if by_torch else 0,
+            record.method if by_torch else 0,
             flags,
             time,
             date,
             padding if padding is not None and 0 <= padding < 0xFFFF else None,
             (Part(source, reached, record.header - reached),) if by_torch and reached < record.header else (),
-            order[each.name],
+            order[record.name],
             record.header,
             lost=missing,
             repaired_at=tuple(repair.position - record.payload for repair in verdict.repairs),
@@ -542,59 +545,20 @@ def _rebuild(
     return records, lost
 
 
-def _content(source: Source, each: _Checked, *, keep: bool) -> tuple[Part, ...] | None:
+def _content(source: Source, record: FoundRecord, *, keep: bool) -> tuple[Part, ...] | None:
     """The bytes of a record: as they are, repaired, inflated, or filled up; ``None`` if their number is unknown."""
-    record, verdict = each.found, each.verdict
-    if not each.usable:
-        if each.method or record.endless:
+    verdict = record.verdict
+    if not record.usable:
+        if record.method or record.endless:
             return None
         fill = Part(Filler(record.stored), 0, record.stored - record.present)
         return (Part(source, record.payload, record.present), fill)
     parts = tuple(part for part in repaired(source, record.payload, record.stored, verdict.repairs) if part.length)
-    if not each.method or keep:
+    if not record.method or keep:
         return parts
     from transload.tensors.content import Inflating
 
     return (Part(Inflating(Assembly(parts, source.name), 0, record.stored, verdict.size), 0, verdict.size),)
-
-
-def _assemble(
-    source: Source,
-    records: Sequence[ArchiveRecord],
-    checked: Sequence[_Checked],
-    lost: list[LostRecord],
-    after: Sequence[Part],
-) -> Recovered:
-    """Lay the records out, and compare the archive with the damaged file."""
-    layout = lay_out(records, after)
-    in_place = not lost and {record.header for record in records} <= {offset for offset, _ in layout.generated}
-    repairs = [repair._replace(record=key_of(each.name)) for each in checked for repair in each.verdict.repairs]
-    # Headers are no surer than the names in them.
-    certainty: Certainty = "proven" if all(each.settled for each in checked) else "probable"
-    for offset, right in layout.generated if in_place else ():
-        repairs += differences(offset, source.read(offset, len(right)), right, certainty)
-    notes: list[str] = []
-    if len(repairs) > _MAX_REPAIRS:
-        rest = f"the first {_MAX_REPAIRS:,} are listed"
-        notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
-    size = sum(part.length for part in layout.parts)
-    lack = size - source.size if in_place else 0
-    if lack > 0:
-        notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")
-    if lack < 0:
-        another = source.read(size, 4) == b"PK\x03\x04"
-        what = "another archive begins there" if another else "they belong to no record"
-        notes.append(f"{-lack:,} bytes from byte {size:,} on are left out: {what}")
-    unchecked = {key_of(each.name) for each in checked if each.verdict.state == "unchecked" and each.found.stored}
-    made = Recovered(
-        source,
-        in_place,
-        repairs=tuple(repairs[:_MAX_REPAIRS]),
-        lost_records=tuple(lost),
-        notes=tuple(notes),
-        unchecked=frozenset(unchecked),
-    )
-    return with_records(made, records, layout)
 
 
 # -- archives packed by other programs

@@ -20,7 +20,7 @@ from transload.formats import pickle_machine
 from transload.formats.tensors import claimed
 from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIPTOR64, END, END64, LOCAL, widen
 from transload.io.sources import Source
-from transload.rescuing.bitflips import DEFLATED, repaired_bytes
+from transload.rescuing.bitflips import DEFLATED, Verdict, repaired_bytes
 
 HAS_DESCRIPTOR = 8
 """The zip flag that says that checksum and sizes follow the bytes, in a descriptor."""
@@ -103,7 +103,8 @@ class FoundRecord(NamedTuple):
     """A record: its headers as they are, where its bytes are, and how many of them the file has.
 
     ``wide`` is whether its descriptor has sizes of eight bytes. ``replaced`` is whether a complete directory does not
-    list it: a newer record took its place. ``endless`` is whether nothing tells where it ends.
+    list it: a newer record took its place. ``endless`` is whether nothing tells where it ends. Once it is checked,
+    ``name`` is its name, and ``settled`` whether the file itself tells that this is right.
     """
 
     header: int
@@ -116,6 +117,15 @@ class FoundRecord(NamedTuple):
     descriptor: Descriptor | None = None
     replaced: bool = False
     endless: bool = False
+    name: bytes = b""
+    settled: bool = True
+    method: int = 0
+    verdict: Verdict = Verdict("damaged")
+
+    @property
+    def usable(self) -> bool:
+        """Whether its bytes are those that were saved, as far as can be known."""
+        return self.verdict.state in ("whole", "mended", "unchecked")
 
     @property
     def end(self) -> int:
