@@ -86,11 +86,6 @@ _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getat
 _OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
-def place_of(path: str) -> str:
-    """Where a file that is named so really lies: symbolic links stay, and what they point to is written."""
-    return os.path.realpath(path)
-
-
 def is_atomic(path: str) -> bool:
     """Whether what is at a path can be replaced: a regular file, or nothing. Pipes and devices are written into.
 
@@ -101,7 +96,7 @@ def is_atomic(path: str) -> bool:
     except OSError:
         return True
     try:
-        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(place_of(path)))
+        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(os.path.realpath(path)))
     except OSError:
         return False
 
@@ -156,7 +151,7 @@ class AtomicFile(DirectFile):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._target = place_of(path)
+        self._target = os.path.realpath(path)  # symbolic links stay, and what they point to is written
         for thread, nbytes in _REPLACED:
             if thread.is_alive() and _free(self._target) < 2 * nbytes:
                 thread.join()
@@ -268,11 +263,6 @@ def hidden_name(target: str) -> str:
     return os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")
 
 
-def hidden_pattern(name: str) -> str:
-    """A regular expression of all hidden names for a file or directory; its first group is the process."""
-    return re.escape(_prefix(name)) + r"(\d{1,10})-[0-9a-f]{8}\.part"
-
-
 def _prefix(name: str) -> str:
     return f".{os.fsdecode(os.fsencode(name)[:_MAX_NAME])}."
 
@@ -308,7 +298,7 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
     same number.
     """
     folder, name = os.path.split(target)
-    pattern = re.compile(hidden_pattern(name) + ending, re.DOTALL)
+    pattern = re.compile(rf"{re.escape(_prefix(name))}(\d{{1,10}})-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
     for each in os.listdir(folder or "."):
         path, match = os.path.join(folder, each), pattern.fullmatch(each)
         if not match:

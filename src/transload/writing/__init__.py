@@ -15,10 +15,11 @@ from contextlib import suppress
 from typing import Any
 
 from transload.errors import UsageError
+from transload.io.atomic import SystemFile
 from transload.io.sources import SourceLike
 from transload.tensors.content import Content
 from transload.writing.objects import Leftovers
-from transload.writing.output import Bundle, begins_with, file_identity, refuse_existing, write_text
+from transload.writing.output import Bundle, begins_with, file_identity, refuse_existing
 from transload.writing.plan import Options, Plan, notes
 from transload.writing.result import Conversion
 from transload.writing.transfer import Job, check_source
@@ -72,7 +73,8 @@ def write_content(
             table["metadata"] = plan.metadata
         if table:
             table = {"from": os.path.basename(checkpoint.path), **table}
-            write_text(bundle.add(leftovers_path).descriptor, json.dumps(table, indent=1).encode() + b"\n")
+            text = json.dumps(table, indent=1).encode() + b"\n"
+            SystemFile(bundle.add(leftovers_path).descriptor).write([text])
     written = Conversion(
         path=checkpoint.path,
         out=dst,

@@ -32,11 +32,6 @@ _PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+
 _MAX_INDEX = 100_000_000
 
 
-def write_text(descriptor: int, text: bytes) -> None:
-    """Write all that a file holds."""
-    SystemFile(descriptor).write([text])
-
-
 def file_identity(file: str | int) -> set[tuple[int, int]]:
     """What tells a file from all others, by its path or descriptor; nothing if there is none."""
     with suppress(OSError, ValueError):
@@ -123,7 +118,7 @@ class Bundle:
 
     def add_index(self, path: str, text: bytes) -> None:
         """Add the file that leads to all others: to the old ones or to the new ones, never to both."""
-        write_text(self.add(path).descriptor, text)
+        SystemFile(self.add(path).descriptor).write([text])
         self._index = path
 
     def add_folder(self, path: str) -> Folder:
@@ -137,7 +132,7 @@ class Bundle:
     def _make_directories(self, path: str) -> None:
         """Make the directories above a file that do not exist yet."""
         missing: list[str] = []
-        folder = os.path.dirname(atomic.place_of(path))
+        folder = os.path.dirname(os.path.realpath(path))
         while not os.path.lexists(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
@@ -228,8 +223,8 @@ class _OldShards:
             self._link(replaced)
         except (OSError, ValueError):  # files that cannot have two names, or an index that is not valid
             self.forget()
-            self._hidden = atomic.hidden_name(atomic.place_of(index))
-            os.rename(atomic.place_of(index), self._hidden)
+            self._hidden = atomic.hidden_name(os.path.realpath(index))
+            os.rename(os.path.realpath(index), self._hidden)
             atomic.flush_directory(os.path.dirname(self._hidden))
         except BaseException:
             self.forget()
@@ -249,7 +244,7 @@ class _OldShards:
             if name in used:
                 renamed[name] = f".{token}.old.{name}"  # by its suffix loaders know the format
                 link = os.path.join(self._folder, renamed[name])
-                os.link(atomic.place_of(path), link)
+                os.link(os.path.realpath(path), link)
                 self._links[path] = link
         if self._links:
             atomic.flush_directory(self._folder)
@@ -258,7 +253,7 @@ class _OldShards:
 
     def _write(self, text: bytes) -> None:
         with AtomicFile(self._index) as file:
-            write_text(file.descriptor, text)
+            SystemFile(file.descriptor).write([text])
 
     def restore(self, *, touched: bool) -> None:
         """Put everything back; where that fails, the interim index stays, and leads to what was there.
@@ -268,13 +263,13 @@ class _OldShards:
         for path, link in self._links.items() if touched else ():
             again = os.path.join(self._folder, os.path.basename(link).replace(".old.", ".again.", 1))
             os.link(link, again)
-            os.replace(again, atomic.place_of(path))
+            os.replace(again, os.path.realpath(path))
             with suppress(FileNotFoundError):  # two names of one file: os.replace leaves both
                 os.unlink(again)
         if self._links:
             self._write(self._text)
         elif self._hidden and not touched:
-            os.rename(self._hidden, atomic.place_of(self._index))
+            os.rename(self._hidden, os.path.realpath(self._index))
         self.forget()
 
     def forget(self) -> None:
@@ -290,7 +285,7 @@ class Folder:
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
         self.path = path.rstrip("/" + os.sep) or path
-        self._target = atomic.place_of(self.path)
+        self._target = os.path.realpath(self.path)
         self._overwrite = overwrite
         self._lock = -1
         try:

@@ -18,6 +18,7 @@ from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
+from transload.formats.pickle_writer import dumps
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
@@ -27,10 +28,10 @@ from transload.writing.output import SHARD, beside, index_name
 from transload.writing.to_torch import (
     Slot,
     Structure,
+    TensorCalls,
     carried_calls,
     lay_out,
     overlapping,
-    pickled,
     tie_of,
 )
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
@@ -363,7 +364,8 @@ class Plan:
             self._drop_everything(selected)
         self.storages = lay_out(self.slots, content)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
-        self.opening = opening_records(pickled(made, self.storages, checkpoint))
+        expand = Slot, TensorCalls(self.storages, checkpoint).tensor
+        self.opening = opening_records(dumps(made, expand=expand))
 
     def _drop_everything(self, selected: list[Entry]) -> None:
         """Drop all of the source's object, or what is below the key; its tensors are kept elsewhere."""

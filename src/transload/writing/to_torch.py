@@ -2,8 +2,8 @@
 
 A ``Structure`` keeps the source's own dictionaries and lists, with a ``Slot`` for each tensor, and drops what
 ``weights_only`` would refuse; a pickled module becomes its state dict. ``lay_out`` decides which bytes become storages,
-and ``pickled`` makes the pickle that refers to them. Tensors that only this format holds (sparse, quantized, nested)
-are carried over by the calls that make them.
+and ``TensorCalls`` makes the calls in the pickle that refer to them. Tensors that only this format holds (sparse,
+quantized, nested) are carried over by the calls that make them.
 """
 
 from __future__ import annotations
@@ -296,14 +296,7 @@ def _shares_storage(tensor: Tensor, content: Content) -> bool:
 # -- the pickle
 
 
-def pickled(root: object, storages: list[Entry], checkpoint: Checkpoint) -> bytes:
-    """The pickle of an object with slots. The storages of tensors that are carried over are added to ``storages``."""
-    from transload.formats.pickle_writer import dumps
-
-    return dumps(root, expand=(Slot, _TensorCalls(storages, checkpoint).tensor))
-
-
-class _TensorCalls:
+class TensorCalls:
     """Makes the call for each slot. Storages that are carried over are added to ``storages`` when they are needed.
 
     A class, because nested functions that call one another would keep the checkpoint in a cycle.

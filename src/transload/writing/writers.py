@@ -20,7 +20,7 @@ from transload.errors import ConvertError
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive, write_checkpoint
 from transload.io.atomic import SystemFile
 from transload.io.sources import FileSource, Source
-from transload.writing.output import clear_parts, index_name, write_text
+from transload.writing.output import clear_parts, index_name
 from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
 from transload.writing.transfer import Entry, Job, pour, read_back
 
@@ -233,7 +233,7 @@ def _write_raw(job: Job, plan: Plan) -> None:
         "aliases": dict(plan.aliases),
     }
     with _new_file(os.path.join(folder, "index.json")) as file:
-        write_text(file, json.dumps(index, indent=1).encode() + b"\n")
+        SystemFile(file).write([json.dumps(index, indent=1).encode() + b"\n"])
 
 
 @contextmanager
