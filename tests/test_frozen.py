@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -81,3 +83,17 @@ def test_named_tuples_have_defaults_methods_and_a_place() -> None:
     assert (row.numel, Row("b").sizes, row._replace(name="c").name) == (2, (), "c")
     assert (Row.__doc__, Row._fields, Row.__annotations__["name"]) == ("A row of a table.", ("name", "sizes"), "str")
     assert pickle.loads(pickle.dumps(row)) == row == ("a", (1, 2))
+
+
+def test_a_debugger_may_look_at_its_variables() -> None:
+    def trace(frame: FrameType, *_: object) -> object:
+        frame.f_locals  # noqa: B018 - what a debugger shows
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        made = Ours("a")
+    finally:
+        sys.settrace(before)
+    assert vars(made) == {"name": "a", "sizes": (), "table": {}}

@@ -146,7 +146,8 @@ def _init(cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> A
         if hasattr(default, "default_factory"):  # ``dataclasses.field``
             made.append(f" {name} = {name}.default_factory() if {name} is defaults[{name!r}] else {name}\n")
             delattr(cls, name)
-    told = " held = locals()\n del held['self']\n self.__dict__.update(held)"  # the shortest: it is compiled each time
+    # The shortest, since it is compiled each time. A debugger adds later variables to what locals() returned.
+    told = " self.__dict__.update(locals())\n del self.__dict__['self']"
     exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(made)}{told}", names)  # noqa: S102
     init = names["__init__"]
     init.__defaults__ = tuple(defaults.values())

@@ -30,7 +30,10 @@ def begin(site: Path, before: dict[str, tuple[str, str]]) -> None:
             (info / "INSTALLER", "pip\n"),
             (
                 info / "RECORD",
-                f"{module}/__init__.py,,\n{module}/version.py,,\n{info.name}/METADATA,,\n{info.name}/RECORD,,\n",
+                (
+                    f"{module}/__init__.py,,\n{module}/version.py,,\n{info.name}/METADATA,,\n"
+                    f"{info.name}/INSTALLER,,\n{info.name}/RECORD,,\n"
+                ),
             ),
         ):
             path.parent.mkdir(exist_ok=True)

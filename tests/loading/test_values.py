@@ -23,6 +23,7 @@ import torch
 from tests import forge
 from tests.each import each, for_each
 from tests.loading.equal import same
+from tests.release import needs_torch
 
 import transload
 from transload.formats.arrays import NUMPY_CALLS
@@ -208,6 +209,7 @@ def test_texts_of_python_2_as_bytes(data: pathlib.Path) -> None:
         assert any(type(key) is bytes for key in theirs)
 
 
+@needs_torch(2, 6)
 @each(
     ("names", "weights_only", "trusts"),
     [
@@ -233,6 +235,7 @@ def test_the_variables_of_torch(
                     load(io.BytesIO(held), weights_only=weights_only)
 
 
+@needs_torch(2, 6)
 def test_both_variables_are_an_error_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.release import needs_torch
 
 import transload
 from transload.patching.torch_patches import _REPLACED
@@ -189,7 +191,7 @@ def found(path: str) -> Any:
     import_module("torch.utils._device")
     owner = torch
     for part in path.split(".")[1:]:
-        owner = getattr(owner, part)
+        owner = getattr(owner, part, None) or SimpleNamespace()  # which this release lacks
     return owner
 
 
@@ -205,6 +207,7 @@ def test_everything_is_put_back() -> None:
     assert torch.jit._builtins._get_builtin_table() == table
 
 
+@needs_torch(2, 11)
 def test_most_of_what_we_replace_is_there() -> None:
     """A name that torch has never had would be a slip of ours; some have come and gone."""
     missing = [(path, name) for _, path, names in _REPLACED for name in names.split() if not hasattr(found(path), name)]

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor  # noqa: F401 - a writer must not import it in its thread
 from contextlib import suppress
 from functools import partial
 from threading import Condition, Thread, get_ident, main_thread
