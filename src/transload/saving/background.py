@@ -10,13 +10,16 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor  # noqa: F401 - a writer must not import it in its thread
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from threading import Condition, Thread, get_ident, main_thread
 from traceback import clear_frames
 
 from transload.errors import SaveError
+
+with suppress(RuntimeError):  # while a program ends
+    from concurrent.futures import ThreadPoolExecutor  # noqa: F401 - a writer must not import it in its thread
 
 MAX_IN_FLIGHT = 2
 """Saves that are being written or wait: each is a copy of everything it saves. A further call waits for the first."""
