@@ -66,16 +66,16 @@ def tree_of(pid: Any, args: tuple[Any, ...], times: int = 2) -> tensors.Tree:
 BROKEN = {
     "too many": "is more than torch can count",
     "one too far": "it reaches to byte 22 of a storage of 20",
-    "offset below zero": "its offset -1 is no position",
-    "offset no number": "its offset 0 is no position",
-    "offset a flag": "its offset True is no position",
-    "a size below zero": "holds what is no size",
-    "a size that is a flag": "holds what is no size",
-    "a stride below zero": "holds what is no size",
-    "an absurd stride": "holds what is no size",
-    "an absurd size": "holds what is no size",
+    "offset below zero": "its offset -1 is not a position",
+    "offset no number": "its offset 0 is not a position",
+    "offset a flag": "its offset True is not a position",
+    "a size below zero": "holds what is not a size",
+    "a size that is a flag": "holds what is not a size",
+    "a stride below zero": "holds what is not a size",
+    "an absurd stride": "holds what is not a size",
+    "an absurd size": "holds what is not a size",
     "ranks differ": "it has 2 sizes and 1 strides",
-    "lists": "its size is no tuple of numbers",
+    "lists": "its size is not a tuple of numbers",
 }
 """What is wrong with the arguments; with all others nothing is."""
 

@@ -280,7 +280,7 @@ def test_p4_no_number_of_pickles_hides_a_later_one() -> None:
     assert len(found) == 10
     assert list(found[-1].globals) == [("os", "getcwd")]
     assert [call.kind for call in found[-1].calls] == ["reduce", "inst"]
-    assert found[-1].broken.startswith("byte 0xff is no pickle opcode")
+    assert found[-1].broken.startswith("byte 0xff is not a pickle opcode")
 
 
 FRAMED = b"\x8c\x02os\x94."

@@ -448,7 +448,7 @@ BROKEN: dict[str, bytes] = {
     "a tensor for a storage": unusual(storage=tensor("0")),
     "too few arguments": rebuilt("_rebuild_tensor_v2", storage_id("0", 4)),
     "too many arguments": rebuilt("_rebuild_tensor", storage_id("0", 4), 0, (4,), (1,), 5, 6),
-    "arguments that are no tuple": name("torch._utils", "_rebuild_tensor_v2") + b"]R",
+    "arguments that are not a tuple": name("torch._utils", "_rebuild_tensor_v2") + b"]R",
     "a parameter of nothing": rebuilt("_rebuild_parameter", None, True, ordered()),
     "a parameter of a parameter of nothing": rebuilt(
         "_rebuild_parameter", rebuilt("_rebuild_parameter", 4, True, ordered()), True, ordered()

@@ -144,7 +144,7 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "from_type with another function": call(
             FROM_TYPE, name("torch.serialization", "_get_layout"), PLAIN, b"(" + text("torch.strided") + b"t", b"}"
         ),
-        "arguments that are no tuple": name("collections", "OrderedDict") + b"]R",
+        "arguments that are not a tuple": name("collections", "OrderedDict") + b"]R",
         "items in a set": call("builtins.set", b"]") + b"(K\x01e",
         "values appended to an OrderedDict": call("collections.OrderedDict") + b"K\x01a",
         "keys in bytes": BYTES + b"K\x00K\x01s",

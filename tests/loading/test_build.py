@@ -198,7 +198,7 @@ ODD = {
     "a dtype": call(name("torch", "float32")),
     "a version of nothing": call(name("torch.torch_version", "TorchVersion")),
     "a list": call(name("builtins", "list"), "abc"),
-    "arguments that are no tuple": name("collections", "OrderedDict") + b"]R",
+    "arguments that are not a tuple": name("collections", "OrderedDict") + b"]R",
     "a call of a value": b"K\x01)R",
     "attributes of a dictionary": b"}}b",
     "methods of a dictionary": ordered() + dictionary({"items": 1}) + b"b",

@@ -15,7 +15,7 @@ from tests import forge
 from tests.each import each
 
 import transload
-from transload.cli.commands import expanded
+from transload.cli.files import expanded
 from transload.errors import CannotReadError
 from transload.judge import inspect
 from transload.verifying import Damage, Verification, verify
@@ -306,7 +306,7 @@ def test_tied_tensors_in_safetensors(tmp_path: Path) -> None:
 
 
 def test_second_names_count_once(tmp_path: Path) -> None:
-    """Each shard may have the metadata of all, and ``format`` is no tensor though one may be called ``pt``."""
+    """Each shard may have the metadata of all, and ``format`` is not a tensor, though one may be called ``pt``."""
     values = {"pt": torch.arange(4.0), "b": torch.ones(2)}
     for number, name in enumerate(values, 1):
         shard = tmp_path / f"model-0000{number}-of-00002.safetensors"

@@ -8,7 +8,7 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from transload.retagging import Retag
     from transload.verifying import Verification
@@ -181,40 +181,6 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
     return program_of(words, module=arguments.module, device=checked(arguments.device), **how)
 
 
-# -- several files
-
-
-def expanded(names: Iterable[str], *, parts: bool = False) -> list[str]:
-    """The files that names on the command line stand for: patterns that no shell has expanded, and directories.
-
-    A directory stands for itself and other checkpoints in it, or, where it is not one itself, for those in it alone.
-    With ``parts``, one that is a checkpoint stands for the files of torch that it consists of.
-    """
-    from contextlib import suppress
-    from glob import glob
-    from os.path import isdir, isfile, join, lexists
-
-    from transload.errors import CannotReadError
-
-    parts_of = ("shard", "rank file", "weights", "beside the checkpoint")
-    found: list[str] = []
-    for name in names:
-        for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
-            kinds: dict[str, str] = {}
-            if isdir(path):
-                from transload.judge import inspect
-
-                with suppress(CannotReadError):  # reported when it is opened
-                    kinds = {join(path, part.name): part.kind for part in inspect(path).parts}
-            inside = [file for file, kind in kinds.items() if kind == "looks like a checkpoint"]
-            if parts and not inside:
-                saved = [file for file, kind in kinds.items() if kind in parts_of and isfile(file)]
-                inside = [file for file in saved if not file.endswith((".safetensors", ".distcp"))]
-            beside = [file for file, kind in kinds.items() if kind == "beside the checkpoint"]
-            found += inside or [path, *beside]
-    return list(dict.fromkeys(found))
-
-
 # -- verify
 
 
@@ -233,7 +199,7 @@ def run_verify(arguments: Namespace) -> int:
     """Verify all files, show what there is to show, write the manifest if all is well, return the worst exit code."""
     from functools import partial
 
-    from transload.cli.files import for_each
+    from transload.cli.files import expanded, for_each
     from transload.cli.output import complain, show
     from transload.errors import TransloadError, UsageError
     from transload.verifying import report, several, verify
@@ -282,7 +248,7 @@ def check_arguments(parser: ArgumentParser) -> None:
 def run_check(arguments: Namespace) -> int:
     """Check all files, and return the worst exit code."""
     from transload.checking import check_here, diagnosis_here, report, several
-    from transload.cli.files import for_each
+    from transload.cli.files import expanded, for_each
 
     paths = expanded(arguments.paths)
     device = None if arguments.device == "none" else arguments.device
@@ -313,7 +279,7 @@ def retag_arguments(parser: ArgumentParser) -> None:
 
 def run_retag(arguments: Namespace) -> int:
     """Retag all files, or take that back; a file that fails does not stop it."""
-    from transload.cli.files import for_each
+    from transload.cli.files import expanded, for_each
     from transload.cli.output import given
     from transload.errors import UsageError
     from transload.retagging import report, retag, several, undo

@@ -59,6 +59,37 @@ def for_each(
     return done, 2 if len(done) < len(results) else int(not all(getattr(each, "ok", True) for each in done))
 
 
+def expanded(names: Iterable[str], *, parts: bool = False) -> list[str]:
+    """The files that names on the command line stand for: patterns that no shell has expanded, and directories.
+
+    A directory stands for itself and other checkpoints in it, or, where it is not one itself, for those in it alone.
+    With ``parts``, one that is a checkpoint stands for the files of torch that it consists of.
+    """
+    from contextlib import suppress
+    from glob import glob
+    from os.path import isdir, isfile, join, lexists
+
+    from transload.errors import CannotReadError
+
+    parts_of = ("shard", "rank file", "weights", "beside the checkpoint")
+    found: list[str] = []
+    for name in names:
+        for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
+            kinds: dict[str, str] = {}
+            if isdir(path):
+                from transload.judge import inspect
+
+                with suppress(CannotReadError):  # reported when it is opened
+                    kinds = {join(path, part.name): part.kind for part in inspect(path).parts}
+            inside = [file for file, kind in kinds.items() if kind == "looks like a checkpoint"]
+            if parts and not inside:
+                saved = [file for file, kind in kinds.items() if kind in parts_of and isfile(file)]
+                inside = [file for file in saved if not file.endswith((".safetensors", ".distcp"))]
+            beside = [file for file, kind in kinds.items() if kind == "beside the checkpoint"]
+            found += inside or [path, *beside]
+    return list(dict.fromkeys(found))
+
+
 # -- inspect
 
 

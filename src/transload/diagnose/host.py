@@ -131,7 +131,7 @@ class Host:
                 yield f"{folder.rstrip('/')}/{name}"
 
     def glob(self, pattern: str) -> Iterator[str]:
-        """Paths whose ``*``, of which a pattern has one at most, is any end of a name; itself where it has none."""
+        """The paths that match a pattern with one ``*``, at the end of a name; without a ``*``, the pattern itself."""
         start, star, rest = pattern.partition("*")
         folder, _, name = start.rpartition("/")
         return (f"{path}{rest}" for path in self.paths(folder, name)) if star else iter((pattern,))

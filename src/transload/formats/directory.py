@@ -525,7 +525,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
                     pieces.setdefault(fqn, {})[at] = tensors
             if opaque:
                 merger.note("dcp-transformed", f"{len(opaque):,} entries: {some(opaque, 3)}", file)
-    # Tensors by their own names, put together from their pieces; what is no tensor stays as it was read.
+    # Tensors by their own names, put together from their pieces; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
     entries = {name: _state(value) for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
     objects = 0
@@ -860,7 +860,7 @@ def open_directory(path: str, problems: Problems) -> Archive:
         if stat.S_ISREG(status.st_mode):
             records[where] = Record(where, 0, status.st_size, status.st_size)
         else:
-            problems.add("record-unreadable", where, "it is no regular file")
+            problems.add("record-unreadable", where, "it is not a regular file")
 
     def read(record: Record, limit: int) -> Payload:
         if record.size > limit:

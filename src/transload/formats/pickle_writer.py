@@ -34,7 +34,7 @@ def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], o
 
     What is shared stays shared, and cycles stay cycles. ``bytes``, ``bytearray`` and sets are written as calls, as
     protocol 2 does it. Raises ``CannotPickleGraphError`` for an integer whose value is not known (``Big``), and for
-    anything that is no node. ``protocol`` is only what the stream says of itself: a class inside a class (``A.B``) is
+    anything but nodes. ``protocol`` is only what the stream says of itself: a class inside a class (``A.B``) is
     found by its name from 4 on. ``expand`` is a type of nodes, each of which is made another one only when it is
     written: a graph of its own, which is not kept.
     """

@@ -58,7 +58,7 @@ _ESCAPES = dict(
 def opcodes(data: bytes, start: int = 0, raw: Iterable[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
     r"""Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
 
-    ``raw`` are where bytes that are no opcodes begin and end.
+    ``raw`` are where bytes that are not opcodes begin and end.
 
     >>> [chr(code) for _, code in opcodes(b"K\x01q\x00.")]
     ['K', 'q', '.']
@@ -198,7 +198,7 @@ def run_opcode(vm: Machine, op: int) -> None:
         try:
             stack.append(float(text))
         except ValueError:
-            raise Broken("a float that is no number") from None
+            raise Broken("a float that is not a number") from None
     elif op == 0x53:  # STRING
         text = vm.line()
         if len(text) < 2 or text[0] != text[-1] or text[:1] not in b"'\"":
@@ -261,7 +261,7 @@ def run_opcode(vm: Machine, op: int) -> None:
         if not stack:
             raise IndexError
     elif op != 0x31:  # POP_MARK: it has done its work
-        raise Broken(f"byte 0x{op:02x} is no pickle opcode")
+        raise Broken(f"byte 0x{op:02x} is not a pickle opcode")
 
 
 def _c_text(vm: Machine) -> bytes:
@@ -277,7 +277,7 @@ def _memo_index(vm: Machine) -> int:
     try:
         return int(text if len(text) - text.count(b"_") <= MAX_TEXT_DIGITS + 1 else b"")
     except ValueError:
-        raise Broken("a memo index that is no number") from None
+        raise Broken("a memo index that is not a number") from None
 
 
 def _number(vm: Machine, text: bytes) -> int | Big:
@@ -292,7 +292,7 @@ def _number(vm: Machine, text: bytes) -> int | Big:
         if base:
             vm.odd("an octal integer")
         return value
-    raise Broken("an integer that is no number")
+    raise Broken("an integer that is not a number")
 
 
 def _python2_text(vm: Machine, raw: bytes) -> None:

@@ -109,7 +109,7 @@ class TensorPattern:
         self._last: _Template | None = None
 
     def read(self, pos: int, stack: list[Any], memo: list[Any]) -> int:
-        """Read the call of a tensor from behind its first MARK on; where it ends, or 0 if it is no ordinary one.
+        """Read the call of a tensor from behind its first MARK on; where it ends, or 0 if it is not an ordinary one.
 
         What is called, whatever it is, lies on top of the stack, and the call takes its place.
         """

@@ -21,7 +21,7 @@ _MAX_KEY = 1000
 
 
 def called(node: Call) -> str:
-    """The dotted name of what a call calls; empty where that is no name."""
+    """The dotted name of what a call calls; empty where that is not a name."""
     callee = node.callee
     return callee.full_name if type(callee) is Global else dotted(module_class(callee))
 
@@ -312,13 +312,13 @@ def _ints(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Call and called(value) == "torch.Size":
         value = value.args[0] if type(value.args) is tuple and value.args else ()
     if type(value) is not tuple:  # nor a list: one that grows after the call would show another size than torch made
-        raise BadTensor(f"its {what} is no tuple of numbers")
+        raise BadTensor(f"its {what} is not a tuple of numbers")
     numbers: tuple[Any, ...] = value
     if len(numbers) > MAX_RANK:
         raise BadTensor(f"its {what} has {len(numbers)} dimensions")
     for number in numbers:
         if type(number) is not int or not 0 <= number < MAX_SIZE:
-            raise BadTensor(f"its {what} {short(value)} holds what is no size")
+            raise BadTensor(f"its {what} {short(value)} holds what is not a size")
     return numbers
 
 
@@ -334,7 +334,7 @@ def reach(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> int:
     last, numel = offset, 1
     for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
         if type(size) is not int or type(step) is not int or not (0 <= size < MAX_SIZE and 0 <= step < MAX_SIZE):
-            raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is no size")
+            raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is not a size")
         numel *= size
         if numel >= MAX_SIZE:
             raise BadTensor(f"its size {short(shape)} is more than torch can count")
@@ -596,13 +596,13 @@ class _Walk:
         """A tensor over a storage: (storage, offset, size, stride, …), and where other arguments stand."""
         found = self.table.resolve(args[0])
         if found is None:
-            raise BadTensor("its storage is no storage")
+            raise BadTensor("its storage is not a storage")
         storage, first, tagged = found
         path, name = at
         dtype = dtype or tagged
         offset, shape, stride = args[1:4]
         if type(offset) is not int or not 0 <= offset < MAX_SIZE:
-            raise BadTensor(f"its offset {short(offset)} is no position")
+            raise BadTensor(f"its offset {short(offset)} is not a position")
         if type(shape) is not tuple:
             shape = _ints(shape, "size")
         if type(stride) is not tuple:
@@ -739,7 +739,7 @@ def find_tensors(
 ) -> Tree:
     """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
 
-    ``separator`` joins attribute names of objects that are no modules. ``outside`` are tensors described elsewhere in
+    ``separator`` joins attribute names of objects that are not modules. ``outside`` are tensors described elsewhere in
     the container, by persistent id: storage, offset, size and stride. A tensor with impossible arguments becomes a
     problem, with its name, and is left out.
     """

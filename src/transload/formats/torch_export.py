@@ -112,7 +112,7 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
 
 
 def _is_refused(target: str) -> bool:
-    """Whether a target is no operator, or one that reaches beyond tensors.
+    """Whether a target is not an operator, or one that reaches beyond tensors.
 
     >>> [_is_refused(f"torch.{target}") for target in ("ops.aten.add.Tensor", "os.system", "ops.aten.save.default")]
     [False, True, True]
@@ -266,7 +266,7 @@ def _gather(out: _Package) -> None:
             if name.startswith(prefix) and name.endswith(suffix):
                 out.take_nested(name, out.lead(name.removeprefix(prefix).removesuffix(suffix), path))
         if name.startswith((_SAMPLES, "serialized_example_inputs")):
-            # Inputs somebody once traced the program with. They are no weights, but loading the program unpickles them.
+            # Inputs somebody once traced the program with. Not weights, but loading the program unpickles them.
             inner = out.nested(name)
             held = inner.tensors if inner else ()
             devices = ", ".join(sorted({tensor.device for tensor in held}))
@@ -371,7 +371,7 @@ def read_elf(head: bytes) -> Elf | None:
 
 
 def capability(sm: str) -> str:
-    """The compute capability of a target, however it is written; the text itself if it is no such number.
+    """The compute capability of a target, however it is written; the text itself if it is not such a number.
 
     >>> capability("sm_90a"), capability("120"), capability("gfx942")
     ('9.0', '12.0', 'gfx942')

@@ -217,7 +217,7 @@ def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], lis
                 odd = odd or "an extended header changes what it is"
             always = odd if kind == b"g" else always
         else:
-            odd = odd or always or ("" if kind in (b"0", b"\0") else "it is no plain file")
+            odd = odd or always or ("" if kind in (b"0", b"\0") else "it is not a plain file")
             out.append(Member(name, start, size, odd))
             odd = ""
         position = start + -(-size // _BLOCK) * _BLOCK
@@ -254,7 +254,7 @@ def _octal(field: bytes) -> int | None:
 
 
 def read_tar(source: Source) -> Checkpoint | None:
-    """The checkpoint in a tar archive; ``None`` if it holds none, or is no tar archive."""
+    """The checkpoint in a tar archive; ``None`` if it holds none, or is not a tar archive."""
     reader = TarReader(source)
     if not {"pickle", "tensors", "storages"} <= reader.found.keys():
         return None
@@ -342,7 +342,7 @@ class TarReader(Draft):
         for entry in self._entries(part):
             is_entry = type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
             if not is_entry or entry[2].name not in STORAGES:
-                self.problems.add("tar-broken", "storages", f"entry {len(self.places)} is no storage")
+                self.problems.add("tar-broken", "storages", f"entry {len(self.places)} is not a storage")
                 return
             key, location, kind = str(entry[0]), entry[1], entry[2]
             count = part.read(self._position, 8)
@@ -368,12 +368,12 @@ class TarReader(Draft):
         part = self.part("tensors")
         for entry in self._entries(part):
             if type(entry) is not tuple or len(entry) != 3:
-                self.problems.add("tar-broken", "tensors", f"entry {len(self.tensor_args)} is no tensor")
+                self.problems.add("tar-broken", "tensors", f"entry {len(self.tensor_args)} is not a tensor")
                 return
             rank = int.from_bytes(part.read(self._position, 4), "little", signed=True)
             raw = part.read(self._position + 8, 16 * rank + 8) if 0 <= rank <= _MAX_DIMS else b""
             if len(raw) != 16 * rank + 8:
-                self.problems.add("tar-broken", "tensors", f"tensor {str(entry[0])[:40]} is no tensor")
+                self.problems.add("tar-broken", "tensors", f"tensor {str(entry[0])[:40]} is not a tensor")
                 return
             numbers = Struct(f"<{2 * rank + 1}q").unpack(raw)
             self._position += 16 + 16 * rank

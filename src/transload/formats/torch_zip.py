@@ -141,9 +141,9 @@ def read_torch_zip(
     if order is not None and order.data not in (b"little", b"big"):  # to the letter, as torch compares
         found.add("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}")
     if _number(told.get("storage_alignment", "64")) < 0:
-        detail = f"it says {told['storage_alignment'][:40]!r}, which is no number"
+        detail = f"it says {told['storage_alignment'][:40]!r}, which is not a number"
         found.add("zip-bad-note", ".storage_alignment", detail)
-    if "\\" in told.get("serialization_id", ""):  # bytes that are no text
+    if "\\" in told.get("serialization_id", ""):  # bytes that are not text
         found.add("zip-bad-note", ".data/serialization_id", "it is not text")
     big_endian = told.get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)

@@ -246,7 +246,7 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
         if stated + END64.size > source.size:
             raise _NoDirectoryError("the zip64 end record is not where its locator says")
         if not found:
-            problems.add("zip-directory-broken", detail="the zip64 end record is no end record")
+            problems.add("zip-directory-broken", detail="the zip64 end record is not one")
         else:
             plain = (count, size, start)
             _, length, _, _, disk, cd_disk, here, count, size, start = END64.unpack(raw)
@@ -298,7 +298,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
         problems.add("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at")
         return entries
     if position != len(raw):
-        detail = f"entry {len(entries)} of {count} in the directory is no entry"
+        detail = f"entry {len(entries)} of {count} in the directory is not one"
         if position < len(raw) and len(entries) < count:  # neither torch nor zipfile reads any of it then
             raise _NoDirectoryError(detail)
         problems.add("zip-directory-broken", detail=detail)

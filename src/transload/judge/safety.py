@@ -90,7 +90,7 @@ def check_call(name: str, call: Call) -> Complaint:
     'dangerous'
     """
     if type(call.args) is not tuple:
-        return "unknown", f"{name} is called with arguments that are no tuple"
+        return "unknown", f"{name} is called with arguments that are not a tuple"
     if call.kwargs is not None and not (type(call.kwargs) is Dict and not call.kwargs.items):
         return "needs-trust", f"{name} is called with keyword arguments"
     complaint = _check_rebuild(name, call.args) if name in _CARRIERS else _check_arguments(name, call.args)
@@ -130,7 +130,7 @@ def _check_rebuild(name: str, args: tuple[Any, ...]) -> Complaint:
     if metadata < count and args[metadata] is not None:  # {"conj": True}
         flags = args[metadata].items if type(args[metadata]) is Dict else (None, None)
         if len(flags) > _MAX_ITEMS or not all(type(value) is bool for value in flags[1::2]):
-            return "needs-trust", "a tensor carries metadata that is no flag"
+            return "needs-trust", "a tensor carries metadata that is not a flag"
     return _check_attributes(args[state]) if state < count else None
 
 
@@ -142,7 +142,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
     if name in ("collections.OrderedDict", "collections.Counter"):
         if not args or (count == 1 and type(first) is Dict):
             return None
-        # [[key, value], …] is how Python 2 writes one. A later one that is no pair is refused by every loader.
+        # [[key, value], …] is how Python 2 writes one. A later one that is not a pair is refused by every loader.
         pairs: list[Any] = first[:_MAX_ITEMS] if count == 1 and type(first) is list else [None]
         fine = all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs)
         return None if fine else ("needs-trust", f"a dictionary is made from {kinds}")
@@ -342,7 +342,7 @@ class _Judge:
                     self.complain(*complaint, pickle, call.position)
                 continue
             if call.items or call.appended:
-                self.unloadable = self.unloadable or "puts items into something that is no plain dictionary or list"
+                self.unloadable = self.unloadable or "puts items into something that is not a plain dictionary or list"
             if use.full_name == "builtins.getattr" and not _plain_getattr(call):
                 self.complain("dangerous", "it reaches into objects by name", pickle, call.position)
             elif use.full_name == "builtins.type" and not (type(call.args) is tuple and len(call.args) == 1):
@@ -376,7 +376,7 @@ class _Judge:
         elif type(callee) in (Call, Extension):
             self.complain("dangerous", "it calls something it has computed", pickle, call.position)
         else:
-            self.complain("unknown", "it calls something that is no function", pickle, call.position)
+            self.complain("unknown", "it calls something that is not a function", pickle, call.position)
 
     def changed(self, target: object, pickle: Pickle) -> None:
         """BUILD, or items, on something that the stream did not make: N11 of the known tricks."""
@@ -657,7 +657,7 @@ def safe_globals_lines(
     """The lines that load a file with all of these names allowed, and only while it is loaded; for those who trust it.
 
     They need torch 2.5. ``inside`` are classes within classes, which a file reaches through the outer one. No lines are
-    given for names that are no identifiers: somebody may paste them. Nor for those that lead through something that is
+    given for names that are not identifiers: somebody may paste them. Nor for those that lead through something that is
     no class: nobody can tell from the name what would be allowed.
 
     >>> safe_globals_lines([GlobalUse("argparse", "Namespace", "harmless", "")])[2:]

@@ -640,11 +640,11 @@ def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
     for key, shape in unexpected.items():
         for cut in _cuts(key):
             mates = tails.get((key[cut:], shape), ())
-            if mates and len(mates) <= _FEW:  # more are no evidence: every model has its weights
+            if mates and len(mates) <= _FEW:  # more prove nothing: every model has its weights
                 votes.update((key[:cut], mate[: len(mate) - len(key) + cut]) for mate in mates)
             if mates:
                 break
-    # The pairs of prefixes that explain most, none of whose keys is explained twice; a single key is no pattern.
+    # The pairs of prefixes that explain most, none of whose keys is explained twice; a single key is not a pattern.
     out: list[Renamed] = []
     wanted, free = set(missing), dict.fromkeys(unexpected)
     for (theirs, ours), _ in votes.most_common(_MOST * _FEW):

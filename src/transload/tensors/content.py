@@ -86,8 +86,8 @@ class Content:
         """The elements of a tensor in row-major order, little-endian, without gaps, as numbers (``flags`` resolved).
 
         Each piece has ``size`` bytes at most, whole elements, and is valid until the next is asked for.
-        ``ContentError`` where bytes are missing, and for what is no plain run of numbers: quantized, sparse, nested, a
-        subclass.
+        ``ContentError`` where bytes are missing, and for what is not a plain run of numbers: quantized, sparse, nested,
+        a subclass.
         """
         try:
             yield from self._pieces(tensor, max(16, size - size % 16))
@@ -341,7 +341,7 @@ def select(view: View, index: Index) -> View:
     >>> select(View((10, 4), (4, 1)), (slice(2, 4), ..., 3))
     View(shape=(2,), stride=(4,), offset=11)
 
-    ``IndexError`` for what lies outside or names too many dimensions, ``TypeError`` for what is no basic index,
+    ``IndexError`` for what lies outside or names too many dimensions, ``TypeError`` for what is not a basic index,
     ``ValueError`` for a step that is not positive: torch has none.
     """
     if type(index) is tuple and not index:
