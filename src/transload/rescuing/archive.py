@@ -11,7 +11,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from struct import pack_into
 from typing import NamedTuple
 from zlib import crc32
@@ -309,7 +308,7 @@ def _check(source: Source, found: Scan) -> list[FoundRecord]:
     records = [record for record in found.records if not record.replaced]
     named: dict[bytes, FoundRecord] = {}
     unsettled: set[bytes] = set()
-    for record, (name, settled) in zip(records, _names(source, found, records), strict=True):
+    for record, (name, settled) in zip(records, _names(found, records), strict=True):
         named.pop(name, None)  # of several records of one name the last: a new index is behind the old one
         named[name] = record
         if not settled:
@@ -407,11 +406,9 @@ _NUMBERED = re.compile(
     rb"(data/|tensors/|constants/|traced_inputs/|bytecode/|data/weights/weight_|data/constants/tensor_)(\d{1,20})"
 )
 _FACTS = 4  # the first reasons for a name are facts, the others are what names look like
-_MAX_SEARCHED = 1 << 30  # a hostile file has a million odd names
-_MAX_TEXT = 8 << 20
 
 
-def _names(source: Source, found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, bool]]:
+def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, bool]]:
     """The name of each record, and whether the file itself settles it.
 
     A record has two names where one bit of its header or of the directory was flipped.
@@ -424,18 +421,6 @@ def _names(source: Source, found: Scan, records: Sequence[FoundRecord]) -> Itera
     if len(every) > len(named):
         known.update(word for name in every for word in _words(name))
         known.update(dict.fromkeys(_KNOWN_WORDS, 2))
-    budget = _MAX_SEARCHED
-
-    @cache
-    def occurs(word: bytes) -> bool:
-        """Whether a word is in one of the records that are small enough to be texts."""
-        nonlocal budget
-        for record in records if len(word) > 1 else ():
-            if record.present <= _MAX_TEXT and budget > 0:
-                budget -= record.present + 1000
-                if word in source.read(record.payload, record.present):
-                    return True
-        return False
 
     def evidence(name: bytes) -> tuple[int, ...]:
         """The reasons for a name, the strongest first."""
@@ -446,15 +431,12 @@ def _names(source: Source, found: Scan, records: Sequence[FoundRecord]) -> Itera
         if numbered is not None:
             digits = numbered[2]
             follows = not int(digits) or name[: -len(digits)] + b"%d" % (int(digits) - 1) in sure
-        words = _words(name)
         return (
             top == roots.most_common(1)[0][0] if roots else True,
             name not in sure,
             below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in found.slots,
             below in _KNOWN or follows,
-            occurs(last.partition(b".")[0]),
-            -sum(known[word] < 2 for word in words),
-            sum(map(occurs, words)),
+            -sum(known[word] < 2 for word in _words(name)),
         )
 
     for names in named:
