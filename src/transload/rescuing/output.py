@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import nan
 from struct import pack
 from typing import TypeGuard
@@ -16,7 +16,7 @@ from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import READERS, Place, StorageTable, called, claimed, find_tensors
+from transload.formats.tensors import READERS, Place, StorageTable, Tree, called, claimed, find_tensors
 from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, below
 from transload.render.words import plural
@@ -138,24 +138,20 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
     if is_program(checkpoint):
         empty_tuple = stored_record(root + b"/constants.pkl", literal(b"\x80\x02)."), order=order)
         return recovered, read_source(archive([*records, empty_tuple], name))
-    missing = [s for s in checkpoint.storages if not s.record and s.device != "meta" and s.nbytes < _MAX_STORAGE]
     folder = b"/tensors/" if any(record.name.startswith(root + b"/tensors/") for record in records) else b"/data/"
     added: dict[bytes, ArchiveRecord] = {}
-    for storage in missing:
-        if fill or not storage.nbytes:
+    for storage in checkpoint.storages:
+        missing = not storage.record and storage.device != "meta" and storage.nbytes < _MAX_STORAGE
+        if missing and (fill or not storage.nbytes):
             key = root + folder + storage.key.encode("utf-8", "backslashreplace")
             content = Part(Filler(storage.nbytes), 0, storage.nbytes)
             made = stored_record(key, content, order=order + len(added), crc32=0)
             added[key] = made._replace(lost=(LostRange(0, storage.nbytes, _NOT_IN_FILE),) if storage.nbytes else ())
     if not added:
         return recovered, checkpoint
-    other = with_records(recovered, (*records, *added.values()))._replace(
-        exact=False,
-        lost_records=(
-            *recovered.lost_records,
-            *(LostRecord(key_of(record.name), _NOT_IN_FILE) for record in added.values() if record.stored),
-        ),
-    )
+    lost = tuple(LostRecord(key_of(record.name), _NOT_IN_FILE) for record in added.values() if record.stored)
+    other = with_records(recovered, (*records, *added.values()))
+    other = other._replace(exact=False, lost_records=recovered.lost_records + lost)
     return other, read_source(other.source)
 
 
@@ -200,18 +196,16 @@ def _with_index_read_again(recovered: Recovered) -> Recovered:
         fits = key in stored and stored[key].stored == nbytes
         return Place(0, nbytes, key) if fits else Place(None, 0)
 
-    def is_lost(node: Call) -> bool:
-        tree = find_tensors(node, StorageTable(locate))
-        return not tree.tensors or any(storage.nbytes and storage.offset is None for storage in tree.storages)
-
-    _prune(found.root, is_lost)
+    _prune(found.root, locate, lambda tree: any(slot.nbytes and slot.offset is None for slot in tree.storages))
     root = found.root if type(found.root) is Dict or _is_ordered(found.root) else Dict([])
     items = root.items if type(root) is Dict else (root.items or [])
     if root is not found.root and found.root is not None:
         items += ("object", found.root)
     tree = find_tensors(root, StorageTable(locate))
     used = {storage.key for storage in tree.storages if storage.tensors}
-    dtypes = {slot.key: slot.dtype for slot in _slots(found.persistent, locate) if slot.record}
+    # Each as if it were the only one: some are misread.
+    slots = filter(None, (StorageTable(locate).resolve(node) for node in found.persistent))
+    dtypes = {slot.key: slot.dtype for slot, _, _ in slots if slot.record}
     flat: list[str] = []
     for key, record in stored.items():
         if key not in used and record.stored:
@@ -224,11 +218,7 @@ def _with_index_read_again(recovered: Recovered) -> Recovered:
         data = dumps(root, expand=(Unread, lambda _: None))
     except CannotPickleGraphError:
         return recovered
-    made = stored_record(index.name, literal(data), order=index.order)
-    records = tuple(
-        made._replace(time=index.time, date=index.date) if record is index else record._replace(padding=None, before=())
-        for record in recovered.records
-    )
+    records = [_with_content(each, data) if each is index else _loose(each) for each in recovered.records]
     names = {tensor.name for tensor in tree.tensors}
     ends = {name.rpartition("/")[2] for name in names}
     gone = [name for name in dict.fromkeys(found.broken) if name not in ends]
@@ -250,14 +240,6 @@ def _with_index_read_again(recovered: Recovered) -> Recovered:
 
 def _is_ordered(node: object) -> TypeGuard[Call]:
     return type(node) is Call and called(node) == "collections.OrderedDict"
-
-
-def _slots(persistent: Sequence[Persistent], locate: Callable[[str, int], Place]) -> Iterator[Storage]:
-    """The storages of persistent ids, each as if it were the only one: some are misread."""
-    for node in persistent:
-        found = StorageTable(locate).resolve(node)
-        if found is not None:
-            yield found[0]
 
 
 # -- with everything
@@ -338,12 +320,8 @@ def without_lost(
         storage = by_key.get(key)
         return Place(None, 0) if storage is None else Place(storage.offset, storage.stored, storage.record)
 
-    def is_lost(node: Call) -> bool:
-        tree = find_tensors(node, StorageTable(locate))
-        return not tree.tensors or any(outcomes.of(tensor).state == "lost" for tensor in tree.tensors)
-
     try:
-        _prune(pickle.root, is_lost)
+        _prune(pickle.root, locate, lambda tree: any(outcomes.of(each).state == "lost" for each in tree.tensors))
         index = dumps(pickle.root, expand=(Unread, lambda _: None))
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
@@ -357,19 +335,30 @@ def without_lost(
         key = key_of(record.name)
         unused = key.startswith(("data/", "tensors/")) and key.partition("/")[2] not in needed
         if key == "data.pkl":
-            made = stored_record(record.name, literal(index), order=record.order)
-            records.append(made._replace(time=record.time, date=record.date))
+            records.append(_with_content(record, index))
         elif not (key in gone and unused):
-            records.append(record._replace(padding=None, before=()))
+            records.append(_loose(record))
     return rebuilt(recovered, records)
 
 
-def _prune(root: object, is_lost: Callable[[Call], bool]) -> None:
+def _with_content(record: ArchiveRecord, data: bytes) -> ArchiveRecord:
+    """A record with other bytes."""
+    return stored_record(record.name, literal(data), order=record.order)._replace(time=record.time, date=record.date)
+
+
+def _loose(record: ArchiveRecord) -> ArchiveRecord:
+    """A record behind one that has another size now."""
+    return record._replace(padding=None, before=())
+
+
+def _prune(root: object, locate: Callable[[str, int], Place], is_lost: Callable[[Tree], bool]) -> None:
     """Mark the lost tensors in a graph, in place, and leave them out of its dictionaries."""
     every = {id(node): node for node in below([root]) if type(node) in (Call, Dict)}.values()
     for node in every:
-        if type(node) is Call and called(node) in READERS and is_lost(node):
-            node.__class__ = Unread
+        if type(node) is Call and called(node) in READERS:
+            tree = find_tensors(node, StorageTable(locate))
+            if not tree.tensors or is_lost(tree):
+                node.__class__ = Unread
     for node in every:
         items = node.items or []
         kept = [pair for pair in zip(items[::2], items[1::2], strict=False) if type(pair[1]) is not Unread]
