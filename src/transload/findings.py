@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from transload.frozen import facts
+from transload.frozen import facts, replace
 
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["data-only", "needs-trust", "code", "unknown", "dangerous"]
@@ -39,6 +40,10 @@ class Problem:
     detail: str = ""
     title: str = ""
     fix: tuple[str, ...] = ()
+
+    def within(self, place: str) -> Problem:
+        """The same problem of something larger, in which it is at ``place``."""
+        return replace(self, where=f"{place} › {self.where}" if self.where else place)
 
 
 class Problems(list[Problem]):
@@ -106,7 +111,7 @@ class Noted:
         """Note one problem."""
         self.extend((Problem(code, where, detail),))
 
-    def extend(self, problems: tuple[Problem, ...]) -> None:
+    def extend(self, problems: Iterable[Problem]) -> None:
         """Note problems that somebody else found."""
         for problem in problems:
             count = self._counts[problem.code] = self._counts.get(problem.code, 0) + 1
@@ -132,6 +137,12 @@ def some(names: list[str] | tuple[str, ...], most: int = MOST_NAMES) -> str:
     """
     shown = ", ".join(name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME] + "…" for name in names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def first_of(lines: list[str], most: int) -> tuple[str, ...]:
+    """The first lines, and how many there are beside them."""
+    more = len(lines) - most
+    return (*lines[:most], f"… and {more} more") if more > 0 else tuple(lines)
 
 
 def quoted(path: str) -> str:

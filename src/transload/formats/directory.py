@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from itertools import product
 from math import prod
 from pathlib import Path
 
-from transload.checkpoint import Checkpoint, Draft, GlobalUse, Key, Leaf, Origin, Part, Record, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
 from transload.findings import Noted, Problems, some
 from transload.formats.safetensors import looks_like
@@ -111,10 +112,6 @@ def inner_name(name: object) -> str:
     return "" if ".." in steps else "/".join(steps)
 
 
-def _within(part: str, where: str) -> str:
-    return f"{part} › {where}" if where else part
-
-
 class Merger(Draft):
     """Reads files of a directory, and puts their checkpoints together into one.
 
@@ -130,7 +127,6 @@ class Merger(Draft):
         self.read_file = read_file
         self.named = named
         self.noted = Noted()
-        self.globals: list[GlobalUse] = []
         self.origins: list[Origin] = []
         self.checksummed = True
 
@@ -177,13 +173,12 @@ class Merger(Draft):
         self.leaves += [
             Leaf((*steps, *leaf.path), joined(steps, leaf.name), leaf.kind, leaf.text) for leaf in checkpoint.leaves
         ]
-        self.globals += [replace(use, stream=_within(prefix, use.stream)) for use in checkpoint.globals]
         for pickle in checkpoint.pickles:
             pickle.path = (*steps, *pickle.path)
         self.pickles += checkpoint.pickles
         self.origins.append(checkpoint.written_by)
         self.checksummed &= checkpoint.checksummed
-        self.noted.extend(tuple(replace(p, where=_within(prefix, p.where)) for p in checkpoint.problems))
+        self.noted.extend(problem.within(prefix) for problem in checkpoint.problems)
         return tensors
 
     def lost(self, name: str, kind: str) -> None:
@@ -226,13 +221,12 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
     noted = merger.noted
     weights, total = _read_index(index, noted)
     shards: dict[str, list[str]] = {}
-    outside: dict[str, int] = {}
+    outside: Counter[str] = Counter()
     for tensor, shard in weights.items():
-        inner = inner_name(shard)
-        if inner:
+        if inner := inner_name(shard):
             shards.setdefault(inner, []).append(tensor)
         else:
-            outside[shard] = outside.get(shard, 0) + 1
+            outside[shard] += 1
     for shard, count in outside.items():
         noted.add("shard-outside", shard[:200], f"the index puts {plural(count, 'tensor')} into it; it was not opened")
     for shard, expected in sorted(shards.items()):
@@ -254,16 +248,13 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         storages = sum(storage.nbytes for storage in merger.storages)
         if total is not None and total not in (tensors, storages):
             noted.add("index-total-size", "", f"the index says {total:,} bytes, the tensors take {tensors:,}")
-        # Tensors that the index does not know, or that stand in two shards.
-        seen: set[str] = set()
-        twice: list[str] = []
-        for held_tensor in merger.tensors:
-            (twice.append if held_tensor.name in seen else seen.add)(held_tensor.name)
-        if twice:
-            noted.add("shard-tensor-twice", "", f"{plural(len(twice), 'tensor')}: {some(twice, 3)}")
-        unlisted = [name for name in seen if name not in weights]
-        if unlisted:
-            noted.add("shard-tensor-unlisted", "", f"{plural(len(unlisted), 'tensor')}: {some(sorted(unlisted), 3)}")
+        # Tensors that stand in two shards, or that the index does not know.
+        names = Counter(held_tensor.name for held_tensor in merger.tensors)
+        twice = [*(names - Counter(names.keys())).elements()]
+        unlisted = sorted(names.keys() - weights.keys())
+        for code, odd in (("shard-tensor-twice", twice), ("shard-tensor-unlisted", unlisted)):
+            if odd:
+                noted.add(code, "", f"{plural(len(odd), 'tensor')}: {some(odd, 3)}")
     # Shards beside the index that it does not name: left over from another save, or the index is.
     families = {found.group("stem", "suffix") for shard in shards if (found := SHARD_NAME.fullmatch(shard))}
     others = [(name, SHARD_NAME.fullmatch(name)) for name in listing.files if name not in shards]
@@ -785,7 +776,7 @@ def _with_surroundings(checkpoint: Checkpoint, listing: Listing, read_file: Read
         for pickle in found.pickles:
             pickle.main = False
             pickle.name = f"{name} › {pickle.name}"
-        noted.extend(tuple(replace(p, where=f"{name} › {p.where}") for p in found.problems if p.code in _TELLING))
+        noted.extend(problem.within(name) for problem in found.problems if problem.code in _TELLING)
         pickles += found.pickles
     if others:
         noted.add("directory-others", "", f"{len(others):,} files: {some(others)}")
@@ -815,15 +806,12 @@ def read_unzipped(path: str) -> Checkpoint:
     ``file`` of a storage is relative to ``path``. A link that leads out of the directory is not followed: a stranger's
     archive could show any file of this machine as its own.
     """
-    try:
-        entries = list(os.scandir(path))
-    except OSError as error:
-        raise CannotReadError(error.strerror or str(error), where=path, errno=error.errno) from error
+    listing = list_directory(path)
     # The records lie in the only folder there, since unzipping makes one, or right here.
-    inside = len(entries) == 1 and entries[0].is_dir(follow_symlinks=False)
-    lead = f"{entries[0].name}/" if inside else ""
+    inside = len(listing.folders) == 1 and not listing.files and not Path(path, listing.folders[0]).is_symlink()
+    lead = f"{listing.folders[0]}/" if inside else ""
     problems = Problems()
-    archive = open_directory(entries[0].path if inside else path, problems)
+    archive = open_directory(str(Path(path, lead)), problems)
     reader: Callable[..., Checkpoint] = read_torch_zip
     if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
         from transload.formats.programs import read_torchscript

@@ -10,14 +10,13 @@ import re
 from collections.abc import Iterable
 from math import prod
 from zlib import crc32
-from zlib import error as zlib_error
 
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.findings import Noted, Problem
 from transload.formats.torch_zip import Archive
 from transload.io.checksums import combined
-from transload.io.sources import Source, inflated
+from transload.io.sources import Source
 
 MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 10_000  # numpy's own limit: longer ones could take it long to parse
@@ -62,7 +61,7 @@ def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes
         inside = archive.root and not record.name.startswith("/")
         member = f"{archive.root}/{record.name}" if inside else record.name.removeprefix("/")
         name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), member.removesuffix(".npy"))
-        head = _head(archive.source, record) if member.endswith(".npy") else b""
+        head = archive.head(record, _MAX_HEADER) if member.endswith(".npy") else b""
         tensor, storage = _array((name,), record, head, noted)
         tensors.append(tensor)
         storages += [] if storage is None else [storage]
@@ -70,18 +69,6 @@ def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes
     # Only torch wants a folder around its records.
     found = (*(each for each in problems if each.code not in _OF_TORCH), *noted.problems())
     return Checkpoint(path, "npz", nbytes, "", tuple(tensors), tuple(storages), records=records, problems=found)
-
-
-def _head(source: Source | None, record: Record) -> bytes:
-    """The first bytes of a member."""
-    if source is None or record.offset is None or record.method not in (0, _DEFLATED):
-        return b""
-    if not record.method:
-        return source.read(record.offset, min(record.stored, _MAX_HEADER))
-    try:
-        return b"".join(inflated(source, record.offset, record.stored, min(record.size, _MAX_HEADER)))
-    except zlib_error:
-        return b""
 
 
 def _split(head: bytes) -> tuple[bytes, int]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Draft, Origin, Part, Record, Storage, Tensor
+from transload.checkpoint import Checkpoint, Draft, Origin, Part, Record, Storage
 from transload.dtypes import ITEMSIZE, itemsize, named
 from transload.findings import Problem, Problems, some
 from transload.formats import pickle_machine
@@ -83,11 +83,10 @@ class Program(Draft):
         raw = self.bytes_of(record, name, MAX_PACKED_JSON if record.method else MAX_JSON, changed)
         try:
             return None if raw is None else json.loads(raw)
-        except ValueError as error:
-            self.problems.add("json-broken", name, str(error)[:200])
-        except RecursionError:
-            self.problems.add("json-broken", name, "it is nested too deeply")
-        return None
+        except (ValueError, RecursionError) as error:
+            deep = isinstance(error, RecursionError)
+            self.problems.add("json-broken", name, "it is nested too deeply" if deep else str(error)[:200])
+            return None
 
     def bytes_of(self, record: Record, name: str, limit: int, changed: str) -> bytes | None:
         """The bytes of a record; ``None``, with a problem, if they cannot be read."""
@@ -99,31 +98,25 @@ class Program(Draft):
             self.problems.add("crc-mismatch", name, changed)
         return payload.data
 
-    def stream(self, name: str, ids: dict[str, tuple[int, ...]]) -> Pickle:
-        """Run the pickle in a record, as ``read_pickle`` does; ``ids`` are the persistent ids to expect, by length."""
-        met = Problems()
-        pickle = read_pickle(self.archive, name, met)
-        self.problems += [problem for problem in met if problem.code != "pickle-odd-id"]
-        for held in pickle.persistent:
-            pid = held.id
-            if type(pid) is not tuple or not pid or type(pid[0]) is not str or len(pid) not in ids.get(pid[0], ()):
-                where = f"{name} › byte {held.position}"
-                self.problems.add("pickle-odd-id", where, "a persistent id that no such file has")
-                break
-        return pickle
+    def take_tree(self, tree: Tree, hollow: Iterable[Storage]) -> None:
+        """Add what a tree holds. Its storages get the dtype of the first tensor that looks at each.
+
+        How long one of the ``hollow`` is, which are not there, each tensor has to guess: disputes over that are left
+        out.
+        """
+        dtypes: dict[str | None, str] = {}
+        for tensor in tree.tensors:
+            dtypes.setdefault(tensor.storage, tensor.dtype)
+        storages = [storage._replace(dtype=dtypes.get(storage.id, storage.dtype)) for storage in tree.storages]
+        guessed = {f"storage {storage.key}" for storage in hollow}
+        problems = [p for p in tree.problems if p.code != "storage-conflict" or p.where not in guessed]
+        self.take(tree.tensors, storages, tree.leaves, problems)
 
     def note_strays(self, known: Iterable[str]) -> None:
         """Note records that nothing reads, beside the ``known``; those that are pickles are kept."""
         strays, pickles = stray_records(self.archive, self.storages, known)
         self.problems += strays
         self.pickles += pickles
-
-
-def head(archive: Archive, record: Record, count: int) -> bytes:
-    """The first bytes of a record, without unpacking the rest."""
-    spare = 4096 if record.method else 0  # packed, they can take more room
-    size = count if record.method else min(count, record.size, record.stored)
-    return archive.read(record._replace(size=size, stored=min(record.stored, size + spare)), count + spare).data
 
 
 def looks_like_pickle(start: bytes) -> bool:
@@ -197,20 +190,6 @@ def described(
     return Call(_PARAMETER, (call, requires_grad, None), "reduce", 0) if parameter else call
 
 
-def complaints(tree: Tree, hollow: Iterable[Storage]) -> list[Problem]:
-    """The problems of a tree, less disputes over how long a storage is that is not there: each tensor has to guess."""
-    unknown = {f"storage {storage.key}" for storage in hollow}
-    return [p for p in tree.problems if p.code != "storage-conflict" or p.where not in unknown]
-
-
-def typed(storages: Iterable[Storage], tensors: Iterable[Tensor]) -> tuple[Storage, ...]:
-    """Storages with the dtype of the first tensor that looks at each, for containers that name it only there."""
-    first: dict[str | None, str] = {}
-    for tensor in tensors:
-        first.setdefault(tensor.storage, tensor.dtype)
-    return tuple(storage._replace(dtype=first.get(storage.id, storage.dtype)) for storage in storages)
-
-
 # -- what TorchScript code shows
 
 OPERATORS: dict[str, str] = {
@@ -246,12 +225,10 @@ def code_problems(name: str, code: str) -> list[Problem]:
     >>> [problem.code for problem in code_problems("a.py", 'torch.save(x, "f"); torch.device("cuda:0")')]
     ['script-dangerous-op', 'script-device']
     """
-    out = Problems(_operator_problems(name, operators(code)))
-    devices = Counter(_DEVICE.findall(code))
-    if devices:
-        shown = ", ".join(f'torch.device("{device}") {count}×' for device, count in devices.most_common(8))
-        out.add("script-device", name, shown)
-    return out
+    found = _operator_problems(name, operators(code))
+    devices = Counter(_DEVICE.findall(code)).most_common(8)
+    shown = ", ".join(f'torch.device("{device}") {count}×' for device, count in devices)
+    return [*found, Problem("script-device", name, shown)] if devices else found
 
 
 def operators(code: str) -> Counter[str]:
@@ -306,11 +283,12 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
         detail = f"it says {version[:40]!r}; torch reads up to {MAX_OPERATOR_VERSION}"
         found.add("zip-bad-version", "version", detail)
     old = archive.find("data.pkl") is None and archive.find("model.json") is not None
-    tree = _read_old(out) if old else _read_new(out)
+    trees = [_read_old(out)] if old else _read_new(out)
     # Further pickles: bytecode, debug information, traced inputs; not the files a user put into ``extra/``.
     names = (name for name in archive.records if name.endswith((".pkl", ".debug_pkl")) and name not in _MAIN)
     others = [name for name in names if not name.startswith("extra/")]
-    out.pickles += [out.stream(name, _SCRIPT_IDS) for name in others if out.affords(archive.records[name])]
+    affordable = [name for name in others if out.affords(archive.records[name])]
+    out.pickles += [read_pickle(archive, name, found, _SCRIPT_IDS) for name in affordable]
     _read_code(out)
     root = out.pickles[0].root if out.pickles else None
     if type(root) is Call and type(root.callee) is Global:
@@ -320,12 +298,11 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
         root = bytecode.root
         number = root[0] if type(root) is tuple and root and type(root[0]) is int else "unknown"
         out.facts.append(("lite interpreter", f"bytecode version {number}"))
-        found += _operator_problems(
-            bytecode.name, Counter(word for word in below([root]) if type(word) is str and word in OPERATORS)
-        )
-    hollow = [s for s in tree.storages if old and not s.record]
-    out.take(tree.tensors, typed(tree.storages, tree.tensors), tree.leaves, complaints(tree, hollow))
-    found += check_storages(tree.storages, archive)
+        named_in_it = Counter(word for word in below([root]) if type(word) is str and word in OPERATORS)
+        found += _operator_problems(bytecode.name, named_in_it)
+    for tree in trees:
+        out.take_tree(tree, [s for s in tree.storages if old and not s.record])
+    found += check_storages(out.storages, archive)
     # Storages of the inputs a program was traced with: torch writes them, empty, and never reads them.
     samples = [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
     out.note_strays({*others, *_MAIN, "model.json", *(part.name for part in out.parts), *samples})
@@ -347,28 +324,25 @@ def _read_code(out: Program) -> None:
         out.problems.add("script-no-code", "code/", detail)
 
 
-def _read_new(out: Program) -> Tree:
+def _read_new(out: Program) -> list[Tree]:
     """From 1.3 on: ``data.pkl`` and ``constants.pkl``."""
     archive = out.archive
     big_endian = note(archive, "byteorder", Problems()) == "big"
-    out.pickles.append(out.stream("data.pkl", _SCRIPT_IDS))
-    out.pickles[0].main = True
+    main = read_pickle(archive, "data.pkl", out.problems, _SCRIPT_IDS)
+    main.main = True
+    out.pickles.append(main)
     tree = read_tree(_plain(archive, "data.pkl"), storage_table(archive, big_endian=big_endian), separator=".")
     if archive.find("constants.pkl") is None:
-        return tree
-    out.pickles.append(out.stream("constants.pkl", _SCRIPT_IDS))
+        return [tree]
+    out.pickles.append(read_pickle(archive, "constants.pkl", out.problems, _SCRIPT_IDS))
     held = _plain(archive, "constants.pkl")
     held.root = Dict([part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)])
     more = read_tree(held, storage_table(archive, forms=(("constants/", ""),), big_endian=big_endian), separator=".")
     # Constants count their storages from zero again, so theirs get other ids.
     lead = "constants/"
-    storages = (moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
-    return Tree(
-        (*tree.tensors, *(moved_tensor(tensor, lead) for tensor in more.tensors)),
-        (*tree.storages, *storages),
-        (*tree.leaves, *more.leaves),
-        (*tree.problems, *more.problems),
-    )
+    tensors = tuple(moved_tensor(tensor, lead) for tensor in more.tensors)
+    storages = tuple(moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
+    return [tree, more._replace(tensors=tensors, storages=storages)]
 
 
 def _members(root: object) -> list[Any]:
@@ -445,8 +419,9 @@ def _read_old(out: Program) -> Tree:
         tensors.append(described(archive, key, dtype, device, layout, requires_grad=flag))
     values: list[Any] = []
     if archive.find("attributes.pkl") is not None:
-        out.pickles.append(out.stream("attributes.pkl", _SCRIPT_IDS))
-        out.pickles[0].main = True
+        main = read_pickle(archive, "attributes.pkl", out.problems, _SCRIPT_IDS)
+        main.main = True
+        out.pickles.append(main)
         held = _plain(archive, "attributes.pkl")
         for call in held.calls:
             if type(call.callee) is Global and call.callee.full_name == "torch.jit._pickle.build_tensor_from_id":
@@ -494,9 +469,7 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
     """A checkpoint out of a package: the tensors of each pickle are named after it, ``model/model.pkl/fc.weight``."""
     out = Program(archive, "torch-package", problems, path, nbytes)
     notes = note_facts(archive, _PACKAGE_NOTES, out.problems)
-    out.facts += [
-        (name, value if name == "folder" else value[:80]) for name, value in notes if value or name != "folder"
-    ]
+    out.facts += [fact for fact in notes if fact != ("folder", "")]
     payload = archive.get(".data/extern_modules", MAX_LIST)
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:
@@ -534,9 +507,9 @@ def _read_pickles(out: Program) -> None:
     for name, record in out.archive.records.items():
         # ``save_pickle`` may give a record any name, so the first bytes count too.
         named, other = name.endswith((".pkl", ".debug_pkl")), name.endswith((".py", ".storage", "/"))
-        is_pickle = named or (not other and looks_like_pickle(head(out.archive, record, 2)))
+        is_pickle = named or (not other and looks_like_pickle(out.archive.head(record, 2)))
         if is_pickle and out.affords(record):
-            pickle = out.stream(name, _PACKAGE_IDS)
+            pickle = read_pickle(out.archive, name, out.problems, _PACKAGE_IDS)
             pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
             out.pickles.append(pickle)
     saved = [pickle for pickle in out.pickles if not pickle.name.startswith(".data/")]

@@ -15,19 +15,16 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record
 from transload.dtypes import SCALAR_TYPES
-from transload.findings import Problem, Problems
+from transload.findings import Problem, Problems, first_of
 from transload.formats import pickle_machine
 from transload.formats.programs import (
     OPERATORS,
     Program,
-    complaints,
     described,
     entries,
     fields,
-    head,
     looks_like_pickle,
     text,
-    typed,
 )
 from transload.formats.tensors import Place, StorageTable, find_tensors, moved_storage, moved_tensor
 from transload.formats.torch_zip import (
@@ -76,15 +73,12 @@ def _graph_facts(program: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     parts = [schema] if type(schema) is int else fields(schema).values()
     opsets = fields(program.get("opset_version")).items()
     graph = fields(fields(program.get("graph_module")).get("graph"))
-    facts = (
-        ("schema version", ".".join(str(part) for part in parts if type(part) is int)),
-        (
-            "opset version",
-            ", ".join([f"{text(name)} {value}" for name, value in opsets if type(value) is int][:_SHOWN]),
-        ),
-        ("nodes", str(len(entries(graph.get("nodes"))))),
-    )
-    return tuple(fact for fact in facts if fact[1])
+    facts = {
+        "schema version": ".".join(str(part) for part in parts if type(part) is int),
+        "opset version": ", ".join([f"{text(name)} {n}" for name, n in opsets if type(n) is int][:_SHOWN]),
+        "nodes": str(len(entries(graph.get("nodes")))),
+    }
+    return tuple((name, value) for name, value in facts.items() if value)
 
 
 def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
@@ -103,11 +97,9 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
     reaching.update({f"{target}, which is Python": count for target, count in odd.items()})
     out = Problems()
     for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
-        lines = [f"{what} {count}×" for what, count in counts.most_common(_SHOWN)]
-        if len(counts) > _SHOWN:
-            lines.append(f"… and {len(counts) - _SHOWN} more")
-        if counts:
-            out.add(code, name, "\n".join(lines))
+        lines = [f"{what} {count}×" for what, count in counts.most_common()]
+        if lines:
+            out.add(code, name, "\n".join(first_of(lines, _SHOWN)))
     return out
 
 
@@ -186,8 +178,8 @@ class _Package(Program):
         size = 0 if record.offset is None else min(record.size, record.stored)
         return Slice(self.archive.source, record.offset or 0, size, record.name)
 
-    def nested(self, name: str) -> Checkpoint | None:
-        """The checkpoint in a record: a ``torch.save`` archive, or bare pickles.
+    def nested(self, name: str, steps: tuple[Key, ...] = ()) -> Checkpoint | None:
+        """The checkpoint in a record: a ``torch.save`` archive, or bare pickles. Its paths begin with ``steps``.
 
         Its places are those of the outer file. Its pickles and problems are taken in; its tensors are the caller's
         business.
@@ -213,23 +205,20 @@ class _Package(Program):
             pickle.main = False
             pickle.name = f"{record.name} › {pickle.name}"
         self.pickles += found.pickles
-        for problem in found.problems:
-            where = f"{record.name} › {problem.where}" if problem.where else record.name
-            self.problems.append(replace(problem, where=where))
+        self.problems += [problem.within(record.name) for problem in found.problems]
         base = record.offset if record.method == 0 else None
         lead = f"{record.name}/"
         return replace(
             found,
-            tensors=tuple(moved_tensor(tensor, lead, shift=base) for tensor in found.tensors),
-            storages=tuple(moved_storage(s, lead, shift=base)._replace(record=record.name) for s in found.storages),
+            tensors=tuple(moved_tensor(tensor, lead, steps, base) for tensor in found.tensors),
+            storages=tuple(moved_storage(s, lead, steps, base)._replace(record=record.name) for s in found.storages),
         )
 
-    def take_nested(self, name: str, lead: tuple[Key, ...]) -> None:
-        """Add the tensors of a nested checkpoint, with paths that begin with ``lead``."""
-        inner = self.nested(name)
+    def take_nested(self, name: str, steps: tuple[Key, ...]) -> None:
+        """Add the tensors of a nested checkpoint, with paths that begin with ``steps``."""
+        inner = self.nested(name, steps)
         if inner is not None:
-            self.tensors += [moved_tensor(tensor, "", lead) for tensor in inner.tensors]
-            self.storages += [moved_storage(storage, "", lead) for storage in inner.storages]
+            self.take(inner.tensors, inner.storages, (), ())
 
 
 def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
@@ -251,14 +240,13 @@ def _gather(out: _Package) -> None:
         record = archive.find(name)
         if record is None:
             continue
-        program = out.json(name)
-        facts = _graph_facts(program) if type(program) is dict else ()
+        program = fields(out.json(name))
+        facts = _graph_facts(program) if program else ()
         out.parts.append(Part(name, "program", record.size, facts))
         seen += [fact for fact in facts if fact not in seen]
-        if type(program) is dict:
-            out.problems += graph_problems(name, program)
-            version = text(program.get("torch_version"))
-            out.recorded += [("torch", version)] if version else []
+        out.problems += graph_problems(name, program)
+        version = text(program.get("torch_version"))
+        out.recorded += [("torch", version)] if version else []
     out.facts += seen
     _read_tables(out)
     for name, record in archive.records.items():
@@ -320,7 +308,7 @@ def _read_tables(out: _Package) -> None:
     if empty:
         detail = f"{len(empty)} records of tensors hold no bytes; torch.export.load makes zeros of them"
         out.problems.add("export-no-bytes", empty[0].record, detail)
-    out.take(tree.tensors, typed(tree.storages, tree.tensors), (), complaints(tree, [*lost, *empty]))
+    out.take_tree(tree, [*lost, *empty])
     hollow = {storage.id for storage in empty}
     out.problems += check_storages([s for s in tree.storages if s.id not in hollow], out.archive)
 
@@ -461,18 +449,17 @@ def _compiled_part(out: _Package, record: Record) -> Part:
     facts: list[tuple[str, str]] = []
     target = ""
     if kind == "PTX":
-        target = ptx_target(head(out.archive, record, _PTX_HEAD))
+        target = ptx_target(out.archive.head(record, _PTX_HEAD))
     elif kind not in ("source", "metadata"):
-        elf = read_elf(head(out.archive, record, HEADER))
+        elf = read_elf(out.archive.head(record, HEADER))
         target = elf.sm if elf else ""
         if elf and not elf.sm:
             facts.append(("machine", elf.machine))
         if elf and kind == "library" and out.affords(record):
             # GPU code inside a library, as far as it can be found without taking the library apart.
             data = out.open(record).read(0, MAX_LIBRARY_SCAN)
-            elves = [
-                read_elf(data[at : at + HEADER]) for at in (found.start() for found in _CUBIN_START.finditer(data))
-            ]
+            starts = [match.start() for match in _CUBIN_START.finditer(data)]
+            elves = [read_elf(data[start : start + HEADER]) for start in starts]
             inside = ", ".join(sorted({each.sm for each in elves if each and each.sm}))
             if inside or b".nv_fatbin" in data:
                 facts.append(("GPU code inside", inside or "yes, packed (.nv_fatbin)"))
@@ -509,5 +496,5 @@ def _read_views(out: _Package, configs: list[str]) -> None:
 
     tree = find_tensors(root, StorageTable(locate))
     lost = [storage for storage in tree.storages if not storage.record]
-    out.take(tree.tensors, typed(tree.storages, tree.tensors), (), complaints(tree, lost))
+    out.take_tree(tree, lost)
     out.problems += [Problem("storage-missing", f"storage {s.key}", needed_by(s)) for s in lost]

@@ -124,6 +124,12 @@ class Archive:
         record = self.find(name)
         return None if record is None else self.read(record, limit)
 
+    def head(self, record: Record, count: int) -> bytes:
+        """The first bytes of a record, without unpacking the rest."""
+        spare = 4096 if record.method else 0  # packed, they can take more room
+        size = min(count, record.size) if record.method else min(count, record.size, record.stored)
+        return self.read(record._replace(size=size, stored=min(record.stored, size + spare)), count + spare).data
+
 
 def read_torch_zip(
     archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int, tree: bool = True
@@ -213,8 +219,14 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
 
 
-def read_pickle(archive: Archive, name: str, problems: Problems) -> Pickle:
-    """Run the pickle in a record. What is wrong with the record or the stream is noted."""
+_ZIP_IDS: Mapping[str, tuple[int, ...]] = {"storage": (5,)}
+_ANY_IDS = {"storage": (5, 6), "module": (4,)}
+
+
+def read_pickle(
+    archive: Archive, name: str, problems: Problems, ids: Mapping[str, tuple[int, ...]] = _ZIP_IDS
+) -> Pickle:
+    """Run the pickle in a record. What is wrong with the record or the stream, as in ``pickle_problems``, is noted."""
     record = archive.find(name)
     if record is None:
         problems.add("zip-no-pickle", name, "the record that says what the file holds is missing")
@@ -228,12 +240,8 @@ def read_pickle(archive: Archive, name: str, problems: Problems) -> Pickle:
     elif not payload.intact:
         problems.add("crc-mismatch", name, "the index of the file does not have the checksum it was saved with")
     pickle = pickle_machine.run(payload.data, name=name)
-    problems += pickle_problems(pickle, len(payload.data), _ZIP_IDS)
+    problems += pickle_problems(pickle, len(payload.data), ids)
     return pickle
-
-
-_ZIP_IDS = {"storage": (5,)}
-_ANY_IDS = {"storage": (5, 6), "module": (4,)}
 
 
 def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]] = _ANY_IDS) -> list[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transload.checkpoint import Checkpoint
-from transload.findings import Finding, Integrity, Safety, worst_integrity, worst_safety
+from transload.findings import Finding, Integrity, Safety, first_of, worst_integrity, worst_safety
 from transload.frozen import replace
 from transload.io.sources import SourceLike
 from transload.judge.ordinary import Judgement, judge_ordinary
@@ -120,7 +120,6 @@ def _of_values(checkpoint: Checkpoint) -> list[Finding]:
     elsewhere = [text for text in held if not text.endswith(": cpu")]
     if elsewhere:
         title = "it holds torch.device values, which map_location does not move"
-        more = [f"… and {len(elsewhere) - _SHOWN} more"] if len(elsewhere) > _SHOWN else []
         fix = "Set them yourself after loading."
-        found.append(Finding("device-objects", "note", title, (*elsewhere[:_SHOWN], *more), (fix,)))
+        found.append(Finding("device-objects", "note", title, first_of(elsewhere, _SHOWN), (fix,)))
     return found

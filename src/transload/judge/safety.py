@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from transload.checkpoint import GlobalUse
-from transload.findings import Finding, Safety, Severity, worst_safety
+from transload.findings import Finding, Safety, Severity, first_of, worst_safety
 from transload.formats import pickle_machine
 from transload.judge.names import (
     ALSO_DATA,
@@ -463,11 +463,11 @@ class _Judge:
                 evidence.append(f"{use.full_name}: {use.purpose} ({', '.join(uses) or 'imported only'})")
             fix = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."
             title = f"loading it would run {len(dangerous)} dangerous function{'s' if len(dangerous) > 1 else ''}"
-            findings.append(Finding("dangerous-globals", "error", title, _cut(evidence), (fix,)))
+            findings.append(Finding("dangerous-globals", "error", title, first_of(evidence, _MAX_EVIDENCE), (fix,)))
         for level, (code, severity, title) in _COMPLAINTS.items():
             texts = [f"{text} ({where})" for text, (safety, where) in self.complaints.items() if safety == level]
             if texts:
-                findings.append(Finding(code, severity, title, _cut(texts)))
+                findings.append(Finding(code, severity, title, first_of(texts, _MAX_EVIDENCE)))
         if trust:
             groups: dict[str, list[str]] = {}
             for use in trust:
@@ -492,7 +492,7 @@ class _Judge:
                 fixes = safe_globals_lines(trust, sorted(self.inner_names), load)
                 if not fixes and not any(pickle.broken for pickle in self.kept):
                     fixes = _unallowed(trust)
-            findings.append(Finding("needs-trust", "warning", title, _cut(evidence), fixes))
+            findings.append(Finding("needs-trust", "warning", title, first_of(evidence, _MAX_EVIDENCE), fixes))
         return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)), as_data)
 
     def _is_data(self, trust: Iterable[GlobalUse]) -> bool:
@@ -517,11 +517,6 @@ def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
         f"No line is given to allow {closed[0][:_MAX_WORDING]}{more}: it is not known as data or as part of a model.",
         "If you trust its author, load it with weights_only=False and save it again as a state dict.",
     )
-
-
-def _cut(lines: list[str]) -> tuple[str, ...]:
-    more = [f"… and {len(lines) - _MAX_EVIDENCE} more"] if len(lines) > _MAX_EVIDENCE else []
-    return (*lines[:_MAX_EVIDENCE], *more)
 
 
 def _loader_arguments(call: Call) -> Iterator[object]:
