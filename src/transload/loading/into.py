@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections import Counter, UserDict
+from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product, takewhile
+from functools import cache, cached_property
+from itertools import accumulate, product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
@@ -67,19 +68,10 @@ class _Keys(NamedTuple):
 class Loaded(_Keys):
     """What ``load_state_dict`` gives, and beside it where the state dict was found and what was done to its keys."""
 
-    found: str
+    found = ""
     """The place in the file, as ``prefix`` takes it; empty for the whole file."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """What was done that the caller may want to know of."""
-
-    def __new__(  # noqa: PYI034 - typing.Self is newer than Python 3.10
-        cls, missing_keys: list[str], unexpected_keys: list[str], found: str = "", notes: tuple[str, ...] = ()
-    ) -> Loaded:
-        """Two lists, to be unpacked; the rest are attributes."""
-        made = super().__new__(cls, missing_keys, unexpected_keys)
-        made.found = found
-        made.notes = notes
-        return made
 
     def __repr__(self) -> str:
         keys = f"missing_keys={self.missing_keys}, unexpected_keys={self.unexpected_keys}"
@@ -130,7 +122,7 @@ def load_into(
     if not callable(getattr(model, "named_parameters", None)):
         fix = "For a dictionary of tensors there is transload.load."
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
-    given = None if rename is None else key_function(rename)
+    given = None if rename is None else cache(key_function(rename))
     opened = open_checkpoint(f)
     try:
         goal = Destinations(opened.checkpoint, "auto" if device is None else device)
@@ -202,10 +194,11 @@ def _step(pair: Any) -> tuple[re.Pattern[str], str]:
     return pattern, new
 
 
-_LEADING = ("module.", "_orig_mod.", "model.")
+_LEAD = re.compile(r"module\.|_orig_mod\.|model\.")
+_LEADING = re.compile(rf"(?:{_LEAD.pattern})+")
 """What DataParallel, torch.compile and trainers put before every key."""
 
-_INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What wrappers put inside a key, where a part of the model is wrapped."""
 
 
@@ -219,7 +212,7 @@ class Rename(NamedTuple):
     def __call__(self, key: str) -> str:
         """The key as the model may call it."""
         if self.inner:
-            key = _without_wrappers(key)
+            key = _INNER.sub("", key)
         return self.add + key[len(self.strip) :] if key.startswith(self.strip) else key
 
     def undone(self, key: str) -> str:
@@ -236,26 +229,10 @@ class Rename(NamedTuple):
         return self.strip.count(".") + self.add.count(".") + self.inner
 
 
-def _without_wrappers(key: str) -> str:
-    for part in _INNER:
-        if part in key:
-            key = key.replace(part, "")
-    return key
-
-
-def _has_wrappers(keys: Iterable[str]) -> bool:
-    return any(part in key for key in keys for part in _INNER)
-
-
 def _leads(keys: Iterable[str]) -> list[str]:
     """The leading parts that some key begins with: ``""``, ``module.``, ``module.model.``."""
-    found = {""}
-    for key in (key for key in keys if key.startswith(_LEADING)):
-        lead = ""
-        while part := next((part for part in _LEADING if key.startswith(part, len(lead))), ""):
-            lead += part
-            found.add(lead)
-    return sorted(found, key=len)
+    whole = {match[0] for match in map(_LEADING.match, keys) if match}
+    return sorted({"", *(lead for each in whole for lead in accumulate(_LEAD.findall(each)))}, key=len)
 
 
 Shape = tuple[int, ...] | None
@@ -272,31 +249,11 @@ class Branch:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     deep: dict[str, Key] = field(default_factory=dict)
     """Keys that are not directly there but joined out of several steps, each with the first of them."""
-    names: dict[str, str] = field(default_factory=dict)
-    """The file's own keys, where the caller renames them."""
-    twice: list[str] = field(default_factory=list)
-    """Names that the caller gives to more than one key."""
 
     @property
     def name(self) -> str:
         """What to pass as ``prefix`` for it."""
         return "/".join(map(str, self.path))
-
-    def renamed(self, given: KeyFunction | None) -> Branch:
-        """The same with keys as the caller renames them."""
-        if given is None:
-            return self
-        made = Branch(self.path)
-        for key, tensor in self.tensors.items():
-            new = given(key)
-            if new is not None:
-                if new in made.tensors:
-                    made.twice.append(new)
-                made.tensors[new] = tensor
-                made.names[new] = key
-            if key in self.deep:  # of what is left out, too: its entry is known
-                made.deep[key if new is None else new] = self.deep[key]
-        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +268,8 @@ class Match:
     """The file's key, by the model's."""
     rest: dict[str, Tensor]
     """What has no place in the model, by its keys after the renaming."""
+    changed: int = 0
+    """How many keys ``rename`` has changed."""
     outside: int = 0
     """How many tensors lie beside what was taken."""
     score: tuple[int, int] = (0, 0)
@@ -318,8 +277,7 @@ class Match:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was done to the keys, in words."""
-        changed = [old for new, old in self.origins.items() if new != old]
-        if not changed:
+        if not self.changed:
             return ()
         strip, add, inner = self.rename
         words = []
@@ -332,7 +290,7 @@ class Match:
         if inner:
             words.append("left out the names of wrappers in")
         beside = f", and left out {self.outside:,} that have none" if self.outside else ""
-        return (f"{' and '.join(words)} {len(changed):,} keys{beside}",)
+        return (f"{' and '.join(words)} {self.changed:,} keys{beside}",)
 
 
 def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
@@ -341,26 +299,16 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
     Of a pickled module the steps between are left out, so that its keys are those of its ``state_dict()``.
     """
     found: dict[tuple[Key, ...], Branch] = {}
-    # By the place a tensor lies at: each branch above, what keys begin with there, and the first step, if there is one.
-    above: dict[tuple[Key, ...], list[tuple[Branch, str, tuple[Key, ...]]]] = {}
     for tensor in checkpoint.tensors:
         if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
             continue  # of the code, not of the model
         steps = _steps(tensor)
-        place, name = steps[:-1], str(steps[-1]) if steps else ""
-        if place not in above:
-            above[place] = [
-                (
-                    found.setdefault(place[:depth], Branch(place[:depth])),
-                    "".join(f"{step}." for step in place[depth:]),
-                    place[depth : depth + 1],
-                )
-                for depth in range(len(place) + 1)
-            ]
-        for branch, lead, first in above[place]:
-            branch.tensors[lead + name] = tensor
-            if first:
-                branch.deep[lead + name] = first[0]
+        for depth in range(len(steps) or 1):
+            branch = found.get(steps[:depth]) or found.setdefault(steps[:depth], Branch(steps[:depth]))
+            key = ".".join(map(str, steps[depth:]))
+            branch.tensors[key] = tensor
+            if depth + 1 < len(steps):
+                branch.deep[key] = steps[depth]
     return found
 
 
@@ -384,21 +332,21 @@ def find(
     branches fit equally well and are not the same tensors, or if nothing has the ``prefix``.
     """
     chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
-    leads, wrapped = _leads(wanted), _has_wrappers(wanted)
-    unwrapped: dict[str, str] = {}  # the model's keys by what they are without the names of wrappers
+    leads, wrapped = _leads(wanted), any(map(_INNER.search, wanted))
     matches: dict[int, Match] = {}
     most = 0
     for place in sorted(range(len(chosen)), key=lambda place: -len(chosen[place].tensors)):
-        if len(chosen[place].tensors) < most:  # too few to be the best, as are those that follow
+        branch = chosen[place]
+        if len(branch.tensors) < most:  # too few to be the best, as are those that follow
             break
-        branch = chosen[place].renamed(given)
-        best = _laid(branch, wanted, Rename(), wanted)
+        keys = {key: key if given is None else given(key) for key in branch.tensors}
+        best = _laid(branch, keys, wanted, Rename())
         if len(best.tensors) < len(wanted):
             # Worth trying is what leads the keys on either side, with and without wrappers inside them.
-            inside = wrapped or _has_wrappers(branch.tensors)
-            unwrapped = unwrapped or ({_without_wrappers(key): key for key in wanted} if inside else {})
-            tries = product((False, True) if inside else (False,), _leads(branch.tensors), leads)
-            laid = [_laid(branch, wanted, Rename(strip, add, i), unwrapped if i else wanted) for i, strip, add in tries]
+            theirs = [key for key in keys.values() if key is not None]
+            inside = (False, True) if wrapped or any(map(_INNER.search, theirs)) else (False,)
+            tries = [Rename(strip, add, inner) for inner, strip, add in product(inside, _leads(theirs), leads)]
+            laid = [_laid(branch, keys, wanted, rename) for rename in tries]
             best = max(laid, key=lambda match: (match.score, -match.rename.cost))
         matches[place] = best
         most = max(most, best.score[0])
@@ -456,27 +404,28 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
 
 
-def _laid(branch: Branch, shapes: Mapping[str, Shape], rename: Rename, known: Mapping[str, Any]) -> Match:
-    """A branch over the model by one change of names.
-
-    ``known`` has the model's keys; where wrappers are cut out of keys, by what the model's are without them.
-    """
+def _laid(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[str, Shape], rename: Rename) -> Match:
+    """A branch over the model by one change of names, after the caller's: ``keys``, by those of the branch."""
     tensors: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
     rest: dict[str, Tensor] = {}
     outside = 0
-    for key, tensor in branch.tensors.items():
+    known = {_INNER.sub("", key) if rename.inner else key: key for key in shapes}
+    for (own, tensor), key in zip(branch.tensors.items(), keys.values(), strict=True):
+        if key is None:
+            continue
         new = rename(key)
-        name = known.get(new) if rename.inner else new if new in known else None
+        name = known.get(new)
         if name is not None and (name not in tensors or key == name):
             tensors[name] = tensor
-            origins[name] = key
+            origins[name] = own
         elif rename.leaves_out(key):
             outside += 1
         else:
-            rest[key if key in branch.deep else new] = tensor
+            rest[key if own in branch.deep else new] = tensor
     score = len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
-    return Match(branch, rename, tensors, origins, rest, outside, score)
+    changed = sum(keys[own] != name for name, own in origins.items())
+    return Match(branch, rename, tensors, origins, rest, changed, outside, score)
 
 
 # -- the model
@@ -494,15 +443,10 @@ class _Slot(NamedTuple):
     """``None`` where any will do: extra state, and parameters that are not made yet."""
 
     @property
-    def now(self) -> torch.Tensor | None:
-        """What is in the place at present."""
-        held = self.module._parameters.get(self.name)  # noqa: SLF001 - getattr may be the user's
-        return self.module._buffers.get(self.name) if held is None else held  # noqa: SLF001 - the same
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Let a tensor take the place."""
-        held = self.module._parameters if self.name in self.module._parameters else self.module._buffers  # noqa: SLF001 - setattr may be the user's
-        held[self.name] = tensor
+    def table(self) -> dict[str, Any]:
+        """Where its module keeps it."""
+        parameters: dict[str, Any] = self.module._parameters  # noqa: SLF001 - getattr and setattr may be the user's
+        return parameters if self.name in parameters else self.module._buffers  # noqa: SLF001 - the same
 
     def takes_scalar(self, tensor: Tensor) -> bool:
         """torch 0.3 had no tensors without dimensions, and wrote one element; ``load_state_dict`` takes it, too."""
@@ -692,7 +636,7 @@ class _Task(NamedTuple):
     key: str
     tensor: Tensor
     part: tuple[int, ...]
-    places: tuple[_Slot, ...]
+    places: list[_Slot]
 
 
 class _Loading:
@@ -710,12 +654,14 @@ class _Loading:
         self._opened = opened
         self._goal = goal
         self._prefix = prefix
+        self._renames = given is not None
         self._given: KeyFunction = given or (lambda key: key)
         self._slots = _slots(model)
         self._own = _loading_themselves(model)
         self._match = find(opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix, given)
-        if twice := self._match.branch.twice:
-            what = f"rename gives several keys of the file the same name: {_listed(dict.fromkeys(twice))}"
+        names = Counter(map(self._given, self._match.branch.tensors))
+        if twice := [name for name, count in names.items() if name is not None and count > 1]:
+            what = f"rename gives several keys of the file the same name: {_listed(twice)}"
             raise UsageError(what, where=opened.checkpoint.path, fix="Return None for all but one of them.")
         self._tasks: list[_Task] = []
         self._extras: dict[str, Tensor | _Unbuilt] = {}
@@ -762,10 +708,11 @@ class _Loading:
             self.missing.append(key)
         # torch would not expect what has no place: of what lies deeper, the entry it lies in; and other values.
         rename, deep = match.rename, match.branch.deep
+        entries = {self._given(key): str(first) for key, first in deep.items()}
         extras = {self._entry(key) for key in self._extras}
-        self.unexpected = [key for key in dict.fromkeys(str(deep.get(k, k)) for k in match.rest) if key not in extras]
-        known = {*(match.branch.names.values() or match.branch.tensors), *map(str, deep.values()), *extras}
-        others = [self._given(key) for key in self._values() if key not in known]
+        self.unexpected = [key for key in dict.fromkeys(entries.get(k, k) for k in match.rest) if key not in extras]
+        known = {*match.branch.tensors, *map(str, deep.values()), *extras}
+        others = [self._given(key) for key in self._values if key not in known]
         self.unexpected += [rename(key) for key in others if key is not None and not rename.leaves_out(key)]
         self.unexpected = [key for key in self.unexpected if not key.startswith(own)]
 
@@ -786,28 +733,25 @@ class _Loading:
 
         The parameters that the file has something for, by identity: also those ``own`` modules load.
         """
-        match, opened = self._match, self._opened
-        last: dict[int, str] = {}
-        places: dict[int, list[_Slot]] = {}
+        tasks: dict[int, _Task] = {}
+        places: defaultdict[int, list[_Slot]] = defaultdict(list)
         ignored = {each.key for each in self._ignored}
         for key, slot in self._slots.items():
             if slot.tensor is not None:
-                places.setdefault(id(slot.tensor), []).append(slot)
-                if key in match.tensors and key not in ignored:
-                    last[id(slot.tensor)] = key
-        for ident, key in last.items():
-            tensor = match.tensors[key]
-            part = (0,) if self._slots[key].takes_scalar(tensor) else ()
-            if not key.startswith(own):
-                self._tasks.append(_Task(key, tensor, part, tuple(places[ident])))
+                places[id(slot.tensor)].append(slot)
+                tensor = None if key in ignored else self._match.tensors.get(key)
+                if tensor is not None:
+                    part = (0,) if slot.takes_scalar(tensor) else ()
+                    tasks[id(slot.tensor)] = _Task(key, tensor, part, places[id(slot.tensor)])
 
         def place(task: _Task) -> tuple[str, int, int]:
-            storage = opened.content.storage(task.tensor)
+            storage = self._opened.content.storage(task.tensor)
             return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
 
-        self._tasks.sort(key=place)
-        return {*last}
+        self._tasks = sorted((task for task in tasks.values() if not task.key.startswith(own)), key=place)
+        return {*tasks}
 
+    @cached_property
     def _values(self) -> list[str]:
         """Entries of the state dict that are not tensors, as the file calls them: an epoch, extra state."""
         checkpoint, branch = self._opened.checkpoint, self._match.branch
@@ -821,9 +765,7 @@ class _Loading:
     def _entry(self, key: str) -> str:
         """The file's name for the value that the model calls so; empty where the caller renames none to it."""
         name = self._match.rename.undone(key)
-        if not self._match.branch.names:
-            return name
-        return next((each for each in (*self._values(), name) if self._given(each) == name), "")
+        return next((each for each in (*self._values, name) if self._given(each) == name), "")
 
     def _versions(self) -> dict[str, dict[str, Any]]:
         """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
@@ -831,17 +773,12 @@ class _Loading:
         node = held[1] if held else None
         state = node.states[-1] if type(node) is Call and node.states else None
         table = plain(state.get("_metadata")) if type(state) is Dict else {}
-        if names := self._match.branch.names:  # the caller's renaming is of keys, and not of modules
-            origins = (
-                (new.rpartition(".")[0], names[old].rpartition(".")[0]) for new, old in self._match.origins.items()
-            )
-            known = table if isinstance(table, dict) else {}
-            return {new: known[old] for new, old in origins if isinstance(known.get(old), dict)}
-        return {
-            self._match.rename(f"{name}.")[:-1] if name else "": about
-            for name, about in (table.items() if isinstance(table, dict) else ())
-            if isinstance(name, str) and isinstance(about, dict)
-        }
+        known = table if isinstance(table, dict) else {}
+        if self._renames:  # by the caller: keys, and not modules
+            pairs = [(new.rpartition(".")[0], old.rpartition(".")[0]) for new, old in self._match.origins.items()]
+        else:
+            pairs = [(self._match.rename(f"{name}.")[:-1] if name else "", name) for name in map(str, known)]
+        return {new: known[old] for new, old in pairs if isinstance(known.get(old), dict)}
 
     def _error(self, lead: str = "") -> MismatchError:
         """All that does not fit, in a few lines, and the one line that helps."""
@@ -888,7 +825,7 @@ class _Loading:
         """The arguments that load what has other names, by trying them; empty where they would not help."""
         before = self._match
         table = {before.rename.undone(theirs): ours for theirs, ours, _ in renames}
-        if not table or before.branch.names:  # renamed by the caller already
+        if not table or self._renames:  # by the caller already
             return ""
         for new, old in before.origins.items():  # what fits already keeps its name
             theirs = next((each for each in table if old.startswith(each) and len(each) < len(old)), None)
@@ -919,10 +856,10 @@ class _Loading:
         self._fill(settings)
         for key, value in extras.items():
             self._slots[key].module.set_extra_state(value)
-        keys = _Keys(self.missing, self.unexpected)
+        loaded = Loaded(self.missing, self.unexpected)
         for _, module in reversed(list(_modules(self._model))):  # children before their parents
             for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
-                hook(module, keys)
+                hook(module, loaded)
         if self._errors or (strict and (self.missing or self.unexpected)):
             raise self._error("it was loaded as far as it fits: ")
         notes = match.notes
@@ -938,7 +875,8 @@ class _Loading:
             fix = "Compute them as the model does when it is made: until then it cannot be run."
             warnings.warn(f"{path}: {note}. {fix}", LandingWarning, stacklevel=caller())
             notes += (note,)
-        return Loaded(self.missing, self.unexpected, match.branch.name, notes)
+        loaded.found, loaded.notes = match.branch.name, notes
+        return loaded
 
     def _left_on_meta(self) -> list[str]:
         """What has no values and is not among the missing keys: buffers that are never saved, and what was ignored."""
@@ -959,7 +897,7 @@ class _Loading:
             return
         match = self._match
         entries: dict[str, Any] = {**match.rest, **match.tensors}
-        for name in self._values():
+        for name in self._values:
             node, new = self._opened.node((*match.branch.path, name)), self._given(name)
             if node and new is not None and match.rename(new) not in match.tensors:
                 entries[match.rename(new)] = _Unbuilt(*node)
@@ -967,11 +905,12 @@ class _Loading:
         for prefix, module in self._own.items():
             state.load(module, prefix, versions, (self.missing, self.unexpected, self._errors))
         # A parameter that a module has made anew goes to the other places of the one that was described.
-        made = {id(slot.tensor): slot.now for slot in self._slots.values() if slot.now is not slot.tensor}
-        for slot in self._slots.values():
+        now = [(slot, slot.table.get(slot.name)) for slot in self._slots.values()]
+        made = {id(slot.tensor): held for slot, held in now if held is not slot.tensor}
+        for slot, _ in now:
             new = made.get(id(slot.tensor))
             if slot.tensor is not None and slot.tensor.is_meta and new is not None:
-                slot.put(new)
+                slot.table[slot.name] = new
 
     def _fill(self, settings: Settings) -> None:
         """Fill every parameter. What was half done when reading failed is said."""
@@ -992,7 +931,7 @@ class _Loading:
             raise LoadError(what, where=path, fix=_half(done, len(tasks))) from error
         for index, parameter in made.items():
             for slot in tasks[index].places:
-                slot.put(parameter)
+                slot.table[slot.name] = parameter
 
     def _fill_straight(self, goals: list[Any], settings: Settings) -> list[int]:
         """Fill those whose bytes only have to be moved, all at once; the indexes of the others."""
