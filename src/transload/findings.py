@@ -129,13 +129,13 @@ class Noted:
         return (*self._kept, *(Problem(code, "", f"{more:,} more like this") for code, more in left if more > 0))
 
 
-def some(names: list[str] | tuple[str, ...], most: int = MOST_NAMES) -> str:
+def some(names: list[str] | tuple[str, ...], most: int = MOST_NAMES, longest: int = LONGEST_NAME) -> str:
     """A few names and how many there are beside them.
 
     >>> some(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
-    shown = ", ".join(name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME] + "…" for name in names[:most])
+    shown = ", ".join(name if len(name) <= longest else name[:longest] + "…" for name in names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.devices import Device, Devices, local_rank
 from transload.errors import LoadError
-from transload.findings import Finding, Severity
+from transload.findings import Finding, Severity, quoted, some
 from transload.formats.arrays import NUMPY_CALLS, is_plain
 from transload.formats.tensors import called
 from transload.frozen import Reported
@@ -166,8 +166,6 @@ def checked(
     refusal = _refusal(checkpoint, findings)
     tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
     if not refusal and tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
-        from transload.findings import quoted
-
         title = f"plain torch.load wants {', '.join(tags)}, which is not here"
         fix = "transload.load lands it as above. To let plain torch.load do so, here and anywhere:"
         command = f"$ transload retag {quoted(checkpoint.path)} --to cpu"
@@ -248,6 +246,7 @@ _QUANTIZED = {
     "LLM.int8() of bitsandbytes": ".SCB",
     "GPTQ or AWQ": ".qzeros",
 }
+_SHOWN = 6
 _PROJECT = (
     "It is code of the project that saved the file: run from there, or put its folder on PYTHONPATH.",
     "A package of the same name on PyPI need not be it.",
@@ -297,7 +296,7 @@ def _findings(result: Check) -> Iterator[Finding]:
             severity: Severity = "note" if devices.of_kind("cuda") else "warning"
             title = f"its weights are quantized for {package}, which runs on NVIDIA GPUs"
             advice = "They load anywhere; to compute with them elsewhere, get the weights before they were quantized."
-            yield Finding("cuda-only-package", severity, title, (_listed(marked),), (advice,))
+            yield Finding("cuda-only-package", severity, title, (f"for {some(marked, _SHOWN)}",), (advice,))
     if checkpoint.format == "aotinductor" and not result.cuda:
         advice = "Compile it again on the GPU that it must run on."
         yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, (advice,))
@@ -343,7 +342,7 @@ def _of_packages(needed: Sequence[Package], machine: Machine, *, cuda: bool) -> 
     from transload.diagnose.fixes import install
 
     for package in needed:
-        names = _listed(package.names)
+        names = f"for {some(package.names, _SHOWN)}"
         if package.missing and package.name == "safetensors":
             continue  # only torch.load needs it
         if package.missing:
@@ -358,11 +357,6 @@ def _of_packages(needed: Sequence[Package], machine: Machine, *, cuda: bool) -> 
             title = f"{package.name} runs on NVIDIA GPUs only, and there is none here"
             fix = ("Ask its author for a state dict: weights alone need no package.",)
             yield Finding("cuda-only-package", "warning", title, (names,), fix)
-
-
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"for {', '.join(names[:most])}{more}"
 
 
 # -- the report

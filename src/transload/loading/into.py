@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
+from transload.findings import some
 from transload.formats import no_collecting
 from transload.loading import bring, check_settings
 from transload.loading.handles import (
@@ -238,6 +239,7 @@ def _leads(keys: Iterable[str]) -> list[str]:
 Shape = tuple[int, ...] | None
 """``None`` where the model does not mind."""
 
+_SHOWN = 8
 _MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -361,7 +363,7 @@ def find(
     rivals = [match for match in equal[1:] if not _same(equal[0], match)]
     if rivals:
         rivals.insert(0, equal[0])
-        names = _listed(match.branch.name or "the root" for match in rivals)
+        names = some([match.branch.name or "the root" for match in rivals], _SHOWN)
         choices = [f"prefix={match.branch.name!r} for the {len(match.tensors):,} keys there" for match in rivals]
         raise UsageError(
             f"{len(rivals)} places of the file fit the model equally well: {names}",
@@ -395,13 +397,8 @@ def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
         return Branch((lead,), {tensor.name[len(lead) :].replace("/", "."): tensor for tensor in begun})
     # Those that hold tensors themselves, the largest first.
     held = sorted(known, key=lambda branch: len(branch.deep) - len(branch.tensors))
-    there = _listed(branch.name or repr("") for branch in held if len(branch.tensors) > len(branch.deep))
+    there = some([branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)], _SHOWN)
     raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=f"There are tensors below: {there}")
-
-
-def _listed(names: Iterable[str], most: int = 8) -> str:
-    known = list(names)
-    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
 
 
 def _laid(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[str, Shape], rename: Rename) -> Match:
@@ -661,7 +658,7 @@ class _Loading:
         self._match = find(opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix, given)
         names = Counter(map(self._given, self._match.branch.tensors))
         if twice := [name for name, count in names.items() if name is not None and count > 1]:
-            what = f"rename gives several keys of the file the same name: {_listed(twice)}"
+            what = f"rename gives several keys of the file the same name: {some(twice, _SHOWN)}"
             raise UsageError(what, where=opened.checkpoint.path, fix="Return None for all but one of them.")
         self._tasks: list[_Task] = []
         self._extras: dict[str, Tensor | _Unbuilt] = {}
@@ -864,14 +861,13 @@ class _Loading:
             raise self._error("it was loaded as far as it fits: ")
         notes = match.notes
         if self._ignored:
-            differing = _listed(
-                f"{key} ({file} in the file, {model} in the model)" for key, file, model in self._ignored
-            )
-            notes += (f"left {_keys(len(self._ignored))} of another shape as in the model: {differing}",)
+            differing = [f"{key} ({file} in the file, {model} in the model)" for key, file, model in self._ignored]
+            count = _keys(len(differing))
+            notes += (f"left {count} of another shape as in the model: {some(differing, _SHOWN, 1000)}",)
         if notes:
             warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=caller())
         if left := self._left_on_meta():
-            note = f"still on the meta device, since the file has no values for them: {_listed(left)}"
+            note = f"still on the meta device, since the file has no values for them: {some(left, _SHOWN)}"
             fix = "Compute them as the model does when it is made: until then it cannot be run."
             warnings.warn(f"{path}: {note}. {fix}", LandingWarning, stacklevel=caller())
             notes += (note,)

@@ -18,6 +18,7 @@ from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
+from transload.findings import some
 from transload.formats.pickle_writer import dumps
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
@@ -475,7 +476,6 @@ def _with_second_names(content: Content) -> tuple[Checkpoint, dict[str, str]]:
 # -- what is in the target in another way than it was
 
 _SHOWN = 20
-_LONGEST = 200
 
 
 def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
@@ -488,9 +488,9 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
         if index not in job.bundle.paths and os.path.lexists(index):
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"
         if others := sorted({os.path.basename(path) for path, _ in beside(index, SHARD)} - ours):
-            yield f"other shards of that name still exist: {_some(others)}"
+            yield f"other shards of that name still exist: {some(others, _SHOWN)}"
         if parts := _parts_beside_optimizer(plan):
-            yield f"it also holds an optimizer; --key converts one part alone: {_some(parts)}"
+            yield f"it also holds an optimizer; --key converts one part alone: {some(parts, _SHOWN)}"
     if plan.checkpoint.format in _PROGRAMS:
         yield "the program itself is not converted, only its weights"
     if plan.checkpoint.format in ("deepspeed", "megatron"):
@@ -498,9 +498,9 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
     if arrays := _kept_arrays(plan):
-        yield f"numpy arrays in the source, now tensors: {_some(arrays)}"
+        yield f"numpy arrays in the source, now tensors: {some(arrays, _SHOWN)}"
     if plan.numbers:
-        yield f"numpy numbers in the source, now Python's own: {_some(plan.numbers)}"
+        yield f"numpy numbers in the source, now Python's own: {some(plan.numbers, _SHOWN)}"
     yield from _first(plan.in_parts, "{} is stored as the tensors it consists of")
     kept = [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in plan.carried if each.is_cast]
     yield from _first(kept, "{}")
@@ -513,9 +513,9 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
         hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
         yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"
     if separated := _separated_views(plan):
-        yield f"views that shared memory are separate tensors now: {_some(separated)}"
-    if leftovers.odd:
-        yield f"named after the printed form of a key that is neither a string nor a number: {_some(leftovers.odd)}"
+        yield f"views that shared memory are separate tensors now: {some(separated, _SHOWN)}"
+    if odd := leftovers.odd:
+        yield f"named after the printed form of a key that is neither a string nor a number: {some(odd, _SHOWN)}"
     if leftovers.versions:
         yield "the module versions that state_dict() records (_metadata) are not kept"
 
@@ -524,11 +524,6 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
     yield from (sentence.format(name) for name in names[:_SHOWN])
     if len(names) > _SHOWN:
         yield f"{sentence.format('…')}, and so are {len(names) - _SHOWN:,} more"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(name[:_LONGEST] for name in names[:_SHOWN]) + more
 
 
 def _parts_beside_optimizer(plan: Plan) -> list[str]:

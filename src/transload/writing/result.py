@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from transload.findings import some
 from transload.frozen import Reported, facts
 from transload.render.lines import Block, Prose, as_text, row
 from transload.render.words import plural, printable, size
@@ -84,10 +85,11 @@ def report(conversion: Conversion) -> Iterator[Block]:
         rounded = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
         yield row("rounded", rounded, "trust" if infinite else "")
     if conversion.aliases:
-        yield row("tied", _some([f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]))
+        tied = [f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]
+        yield row("tied", some(tied, _SHOWN, 1000))
     if conversion.renamed:
         renamed = [f"{printable(old) or 'the root'} → {printable(new)}" for old, new in conversion.renamed]
-        yield row("renamed", _some(renamed), "trust")
+        yield row("renamed", some(renamed, _SHOWN, 1000), "trust")
     if conversion.others:
         yield row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
     yield from _omissions("lost", [each for each in conversion.left if each.lost], "bad")
@@ -115,8 +117,3 @@ def _omissions(label: str, omissions: Sequence[Omission], role: str, hint: str =
         label = ""  # only before the first
     if len(omissions) > _SHOWN:
         yield row("", f"… and {len(omissions) - _SHOWN:,} more{hint}", "dim")
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more
