@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from tests.diagnose.machines import card, changed, healthy, in_container, in_slurm, in_wsl
 from tests.diagnose.machines import install as installed
 from tests.each import each
 
 from transload.diagnose import fixes
+from transload.diagnose.tables import sections
 from transload.machine import Machine, NvmlGpu, Surroundings
 
 
@@ -155,6 +157,32 @@ def test_an_unknown_distribution_gets_words_and_no_invented_command() -> None:
     assert commands(lines) == ["sudo reboot"]
     assert "580" in lines[0]
     assert "open kernel module" in lines[0]
+
+
+def test_every_section_of_the_steps_is_used() -> None:
+    folder = Path(fixes.__file__).parent
+    code = "".join(path.read_text(encoding="utf-8") for path in (*folder.glob("rules/*.py"), Path(fixes.__file__)))
+    made = ("Driver: ", "N01 ", "R01", "CUDA_VISIBLE_DEVICES")  # names that are put together
+    assert [name for name in sections("steps") if f'"{name}"' not in code and not name.startswith(made)] == []
+
+
+def test_steps_on_the_host_of_a_container_say_so_and_root_inside_is_not_root_there() -> None:
+    inside = changed(in_container(healthy()), platform__root=True)
+    to_host = "On the host, not in this container:"
+    assert fixes.steps(inside, "D06")[1:] == (
+        to_host,
+        "$ sudo ausearch -m avc -ts recent",
+        "$ sudo setsebool -P container_use_devices on",
+    )
+    assert fixes.steps(inside, "H04")[0] == to_host
+    assert to_host not in fixes.steps(healthy(), "H04")
+    assert fixes.steps(inside, "D02", path="/dev/nvidia0", make="nvidia-modprobe")[0] == "$ rm -r /dev/nvidia0"
+
+
+def test_a_step_with_a_condition_is_left_out_where_it_does_not_hold() -> None:
+    assert len(fixes.steps(healthy(), "C07")) == 1
+    assert len(fixes.steps(in_container(healthy()), "C07")) == 4
+    assert fixes.steps(healthy(), "X06", smi="smi")[-1] == "$ smi"
 
 
 def test_root_needs_no_sudo() -> None:

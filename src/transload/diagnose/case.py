@@ -63,12 +63,13 @@ LAYERS: tuple[Layer, ...] = (
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
-    ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. ``title`` replaces the
-    rule's if the check knows more. ``likely`` says that the evidence fits but does not prove it.
+    ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. Without them, they are what
+    ``steps.md`` says under the code. ``title`` replaces the rule's if the check knows more. ``likely`` says that the
+    evidence fits but does not prove it.
     """
 
     evidence: Lines
-    fix: Lines = ()
+    fix: Lines | None = None
     title: str = ""
     severity: Severity = "error"
     likely: bool = False
@@ -107,7 +108,8 @@ class Rule(NamedTuple):
         if match is None:
             return None
         title = f"{'probably: ' if self.likely or match.likely else ''}{match.title or self.title}"
-        evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, match.fix))
+        steps = case.steps(self.code) if match.fix is None else match.fix
+        evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, steps))
         return Finding(self.code, match.severity, title, evidence, fix)
 
 
@@ -360,6 +362,10 @@ class Case(Machine):
     def failed(self, *names: str) -> Step | None:
         """The first step of the torch child that failed, among these or all of them."""
         return next((step for step in self.torch_run.steps if not step.ok and (not names or step.name in names)), None)
+
+    def steps(self, name: str, /, **values: object) -> Lines:
+        """A section of ``steps.md`` for this machine."""
+        return fixes.steps(self, name, **values)
 
     @property
     def reinstall(self) -> Lines:

@@ -7,6 +7,7 @@ else is a sentence. Nothing is ever run; what needs root or a reboot says so.
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from posixpath import normpath
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,43 +15,71 @@ from typing import TYPE_CHECKING, NamedTuple
 from transload.diagnose import tables
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transload.machine import Machine
 
 Lines = tuple[str, ...]
+_LINE = re.compile(r"(?:\[(?P<condition>[\w.]+)\] )?(?P<prompt>(?:host)?#(?: |$))?(?P<text>.*)")
+_NAME = re.compile(r"\{([\w.]+)\}")
+
+
+def steps(machine: Machine, name: str, /, **values: object) -> Lines:
+    """A section of ``steps.md``, which says how it is written, for this machine and user.
+
+    >>> from transload.machine import Machine
+    >>> steps(Machine(), "H06")
+    ('$ sudo prime-select on-demand', '$ sudo reboot')
+    """
+
+    def value(name: str) -> object:
+        if name in values:
+            return values[name]
+        return _SHARED[name](machine) if name in _SHARED else attrgetter(name)(machine)
+
+    lines: list[str] = []
+    on_host_before = False
+    for line in tables.sections("steps")[name]:
+        condition, prompt, text = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]  # it always matches
+        if condition and not value(condition):
+            continue
+        alone = _NAME.fullmatch(text)
+        told = value(alone[1]) if alone and not prompt else _NAME.sub(lambda found: str(value(found[1])), text)
+        on_host = (prompt or "").startswith("host")
+        if on_host and machine.surroundings.container and not on_host_before:
+            lines.append("On the host, not in this container:")
+        if prompt and text:
+            told = sudo(machine, str(told), host=on_host)
+        lines += told if isinstance(told, tuple) else (str(told),)
+        on_host_before = on_host
+    return tuple(filter(None, lines))
 
 
 # -- what root does: packages, kernel modules, a reboot
 
 
-def sudo(machine: Machine, command: str) -> str:
-    """A command that needs root, as this user must type it.
+def sudo(machine: Machine, command: str, *, host: bool = False) -> str:
+    """A command that needs root, as this user must type it; on the host, root in a container is nobody.
 
     >>> from transload.machine import Machine
     >>> sudo(Machine(), "modprobe nvidia")
     '$ sudo modprobe nvidia'
     """
-    return f"$ {command}" if machine.platform.root else f"$ sudo {command}"
-
-
-def on_host(machine: Machine, *commands: str) -> Lines:
-    """Commands for root on the host, after a line that sends the reader out of a container."""
-    out = ("On the host, not in this container:",) if machine.surroundings.container else ()
-    return (*out, *_outside(machine, *commands))
-
-
-def _outside(machine: Machine, *commands: str) -> Lines:
-    """Commands with ``sudo`` where it is needed on the machine itself: root in a container is nobody on its host."""
-    root = machine.platform.root and not machine.surroundings.container
-    return tuple(f"$ {command}" if root else f"$ sudo {command}" for command in commands)
+    root = machine.platform.root and not (host and machine.surroundings.container)
+    return f"$ {command}" if root else f"$ sudo {command}"
 
 
 def reboot(machine: Machine) -> str:
     """How to start the machine again."""
     if machine.surroundings.wsl:
         return "Then, in Windows, run 'wsl --shutdown' and open the terminal again."
-    if machine.surroundings.container:
-        return "Then reboot the host."
-    return sudo(machine, "reboot")
+    return "Then reboot the host." if machine.surroundings.container else sudo(machine, "reboot")
+
+
+def initramfs(machine: Machine) -> str:
+    """How to build the initial RAM disk again."""
+    command = tables.table("packages")["managers"].get(machine.platform.package_manager, {}).get("initramfs")
+    return sudo(machine, command) if command else "Rebuild the initial RAM disk."
 
 
 def system_package(machine: Machine, **names: str) -> Lines:
@@ -90,15 +119,14 @@ def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
     commands: Lines = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
     if module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons:
         commands = ("systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced")
-    return _outside(machine, *commands)
+    return tuple(sudo(machine, command, host=True) for command in commands)
 
 
 def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
     """Give a kernel module an option that lasts. ``line`` is ``options MODULE name=value``."""
-    (tee,) = _outside(machine, f"tee /etc/modprobe.d/{file}")
-    write = f"$ echo {quote(line)} | {tee.removeprefix('$ ')}"
+    tee = sudo(machine, f"tee /etc/modprobe.d/{file}", host=True).removeprefix("$ ")
     again = reload_module(machine, line.split()[1])
-    return (*on_host(machine), write, "While no program uses the GPU (or reboot instead):", *again)
+    return steps(machine, "An option of a module", line=quote(line), tee=tee, reload=again)
 
 
 def smi(machine: Machine) -> str:
@@ -208,7 +236,6 @@ def give_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
 
 # -- NVIDIA's driver: which branch and which flavour drive the cards of this machine, and the packages that hold it
 
-DOWNLOAD = "https://www.nvidia.com/drivers"
 _CURRENT = 580  # a branch that the distributions below are known to have, in both flavours
 _FIRST_OPEN = 515
 
@@ -273,23 +300,16 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
     ``at_least`` is a floor, which any newer branch meets; ``exactly`` names the one branch that will do.
     """
     want = wanted(machine, at_least, exactly)
-    if machine.surroundings.wsl:
-        return (
-            f"Install or update the driver{want.words if at_least or exactly else ''} in Windows: {DOWNLOAD}",
-            "Never install a Linux driver inside WSL: its libcuda would hide the one Windows provides.",
-        )
-    if machine.platform.system == "Windows":
-        return (f"Install the driver{want.words if at_least or exactly else ''}: {DOWNLOAD}",)
+    which, kept, dropped = want.words, " and ".join(want.kept), " and ".join(want.dropped)
+    if machine.surroundings.wsl or machine.platform.system == "Windows":
+        name = "The driver of WSL" if machine.surroundings.wsl else "The driver of Windows"
+        return steps(machine, name, which=which if at_least or exactly else "")
     if 0 < want.high < at_least:
-        last = f"Branch {want.high} is the last driver for {' and '.join(want.kept) or 'this card'}"
-        return (f"{last}: branch {at_least} and newer do not support it.",)
+        return steps(machine, "The last driver", last=want.high, cards=kept or "this card", wanted=at_least)
     if machine.surroundings.container:
-        return (*on_host(machine), f"Install or update NVIDIA's driver{want.words}, then reboot the host.")
-    kept, dropped = " and ".join(want.kept), " and ".join(want.dropped)
-    both = f"No driver supports both {kept} and {dropped}. This is the one for {kept}:"
-    how = _driver_packages(machine, want)
-    steps = how if isinstance(how, tuple) else (f"Install NVIDIA's driver{want.words}: {how}",)
-    return (*((both,) if dropped else ()), *steps, reboot(machine))
+        return steps(machine, "The driver of the host", which=which)
+    packages = _driver_packages(machine, want)
+    return steps(machine, "The driver", kept=kept, dropped=dropped, packages=packages)
 
 
 _FAMILIES = {
@@ -299,75 +319,36 @@ _FAMILIES = {
 }
 """The distributions whose packages of the driver are known."""
 _DEBIANS = 535  # Debian's own package is of this branch or newer since Debian 12, with the proprietary module
-_RPM_FUSION = {0: "", 390: "-390xx", 470: "-470xx"}
-_CUDA_REPOSITORY = "developer.nvidia.com/cuda-downloads"
 
 
-def _driver_packages(machine: Machine, want: Wanted) -> Lines | str:
-    """The steps with the distribution's package manager; or, where no command is known to do it, the way in words."""
+def _driver_packages(machine: Machine, want: Wanted) -> Lines:
+    """Install the driver with the distribution's package manager, or in words where no command is known to do it."""
     names = (machine.platform.distribution, *machine.platform.distribution_like)
-    family = next((_FAMILIES[name] for name in names if name in _FAMILIES), "")
-    closed, branch = want.open_module is False, want.high
-    nvidias = "cuda-drivers" if closed else "nvidia-open"
-    if family == "ubuntu":
-        if not want.low and not branch and not want.open_module:
-            return (sudo(machine, "apt install ubuntu-drivers-common"), sudo(machine, "ubuntu-drivers install"))
-        number = branch or max(want.low, want.first, _CURRENT)
-        package = f"nvidia-driver-{number}{'' if closed else '-open'}"
-        return (sudo(machine, "apt update"), sudo(machine, f"apt install {package}"))
-    if family == "debian":
-        if 0 < branch < _FIRST_OPEN:
-            return f"Debian 11 and 12 have 470 as nvidia-tesla-470-driver; others are at {DOWNLOAD}"
-        if not want.low and not want.open_module and want.first <= _DEBIANS:
-            return (
-                "With the components contrib, non-free and non-free-firmware enabled in Debian's apt sources:",
-                sudo(machine, "apt install linux-headers-$(uname -r) nvidia-driver firmware-misc-nonfree"),
-            )
-        package = f"{nvidias}{f'-{branch}' if branch else ''}"
-        return (f"From NVIDIA's own repository ({_CUDA_REPOSITORY}):", sudo(machine, f"apt install {package}"))
-    if family == "fedora":
-        if branch not in _RPM_FUSION:
-            return f"RPM Fusion's akmod-nvidia while that is {branch}, later most likely akmod-nvidia-{branch}xx"
-        suffix = _RPM_FUSION[branch]
-        return (
-            "With the RPM Fusion repositories enabled:",
-            sudo(machine, f"dnf install akmod-nvidia{suffix} xorg-x11-drv-nvidia{suffix}-cuda"),
-            "Wait until 'modinfo nvidia' prints a version: the module is being built.",
-        )
-    if family == "rhel":
-        if branch:
-            return f"from NVIDIA's repository ({_CUDA_REPOSITORY}), held at that branch"
-        return (f"With NVIDIA's repository enabled ({_CUDA_REPOSITORY}):", sudo(machine, f"dnf install {nvidias}"))
-    if family == "arch":
-        if branch in (390, 470, 580):
-            return (f"From the AUR: nvidia-{branch}xx-dkms and nvidia-{branch}xx-utils",)
-        if branch or closed:
-            return f"from the AUR, or from {DOWNLOAD}"
-        return (sudo(machine, "pacman -Syu nvidia-open nvidia-utils"),)
-    if family == "suse":
-        if max(want.low, want.first) > _CURRENT or 0 < branch < _CURRENT:
-            return (
-                f"NVIDIA's {'G05 packages are of branch 470' if branch == 470 else 'repository has it'}, or {DOWNLOAD}"
-            )
-        package = "nvidia-driver-G06-kmp-default" if closed else "nvidia-open-driver-G06-signed-kmp-default"
-        return (
-            "With NVIDIA's repository for openSUSE or SLES enabled:",
-            sudo(machine, f"zypper install {package} nvidia-compute-utils-G06"),
-        )
-    if family == "nixos":
-        legacy = f"legacy_{branch}" if branch in (470, 535) else ""
-        package = f" hardware.nvidia.package = config.boot.kernelPackages.nvidiaPackages.{legacy};" if legacy else ""
-        held = f"And hardware.nvidia.package of branch {branch}: production while that is one, later a legacy package."
-        flavour = "false" if closed else "true"
-        return (
-            "In configuration.nix:",
-            f'| services.xserver.videoDrivers = [ "nvidia" ]; hardware.nvidia.open = {flavour};{package}',
-            *((held,) if branch and not legacy else ()),
-            sudo(machine, "nixos-rebuild switch"),
-        )
-    if family == "alpine":
-        return ("NVIDIA publishes no driver for musl: use a distribution with glibc on this machine.",)
-    return f"with your distribution's packages, or from {DOWNLOAD}"
+    family = next((_FAMILIES[name] for name in names if name in _FAMILIES), "other")
+    branch, least, closed = want.high, max(want.low, want.first), want.open_module is False
+    plain = not want.low and not want.open_module
+    how = {  # where it is not the package of the newest branch
+        "ubuntu": "recommended" if plain and not branch else "",
+        "debian": "legacy" if 0 < branch < _FIRST_OPEN else "own" if plain and want.first <= _DEBIANS else "",
+        "fedora": "held" if branch not in (0, 390, 470) else "",
+        "rhel": "held" if branch else "",
+        "arch": "legacy" if branch in (390, 470, 580) else "held" if branch or closed else "",
+        "suse": "470" if branch == 470 else "held" if least > _CURRENT or 0 < branch < _CURRENT else "",
+        "nixos": "legacy" if branch in (470, 535) else "held" if branch else "",
+    }
+    return steps(
+        machine,
+        f"Driver: {family} {how.get(family, '')}".rstrip(),
+        which=want.words,
+        branch=branch,
+        number=branch or max(least, _CURRENT),
+        dashed=f"-{branch}" if branch else "",
+        xx=f"-{branch}xx" if branch else "",
+        dash_open="" if closed else "-open",
+        nvidias="cuda-drivers" if closed else "nvidia-open",
+        suse="nvidia-driver-G06-kmp" if closed else "nvidia-open-driver-G06-signed-kmp",
+        true="false" if closed else "true",
+    )
 
 
 # -- Python packages, with the tool of the environment that was examined; and which torch to install at all
@@ -623,3 +604,13 @@ def wheel_platform(machine: Machine) -> tables.Platform:
     if system == "Darwin":
         return "macos-arm64" if arm else "macos-x86_64"
     return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
+
+
+_SHARED: dict[str, Callable[[Machine], Lines | str]] = {
+    "reboot": reboot,
+    "initramfs": initramfs,
+    "driver": install_driver,
+    "gpu": give_gpu,
+    "smi": smi,
+}
+"""What any section of ``steps.md`` may name."""

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from transload.diagnose.host import Host, pairs, reason
@@ -326,18 +325,11 @@ def service_of(host: Host) -> str:
 # -- environment variables that matter, and the files that set them ----------------------------------------------------
 
 
-@cache
-def _in_variables_md() -> list[list[str]]:
-    """The words of each section: the names of variables that can break CUDA or torch, of others, and files."""
-    from pkgutil import get_data
-
-    sections = (get_data(__package__, "variables.md") or b"").decode().split("\n## ")[1:]
-    return [section.partition("\n")[2].split() for section in sections]
-
-
 def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
     """The variables that can break CUDA or torch, and all whose values may be shown."""
-    deciding, others, _ = map(frozenset, _in_variables_md())
+    from transload.diagnose.tables import sections
+
+    deciding, others, _ = (frozenset(" ".join(lines).split()) for lines in sections("variables").values())
     return deciding, deciding | others
 
 
@@ -397,8 +389,11 @@ def _setting(names: frozenset[str]) -> re.Pattern[str]:
 
 def _files(host: Host) -> Iterator[str]:
     """Where a variable may come from, as ``variables.md`` lists it."""
+    from transload.diagnose.tables import sections
+
     named = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
-    for pattern in _in_variables_md()[2]:
+    *_, files = sections("variables").values()
+    for pattern in " ".join(files).split():
         # what is not known becomes a character that no path has
         path = re.sub(r"\$(\w+)", lambda name: named.get(name[1], "").rstrip("/") or "\0", pattern)
         if path.startswith("/"):

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import UVM, Case, Found, Lines, Match, quoted, rules
+from transload.diagnose.case import UVM, Case, Found, Match, quoted, rules
 from transload.diagnose.tables import chip_of, first_branch, generation, result, table
 from transload.machine import Unknown
 from transload.render.words import plural
@@ -35,29 +35,22 @@ def _bus(m: Case) -> str:
 def absent(m: Case) -> Found:
     """A card that is not given, switched off or lost."""
     notebook, prime, first = m.surroundings.notebook, m.platform.prime, m.torch.first
-    request = {
-        "colab": "Choose Runtime › Change runtime type › a GPU, and connect again.",
-        "kaggle": "Choose Settings › Accelerator › a GPU; the session restarts.",
-    }
-    if notebook in request and m.no_gpu:
-        yield "N01", Match((f"this is {notebook.title()}", _bus(m)), (request[notebook],), severity="note")
+    if notebook in ("colab", "kaggle") and m.no_gpu:
+        yield "N01", Match((f"this is {notebook.title()}", _bus(m)), m.steps(f"N01 {notebook}"), severity="note")
 
     # prime-select chose another card, and no NVIDIA driver is loaded although it is installed
     built = m.platform.kernel in (m.kernel.built_for or ())
     off = prime in ("intel", "amd", "off") and m.kernel.loaded is False
     if off and (built or m.no_gpu) and not m.works:
-        fix: Lines = (fixes.sudo(m, "prime-select on-demand"), fixes.reboot(m))
         severity: Severity = "note" if first is None or first.cpu_only else "error"
-        yield "H06", Match((f"prime-select is set to {prime}", _bus(m)), fix, severity=severity)
+        yield "H06", Match((f"prime-select is set to {prime}", _bus(m)), severity=severity)
 
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
     gone = (f"NVML returns {gpu.code} {result('nvml', gpu.code).name} for GPU {gpu.index}" for gpu in lost)
     evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.broken else "")
     if any(evidence):
-        again = "If it happens again: check the card's power cables, seat, temperature and riser."
-        fix = (*fixes.on_host(m), fixes.reboot(m), again)
-        yield "H02", Match(evidence, fix, severity="warning" if m.works else "error")
+        yield "H02", Match(evidence, severity="warning" if m.works else "error")
 
 
 @rules("hardware", "H05", "H04")
@@ -69,11 +62,7 @@ def not_started(m: Case) -> Found:
     said = m.logged(r"BAR\d is 0M")
     bare = [f"a memory region of {card.address} has no address assigned" for card in m.unseen_cards if 0 in card.bars]
     if said or bare:
-        fix = (
-            "Enable 'Above 4G Decoding' and 'Resizable BAR' in the firmware (BIOS) settings, and restart.",
-            "In a virtual machine, the hypervisor must give the guest a large enough MMIO window.",
-        )
-        yield "H05", Match((*bare, said, m.nvml_answer), (*fixes.on_host(m), *fix))
+        yield "H05", Match((*bare, said, m.nvml_answer))
         return
     # RmInitAdapter failed, EIO, or a card that the module lists and NVML does not
     said = m.logged(r"RmInitAdapter failed! \([^)]*\)|Cannot initialize GSP firmware RM")
@@ -83,12 +72,7 @@ def not_started(m: Case) -> Found:
     listed = sound and nvml.init == 0 and nvml.count == 0 and [g for g in m.kernel.gpus if not g.excluded]
     if said or eio or listed:
         known = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
-        fix = (
-            "Turn the machine off, wait, and turn it on again: a reboot does not cut the card's power.",
-            "If that does not help, try another driver branch, newer firmware for mainboard and card, or another slot.",
-        )
-        evidence = (said, *eio, *known, m.nvml_answer, m.answer)
-        yield "H04", Match(evidence, (*fixes.on_host(m), *fix), likely=not (said or eio))
+        yield "H04", Match((said, *eio, *known, m.nvml_answer, m.answer), likely=not (said or eio))
 
 
 @rules("hardware", "H03", "H01")
@@ -105,12 +89,9 @@ def broken_or_none(m: Case) -> Found:
             evidence.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
         if died:
             evidence.append("torch reported an uncorrectable ECC error")
-        which = ",".join(str(gpu.index) for gpu in marked)
-        reset = fixes.on_host(m, f"nvidia-smi -r -i {which}" if which else "nvidia-smi -r")
-        failed = any(gpu.remap_failure for gpu in marked)
-        replace = "A card whose remapping failed should be replaced." if failed else ""
+        which = f" -i {','.join(str(gpu.index) for gpu in marked)}" if marked else ""
         fatal = died or (m.code == _ECC and not m.works)
-        fix = ("While no program uses the card (or reboot instead):", *reset, replace)
+        fix = m.steps("H03", which=which, failed=any(gpu.remap_failure for gpu in marked))
         yield "H03", Match(tuple(evidence) or (m.answer,), fix, severity="error" if fatal else "warning")
 
     around = m.surroundings
@@ -143,11 +124,6 @@ def _branch(m: Case) -> int:
     beside = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
     found = re.match(r"[0-9]{3}(?![0-9])", m.kernel.version) or re.match(r"[0-9]{3}(?![0-9])", beside)
     return int(found[0]) if found else 0
-
-
-def _rebuild_initramfs(m: Case) -> str:
-    command = table("packages")["managers"].get(m.platform.package_manager, {}).get("initramfs")
-    return fixes.sudo(m, command) if command else "Rebuild the initial RAM disk."
 
 
 def _unsupported(m: Case) -> Iterator[tuple[str, Chip, Generation]]:
@@ -195,9 +171,9 @@ def unsupported(m: Case) -> Found:
     if older:
         card, chip, first = older
         since = f"its first driver branch is {first}, and branch {branch} is installed"
-        yield "K09", Match((card, since), fixes.install_driver(m), likely=chip.inferred)
+        yield "K09", Match((card, since), likely=chip.inferred)
     elif said:
-        yield "K09", Match((*m.card_lines, said), fixes.install_driver(m))
+        yield "K09", Match((*m.card_lines, said))
 
     # the kernel log names the firmware's file; or its directory does not exist and the card is not initialized
     said = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
@@ -205,11 +181,9 @@ def unsupported(m: Case) -> Found:
     loaded = any(card.firmware == kernel.version for card in kernel.gpus)
     if (said or (gone and not loaded)) and kernel.loaded and not m.nvml_works:
         missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
-        fix = fixes.install_driver(m)
-        if not m.surroundings.container:
-            apt = f"--reinstall nvidia-firmware-{branch}-{kernel.version}"
-            again = fixes.system_package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
-            fix = (*again, _rebuild_initramfs(m), fixes.reboot(m))
+        apt = f"--reinstall nvidia-firmware-{branch}-{kernel.version}"
+        firmware = fixes.system_package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
+        fix = m.steps("K12 container" if m.surroundings.container else "K12", firmware=firmware)
         yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
 
 
@@ -218,13 +192,9 @@ def _too_new(m: Case, card: str, chip: Chip, known: Generation) -> Match:
     last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {_branch(m)} is installed"
     want = fixes.wanted(m)
     if known.name in want.dropped:
-        fix: Lines = (f"Leave it as it is: no driver supports both this card and {' and '.join(want.kept)}.",)
+        fix = m.steps("K06 mixed", kept=" and ".join(want.kept))
     else:
-        index = "https://download.pytorch.org/whl/cu118"
-        kepler = f"only the K80 (3.7) is supported, by torch 2.0.1 from {index} and older"
-        code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older do"
-        spared = "The other cards work. To use this one as well:" if m.works else ""
-        fix = (spared, *fixes.install_driver(m), f"torch must support the card too: {code}.")
+        fix = m.steps("K06", kepler=known.name == "Kepler", newer=known.name != "Kepler")
     severity: Severity = "note" if m.works else "error"
     return Match((card, last, said), fix, severity=severity, likely=chip.inferred and not said)
 
@@ -240,25 +210,12 @@ def held_card(m: Case) -> Found:
     if not _needs_driver(m):
         return
     if held and "nvidia" not in drivers:
-        fix = fixes.install_driver(m)
-        if not m.surroundings.container and m.platform.kernel in (m.kernel.built_for or ()):
-            fix = (
-                "NVIDIA's module is installed. Prevent the other one from loading (needs root and a reboot):",
-                fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
-                _rebuild_initramfs(m),
-                fixes.reboot(m),
-            )
-        yield "K04", Match(m.card_lines, fix)
+        installed = not m.surroundings.container and m.platform.kernel in (m.kernel.built_for or ())
+        blacklist = fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST)
+        yield "K04", Match(m.card_lines, m.steps("K04 installed" if installed else "K04", blacklist=blacklist))
     if drivers == {"vfio-pci"}:
         ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
-        fix = (
-            *fixes.on_host(m),
-            "Run torch inside the virtual machine that gets the card. Or, to use it on the host again:",
-            f"Remove {ids} from vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
-            "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
-            "Then rebuild the initial RAM disk and reboot (needs root).",
-        )
-        yield "K05", Match(m.card_lines, fix, severity=m.no_gpu_severity)
+        yield "K05", Match(m.card_lines, m.steps("K05", ids=ids), severity=m.no_gpu_severity)
 
 
 @rules("kernel", "K02", "K03", "K01")
@@ -276,37 +233,19 @@ def module_missing(m: Case) -> Found:
         yield "K02", _other_kernel(m)
     if rejected:
         keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
-        fix: Lines = (
-            "Look at what the kernel says; 'Key was rejected by service' confirms it:",
-            *fixes.on_host(m, "modprobe nvidia"),
-            "Enrol the key (needs root; choose a password, reboot, and confirm it in the blue MOK screen):",
-            *fixes.on_host(m, f"mokutil --import {keys.get(m.platform.distribution, '/var/lib/dkms/mok.pub')}"),
-            fixes.reboot(m),
-            "Or disable Secure Boot in the firmware settings.",
-        )
+        fix = m.steps("K03", key=keys.get(m.platform.distribution, "/var/lib/dkms/mok.pub"))
         yield "K03", Match(("Secure Boot is on", m.kernel_line, there if here else "", said), fix, likely=not said)
     if other_kernel or rejected:
         return
     evidence = (*m.card_lines, m.kernel_line)
-    load = (
-        "Load it, and read its messages (needs root):",
-        fixes.sudo(m, "modprobe nvidia"),
-        fixes.sudo(m, "dmesg | grep -iE 'nvidia|NVRM' | tail -n 20"),
-        "If nothing happens, check whether it is blacklisted:",
-        "$ grep -rn nvidia /etc/modprobe.d /usr/lib/modprobe.d",
-    )
-    install = fixes.install_driver(m)
     if m.surroundings.container:
-        fix = ("Run transload doctor on the host, where it can find out why.", *install)
-        yield "K01", Match(evidence, fix, "NVIDIA's kernel driver is not loaded on the host")
+        yield "K01", Match(evidence, m.steps("K01 container"), "NVIDIA's kernel driver is not loaded on the host")
     elif built == ():
-        yield "K01", Match((*evidence, "there is no nvidia.ko under /lib/modules"), install)
-    elif isinstance(built, Unknown):
-        unclear = f"could not determine whether it is installed: {built.reason}"
-        fix = (*load, "If there is no such module:", *install)
-        yield "K01", Match((*evidence, unclear), fix, "NVIDIA's kernel driver is not loaded")
+        yield "K01", Match((*evidence, "there is no nvidia.ko under /lib/modules"))
     else:
-        yield "K01", Match((*evidence, there), load, "NVIDIA's kernel driver is installed but not loaded")
+        unclear = isinstance(built, Unknown) and f"could not determine whether it is installed: {built.reason}"
+        title = f"NVIDIA's kernel driver is {'' if unclear else 'installed but '}not loaded"
+        yield "K01", Match((*evidence, unclear or there), m.steps("K01 installed", unclear=unclear), title)
 
 
 def _other_kernel(m: Case) -> Match:
@@ -316,20 +255,11 @@ def _other_kernel(m: Case) -> Match:
     newer = [version for version in built if _numbers(version) > _numbers(running)]
     if newer:
         title = "the kernel was updated, and the old one that is still running has no NVIDIA module"
-        return Match(
-            evidence, (f"Reboot into the new kernel {newer[0]}, which has the module:", fixes.reboot(m)), title
-        )
+        return Match(evidence, m.steps("K02 updated", kernel=newer[0]), title)
     headers = fixes.system_package(m, **table("packages")["packages"]["kernel headers"])
-    build = fixes.sudo(m, "akmods --force" if platform.distribution == "fedora" else "dkms autoinstall")
-    steps: Lines = (*headers, build, fixes.sudo(m, "modprobe nvidia"))
-    if "ubuntu" in (platform.distribution, *platform.distribution_like):
-        steps = (
-            "If the module is built on this machine (package nvidia-dkms-…):",
-            *steps,
-            "If Ubuntu's prebuilt module is used (linux-modules-nvidia-…), install it for this kernel. Its name:",
-            "$ apt search --names-only linux-modules-nvidia | grep $(uname -r)",
-        )
-    return Match(evidence, (*steps, f"Or reboot into the kernel {built[0]} for now."))
+    build = "akmods --force" if platform.distribution == "fedora" else "dkms autoinstall"
+    ubuntu = "ubuntu" in (platform.distribution, *platform.distribution_like)
+    return Match(evidence, m.steps("K02", headers=headers, build=build, ubuntu=ubuntu, kernel=built[0]))
 
 
 def _numbers(kernel: str) -> tuple[int, ...]:
@@ -357,19 +287,9 @@ def not_working(m: Case) -> Found:
     sound = node.exists and not node.error and node.major == m.nodes.majors.get("nvidia-uvm")
     if only_cuda and m.code == 999 and sound and times:
         since = f"the machine was suspended {plural(times, 'time')} since it booted"
-        services = "nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"
-        fix = (
-            "While no program uses the GPU:",
-            *fixes.on_host(m, "modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
-            "To prevent it:",
-            *fixes.on_host(m, f"systemctl enable {services}"),
-            "| options nvidia NVreg_PreserveVideoMemoryAllocations=1",
-            "Put that line into /etc/modprobe.d/nvidia-power.conf on the host.",
-        )
-        yield "K11", Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since), fix)
+        yield "K11", Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since))
 
     if m.platform.system == "Windows" and m.no_libcuda and first and first.cuda:
         step = m.failed("init")
         evidence = ("nvcuda.dll is not found", quoted(step.error if step else ""))
-        severity: Severity = "error" if m.has_nvidia else "note"
-        yield "W01", Match(evidence, fixes.install_driver(m), severity=severity)
+        yield "W01", Match(evidence, severity="error" if m.has_nvidia else "note")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _VERSION_MISMATCH = 18  # of NVML
 _NO_JIT = 221
-_UPDATE_WSL = ("$ wsl --update", "$ wsl --shutdown")
 
 
 def _library_line(lib: Library | None) -> str:
@@ -35,14 +34,10 @@ def _drop_library(m: Case, lib: Library) -> Lines:
     if drop := fixes.drop_library(m, lib.path, lib.via):
         return drop
     if lib.via == "ld.so.preload":
-        return (f"Remove {lib.path} from /etc/ld.so.preload, and keep the other lines (needs root).",)
+        return m.steps("Remove from ld.so.preload", listed=lib.path)
     if lib.via == "ld.so.cache" and not systems:
-        return (
-            f"Remove {folder} from the loader's configuration; this finds it:",
-            f"$ grep -rn {quote(folder)} /etc/ld.so.conf /etc/ld.so.conf.d",
-            fixes.sudo(m, "ldconfig"),
-        )
-    return (fixes.sudo(m, f"rm {quote(lib.path)}"), fixes.sudo(m, "ldconfig"))
+        return m.steps("Remove a folder", folder=folder, quoted=quote(folder))
+    return m.steps("Remove a library", path=quote(lib.path))
 
 
 def _better(m: Case, lib: Library | None) -> str:
@@ -71,12 +66,7 @@ def under_wsl(m: Case) -> Found:
     lib, found, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
     own = next((each for each in found if each.kind == "wsl"), None)
     if wsl == 1 and not m.works:
-        fix: Lines = (
-            "If Windows has an NVIDIA card, in PowerShell:",
-            "$ wsl -l -v",
-            "$ wsl --set-version DISTRIBUTION 2",
-        )
-        yield "U11", Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), fix, severity="note")
+        yield "U11", Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), severity="note")
     if wsl != 2 or not m.fails:
         return
     if lib is not None and lib.kind == "driver":
@@ -85,15 +75,13 @@ def under_wsl(m: Case) -> Found:
             "dnf": "dnf remove '*nvidia*'",
         }
         command = purge.get(m.platform.package_manager, f"rm {lib.path}")
-        fix = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
+        fix: Lines = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
         if lib.via == "LD_LIBRARY_PATH":
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(lib.path))
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
         windows = f"the Windows driver's own is {own.path}" if own else ""
         yield "U09", Match((used, windows, m.answer, m.relief), fix)
     elif m.broken and not m.surroundings.container:
-        update = "In Windows, update the NVIDIA driver (https://www.nvidia.com/drivers), then in PowerShell:"
-        steps = (update, *_UPDATE_WSL)
         if m.no_libcuda and own:
             there = f"{own.path} exists, but the loader does not search {dirname(own.path)}"
             yield "U08", Match((there,), _search(m, dirname(own.path), "ld.wsl.conf"))
@@ -101,12 +89,11 @@ def under_wsl(m: Case) -> Found:
             meant = m.torch.first is not None and not m.torch.first.cpu_only
             title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
             evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
-            fix = ("If Windows has an NVIDIA card:", *steps)
+            fix = m.steps("U08", perhaps=True)
             yield "U08", Match(evidence, fix, title, "error" if meant else "note", likely=meant)
-        elif not m.hardware.dxg:
-            yield "U08", Match(("/dev/dxg does not exist", m.answer), steps)
-        elif m.code == 100:
-            yield "U08", Match(("/dev/dxg exists", m.answer), steps, likely=True)
+        elif not m.hardware.dxg or m.code == 100:
+            node = f"/dev/dxg {'exists' if m.hardware.dxg else 'does not exist'}"
+            yield "U08", Match((node, m.answer), m.steps("U08", perhaps=False), likely=m.hardware.dxg)
 
 
 # -- the wrong libcuda.so.1
@@ -145,21 +132,20 @@ def _refused(m: Case) -> Found:
         if used is not None and used.via.startswith("LD_"):
             fix = _drop_library(m, used)
         elif m.surroundings.container:
-            fix = ("Recreate the container, so that it gets the host's libraries:", *fixes.give_gpu(m))
+            fix = m.steps("U01 container")
         elif module and library and library < module:
-            older = f"The libraries are older than the loaded module {kernel}: install its version of them."
-            fix = (older, *fixes.install_driver(m, exactly=module[0]))
+            fix = m.steps("U01 older", same=fixes.install_driver(m, exactly=module[0]))
         else:
-            fix = (fixes.reboot(m), "Or, while no program and no desktop uses the GPU:", *fixes.reload_module(m))
+            fix = m.steps("U01", reload=fixes.reload_module(m))
         yield "U01", Match((line, versions, m.answer, m.nvml_answer, m.relief), fix)
     elif m.code == 804:
         names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
         plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
-        update = ("Or update the host's driver, so that no compat library is needed:", *fixes.install_driver(m))
         if kind == "compat":
-            yield "U03", Match((line, versions, m.answer, plain, m.relief), (*drop, *update))
+            yield "U03", Match((line, versions, m.answer, plain, m.relief), m.steps("U03", drop=drop))
         else:
-            yield "U03", Match((m.answer, line, plain, m.relief), (fixes.reboot(m), *update), likely=True)
+            fix = m.steps("U03", drop=fixes.reboot(m))
+            yield "U03", Match((m.answer, line, plain, m.relief), fix, likely=True)
 
 
 def _unusable(m: Case) -> Match | None:
@@ -247,13 +233,7 @@ def sandboxed(m: Case) -> Found:
         return
     if not m.broken or m.no_gpu or m.code not in (100, 304, 999):
         return
-    fix: Lines = ("Use a runtime class that passes the GPU on, or run without the sandbox.",)
-    if sandbox == "gvisor":
-        fix = (
-            "Start it with GPU support, and a driver version from the list that this prints on the host:",
-            "$ runsc nvproxy list-supported-drivers",
-            "$ docker run --runtime=runsc --gpus all …   # runsc configured with --nvproxy",
-        )
+    fix = m.steps("C11 gvisor" if sandbox == "gvisor" else "C11")
     yield "C11", Match((f"the kernel is {sandbox}'s", m.answer), fix)
 
 
@@ -266,22 +246,18 @@ def not_ready(m: Case) -> Found:
     if not m.broken or m.code != 802 or m.surroundings.wsl:
         return
     if m.driver.nvml.confidential == "not-ready":
-        ready = fixes.on_host(m, "nvidia-smi conf-compute -srs 1")
-        evidence: Lines = (m.answer, "NVML reports that confidential computing is enabled and the GPUs are not ready")
-        yield "S03", Match(evidence, ("After the attestation of the GPU, and after each start:", *ready))
+        yield "S03", Match((m.answer, "NVML reports that confidential computing is enabled and the GPUs are not ready"))
         return
     manager, version = m.kernel.fabric_manager, m.kernel.version
     branch = numbers_of(version)[:1]
     if m.surroundings.container or not branch:
-        by_hand = f"Install nvidia-fabricmanager {version}, the driver's version.".replace("  ", " ")
-        install = (*fixes.on_host(m), by_hand)
+        install = m.steps("The fabric manager of the host", version=f" {version}" if version else "")
     else:
         apt = f"'nvidia-fabricmanager-{branch[0]}={version}*'"
         install = fixes.system_package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
     if manager and version and manager != version:
         versions = f"the fabric manager is version {manager}, the kernel driver {version}"
-        restart = fixes.on_host(m, "systemctl restart nvidia-fabricmanager")
-        yield "S02", Match((m.answer, versions), (*install, *restart))
+        yield "S02", Match((m.answer, versions), m.steps("S02", install=install))
         return
     switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_listed(d.device, "nvswitches")]
     states = {gpu.fabric for gpu in m.driver.nvml.gpus} & {"not-started", "in-progress"}
@@ -296,13 +272,8 @@ def not_ready(m: Case) -> Found:
         "nv-fabricmanager is installed but not running" if stopped else "",
         "nv-fabricmanager is running" if runs else "",
     )
-    fix = (
-        *(() if runs or manager else install),
-        *fixes.on_host(m, f"systemctl {'restart' if runs else 'enable --now'} nvidia-fabricmanager"),
-        "If it does not start, its log says why:",
-        *fixes.on_host(m, "journalctl -u nvidia-fabricmanager"),
-        "In a cloud VM the service runs on the provider's host: report it to the provider.",
-    )
+    start = "restart" if runs else "enable --now"
+    fix = m.steps("S01", install=() if runs or manager else install, start=start)
     title = "the NVSwitch fabric is down, although the fabric manager is running" if runs else ""
     yield "S01", Match(evidence, fix, title, likely=not (switches or states or stopped))
 
@@ -310,29 +281,18 @@ def not_ready(m: Case) -> Found:
 @rules("driver", "S04", "S07", "M01", "M02", likely=("S07",))
 def divided_card(m: Case) -> Found:
     """MPS, a vGPU or MIG, which share a card, have nothing for this process."""
-    nvml, container = m.driver.nvml, m.surroundings.container
+    nvml = m.driver.nvml
     if m.fails and m.code in range(805, 811):
         yield "S04", _mps(m)
 
     virtual = [gpu for gpu in nvml.gpus if gpu.virtualization == "vgpu"]
     if m.broken and virtual and m.code in (35, 100):
-        fix: Lines = (
-            "Install the vGPU guest driver of the host's branch; the host's administrator has it.",
-            "Ask whether the profile supports CUDA: profiles of the A and B series do not.",
-        )
-        yield "S07", Match((f"NVML reports that {virtual[0].name or 'the card'} is a vGPU", m.answer), fix)
+        yield "S07", Match((f"NVML reports that {virtual[0].name or 'the card'} is a vGPU", m.answer))
 
     whole = _all_mig(m) and not any(gpu.mig_devices for gpu in nvml.gpus)
     if m.broken and m.code == 100 and whole and not _closed_caps(m):
-        fix = (
-            "Create an instance; first list the profiles:",
-            *fixes.on_host(m, "nvidia-smi mig -lgip", "nvidia-smi mig -cgi 0 -C"),
-            "Or disable MIG, while no program uses the cards:",
-            *fixes.on_host(m, "nvidia-smi -mig 0"),
-            "Or give the container an instance that already exists." if container else "",
-        )
         evidence: Lines = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
-        yield "M01", Match(evidence, fix, likely=bool(container))
+        yield "M01", Match(evidence, likely=bool(m.surroundings.container))
 
     names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
     count = m.driver.cuda.count
@@ -353,19 +313,11 @@ def _mps(m: Case) -> Match:
         f"nvidia-cuda-mps-control is {'running' if runs else 'not visible here'}",
         m.relief,
     )
-    without: Lines = ()
-    if value is not None:
-        without = ("To work without MPS:", *fixes.unset(m, variable))
-    elif directory:
-        without = ("To work without MPS:", fixes.sudo(m, f"rm -r {directory}"))
-    start = "$ nvidia-cuda-mps-control -d"
-    fix: Lines = ("To start MPS, as the user who runs the program:", start)
-    if m.surroundings.container:
-        share = "$ docker run --gpus all --ipc=host -v /tmp/nvidia-mps:/tmp/nvidia-mps …"
-        fix = ("To work with the host's MPS, start the container with its directory:", share)
-    elif runs:
-        fix = ("To restart MPS:", "$ echo quit | nvidia-cuda-mps-control", start)
-    return Match(evidence, (*without, *fix))
+    without: Lines = fixes.unset(m, variable) if value is not None else ()
+    if value is None and directory:
+        without = (fixes.sudo(m, f"rm -r {directory}"),)
+    how = "S04 container" if m.surroundings.container else "S04 runs" if runs else "S04"
+    return Match(evidence, m.steps(how, without=without))
 
 
 def _all_mig(m: Case) -> bool:
@@ -389,17 +341,10 @@ def mig_unreachable(m: Case) -> Found:
     branch = numbers_of(m.driver.nvml.driver or m.kernel.version)[:1]
     if value.strip().startswith("MIG-GPU-") and branch >= (470,):
         evidence: Lines = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.relief)
-        fix: Lines = ("Use the name that starts with MIG- and has no slash, from:", f"$ {fixes.smi(m)} -L")
-        yield "M03", Match(evidence, fix)
+        yield "M03", Match(evidence, m.steps("M03 name"))
     elif closed and _all_mig(m):
         nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])
-        fix = (
-            "Give the container the instance, and with it its nodes:",
-            "$ docker run --gpus '\"device=MIG-UUID\"' …",
-            "Outside a container, the nodes under /dev/nvidia-caps must be readable by this user:",
-            "$ ls -l /dev/nvidia-caps",
-        )
-        yield "M03", Match((*nodes, m.answer), fix)
+        yield "M03", Match((*nodes, m.answer))
 
 
 # -- the start itself
@@ -411,17 +356,15 @@ def no_start(m: Case) -> Found:
     driver, limit = m.driver, m.platform.address_space
     starves = m.code == _OUT_OF_MEMORY and not m.works
     if m.surroundings.wsl == 2 and m.fails and m.code == _OUT_OF_MEMORY and limit is None and driver.nvml.count != 1:
-        one = fixes.set_variable(m, CVD, "0")
-        update = "And update the driver in Windows, then in PowerShell:"
-        yield "U10", Match((m.answer, m.nvml_answer, m.relief), ("Try it with one GPU:", *one, update, *_UPDATE_WSL))
+        fix = m.steps("U10", one=fixes.set_variable(m, CVD, "0"))
+        yield "U10", Match((m.answer, m.nvml_answer, m.relief), fix)
 
     if limit is not None and not m.torch_run.cuda_works:
         first_kernel = any("out of memory" in step.error for step in m.torch_run.steps) and limit < _ENOUGH
         if first_kernel or starves:
             answer = "torch is out of memory at its first kernel" if m.works else m.answer
-            hard = "If that is refused, an administrator set it: in limits.conf, the unit's LimitAS= or the scheduler."
             evidence = (f"the address space of this process is limited to {limit >> 20} MB (ulimit -v)", answer)
-            yield "X04", Match(evidence, ("$ ulimit -v unlimited", hard), likely=limit >= _ENOUGH)
+            yield "X04", Match(evidence, likely=limit >= _ENOUGH)
 
     cuda, nvml = driver.cuda.answer.state == "hung", driver.nvml.answer.state == "hung"
     if (cuda or nvml) and not m.works_without and not (cuda and m.torch_run.cuda_works):
@@ -431,9 +374,8 @@ def no_start(m: Case) -> Found:
     failed = told.state in ("not-loadable", "no-symbol", "crashed") or (told.answered and code > 0)
     if driver.cuda.works and failed:
         meaning = result("nvml", code).text if told.answered else ""
-        fix = ("CUDA and torch work. Update the program that uses NVML, or set CUDA_VISIBLE_DEVICES for it.",)
         lines = (m.nvml_answer, meaning, f"CUDA works and has {driver.cuda.count} devices")
-        yield "U12", Match(lines, fix, severity="note")
+        yield "U12", Match(lines, severity="note")
 
 
 def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
@@ -442,20 +384,10 @@ def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
     evidence = (m.answer if cuda else "", too, *stuck)
     lib = m.libcuda
     if cuda and lib is not None and lib.via.startswith("LD_"):
-        drop = (f"{lib.path} may not be the driver's library. Try without it:", *_drop_library(m, lib))
-        return Match((_library_line(lib), *evidence), drop)
-    awake: Lines = ()
-    if "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container:
-        keep = fixes.sudo(m, "systemctl enable --now nvidia-persistenced")
-        awake = ("If it is only slow, keep the driver loaded:", keep)
-    fix = (
-        "Look for processes in state D; no signal can end them:",
-        "$ ps -eo pid,stat,wchan:32,cmd | awk '$2 ~ /^D/'",
-        "If there are any, or if it keeps hanging, only a reboot helps.",
-        fixes.reboot(m),
-        *awake,
-    )
-    return Match(evidence, fix, severity="warning" if m.works else "error")
+        fix = m.steps("X02 library", path=lib.path, drop=_drop_library(m, lib))
+        return Match((_library_line(lib), *evidence), fix)
+    sleeps = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
+    return Match(evidence, m.steps("X02", sleeps=sleeps), severity="warning" if m.works else "error")
 
 
 @rules("driver", "X08", symptom=True)
@@ -493,15 +425,8 @@ def unexplained(m: Case) -> Found:
         *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]),
         m.relief,
     )
-    fix: Lines = (
-        "Look at what the driver wrote to the kernel log:",
-        *fixes.on_host(m, "dmesg | grep -iE 'NVRM|nvidia|Xid' | tail -n 40"),
-        "A reboot often helps:",
-        fixes.reboot(m),
-        "If the problem remains, report it with the output of: transload doctor --json",
-    )
     if crashed is not None and (crashed.via.startswith("LD_") or m.no_gpu):
-        fix = ("Try without it:", *_drop_library(m, crashed))
-    elif m.surroundings.wsl:
-        fix = ("Update the driver in Windows, then in PowerShell:", *_UPDATE_WSL)
+        fix = m.steps("X08 library", drop=_drop_library(m, crashed))
+    else:
+        fix = m.steps("X08 wsl" if m.surroundings.wsl else "X08")
     yield "X08", Match(evidence, fix, title)

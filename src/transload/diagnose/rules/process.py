@@ -45,13 +45,7 @@ def not_granted(m: Case) -> Found:
     if around.service and m.broken and (private or forbidden) and not (around.container or around.slurm):
         why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
         names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
-        fix = (
-            fixes.sudo(m, f"systemctl edit {around.service}"),
-            "| [Service]",
-            "| PrivateDevices=no",
-            *(f"| DeviceAllow=/dev/{name} rw" for name in names),
-            fixes.sudo(m, f"systemctl restart {around.service}"),
-        )
+        fix = m.steps("D05", allow=tuple(f"| DeviceAllow=/dev/{name} rw" for name in names))
         yield "D05", Match((f"the process runs in the unit {around.service}", why, m.answer), fix)
 
 
@@ -66,7 +60,6 @@ def container(m: Case) -> Found:
     host = (*m.card_lines, loaded if kernel.loaded else "")
     missing = m.no_libcuda and not m.driver.libraries.cuda
     visible, capabilities = m.env("NVIDIA_VISIBLE_DEVICES"), m.env("NVIDIA_DRIVER_CAPABILITIES")
-    regenerate = fixes.on_host(m, "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")
 
     # on a host, a note that its CDI file names another release
     if not kind and around.cdi and kernel.version and kernel.version not in around.cdi:
@@ -75,7 +68,7 @@ def container(m: Case) -> Found:
             f"the loaded kernel driver is {kernel.version}",
         )
         title = "containers will get the libraries of another driver version"
-        yield "C07", Match(evidence, regenerate, title, "note")
+        yield "C07", Match(evidence, title=title, severity="note")
     if not m.broken:
         return
 
@@ -95,7 +88,7 @@ def container(m: Case) -> Found:
         without.add("C04")
         origins = m.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
         where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
-        fix: Lines = ("Start the container with another value, or without the variable:", *give, where)
+        fix = m.steps("C04", where=where)
         evidence = (inside, f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
         yield "C04", Match((*evidence, *host), fix, severity=severity, likely=value == "void")
 
@@ -103,24 +96,16 @@ def container(m: Case) -> Found:
     here = m.nodes.at(CONTROL).exists or m.driver.nvml.answer.answered
     if capabilities and not named & {"compute", "all"} and missing and here:
         evidence = (inside, f"NVIDIA_DRIVER_CAPABILITIES is {capabilities!r}", m.answer, m.nvml_answer)
-        yield "C03", Match(evidence, ("Start the container with -e NVIDIA_DRIVER_CAPABILITIES=compute,utility.", *give))
+        yield "C03", Match(evidence)
 
     lib = m.mismatched  # a library that does not have the version of the host's driver
     if lib is not None and not lib.via.startswith("LD_"):
-        version = kernel.version
-        which = f"{lib.target or lib.path} is version {lib.version}, but the host's kernel driver is {version}"
+        which = f"{lib.target or lib.path} is version {lib.version}, but the host's kernel driver is {kernel.version}"
         evidence = (inside, which, m.answer, m.nvml_answer)
         if kind in _SYSTEM_CONTAINERS:
-            install = f"install the libraries of the host's version, {version}, without the kernel module:"
-            fix = (
-                f"Inside the container, {install}",
-                fixes.sudo(m, f"sh NVIDIA-Linux-{m.platform.machine}-{version}.run --no-kernel-module"),
-                "Download it from https://www.nvidia.com/drivers; repeat this after each driver update on the host.",
-            )
-            yield "C10", Match(evidence, fix)
+            yield "C10", Match(evidence)
         elif kind not in _APPTAINER:
-            copy = "If that does not help, libcuda was copied into the image: remove it there and rebuild the image."
-            yield "C07", Match(evidence, (*regenerate, "Then recreate the container.", copy))
+            yield "C07", Match(evidence)
 
     if without or m.fires("C11", "C09"):
         return
@@ -141,18 +126,12 @@ def container_notes(m: Case) -> Found:
     lacking = around.docker and not around.container and (snap or around.container_toolkit is False)
     if lacking and m.host_has_gpu and not around.wsl:
         evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
-        fix: Lines = (
-            "To give containers a GPU, install it from NVIDIA's repository (docs.nvidia.com/datacenter/cloud-native):",
-            *fixes.system_package(m, **table("packages")["packages"]["container toolkit"]),
-            fixes.sudo(m, "nvidia-ctk runtime configure --runtime=docker"),
-            fixes.sudo(m, "systemctl restart docker"),
-        )
-        yield "C02", Match((evidence,), fix, severity="note")
+        toolkit = fixes.system_package(m, **table("packages")["packages"]["container toolkit"])
+        yield "C02", Match((evidence,), m.steps("C02", toolkit=toolkit), severity="note")
     chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
     if first and chosen and around.container and m.driver.cuda.works:
         by = f"torch {first.version} was installed by {first.installer or 'conda'}"
-        fix = ("Name the CUDA build in the Dockerfile: what is installed inside a running container is lost with it.",)
-        yield "N02", Match((by, "CUDA works in this container"), fix, severity="note")
+        yield "N02", Match((by, "CUDA works in this container"), severity="note")
 
 
 # -- the device nodes under /dev through which a process reaches the driver
@@ -226,7 +205,7 @@ def faulty_node(m: Case) -> Found:
         line = f"{node.path}: {state} (mode {node.mode:04o}, {owner}, device {node.major}:{node.minor})"
     answers = (m.answer, m.nvml_answer)
     wrong = _wrong_device(m, node)
-    recreate = "Then recreate the container." if container else ""
+    make = "nvidia-modprobe -u -c=0" if uvm else "nvidia-modprobe -c 0"
 
     if wrong or node.error in ("ENXIO", "ENODEV"):  # not the driver's device, or no device behind it
         name = "nvidia-uvm" if uvm else "nvidia"
@@ -235,40 +214,24 @@ def faulty_node(m: Case) -> Found:
         what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
         if container in ("lxc", "nspawn"):
             majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
-            allow = (f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors)
-            fix: Lines = (*fixes.on_host(m), "In the container's configuration; then bind the nodes again:", *allow)
-        elif container:
-            fix = (*fixes.on_host(m, "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"), recreate)
+            fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {each}:* rwm" for each in majors))
         else:
-            made = "nvidia-modprobe -u -c=0" if uvm else "nvidia-modprobe -c 0"
-            fix = (fixes.sudo(m, f"rm -r {node.path}"), fixes.sudo(m, made))
+            fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
         yield "D02", Match((line, what, *answers), fix, f"{node.path} points to the wrong device", likely=not wrong)
 
     if node.error == "EPERM" and not wrong:
         allowed = f"the devices cgroup allows: {', '.join(m.nodes.cgroup[:4])}" if m.nodes.cgroup else ""
         title = "" if container else "the device cgroup forbids the device nodes"
-        fix = ("The device cgroup of this login or unit forbids it: start the program from another one.",)
-        if container:
-            fix = (
-                "Recreate the container; restarting the process inside is not enough.",
-                "To prevent it:",
-                *fixes.on_host(m, "nvidia-ctk system create-dev-char-symlinks --create-all"),
-                f"Or pass the nodes by name: --device {CONTROL} --device {UVM} --device /dev/nvidia0",
-            )
-        yield "D04", Match((line, allowed, *answers), fix, title)
+        yield "D04", Match((line, allowed, *answers), m.steps("D04 container" if container else "D04"), title)
 
     ours = node.group and node.group in m.platform.groups and node.mode & 0o060 == 0o060
     allows = m.platform.root or node.mode & 0o006 == 0o006 or bool(ours)  # by mode and groups
     if node.error == "EACCES" and allows and not node.nodev and m.surroundings.selinux == "enforcing":
-        allow_it = fixes.on_host(m, "ausearch -m avc -ts recent", "setsebool -P container_use_devices on")
-        fix = ("Check whether SELinux denied it, then allow it:", *allow_it)
-        yield "D06", Match((line, "SELinux is enforcing", *answers), fix)
+        yield "D06", Match((line, "SELinux is enforcing", *answers))
     elif node.error == "EACCES" and node.nodev:
         mounted = "its file system is mounted with nodev: devices cannot be opened there, even by root"
         title = f"{node.path} is on a file system mounted with nodev"
-        fix = (fixes.sudo(m, f"mount -o remount,dev {node.path.rpartition('/')[0]}"),)
-        if container:
-            fix = ("Start the container with the nodes as devices, not as a volume:", *fixes.give_gpu(m))
+        fix = m.steps("D03 volume" if container else "D03 nodev", folder=node.path.rpartition("/")[0])
         yield "D03", Match((line, mounted, *answers), fix, title)
     elif node.error == "EACCES":
         odd = "its mode would allow it: something else forbids it (AppArmor, a user namespace)" if allows else ""
@@ -279,26 +242,20 @@ def faulty_node(m: Case) -> Found:
 
     if not node.exists:  # and nothing creates it
         unloaded = uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
-        stay = "sh -c 'echo nvidia_uvm > /etc/modules-load.d/nvidia-uvm.conf'  # to have it after each start"
-        make = ("nvidia-modprobe -u -c=0", stay) if uvm else ("nvidia-modprobe -c 0",)
         what = "the module nvidia_uvm is not loaded" if unloaded else ""
-        yield "D01", Match((line, what, *answers), (*fixes.on_host(m, *make), recreate), f"{node.path} is missing")
+        yield "D01", Match((line, what, *answers), m.steps("D01", make=make, uvm=uvm), f"{node.path} is missing")
 
 
 def _let_in(m: Case, node: Node) -> Lines:
     """Give this user access to a node."""
     if m.surroundings.container:
-        keep = "Rootless podman keeps your groups with: podman run --group-add keep-groups …"
-        return (*fixes.on_host(m), "Check who may open it:", f"$ ls -l {node.path}", keep)
+        return m.steps("D03 container", path=node.path)
     if node.group and node.group != "root" and node.mode & 0o060 == 0o060:
-        login = "Then log out and in again: groups are read at login."
-        return (fixes.sudo(m, f"usermod -aG {node.group} $USER"), login)
-    ours = node.path.startswith("/dev/nvidia")
-    now = ("For now:", fixes.sudo(m, f"chmod 0666 {_OURS if ours else node.path}"))
-    if not ours:
-        return now
+        return m.steps("D03 group", group=node.group)
+    if not node.path.startswith("/dev/nvidia"):
+        return m.steps("D03", paths=node.path, option=())
     option = "options nvidia NVreg_DeviceFileMode=0666"
-    return (*now, "Permanently:", *fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
+    return m.steps("D03", paths=_OURS, option=fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
 
 
 @rules("nodes", "R01")
@@ -310,15 +267,8 @@ def kfd(m: Case) -> Found:
         return
     if not node.error or not m.nodes.found or (m.usable("rocm") and node.error == "ENOENT"):
         return
-    fix: Lines = (fixes.sudo(m, "usermod -aG render,video $USER"), "Then log in again.")
-    if m.surroundings.container:
-        fix = (
-            "Start the container with the devices:",
-            "$ docker run --device=/dev/kfd --device=/dev/dri …",
-            "And with --group-add, the number of the host's group render.",
-        )
-    elif node.error == "ENOENT":
-        fix = ("The kernel driver has no compute device: update the kernel, or install amdgpu-dkms.",)
+    absent = " absent" if node.error == "ENOENT" else ""
+    fix = m.steps(f"R01{' container' if m.surroundings.container else absent}")
     yield "R01", Match((f"/dev/kfd: {node.error}", quoted(m.complaint("HIP"))), fix)
 
 
@@ -377,17 +327,11 @@ def hidden_gpus(m: Case) -> Found:
         yield "E13", Match((f"{CVD} is {value!r}", counted), _correct(m), severity="warning")
     places = m.variables.origins.get(CVD, ())
     if places and not m.works and is_cut:
-        lines = tuple(f"{CVD} is set in {place}" for place in places)
-        yield "E07", Match(lines, ("Remove it there.",), severity="note")
+        yield "E07", Match(tuple(f"{CVD} is set in {place}" for place in places), severity="note")
 
 
 def _correct(m: Case) -> Lines:
-    if m.surroundings.slurm:
-        return (
-            "Do not set it in a Slurm job: Slurm sets it to the job's GPUs. Remove it from the batch script and the",
-            "shell's startup files, and start the job again.",
-        )
-    return (*fixes.unset(m, CVD), "Or set it to indices starting at 0, as nvidia-smi -L lists them.")
+    return m.steps(f"{CVD} in Slurm" if m.surroundings.slurm else CVD, unset=fixes.unset(m, CVD))
 
 
 @rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")

@@ -51,8 +51,7 @@ def driver_for_build(m: Case) -> Found:
             *(f"libcuda.so.1 is {path}" for path in loaded if path),
             f"preloaded: {preload}" if preload else "",
         )
-        remove = ("Remove the library that is loaded instead of NVIDIA's libcuda.so.1.",)
-        yield "V05", Match(evidence, fixes.unset(m, "LD_PRELOAD") if preload else remove)
+        yield "V05", Match(evidence, fixes.unset(m, "LD_PRELOAD") if preload else None)
 
     if driver and wheel and not _enough(driver, wheel) and not m.torch_run.cuda_works:
         version = m.driver.nvml.driver or m.kernel.version
@@ -65,16 +64,15 @@ def driver_for_build(m: Case) -> Found:
         fix = fixes.wheel(m)
         # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
         if floor and not fixes.wheel_choice(m).needs_driver and not _misfits(m):
-            to_floor = fixes.install_driver(m, at_least=tables.branch_of(floor))
-            either = "Either install a torch that works with this driver:"
-            fix = (either, *fix, f"Or update the driver to {floor} or newer:", *to_floor)
+            update = fixes.install_driver(m, at_least=tables.branch_of(floor))
+            fix = m.steps("V01", wheel=fix, floor=floor, update=update)
         yield "V01", Match(evidence, fix)
 
     if (told_ptx := m.complaint(r"unsupported toolchain")) or _only_newer_ptx(m):
         known = f"the driver supports CUDA up to {tables.cuda_text(driver)}, torch was built with {torch_cuda}"
         evidence = (quoted(told_ptx), known if driver and torch_cuda else "")
-        update = f"Update the driver{f' to {shipped} or newer' if shipped else ''}:"
-        fix = (update, *fixes.install_driver(m, at_least=tables.branch_of(shipped)))
+        least = f" to {shipped} or newer" if shipped else ""
+        fix = m.steps("V02", least=least, update=fixes.install_driver(m, at_least=tables.branch_of(shipped)))
         yield "V02", Match(evidence, fix, likely=not told_ptx)
 
     if (lacks := m.complaint(r"API call is not supported in the installed CUDA driver")) and m.failed():
@@ -146,9 +144,7 @@ def no_code_for_card(m: Case) -> Found:
     override = "HSA_OVERRIDE_GFX_VERSION"
     if known and chips and not m.env(override) and not set(chips) & known and not m.torch_run.cuda_works:
         near = {"gfx103": "10.3.0", "gfx110": "11.0.0"}.get(chips[0][:6], "")
-        fix = ("Install a build of torch that supports this chip, or use the CPU.",)
-        if near:
-            fix = ("Treat it as the closest supported chip:", *fixes.set_variable(m, override, near))
+        fix = m.steps("R02 near", override=fixes.set_variable(m, override, near)) if near else m.steps("R02")
         yield "R02", Match((f"the card is {chips[0]}", f"torch has code for {' '.join(sorted(known))}"), fix)
 
 
@@ -275,10 +271,8 @@ def not_allowed_to_work(m: Case) -> Found:
 
     if found := [gpu for gpu in gpus if gpu.licence == "unlicensed"]:
         lines = (f"{gpu.name} is a virtual GPU without a licence" for gpu in found)
-        enter = "Enter the licence server or token in /etc/nvidia/gridd.conf, then (needs root):"
         told = m.complaint(rf"{_BUSY}|Grid license")
-        fix: Lines = (enter, fixes.sudo(m, "systemctl restart nvidia-gridd"))
-        yield "S06", Match((*lines, quoted(told)), fix, severity="error" if told else "warning")
+        yield "S06", Match((*lines, quoted(told)), severity="error" if told else "warning")
 
     # torch was refused and the mode explains it; or it was not run, and no card is usable
     told = m.complaint(_BUSY)
@@ -289,31 +283,21 @@ def not_allowed_to_work(m: Case) -> Found:
     mode = mode or [f"{gpu.name} is in compute mode prohibited" for gpu in m.driver.cuda.gpus if gpu.compute_mode == 2]
     if mode and (told or none_left):
         users = (f"in use by {process}" for gpu in taken for process in gpu.processes)
-        wait = "Wait for the other process, or end it. Or let several share the card (needs root):" if taken else ""
-        fix = (wait, fixes.sudo(m, f"{fixes.smi(m)} -c 0"))
-        yield "S05", Match((quoted(told), *mode, *users), fix, likely=not told and not closed)
+        yield "S05", Match((quoted(told), *mode, *users), m.steps("S05", taken=taken), likely=not told and not closed)
 
     if "out of memory" in error.lower():  # for a small tensor; only likely if the card seems to have some
         known, limit = [gpu for gpu in gpus if gpu.free >= 0], m.platform.address_space
         if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
-            why = "CUDA reserves more address space than there is memory. Lift the limit in the shell or the job:"
             evidence: Lines = (f"ulimit -v is {limit >> 30} GB", quoted(error))
-            title = "a limit on the address space leaves CUDA no room"
-            yield "X06", Match(evidence, (why, "$ ulimit -v unlimited"), title)
+            yield "X06", Match(evidence, m.steps("X06 limit"), "a limit on the address space leaves CUDA no room")
         else:
             free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
             holders = [f"{process} is using {gpu.name}" for gpu in gpus for process in gpu.processes]
-            fix = ("End the processes that hold the card's memory, or use another card:", f"$ {fixes.smi(m)}")
             full = any(gpu.free < _ENOUGH for gpu in known)
-            yield "X06", Match((quoted(error), *free, *holders[:6]), fix, likely=not full)
+            yield "X06", Match((quoted(error), *free, *holders[:6]), likely=not full)
 
     if step and re.search(_STICKY, error):
-        fix = (
-            "No program causes this. Look for Xid errors (needs root), then reboot or reset the card:",
-            fixes.sudo(m, "dmesg | grep -i xid"),
-            fixes.reboot(m),
-        )
-        yield "X05", Match((f"in the step {step.name}", quoted(error)), fix, "a trivial kernel crashes on the GPU")
+        yield "X05", Match((f"in the step {step.name}", quoted(error)), title="a trivial kernel crashes on the GPU")
 
     by_name: dict[str, list[str]] = {}
     for path in m.torch_run.libraries:
@@ -323,8 +307,7 @@ def not_allowed_to_work(m: Case) -> Found:
     double = [path for paths in by_name.values() if len(set(paths)) > 1 for path in paths]
     if double and not m.computes:  # an error only if torch fails
         evidence = (*(f"loaded: {path}" for path in double[:6]), quoted(worked.error if worked else ""))
-        fix = ("Remove CUDA directories from LD_LIBRARY_PATH, and uninstall packages that bring another CUDA version.",)
-        yield "X07", Match(evidence, fix, severity="error" if worked else "note", likely=bool(worked))
+        yield "X07", Match(evidence, severity="error" if worked else "note", likely=bool(worked))
 
 
 # -- symptoms: reported as they were seen, and only if no rule explains them
@@ -346,15 +329,13 @@ def symptoms(m: Case) -> Found:
         if cuda.answer.state == "crashed" and step and step.name != "import":
             # torch is not the reason, so reinstalling it does not help
             where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
-            again = "reinstall the driver, or remove the library that replaces it."
-            fix: Lines = (f"The driver's library crashes, not torch: {again}",)
+            fix = m.steps("X11 driver")
             if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
-                fix = (f"{lib.path} crashes, not torch. Remove it:", *drop)
+                fix = m.steps("X11 library", path=lib.path, drop=drop)
             yield "X11", Match((told, f"also without torch: {m.answer}", where), fix, title)
         else:
-            wait = "See what that line waits for, such as a lock, a network disk or another process." * (" at " in told)
-            slow = ("Give it more time, in case it is only slow:", "$ transload doctor --timeout 120")
-            yield "X11", Match((told,), (wait, *slow) if hung else m.reinstall, title, likely=hung)
+            fix = m.steps("X11 hung" if hung else "X11", waits=" at " in told)
+            yield "X11", Match((told,), fix, title, likely=hung)
     elif m.import_error:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
@@ -365,26 +346,22 @@ def symptoms(m: Case) -> Found:
     if m.imported and (run.available is False or start) and cuda.works and m.torch_cuda:
         other = [path for path in run.libraries if "/libcuda.so" in path and cuda.library not in ("", path)]
         names = [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if m.env(name)]
-        without = "Try without the variables that change the loader's search path:"
-        python = m.python.executable or "python"
+        unset = fixes.unset(m, *names) if names else ()
         evidence: Lines = (
             f"the driver starts and finds {plural(cuda.count, 'GPU')}",
             quoted(error if start else m.complaint(r"CUDA")),
             *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
         )
-        compare = f"$ LD_DEBUG=libs {python} -c 'import torch; torch.cuda.init()' 2>&1 | grep libcuda"
-        yield "X09", Match(evidence, (*((without, *fixes.unset(m, *names)) if names else ()), compare))
+        yield "X09", Match(evidence, m.steps("X09", unset=unset, python=m.python.executable or "python"))
     elif run.hip and run.available is False and m.usable("rocm"):
         title = "torch sees no GPU although ROCm has one"
-        yield "X09", Match(("/dev/kfd has a GPU", quoted(error)), ("$ rocminfo",), title)
+        yield "X09", Match(("/dev/kfd has a GPU", quoted(error)), m.steps("X09 rocm"), title)
 
     work = m.failed(*_STEPS)  # after the import, on a machine whose driver works, or on the CPU
     if work and state not in ("hung", "crashed"):
-        fix, title = m.reinstall, _STEPS[work.name]
-        if work.name in _WORK and "the result is" in work.error:
-            fix = ("A card that computes wrong results is broken: test its memory, or replace it.",)
-            title = "the GPU computes wrong results"
-        yield "X12", Match(_lines(work.error), fix, title)
+        wrong = work.name in _WORK and "the result is" in work.error
+        title = "the GPU computes wrong results" if wrong else _STEPS[work.name]
+        yield "X12", Match(_lines(work.error), m.steps("X12 wrong" if wrong else "X12"), title)
 
     # a child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning
     not_asked = cuda.answer.detail or m.problems.get("cuda", "")
@@ -397,14 +374,7 @@ def symptoms(m: Case) -> Found:
             f"torch was not run: {not_run}" if torch else "",
         )
         said = " ".join(evidence).lower()
-        fix = ("Repair what is described above, and run it again.",)
-        if "permission" in said or "not permitted" in said:
-            fix = ("Run it as a user who may execute that interpreter.",)
-        elif any(word in said for word in ("temporarily unavailable", "memory", "thread")):
-            fix = (
-                "No more processes can be started. Check the limits, and end processes that are not needed:",
-                "$ ulimit -u",
-                "$ cat /sys/fs/cgroup/pids.max",
-            )
+        how = "X13 limit" if re.search("temporarily unavailable|memory|thread", said) else "X13"
+        how = "X13 forbidden" if re.search("permission|not permitted", said) else how
         title = "" if driver else "torch could not be run, so whether it works is unknown"
-        yield "X13", Match(evidence, fix, title, "error" if driver else "warning")
+        yield "X13", Match(evidence, m.steps(how), title, "error" if driver else "warning")

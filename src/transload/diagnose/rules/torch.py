@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transload.diagnose.tables import Capability
-    from transload.findings import Severity
     from transload.machine import Resolved, TorchInstall
 
 _FIRST_MANYLINUX_2_28 = (2, 7)
 _CUDA_ON_ARM_SINCE = (2, 11)
-_OTHER_SYSTEM = ("Use a system or image with glibc 2.28 or newer: python:3.12-slim instead of python:3.12-alpine.",)
 # What the ROCm wheels have code for among AMD's own cards.
 _ROCM_CARDS = re.compile(r"gfx(?:90[068a]|942|950|1030|110[0-2]|120[01])")
 
@@ -34,8 +32,7 @@ def which_torch(m: Case) -> Found:
     absent = torch.installs == () and not (torch.shadow or torch.dangling or python.problem)  # certainly
 
     if python.problem and not m.imported:
-        fix: Lines = ("Name an interpreter that works:", "$ transload doctor --python /path/to/python")
-        yield "P09", Match((python.problem, *others), fix)
+        yield "P09", Match((python.problem, *others))
 
     if torch.shadow and not (m.imported and run.version and run.file != torch.shadow):
         yield "P03", _shadowed(m, torch.shadow)
@@ -46,15 +43,14 @@ def which_torch(m: Case) -> Found:
     program = f"{python.executable or 'the examined Python'}{f' (Python {python.version})' if python.version else ''}"
     if re.search(r"version .GLIBC_[\d.]+. not found", m.import_error) or (lacking and m.torch_not_run):
         asked = (quoted(m.import_error),) if m.import_error else (f"not defined: {each}" for each in lacking[:3])
-        yield "P08", Match((*asked, f"this system has {libc or 'an older C library'}"), _OTHER_SYSTEM)
+        yield "P08", Match((*asked, f"this system has {libc or 'an older C library'}"))
     elif absent and python.bits == 32:
-        other_python = ("Install a 64-bit Python, and install torch with it.",)
-        yield "P08", Match((f"{program} is a 32-bit program",), other_python)
+        yield "P08", Match((f"{program} is a 32-bit program",), m.steps("P08 bits"))
     elif absent and libc.startswith("musl"):
-        yield "P08", Match((f"the C library is {libc}, and torch has no wheels for it",), _OTHER_SYSTEM)
+        yield "P08", Match((f"the C library is {libc}, and torch has no wheels for it",))
     elif with_wheel and libc.startswith("glibc ") and () < numbers_of(libc[6:]) < (2, 28) and all_newer:
         needs = f"torch {with_wheel[0]}, the first for Python {python.version}, needs glibc 2.28"
-        yield "P08", Match((f"the C library is {libc}", needs), _OTHER_SYSTEM)
+        yield "P08", Match((f"the C library is {libc}", needs))
 
     version = numbers_of(python.version)
     if absent and version and python.bits == 64 and not with_wheel:
@@ -62,7 +58,7 @@ def which_torch(m: Case) -> Found:
         kind = f"{'free-threaded ' if python.free_threaded else ''}{'CPython' if cpython else python.implementation}"
         low, high = (".".join(map(str, version)) for version in newest.python)
         evidence: Lines = (f"{program} is {kind}", f"torch {newest.torch} has wheels for CPython {low} to {high}")
-        fix = (f"Create an environment with Python {low} to {high}, and install torch there.",)
+        fix = m.steps("P07", low=low, high=high)
         yield "P07", Match(evidence, fix, likely=cpython and version[:2] > newest.python[1])
 
     remove, installs = fixes.uninstall(m, "torch"), torch.installs or ()
@@ -70,10 +66,9 @@ def which_torch(m: Case) -> Found:
         versions = ((each, each.version or each.dist_version or "of unknown version") for each in installs)
         named = [f"{each.location}: torch {version}" for each, version in versions]
         evidence = (f"import torch finds {named[0]}", *(f"it hides {name}" for name in named[1:]))
-        fix = ("Remove the one that is found first (pip removes the one that Python imports):", *remove)
+        fix = m.steps("P02", remove=remove)
         if python.user_site and installs[0].location.startswith(python.user_site):
-            without = fixes.set_variable(m, "PYTHONNOUSERSITE", "1")
-            fix = (*without, "Or remove that torch permanently:", *remove)
+            fix = m.steps("P02 user", without=fixes.set_variable(m, "PYTHONNOUSERSITE", "1"), remove=remove)
         elif fixes.listed(m, "PYTHONPATH", dirname(installs[0].location)):  # where pip removes nothing
             fix = fixes.drop_folder(m, "PYTHONPATH", dirname(installs[0].location))
         # an error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two
@@ -86,14 +81,12 @@ def which_torch(m: Case) -> Found:
         yield "P04", mixed
 
     if absent and not m.imported:
-        either = "Run your program with a Python that has torch, or install it in this one:" if others else ""
-        fix = (either, *fixes.install_torch(m, gpu=m.nvidia))
+        fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.nvidia))
         yield "P01", Match((f"{program} has no torch", python.why, *others), fix)
 
     arm = m.platform.machine.lower() in ("arm64", "aarch64")
     if m.platform.system == "Windows" and arm and torch.installs == ():
-        evidence = (f"the processor is {m.platform.machine}",)
-        yield "W02", Match(evidence, ("Use an x64 Python, or torch on the CPU.",))
+        yield "W02", Match((f"the processor is {m.platform.machine}",))
 
 
 def _has_wheel(m: Case, release: str) -> bool:
@@ -110,14 +103,14 @@ def _shadowed(m: Case, shadow: str) -> Match:
     via, folder = m.torch.shadow_via, dirname(shadow)
     evidence = (f"import torch finds {shadow}{f', through {via}' if via else ''}", quoted(m.import_error))
     if folder.endswith(("/site-packages", "/dist-packages")):
-        return Match(evidence, (*fixes.delete(m, shadow), *m.reinstall), "the installed torch is incomplete")
+        fix = m.steps("P03 incomplete", delete=fixes.delete(m, shadow))
+        return Match(evidence, fix, "the installed torch is incomplete")
     if via == "PYTHONPATH":
-        drop = fixes.drop_folder(m, "PYTHONPATH", folder)
-        return Match(evidence, (f"Rename {shadow}, or remove its directory from PYTHONPATH:", *drop))
+        return Match(evidence, m.steps("P03 path", drop=fixes.drop_folder(m, via, folder)))
     if m.torch.shadow_kind == "source":
-        return Match(evidence, ("Start Python in another directory, outside PyTorch's source tree.",))
+        return Match(evidence, m.steps("P03 source"))
     elsewhere = ", or start Python in another directory" if via == "the current directory" else ""
-    return Match(evidence, (f"Rename {shadow}{elsewhere}.",))
+    return Match(evidence, m.steps("P03", elsewhere=elsewhere))
 
 
 def _mixed(m: Case, first: TorchInstall) -> Match | None:
@@ -128,9 +121,7 @@ def _mixed(m: Case, first: TorchInstall) -> Match | None:
     differ = length >= 2 and files[:length] != metadata[:length]
     mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}" if differ else ""
     leftovers = tuple(f"left over from another version: {name}" for name in (*m.torch.leftovers, *m.torch.dangling))
-    delete = "Delete the leftovers of the other version, then:" if m.torch.leftovers else ""
-    repeat = "Repeat that until it finds nothing to uninstall."
-    again = (*fixes.uninstall(m, "torch"), repeat, delete, *m.reinstall)
+    again = m.steps("P04", remove=fixes.uninstall(m, "torch"))
     library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", error)
     of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
     if error and (mixed or first.unlisted or first.altered) and not of_cuda:
@@ -139,7 +130,7 @@ def _mixed(m: Case, first: TorchInstall) -> Match | None:
     if mixed:
         return Match((mixed, *leftovers), again, severity="warning")
     title = "parts of another torch were left behind"
-    return Match(leftovers, ("Delete them: nothing uses them.",), title, "note") if leftovers else None
+    return Match(leftovers, m.steps("P04 leftovers"), title, "note") if leftovers else None
 
 
 # -- the build
@@ -162,12 +153,11 @@ def cpu_build(m: Case) -> Found:
     built = f"{first.location}/version.py says {first.version}: built without CUDA"
     if m.withheld:
         title = "torch was built without CUDA, and this process has no GPU"
-        get = "To use a GPU, request one first and run transload doctor again: it then names the torch to install."
-        yield "T01", Match((built,), (f"Nothing is wrong if this is intended. {get}",), title, "note")
+        yield "T01", Match((built,), m.steps("T01 withheld"), title, "note")
         return
     if m.cards and not tegra and not any(_ever_supported(card.capability) for card in m.cards):
         title = "torch has no CUDA, and no build ever supported this card"
-        yield "T01", Match(tuple(map(str, m.cards)), ("The CPU build is the right one.",), title, "note")
+        yield "T01", Match(tuple(map(str, m.cards)), m.steps("T01 unsupported"), title, "note")
         return
     if m.torch.shadow or m.platform.system == "Darwin":
         return
@@ -234,8 +224,7 @@ def other_build(m: Case) -> Found:
     if m.platform.system == "Darwin":
         apple = m.platform.machine == "arm64"
         evidence = (f"this is a Mac with {'Apple silicon' if apple else 'an Intel processor'}",)
-        use = 'Use the device "mps".' if apple else "torch uses the CPU here."
-        yield "T08", Match(evidence, (use,), severity="note")
+        yield "T08", Match(evidence, m.steps("T08 apple" if apple else "T08"), severity="note")
 
 
 # -- the libraries torch loads: which files the loader finds, and whether they belong together
@@ -296,7 +285,7 @@ def not_loadable(m: Case) -> Found:
             else f"{lib.name}, needed by {lib.needed_by}, is not found anywhere"
             for lib in blamed[:6]
         )
-        fix: Lines = (f"Install the package that provides {name} on this system.",)
+        fix = m.steps("L04", name=name)
         if not name or is_nvidia_library(name) or name.startswith(("libtorch", "libc10", "libshm")):
             fix = _bring(m, blamed)
         elif packages := table("packages")["packages"].get(name):
@@ -335,8 +324,7 @@ def wrong_cudnn(m: Case) -> Found:
             path = by_path.partition(": ")[2].removesuffix(", by LD_LIBRARY_PATH")
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(path))
         elif "nvidia-cudnn-cu13" in m.python.packages:
-            install = fixes.install(m, "nvidia-cudnn-cu13>=9.21")
-            fix = ("Install a complete cuDNN:", *install, "Or remove the system's cuDNN:", *fix)
+            fix = m.steps("L03", install=fixes.install(m, "nvidia-cudnn-cu13>=9.21"), remove=fix)
         yield "L03", Match(evidence, fix, likely=not told)
 
     told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
@@ -370,10 +358,9 @@ def mixed_libraries(m: Case) -> Found:
         broken = bool(symbol or step)
         packages = sorted({lib.package for lib in from_conda if lib.package})
         pip = f"pip installed {', '.join(packages)}" if packages else ""
-        keep = "Keep only one of the two. With torch from pip, remove the conda packages that this lists:"
         evidence = (quoted(m.import_error), *map(_line, from_conda[:4]), pip)
-        severity: Severity = "error" if broken else "note"
-        yield "L07", Match(evidence, (keep, fixes.conda_list(m, "cuda")), severity=severity, likely=broken)
+        fix = m.steps("L07", list=fixes.conda_list(m, "cuda"))
+        yield "L07", Match(evidence, fix, severity="error" if broken else "note", likely=broken)
 
     if shared := [each for each in libraries.overlaps if ".so" in each or ".dll" in each]:
         parts = (part.split() for each in shared for part in each.partition(": ")[2].split(","))
@@ -403,8 +390,7 @@ def other_libraries(m: Case) -> Found:
     if names and m.has_nvidia and (proof or suspects) and not m.computes:
         where = f"{'LD_PRELOAD' if value else '/etc/ld.so.preload'} is {value or ' '.join(names)}"
         listed = ", ".join(suspects or names)
-        fix: Lines = (f"Remove {listed} from /etc/ld.so.preload, and keep the other lines (needs root).",)
-        fix = fixes.unset(m, "LD_PRELOAD") if value else fix
+        fix = fixes.unset(m, "LD_PRELOAD") if value else m.steps("Remove from ld.so.preload", listed=listed)
         fails = proof or m.fails or m.import_error or m.failed("init", "kernel")
         evidence: Lines = (where, "without it the driver works" if proof else "", error)
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
@@ -412,7 +398,7 @@ def other_libraries(m: Case) -> Found:
     told = _STDCPP.search(m.import_error)
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith(("GLIBCXX_", "CXXABI_"))]
     if told or (lacking and m.torch_not_run):
-        fix = ("Use a newer system or image: the libstdc++ of this one is too old.",)
+        fix = m.steps("L12")
         if m.python.environment in ("conda", "pixi"):
             fix = fixes.conda(m, "libstdcxx-ng")
         place = dirname(told["library"]) if told else ""
@@ -425,18 +411,14 @@ def other_libraries(m: Case) -> Found:
         yield "L13", Match((error,), fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1"))
 
     if told := _DLL.search(m.import_error):
-        redist = "Install Microsoft's Visual C++ runtime, then restart: https://aka.ms/vs/17/release/vc_redist.x64.exe"
-        fix = (redist, "If that does not help, install torch again:", *m.reinstall)
-        if first and first.version.startswith("2.4.0") and "fbgemm" in told["dll"]:
-            fix = fixes.install(m, "torch>=2.4.1")
-        yield "L10", Match((error,), fix)
+        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in told["dll"]
+        yield "L10", Match((error,), fixes.install(m, "torch>=2.4.1") if fbgemm else None)
 
     if m.platform.system == "Windows" and first and m.failed() and not m.computes:
         mapped = ((file, file.replace("\\", "/").rpartition("/")[2].lower()) for file in m.torch_run.libraries)
         dlls = (file for file, name in mapped if name.startswith(("cudart64_", "cudnn", "cublas")))
         if outside := [file for file in dlls if not file.startswith(first.location)]:
-            fix = ("Remove these directories from PATH, and try again.",)
-            yield "L11", Match(tuple(f"loaded: {file}" for file in outside[:4]), fix)
+            yield "L11", Match(tuple(f"loaded: {file}" for file in outside[:4]))
 
     reasons = tuple(reason for reason in m.driver.libraries.cwd_searched if "LD_LIBRARY_PATH" in reason)
     if reasons and m.platform.system == "Linux":

@@ -1,6 +1,6 @@
 """What is known of drivers, chips, torch builds and result codes, and what follows: which wheel fits a machine.
 
-The data is in the JSON files here, with sources and dates.
+The data is in the JSON files here, with sources and dates; what to do about each cause is in ``steps.md``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,20 @@ def table(name: str) -> dict[str, Any]:
 
     data = pkgutil.get_data(__package__, f"{name}.json")
     return cast(dict[str, Any], json.loads(data or b"{}"))
+
+
+@cache
+def sections(name: str) -> dict[str, tuple[str, ...]]:
+    """The lines of each section of a Markdown file, by its heading.
+
+    >>> sections("steps")["E07"]
+    ('Remove it there.',)
+    """
+    import pkgutil
+
+    text = (pkgutil.get_data(__package__, f"{name}.md") or b"").decode()
+    parts = (part.partition("\n") for part in text.split("\n## ")[1:])
+    return {heading: tuple(filter(None, lines.split("\n"))) for heading, _, lines in parts}
 
 
 @lru_cache(maxsize=512)
