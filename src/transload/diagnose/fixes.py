@@ -97,8 +97,8 @@ def system_package(machine: Machine, **names: str) -> Lines:
     return (f"Install your distribution's equivalent of the package {known}.",)
 
 
-def write_line(machine: Machine, *lines: str, file: str) -> str:
-    """Write a line, or several, into a file that is root's.
+def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> str:
+    """Write a line, or several, into a file that is root's, perhaps on the host of a container.
 
     >>> from transload.machine import Machine
     >>> write_line(Machine(), "/opt/lib", file="/etc/ld.so.conf.d/opt.conf")
@@ -106,7 +106,7 @@ def write_line(machine: Machine, *lines: str, file: str) -> str:
     """
     text = " ".join(map(quote, lines))
     write = f"echo {text}" if len(lines) == 1 else f"printf '%s\\n' {text}"
-    return f"$ {write} | {'' if machine.platform.root else 'sudo '}tee {file}"
+    return f"$ {write} | {sudo(machine, f'tee {file}', host=host).removeprefix('$ ')}"
 
 
 _MODULES = {"nvidia": "nvidia_drm nvidia_modeset nvidia_uvm nvidia"}  # what uses a module has to go before it
@@ -124,9 +124,8 @@ def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
 
 def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
     """Give a kernel module an option that lasts. ``line`` is ``options MODULE name=value``."""
-    tee = sudo(machine, f"tee /etc/modprobe.d/{file}", host=True).removeprefix("$ ")
-    again = reload_module(machine, line.split()[1])
-    return steps(machine, "An option of a module", line=quote(line), tee=tee, reload=again)
+    write = write_line(machine, line, file=f"/etc/modprobe.d/{file}", host=True)
+    return steps(machine, "An option of a module", write=write, reload=reload_module(machine, line.split()[1]))
 
 
 def smi(machine: Machine) -> str:
@@ -270,28 +269,21 @@ def wanted(machine: Machine, at_least: int = 0, exactly: int = 0) -> Wanted:
     known = ((tables.generation(chip.generation), tables.first_branch(chip.capability)) for chip in chips if chip)
     cards = [(found, first) for found, first in known if found]
     newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch), default=(None, 0))
-    served = [
-        card
-        for card, _ in cards
-        if newest and {card.open_module, newest.open_module} != {"impossible", "required"}
-        if not 0 < card.last_branch < first
-    ]
-    branch = exactly or min((card.last_branch for card in served if card.last_branch), default=0)
-    flavours = {card.open_module for card in served}
+    kept: set[tables.Generation] = set()
+    dropped: set[tables.Generation] = set()
+    for card, _ in cards:
+        apart = newest and {card.open_module, newest.open_module} == {"impossible", "required"}
+        (dropped if apart or 0 < card.last_branch < first else kept).add(card)
+    branch = exactly or min((card.last_branch for card in kept if card.last_branch), default=0)
+    flavours = {card.open_module for card in kept}
     # of a card that is not known, the module that is loaded tells which flavour drives it
     open_module = None if flavours else {"open": True, "proprietary": False}.get(machine.kernel.flavour)
     if "impossible" in flavours or 0 < branch < _FIRST_OPEN:
         open_module = False
     elif "required" in flavours:
         open_module = True
-    return Wanted(
-        at_least,
-        branch,
-        first,
-        open_module,
-        dropped=tuple(sorted({card.name for card, _ in cards if card not in served})),
-        kept=tuple(sorted({card.name for card in served})),
-    )
+    names = (tuple(sorted(card.name for card in group)) for group in (dropped, kept))
+    return Wanted(at_least, branch, first, open_module, *names)
 
 
 def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Lines:
@@ -539,11 +531,7 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
         lines: Lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}",)
     elif machine.python.externally_managed:
         shared = " --system-site-packages" if "--no-deps" in requirements else ""  # with the torch that it has
-        return (
-            "This Python belongs to the system, which does not allow pip. Create an environment and use that:",
-            f"$ {python} -m venv{shared} .venv",
-            f"$ .venv/bin/python -m pip install{again} {wanted}",
-        )
+        return steps(machine, "A Python of the system", python=python, shared=shared, wanted=f"{again} {wanted}")
     else:
         lines = _pip(machine, f"install{again} {wanted}")
     if not project or not index:
