@@ -93,6 +93,13 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["explain", "my absent.log"]) == 2
 
 
+def test_a_name_of_a_log_with_spaces_is_not_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("logs of my run.txt", "/my own logs/of today/run.log", "the last run.err", "the last run.out"):
+        assert main(["explain", name]) == 2
+        assert f"{name}: cannot be read: No such file" in capsys.readouterr().err
+    assert main(["explain", "--no-checks", "no such file: train.txt"]) == 1
+
+
 @pytest.mark.parametrize("text", [KNOWN.strip(), KNOWN * 100], ids=["a line", "longer than a path may be"])
 def test_the_text_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--no-checks", text]) == 0

@@ -108,7 +108,8 @@ def _read_log(path: str) -> tuple[bytes, bool]:
             print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
         return read_end(sys.stdin.buffer)
     except OSError as error:
-        if path.count(" ") > 1 and not os.path.lexists(path):  # no file, but the text itself
+        names_a_log = path.endswith((".txt", ".log", ".err", ".out")) and "\n" not in path and ": " not in path
+        if path.count(" ") > 1 and not names_a_log and not os.path.lexists(path):  # no file, but the text itself
             return path.encode("utf-8", "surrogateescape"), False
         from transload.errors import CannotReadError
 
