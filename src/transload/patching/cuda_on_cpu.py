@@ -8,10 +8,12 @@ to be told that it is (``devices.pretending``): one GPU, then.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import cache
+from itertools import chain
 
 from transload.patching import devices
 from transload.patching.devices import on_cpu, substitute
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     Replace = Callable[[object, str, object], None]
+    Replaced = tuple[tuple[Callable[..., Any], str, str], ...]
 
 
 # -- questions
@@ -59,16 +62,39 @@ def _properties(*_: Any, **__: Any) -> Any:
     return SimpleNamespace(name=_cpu_name(), **of_gpus, **numbers, gcnArchName="", uuid="")
 
 
-def _rng_state(*_: Any, **__: Any) -> Any:
+def _generator(method: str) -> Callable[..., Any]:
+    """Call a method of the generator of the CPU, which is that of every GPU."""
+
+    def call(*args: Any, **__: Any) -> Any:
+        import torch
+
+        return getattr(torch.default_generator, method)(*(args if method == "manual_seed" else ()))
+
+    return call
+
+
+def _set_rng_state(state: Any, *_: Any, **__: Any) -> None:
     import torch
 
-    return torch.get_rng_state()
+    if state.numel() == torch.get_rng_state().numel():  # one that a GPU has saved is much smaller
+        torch.set_rng_state(state)
 
 
-def _initial_seed() -> Any:
+def _cuda() -> Any:
     import torch
 
-    return torch.initial_seed()
+    return torch.device("cuda")
+
+
+class _Generators(tuple["Any", ...]):
+    """``torch.cuda.default_generators``, which is empty until torch finds a GPU."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        return (torch.default_generator,)[index] if on_cpu() else super().__getitem__(index)
 
 
 class _Runtime:
@@ -140,9 +166,40 @@ def _the_stream() -> Stream:
     return Stream()
 
 
+def _copies(tensors: Any, devices: Any, *_: Any, **__: Any) -> list[Any]:
+    return [[each.clone() if at else each.view_as(each) for each in tensors] for at, _ in enumerate(devices)]
+
+
+def _scatter(tensor: Any, devices: Any, chunk_sizes: Any = None, dim: int = 0, *_: Any, **__: Any) -> Any:
+    parts = tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
+    return tuple(part.clone() for part in parts)
+
+
+def _gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> Any:
+    import torch
+
+    del destination
+    return torch.cat([each if each.dim() else each.view(1) for each in tensors], dim, out=out)
+
+
+def _sum(inputs: Any, *_: Any, **__: Any) -> Any:
+    return sum(inputs[1:], inputs[0])
+
+
+def _apply_each(modules: Any, inputs: Any, kwargs_tup: Any = None, *_: Any, **__: Any) -> list[Any]:
+    given = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
+    return [module(*given[at], **(kwargs_tup[at] if kwargs_tup else {})) for at, module in enumerate(modules)]
+
+
+def _apply_whole(module: Any, inputs: Any, *_: Any, module_kwargs: Any = None, **__: Any) -> Any:
+    return _apply_each([module], [inputs], [module_kwargs or {}])[0]
+
+
 _NOTHING_TO_DO = """empty_cache init ipc_collect reset_accumulated_host_memory_stats reset_accumulated_memory_stats
 reset_max_memory_allocated reset_max_memory_cached reset_peak_host_memory_stats reset_peak_memory_stats
 set_per_process_memory_fraction set_stream set_sync_debug_mode"""
+_NOTHING_TO_ACCELERATE = """empty_cache empty_host_cache reset_accumulated_memory_stats reset_peak_memory_stats
+set_device_idx set_device_index set_stream synchronize"""
 _ZERO = """clock_rate current_device device_memory_used get_sync_debug_mode memory_usage power_draw temperature
 utilization"""
 _PROPERTIES = """L2_cache_size clock_rate is_integrated is_multi_gpu_board major max_threads_per_block
@@ -161,14 +218,18 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
         "get_device_name": _cpu_name,
         "get_device_properties": _properties,
         "get_per_process_memory_fraction": lambda *_: 1.0,
-        "get_rng_state": _rng_state,
-        "initial_seed": _initial_seed,
+        "get_rng_state": _generator("get_state"),
+        "get_rng_state_all": lambda: [_generator("get_state")()],
+        "initial_seed": _generator("initial_seed"),
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": _memory,
         "memory_snapshot": lambda *_, **__: [],
         "memory_stats": lambda *_, **__: defaultdict(int),
         "memory_summary": lambda *_, **__: "",
-        "make_graphed_callables": _refuse_graphs,
+        **dict.fromkeys(("graph_pool_handle", "make_graphed_callables"), _refuse_graphs),
+        "manual_seed": _generator("manual_seed"),
+        **dict.fromkeys(("seed", "seed_all"), _generator("seed")),
+        "set_rng_state": _set_rng_state,
     },
     "torch.backends.cuda": dict.fromkeys(("preferred_blas_library", "preferred_linalg_library"), _nothing),
     "torch.backends.cuda.cuFFTPlanCacheManager": {"__getitem__": _plan_cache},
@@ -180,12 +241,27 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.cuda.profiler": {"cudart": _Runtime, "start": _nothing, "stop": _nothing},
     "torch.cuda.nvtx": dict.fromkeys(("mark", "range_end", "range_pop", "range_push", "range_start"), lambda *_: 0),
     "torch.accelerator": {
-        **dict.fromkeys(
-            ["empty_cache", "reset_peak_memory_stats", "set_device_index", "set_stream", "synchronize"], _nothing
-        ),
-        **dict.fromkeys(["current_device_index", "max_memory_allocated", "memory_allocated"], lambda *_, **__: 0),
+        **dict.fromkeys(_NOTHING_TO_ACCELERATE.split(), _nothing),
+        **dict.fromkeys(("current_device_idx", "current_device_index"), lambda: 0),
+        "current_stream": lambda *_, **__: _the_stream(),
+        "get_memory_info": _memory,
+        "memory_stats": lambda *_, **__: defaultdict(int),
     },
-    "torch.Tensor": {"record_stream": _nothing},
+    "torch.accelerator.device_index": dict.fromkeys(("__enter__", "__exit__"), _nothing),
+    # What is spread over several GPUs becomes as many parts on the CPU: copies, which autograd follows.
+    "torch.nn.parallel": {"data_parallel": _apply_whole, "parallel_apply": _apply_each},
+    "torch.nn.parallel._functions.Broadcast": {"apply": lambda to, *given: tuple(chain(*_copies(given, to)))},
+    "torch.nn.parallel._functions.Gather": {"apply": lambda _, dim, *given: _gather(given, dim)},
+    "torch.nn.parallel._functions.Scatter": {"apply": lambda to, sizes, dim, given: _scatter(given, to, sizes, dim)},
+    "torch.nn.parallel.comm": {
+        "broadcast": lambda tensor, devices: tuple(each for (each,) in _copies([tensor], devices)),
+        "broadcast_coalesced": _copies,
+        "gather": _gather,
+        "reduce_add": _sum,
+        "reduce_add_coalesced": lambda inputs, *_, **__: tuple(map(_sum, zip(*inputs, strict=True))),
+        "scatter": _scatter,
+    },
+    "torch.Tensor": {"pin_memory": lambda self, *_, **__: self, "record_stream": _nothing},
 }
 
 
@@ -199,15 +275,17 @@ def _answering(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
     return answered
 
 
-def _pretending(name: str, answer: Any) -> Callable[..., Any]:
-    """``is_available`` and ``device_count``: the truth, which a program that dies may have been told."""
+def _pretending(question: str, answer: Any) -> Callable[..., Any]:
+    """``is_available`` and its like: the truth, which a program that dies may have been told."""
 
-    def asked(real: Any) -> Any:
-        found = real()
-        if found or not devices.requested or devices.looking:
+    def asked(real: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        if found not in (0, -1, None) or not devices.requested or devices.looking:
             return found
-        devices.asked.add(name)
-        return answer if devices.pretending and on_cpu() else found
+        caller = sys._getframe(2)  # noqa: SLF001 - torch asks, too
+        if not caller.f_globals.get("__name__", "").startswith("torch."):
+            devices.asked[caller.f_code, caller.f_lineno] = question
+        return answer() if devices.pretending and on_cpu() else found
 
     return asked
 
@@ -246,20 +324,31 @@ class _StandIn(type):
 def replace_classes(torch: Any, replace: Replace) -> None:
     """Put the stand-ins into torch: events, streams and graphs, generators, ``torch.cuda.FloatTensor`` and its like."""
 
-    def stand_in(owner: Any, name: str, label: str, ours: Any) -> None:
-        real = getattr(owner, name)
+    def stand_in(owner: Any, name: str, ours: Any, label: str | None = None) -> None:
+        real = getattr(owner, name, None)
+        if real is None:  # in an older release
+            return
+        label = f"{owner.__name__}.{name}" if label is None else label
         kept = staticmethod(ours) if not isinstance(ours, type) else ours
         replace(owner, name, _StandIn(name, (), {"real": real, "ours": kept, "label": label, "__doc__": real.__doc__}))
 
     def generator(device: Any = "cpu", real: Any = torch.Generator) -> Any:
         return real(substitute(device))
 
-    for name, ours in (("CUDAGraph", _refuse_graphs), ("Event", Event), ("Stream", Stream), ("graph", _refuse_graphs)):
-        stand_in(torch.cuda, name, f"torch.cuda.{name}", ours)
-    stand_in(torch, "Generator", "", generator)
-    for name in dir(torch.cuda):
-        if name.endswith("Tensor") and isinstance(host := getattr(torch, name, None), type(torch.FloatTensor)):
-            stand_in(torch.cuda, name, f"torch.cuda.{name}", host)
+    for name in ("CUDAGraph", "graph"):
+        stand_in(torch.cuda, name, _refuse_graphs)
+    for owner in (torch, torch.cuda):
+        stand_in(owner, "Event", Event)
+        stand_in(owner, "Stream", Stream)
+    stand_in(torch, "Generator", generator, "")
+    is_cuda, asked = torch.Tensor.is_cuda, _pretending("Tensor.is_cuda", lambda: True)
+    replace(torch.Tensor, "is_cuda", property(lambda self: asked(is_cuda.__get__, self)))
+    replace(torch.cuda, "default_generators", _Generators(torch.cuda.default_generators))
+    for owner, hosts in ((torch.cuda, torch), (torch.cuda.sparse, torch.sparse)):
+        for name in dir(owner):
+            host = getattr(hosts, name, None)
+            if isinstance(host, type(torch.FloatTensor)) or (name.endswith("Storage") and isinstance(host, type)):
+                stand_in(owner, name, host)
 
 
 def _host_type(given: Any) -> Any:
@@ -326,6 +415,46 @@ def _wrap(
     real(self, module, device_ids, output_device, *args, **kwargs)
 
 
+def _giving(name: str, value: Any, default: Any) -> Callable[..., None]:
+    """For a function of which an argument must have this value on the CPU."""
+
+    def give(real: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get(name, default) != value and on_cpu():
+            kwargs[name] = value
+        real(*args, **kwargs)
+
+    return give
+
+
+def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    real(self, getattr(substitute(device_type), "type", device_type), *args, **kwargs)
+
+
+def _keep_math(real: Any, enabled: bool) -> None:
+    """Attention that is to use kernels of GPUs only keeps the one that works everywhere."""
+    real(enabled or on_cpu())
+
+
+def _optimize(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make an optimizer, add parameters, or load its state, without the options that torch refuses for a CPU."""
+    import torch
+
+    fused = "cpu" not in torch.utils._foreach_utils._get_fused_kernels_supported_devices()  # noqa: SLF001 - until 2.3
+    if fused and kwargs.get("fused") and on_cpu():
+        kwargs["fused"] = False
+    real(self, *args, **kwargs)
+    for group in self.param_groups:
+        group.update({name: False for name in ("capturable", "fused")[: 1 + fused] if group.get(name) and on_cpu()})
+
+
+def _seed(real: Any, seed: int) -> None:
+    """``torch.cuda.manual_seed_all``. ``torch.manual_seed`` calls it, too, and seeds the CPU itself."""
+    if sys._getframe(2).f_globals.get("__name__") == "torch.random":  # noqa: SLF001
+        real(seed)
+    else:
+        _answering("torch.cuda.manual_seed_all", _generator("manual_seed"))(real, seed)
+
+
 def _no_ranges(real: Any, self: Any, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
     """``torch.autograd.profiler.emit_nvtx``."""
     real(self, enabled and not on_cpu(), *args, **kwargs)
@@ -338,14 +467,20 @@ def _no_mixed_precision(real: Any) -> Any:
     return True
 
 
-REPLACED: tuple[tuple[Callable[..., Any], str, str], ...] = (
+REPLACED: Replaced = (
     *(
         (_answering(f"{path}.{name}", answer), path, name)
         for path in _ANSWERS
         for name, answer in _ANSWERS[path].items()
     ),
-    (_pretending("is_available", True), "torch.cuda", "is_available"),
-    (_pretending("device_count", 1), "torch.cuda", "device_count"),
+    *(
+        (_pretending(f"{path}.{name}()", answer), path, name)
+        for path in ("torch.cuda", "torch.accelerator")
+        for name, answer in (("is_available", lambda: True), ("device_count", lambda: 1))
+    ),
+    (_pretending("torch.accelerator.current_accelerator()", _cuda), "torch.accelerator", "current_accelerator"),
+    (_pretending("Tensor.get_device()", lambda: 0), "torch.Tensor", "get_device"),
+    (_seed, "torch.cuda", "manual_seed_all"),
     (_type, "torch.Tensor", "type"),
     (_set_default_type, "torch", "set_default_tensor_type"),
     (_wrap, "torch.nn.parallel.DistributedDataParallel", "__init__"),
@@ -353,7 +488,21 @@ REPLACED: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (_keep_batch_norm, "torch.nn.SyncBatchNorm", "convert_sync_batchnorm"),
     (_grouping(0), "torch.distributed", "init_process_group"),
     (_grouping(2), "torch.distributed", "new_group"),
+    (_mesh, "torch.distributed.device_mesh.DeviceMesh", "__init__"),
+    (_keep_math, "torch._C", "_set_sdp_use_math"),
+    *((_optimize, f"torch.optim.{name}", "__init__") for name in ("Adam", "AdamW")),
+    (_optimize, "torch.optim.Optimizer", "add_param_group load_state_dict"),
+    (_giving("use_cpu", True, True), "torch.autograd.profiler.profile", "__init__"),
     (_no_ranges, "torch.autograd.profiler.emit_nvtx", "__init__"),
     (_no_mixed_precision, "torch.cuda.amp.common", "amp_definitely_not_available"),
 )
 """What is called instead of a function, with that function first; where the function is, and its names."""
+
+_FSDP = "torch.distributed.fsdp"
+_CHECK = "_check_module_states_for_sync_module_states"
+REPLACED_IN_FSDP: Replaced = (
+    (_giving("device_id", "cpu", None), f"{_FSDP}.FullyShardedDataParallel", "__init__"),
+    (_giving("offload_to_cpu", False, False), f"{_FSDP}.FullStateDictConfig", "__init__"),
+    (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
+)
+"""The same in a part of torch that it does not import by itself."""

@@ -7,7 +7,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType
     from typing import Any
 
 requested = ""
@@ -16,11 +16,11 @@ requested = ""
 pretending = False
 """Whether ``torch.cuda.is_available()`` is to be True though it is not."""
 
-asked: set[str] = set()
-"""Which of ``is_available`` and ``device_count`` the program has asked, and was told that there is no GPU."""
+asked: dict[tuple[CodeType, int], str] = {}
+"""Where the program has asked ``torch.cuda.is_available()`` or the like, and was told that there is no GPU."""
 
-failed = False
-"""Whether the program ended with an error."""
+refused = False
+"""Whether the program ended because of that."""
 
 noted: dict[str, None] = {}
 """What was changed for the program, in order, for the list at its end."""
@@ -99,6 +99,8 @@ def _name(device: Any) -> str:
     if isinstance(device, str):
         return device
     if isinstance(device, int):
+        if device == -1:  # where Tensor.get_device() says a tensor of the CPU is
+            return "cuda"
         return "" if isinstance(device, bool) or device < 0 else f"cuda:{device}"
     import torch
 

@@ -69,7 +69,7 @@ def undo() -> None:
 def _patch_torch(torch: Any) -> None:
     from transload.patching.torch_patches import patch_torch
 
-    patch_torch(torch, replace, _undo.append)
+    patch_torch(torch, replace, _undo.append, when_imported)
 
 
 # -- children of multiprocessing

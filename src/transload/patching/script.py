@@ -44,15 +44,32 @@ def program_of(
         try:
             _execute(words, module=module)
         except SystemExit as leaving:
-            devices.failed = leaving.code not in (None, 0)
+            devices.refused = leaving.code not in (None, 0) and _was_refused(leaving)
             raise
-        except BaseException:
-            devices.failed = True
+        except BaseException as error:
+            devices.refused = _was_refused(error)
             sys.excepthook = uncaught.explained(sys.excepthook)  # around the one the program may have set
             raise
         return 0
 
     return run
+
+
+def _was_refused(error: BaseException) -> bool:
+    """Whether a program ended because it was told that there is no GPU: it says so, or it had just asked."""
+    trace, near, module = error.__traceback__, False, ""
+    while trace is not None:
+        place = trace.tb_frame.f_code
+        near |= any((place, trace.tb_lineno - back) in devices.asked for back in range(6))
+        module = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        trace = trace.tb_next
+    if (
+        not devices.asked or devices.pretending or module in ("torch", "transload")
+    ):  # torch asks for more than an answer
+        return False
+    import re
+
+    return near or bool(not isinstance(error, OSError) and re.search("(?i)cuda|gpu|nvidia|accelerator", str(error)))
 
 
 def _list_changes(process: int) -> None:
@@ -64,8 +81,8 @@ def _list_changes(process: int) -> None:
         lines.append(f"transload run changed: {', '.join(devices.noted)}")
     if devices.answered:
         lines.append(f"answered for the CPU: {', '.join(devices.answered)}")
-    if devices.failed and devices.asked and not devices.pretending:
-        asked = " and ".join(f"torch.cuda.{name}()" for name in sorted(devices.asked, reverse=True))
+    if devices.refused:
+        asked = " and ".join(sorted(set(devices.asked.values()), reverse=True))
         lines.append(f"It asked {asked}, and there is no GPU. --pretend-cuda answers as if there were one.")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 

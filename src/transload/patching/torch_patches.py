@@ -14,7 +14,7 @@ import sys
 from functools import partial, wraps
 
 from transload.patching import devices
-from transload.patching.cuda_on_cpu import REPLACED, replace_classes
+from transload.patching.cuda_on_cpu import REPLACED, REPLACED_IN_FSDP, replace_classes
 from transload.patching.devices import is_missing, on_cpu, substitute
 
 TYPE_CHECKING = False  # as in install.py
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    Replace = Callable[[object, str, object], None]
+    from transload.patching.cuda_on_cpu import Replace, Replaced
 
 _FIRST, _LAST = -1_000_003, 1_000_003  # no two entries of a registry may have the same
 _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 
 
-def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]], None]) -> None:
-    """Patch torch. ``replace`` sets an attribute until the patches are removed, ``then`` adds what is done at that."""
+def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]], None], when_imported: Any) -> None:
+    """Patch torch. ``replace`` sets an attribute until the patches are removed, ``then`` adds what is done at that.
+
+    ``when_imported`` calls a function after a module is imported.
+    """
     _register_restore(torch.serialization, then)
     replace_classes(torch, replace)
 
@@ -41,28 +44,33 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
     builtins._find_builtin(None)  # noqa: SLF001
     _clear_compiler_tables()
     then(_clear_compiler_tables)
-    for instead, path, names in _REPLACED:
-        owner = torch
-        for part in path.split(".")[1:]:
-            owner = getattr(owner, part, None)
-        for name in names.split():
-            real = getattr(owner, name, None)  # not every release of torch has all of them
-            if real is None:
-                continue
-            bound = isinstance(vars(owner).get(name), classmethod)
-            # It pickles under torch's name, and TorchScript finds the operator behind it.
-            ours = _wrapped(real.__func__ if bound else real, instead)
-            within = isinstance(owner, type)
-            ours.__module__ = owner.__module__ if within else owner.__name__
-            ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
-            replace(owner, name, classmethod(ours) if bound else ours)
-            home = sys.modules.get(getattr(real, "__module__", None) or "", owner)
-            if vars(home).get(name) is real:  # torch.cuda.memory.empty_cache is torch.cuda.empty_cache
-                replace(home, name, ours)
-            operator = builtins._find_builtin(real)  # noqa: SLF001
-            if operator is not None:
-                builtins._register_builtin(ours, operator)  # noqa: SLF001
-                then(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
+
+    def patch(module: Any, replaced: Replaced) -> None:
+        for instead, path, names in replaced:
+            owner = module
+            for part in path.removeprefix(module.__name__).split(".")[1:]:
+                owner = getattr(owner, part, None)
+            for name in names.split():
+                real = getattr(owner, name, None)
+                if owner is None or real is None:  # not every release of torch has all of them
+                    continue
+                bound = isinstance(vars(owner).get(name), classmethod)
+                # It pickles under torch's name, and TorchScript finds the operator behind it.
+                ours = _wrapped(real.__func__ if bound else real, instead)
+                within = isinstance(owner, type)
+                ours.__module__ = owner.__module__ if within else owner.__name__
+                ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
+                replace(owner, name, classmethod(ours) if bound else ours)
+                home = sys.modules.get(getattr(real, "__module__", None) or "", owner)
+                if vars(home).get(name) is real:  # torch.cuda.memory.empty_cache is torch.cuda.empty_cache
+                    replace(home, name, ours)
+                operator = builtins._find_builtin(real)  # noqa: SLF001
+                if operator is not None:
+                    builtins._register_builtin(ours, operator)  # noqa: SLF001
+                    then(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
+
+    patch(torch, _REPLACED)
+    when_imported("torch.distributed.fsdp", lambda module: patch(module, REPLACED_IN_FSDP))
 
 
 def _wrapped(real: Any, instead: Any) -> Any:
@@ -143,7 +151,7 @@ def _send(real: Any, self: Any, device: Any = None, *args: Any, **kwargs: Any) -
 
 def _ask(real: Any, device: Any = None) -> None:
     """``torch.cuda.set_device`` and ``synchronize``: nothing to do where the substitute is not a GPU."""
-    wanted = "cuda" if device is None else device
+    wanted = "cuda" if device is None or on_cpu() else device  # it may be the device of a tensor, which is the CPU now
     target = substitute(wanted)
     if target is wanted:
         real(device)
@@ -151,17 +159,10 @@ def _ask(real: Any, device: Any = None) -> None:
         real(target)
 
 
-def _pin(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``.pin_memory``: nothing to pin for where everything goes to the CPU."""
-    target = substitute("cuda")
-    here = isinstance(target, str) or target.type != "cpu"
-    return real(self, *args, **kwargs) if here else self
-
-
 def _select(real: Any, self: Any, device: Any) -> None:
     """``torch.cuda.device``, which does nothing for -1."""
     target = substitute(device)
-    real(self, target if target is device or target.type == "cuda" else -1)
+    real(self, -1 if on_cpu() or getattr(target, "type", "cuda") != "cuda" else target)
 
 
 def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -175,24 +176,24 @@ def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any
     return real(f, substitute(wanted), *args, **kwargs)
 
 
-_REPLACED: tuple[tuple[Callable[..., Any], str, str], ...] = (
+_REPLACED: Replaced = (
     (
         _make,
         "torch",
         """arange as_tensor asarray bartlett_window blackman_window empty empty_like empty_permuted empty_quantized
-        empty_strided eye from_file full full_like hamming_window hann_window kaiser_window linspace logspace ones
-        ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor sparse_bsc_tensor
-        sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor sparse_csr_tensor tensor
-        tril_indices triu_indices zeros zeros_like""",
+        empty_strided eye from_file full full_like hamming_window hann_window kaiser_window linspace logspace normal
+        ones ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor
+        sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor
+        sparse_csr_tensor tensor tril_indices triu_indices zeros zeros_like""",
     ),
     (_make, "torch.fft", "fftfreq rfftfreq"),
     (_make, "torch.nested", "as_nested_tensor nested_tensor"),
     (_make, "torch.Tensor", "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"),
     (_move, "torch.Tensor", "to"),
+    (_move, "torch.nn.Module", "to"),
     (_move, "torch.UntypedStorage", "to"),
     (_send, "torch.Tensor", "cuda xpu"),
     (_send, "torch.UntypedStorage", "cuda"),
-    (_pin, "torch.Tensor", "pin_memory"),
     (_ask, "torch.cuda", "set_device synchronize"),
     (_select, "torch.cuda.device", "__init__"),
     (_move, "torch.utils._device.DeviceContext", "__init__"),
