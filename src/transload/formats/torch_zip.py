@@ -269,7 +269,7 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
             kind = kind.decode("latin-1")
         if type(kind) is not str or len(pid) not in ids.get(kind, ()):
             where = f"{pickle.name} › byte {node.position}"
-            out.add("pickle-odd-id", where, "a persistent id that names no storage")
+            out.add("pickle-odd-id", where, "a persistent id that no such file has")
             break
     return out
 
