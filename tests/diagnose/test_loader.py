@@ -20,8 +20,7 @@ from tests.elf_forge import LOADABLE, NATIVE, library
 from transload.diagnose import loader as loader_module
 from transload.diagnose.elf import Elf
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader, Object, Process, read_cache
-from transload.machine import Unknown
+from transload.diagnose.loader import Loader, Missing, Object, Process, read_cache
 
 GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
 FOREIGN = "aarch64" if NATIVE == "x86_64" else "x86_64"
@@ -297,9 +296,8 @@ def test_what_the_loader_passes_over_and_where_it_stops(tmp_path: Path) -> None:
     loader = Loader(tree_host(tmp_path, tree, {"LD_LIBRARY_PATH": "/a:/d:/b:/c"}))
     assert loader.examine("/a/libx.so.1") is None
     assert loader.examine("/c/libx.so.1") is None
-    assert [(each.path, each.elf) for each in loader.search("libx.so.1")] == [
-        ("/b/libx.so.1", Unknown("not an ELF file"))
-    ]
+    (stop,) = loader.search("libx.so.1")
+    assert stop == Missing("libx.so.1", None, "/b/libx.so.1", "LD_LIBRARY_PATH", "not an ELF file")
 
 
 def test_the_lib_and_platform_of_a_run_path(tmp_path: Path) -> None:

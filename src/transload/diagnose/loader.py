@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from struct import Struct, unpack_from
 from typing import Any, NamedTuple
@@ -60,12 +60,14 @@ class Object:
             each = each.parent
 
 
-class Found(NamedTuple):
-    """A file the loader would take. Where ``elf`` is an ``Unknown`` it stops there, with an error."""
+class Missing(NamedTuple):
+    """A library that is asked for and cannot be loaded."""
 
-    path: str
-    via: str
-    elf: Elf | Unknown
+    name: str
+    needed_by: Object | None = None
+    path: str = ""  # The file at which the loader gives up; empty where it finds none.
+    via: str = ""
+    problem: str = ""  # Why that file cannot be loaded.
 
 
 @dataclass(frozen=True)
@@ -177,17 +179,20 @@ class Loader:
         for via, names in (("LD_PRELOAD", variable), ("ld.so.preload", self.preload_file)):
             for name in names:
                 found = next(self.search(name), None)
-                if found and isinstance(found.elf, Elf):
-                    yield name, Object(found.path, found.elf, via, self.program)
+                if isinstance(found, Object):
+                    yield name, replace(found, via=via)
 
     # -- the search
 
-    def search(self, name: str, asker: Object | None = None) -> Iterator[Found]:
-        """Every file that could be taken for ``name``, in order: the first is the one that is."""
+    def search(self, name: str, asker: Object | None = None) -> Iterator[Object | Missing]:
+        """Every file that could be taken for ``name``, in order: the first is the one that is, or where it stops."""
+        asker = asker or self.program
         for via, path in self.places(name, asker):
             elf = self.examine(path)
-            if elf is not None:
-                yield Found(path, via, elf)
+            if isinstance(elf, Elf):
+                yield Object(path, elf, via, asker)
+            elif elf is not None:
+                yield Missing(name, asker, path, via, elf.reason)
 
     def places(self, name: str, asker: Object | None = None) -> Iterator[tuple[str, str]]:
         """How, and under which path, the loader would look for ``name``, each path once."""
@@ -310,16 +315,6 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
 # -- a process ---------------------------------------------------------------------------------------------------------
 
 
-class Missing(NamedTuple):
-    """A library that is needed and cannot be loaded."""
-
-    name: str
-    needed_by: Object | None = None
-    path: str = ""  # The file at which the loader gives up; empty where it finds none.
-    via: str = ""
-    problem: str = ""  # Why that file cannot be loaded.
-
-
 @dataclass
 class Process:
     """A process of the examined interpreter: which file would be mapped for which name."""
@@ -363,13 +358,11 @@ class Process:
                 left -= 1
                 if name in self.names or left <= 0:
                     continue
-                found = next(self.loader.search(name, each), None)
-                if found is None:
-                    missing.append(Missing(name, each))
-                elif isinstance(found.elf, Elf):
-                    objects += self._admit(name, Object(found.path, found.elf, found.via, each))
+                found = next(self.loader.search(name, each), Missing(name, each))
+                if isinstance(found, Object):
+                    objects += self._admit(name, found)
                 else:
-                    missing.append(Missing(name, each, found.path, found.via, found.elf.reason))
+                    missing.append(found)
         return missing
 
     def _admit(self, name: str, new: Object) -> list[Object]:
