@@ -13,7 +13,7 @@ from transload.findings import Severity
 
 def row(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Rule:
     def check(_: Case) -> Found:
-        yield code, Match((f"evidence of {code}",), (f"$ fix {code}",), f"title of {code}", severity)
+        yield code, Match((f"evidence of {code}",), (f"= title of {code}", f"$ fix {code}"), severity)
 
     return Rule(code, layer, check, symptom, likely)
 

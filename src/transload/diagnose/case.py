@@ -63,14 +63,13 @@ LAYERS: tuple[Layer, ...] = (
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
-    ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. Without them, they are what
-    ``steps.md`` says under the code. ``title`` replaces the rule's if the check knows more. ``likely`` says that the
-    evidence fits but does not prove it.
+    ``fix`` are lines in order: a command begins with ``$ ``, a title in place of the rule's with ``= ``, anything else
+    is a sentence. Without them, they are what ``steps.md`` says under the code. ``likely`` says that the evidence fits
+    but does not prove it.
     """
 
     evidence: Lines
     fix: Lines | None = None
-    title: str = ""
     severity: Severity = "error"
     likely: bool = False
 
@@ -107,10 +106,12 @@ class Rule(NamedTuple):
         match = case.found(self.check).get(self.code) if self.check else None
         if match is None:
             return None
-        title = f"{'probably: ' if self.likely or match.likely else ''}{match.title or self.title}"
         steps = case.steps(self.code) if match.fix is None else match.fix
         evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, steps))
-        return Finding(self.code, match.severity, title, evidence, fix)
+        title = fix[0].removeprefix("= ") if fix and fix[0].startswith("= ") else self.title
+        likely = "probably: " if self.likely or match.likely else ""
+        fix = tuple(line for line in fix if not line.startswith("= "))
+        return Finding(self.code, match.severity, f"{likely}{title}", evidence, fix)
 
 
 # Causes that the facts of a machine cannot show.

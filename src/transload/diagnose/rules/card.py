@@ -99,11 +99,9 @@ def broken_or_none(m: Case) -> Found:
         return
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
     if isinstance(m.hardware.pci, Unknown) and not present and m.code in (-1, 100):
-        title = "could not determine whether this machine has an NVIDIA GPU"
-        yield "H01", Match((_bus(m), m.answer), (), title, "note")
+        yield "H01", Match((_bus(m), m.answer), m.steps("H01 unknown"), "note")
     elif m.no_gpu:
-        title = f"no NVIDIA GPU is visible from this {around.sandbox} sandbox" if around.sandbox else ""
-        yield "H01", Match((_bus(m),), fixes.give_gpu(m) if around.slurm else (), title, "note")
+        yield "H01", Match((_bus(m),), severity="note")
 
 
 # -- a kernel driver that does not support the card: first, since it explains why none is loaded
@@ -239,13 +237,13 @@ def module_missing(m: Case) -> Found:
         return
     evidence = (*m.card_lines, m.kernel_line)
     if m.surroundings.container:
-        yield "K01", Match(evidence, m.steps("K01 container"), "NVIDIA's kernel driver is not loaded on the host")
+        yield "K01", Match(evidence, m.steps("K01 container"))
     elif built == ():
         yield "K01", Match((*evidence, "there is no nvidia.ko under /lib/modules"))
     else:
         unclear = isinstance(built, Unknown) and f"could not determine whether it is installed: {built.reason}"
-        title = f"NVIDIA's kernel driver is {'' if unclear else 'installed but '}not loaded"
-        yield "K01", Match((*evidence, unclear or there), m.steps("K01 installed", unclear=unclear), title)
+        fix = m.steps("K01 unclear" if unclear else "K01 installed")
+        yield "K01", Match((*evidence, unclear or there), fix)
 
 
 def _other_kernel(m: Case) -> Match:
@@ -254,8 +252,7 @@ def _other_kernel(m: Case) -> Match:
     evidence = (m.kernel_line, f"the running kernel is {running}, but nvidia.ko exists for {', '.join(built[:3])}")
     newer = [version for version in built if _numbers(version) > _numbers(running)]
     if newer:
-        title = "the kernel was updated, and the old one that is still running has no NVIDIA module"
-        return Match(evidence, m.steps("K02 updated", kernel=newer[0]), title)
+        return Match(evidence, m.steps("K02 updated", kernel=newer[0]))
     headers = fixes.system_package(m, **table("packages")["packages"]["kernel headers"])
     build = "akmods --force" if platform.distribution == "fedora" else "dkms autoinstall"
     ubuntu = "ubuntu" in (platform.distribution, *platform.distribution_like)

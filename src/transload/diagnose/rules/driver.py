@@ -87,10 +87,8 @@ def under_wsl(m: Case) -> Found:
             yield "U08", Match((there,), _search(m, dirname(own.path), "ld.wsl.conf"))
         elif m.no_libcuda:  # only an error if torch was installed to use one
             meant = m.torch.first is not None and not m.torch.first.cpu_only
-            title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
             evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
-            fix = m.steps("U08", perhaps=True)
-            yield "U08", Match(evidence, fix, title, "error" if meant else "note", likely=meant)
+            yield "U08", Match(evidence, m.steps("U08", perhaps=True), "error" if meant else "note", likely=meant)
         elif not m.hardware.dxg or m.code == 100:
             node = f"/dev/dxg {'exists' if m.hardware.dxg else 'does not exist'}"
             yield "U08", Match((node, m.answer), m.steps("U08", perhaps=False), likely=m.hardware.dxg)
@@ -154,8 +152,8 @@ def _unusable(m: Case) -> Match | None:
     if answer.state not in ("not-loadable", "no-symbol"):
         if lib is None or "LD_LIBRARY_PATH" not in m.works_without or lib.via != "LD_LIBRARY_PATH":
             return None
-        title = "another libcuda.so.1 is loaded instead of the driver's"
-        return Match((line, m.answer, m.relief), _drop_library(m, lib), title)
+        title = "= another libcuda.so.1 is loaded instead of the driver's"
+        return Match((line, m.answer, m.relief), (title, *_drop_library(m, lib)))
     problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
     evidence = (line, problem, m.answer, m.relief)
     if lib is None:
@@ -188,8 +186,8 @@ def not_found(m: Case) -> Found:
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
     if m.works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
         missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
-        title = "the driver's NVML library is not installed"
-        yield "U06", Match((missing, "CUDA works"), _packages(m), title, "note")
+        fix = ("= the driver's NVML library is not installed", *_packages(m))
+        yield "U06", Match((missing, "CUDA works"), fix, "note")
     if not m.no_libcuda or not m.broken or m.no_gpu or m.surroundings.wsl or m.withheld:
         return
     for lib in m.driver.libraries.cuda or ():
@@ -199,9 +197,9 @@ def not_found(m: Case) -> Found:
             yield "U05", Match((there, m.answer), _search(m, dirname(lib.path), "nvidia.conf"), likely=m.torch_not_run)
             return
     if m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
-        title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"
+        title = "" if m.driver.libraries.nvml else "= the driver's libraries are not installed"
         loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
-        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), _packages(m), title)
+        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), (title, *_packages(m)))
 
 
 def _packages(m: Case, *, again: bool = False) -> Lines:
@@ -273,9 +271,8 @@ def not_ready(m: Case) -> Found:
         "nv-fabricmanager is running" if runs else "",
     )
     start = "restart" if runs else "enable --now"
-    fix = m.steps("S01", install=() if runs or manager else install, start=start)
-    title = "the NVSwitch fabric is down, although the fabric manager is running" if runs else ""
-    yield "S01", Match(evidence, fix, title, likely=not (switches or states or stopped))
+    fix = m.steps("S01", install=() if runs or manager else install, start=start, runs=runs)
+    yield "S01", Match(evidence, fix, likely=not (switches or states or stopped))
 
 
 @rules("driver", "S04", "S07", "M01", "M02", likely=("S07",))
@@ -404,8 +401,8 @@ def unexplained(m: Case) -> Found:
         return
     told = result("cuda", m.code).text
     title = {
-        "crashed": "the CUDA driver's library crashes, for an unknown reason",
-        "no-library": "libcuda.so.1 is not found, for an unknown reason",
+        "crashed": "= the CUDA driver's library crashes, for an unknown reason",
+        "no-library": "= libcuda.so.1 is not found, for an unknown reason",
     }.get(state, "")
     crashed = lib if state == "crashed" else None
     needed = (m.nodes.at(CONTROL), m.nodes.at(UVM), *m.card_nodes)
@@ -429,4 +426,4 @@ def unexplained(m: Case) -> Found:
         fix = m.steps("X08 library", drop=_drop_library(m, crashed))
     else:
         fix = m.steps("X08 wsl" if m.surroundings.wsl else "X08")
-    yield "X08", Match(evidence, fix, title)
+    yield "X08", Match(evidence, (title, *fix))

@@ -67,8 +67,7 @@ def container(m: Case) -> Found:
             f"CDI files name driver {', '.join(around.cdi)}",
             f"the loaded kernel driver is {kernel.version}",
         )
-        title = "containers will get the libraries of another driver version"
-        yield "C07", Match(evidence, title=title, severity="note")
+        yield "C07", Match(evidence, m.steps("C07 host"), "note")
     if not m.broken:
         return
 
@@ -217,12 +216,12 @@ def faulty_node(m: Case) -> Found:
             fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {each}:* rwm" for each in majors))
         else:
             fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
-        yield "D02", Match((line, what, *answers), fix, f"{node.path} points to the wrong device", likely=not wrong)
+        title = f"= {node.path} points to the wrong device"
+        yield "D02", Match((line, what, *answers), (title, *fix), likely=not wrong)
 
     if node.error == "EPERM" and not wrong:
         allowed = f"the devices cgroup allows: {', '.join(m.nodes.cgroup[:4])}" if m.nodes.cgroup else ""
-        title = "" if container else "the device cgroup forbids the device nodes"
-        yield "D04", Match((line, allowed, *answers), m.steps("D04 container" if container else "D04"), title)
+        yield "D04", Match((line, allowed, *answers), m.steps("D04 container" if container else "D04"))
 
     ours = node.group and node.group in m.platform.groups and node.mode & 0o060 == 0o060
     allows = m.platform.root or node.mode & 0o006 == 0o006 or bool(ours)  # by mode and groups
@@ -230,9 +229,8 @@ def faulty_node(m: Case) -> Found:
         yield "D06", Match((line, "SELinux is enforcing", *answers))
     elif node.error == "EACCES" and node.nodev:
         mounted = "its file system is mounted with nodev: devices cannot be opened there, even by root"
-        title = f"{node.path} is on a file system mounted with nodev"
-        fix = m.steps("D03 volume" if container else "D03 nodev", folder=node.path.rpartition("/")[0])
-        yield "D03", Match((line, mounted, *answers), fix, title)
+        how, folder = "D03 volume" if container else "D03 nodev", node.path.rpartition("/")[0]
+        yield "D03", Match((line, mounted, *answers), m.steps(how, path=node.path, folder=folder))
     elif node.error == "EACCES":
         odd = "its mode would allow it: something else forbids it (AppArmor, a user namespace)" if allows else ""
         mode = m.kernel.parameters.get("DeviceFileMode", "")
@@ -243,7 +241,7 @@ def faulty_node(m: Case) -> Found:
     if not node.exists:  # and nothing creates it
         unloaded = uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
         what = "the module nvidia_uvm is not loaded" if unloaded else ""
-        yield "D01", Match((line, what, *answers), m.steps("D01", make=make, uvm=uvm), f"{node.path} is missing")
+        yield "D01", Match((line, what, *answers), m.steps("D01", path=node.path, make=make, uvm=uvm))
 
 
 def _let_in(m: Case, node: Node) -> Lines:
@@ -321,7 +319,8 @@ def hidden_gpus(m: Case) -> Found:
             rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
             severity: Severity = "warning" if rest.count > 0 else "note"  # a warning if that hides a GPU
             left = f"{seen.count} of {len(gpus)} GPUs are visible"
-            yield code, Match((*evidence, left), _correct(m), f"{CVD} is cut off at {seen.token!r}", severity)
+            cut = f"= {CVD} is cut off at {seen.token!r}"
+            yield code, Match((*evidence, left), (cut, *_correct(m)), severity)
     if run.count == 0 and run.cuda_works:
         counted = "torch.cuda.device_count() is 0, and a kernel ran on the GPU"
         yield "E13", Match((f"{CVD} is {value!r}", counted), _correct(m), severity="warning")

@@ -289,7 +289,7 @@ def not_allowed_to_work(m: Case) -> Found:
         known, limit = [gpu for gpu in gpus if gpu.free >= 0], m.platform.address_space
         if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
             evidence: Lines = (f"ulimit -v is {limit >> 30} GB", quoted(error))
-            yield "X06", Match(evidence, m.steps("X06 limit"), "a limit on the address space leaves CUDA no room")
+            yield "X06", Match(evidence, m.steps("X06 limit"))
         else:
             free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
             holders = [f"{process} is using {gpu.name}" for gpu in gpus for process in gpu.processes]
@@ -297,7 +297,7 @@ def not_allowed_to_work(m: Case) -> Found:
             yield "X06", Match((quoted(error), *free, *holders[:6]), likely=not full)
 
     if step and re.search(_STICKY, error):
-        yield "X05", Match((f"in the step {step.name}", quoted(error)), title="a trivial kernel crashes on the GPU")
+        yield "X05", Match((f"in the step {step.name}", quoted(error)))
 
     by_name: dict[str, list[str]] = {}
     for path in m.torch_run.libraries:
@@ -325,17 +325,17 @@ def symptoms(m: Case) -> Found:
 
     if state in ("hung", "crashed"):
         hung, told = state == "hung", run.answer.detail or state
-        title = f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
+        title = f"= torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
         if cuda.answer.state == "crashed" and step and step.name != "import":
             # torch is not the reason, so reinstalling it does not help
             where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
             fix = m.steps("X11 driver")
             if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
                 fix = m.steps("X11 library", path=lib.path, drop=drop)
-            yield "X11", Match((told, f"also without torch: {m.answer}", where), fix, title)
+            yield "X11", Match((told, f"also without torch: {m.answer}", where), (title, *fix))
         else:
             fix = m.steps("X11 hung" if hung else "X11", waits=" at " in told)
-            yield "X11", Match((told,), fix, title, likely=hung)
+            yield "X11", Match((told,), (title, *fix), likely=hung)
     elif m.import_error:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
@@ -354,14 +354,13 @@ def symptoms(m: Case) -> Found:
         )
         yield "X09", Match(evidence, m.steps("X09", unset=unset, python=m.python.executable or "python"))
     elif run.hip and run.available is False and m.usable("rocm"):
-        title = "torch sees no GPU although ROCm has one"
-        yield "X09", Match(("/dev/kfd has a GPU", quoted(error)), m.steps("X09 rocm"), title)
+        yield "X09", Match(("/dev/kfd has a GPU", quoted(error)), m.steps("X09 rocm"))
 
     work = m.failed(*_STEPS)  # after the import, on a machine whose driver works, or on the CPU
     if work and state not in ("hung", "crashed"):
         wrong = work.name in _WORK and "the result is" in work.error
-        title = "the GPU computes wrong results" if wrong else _STEPS[work.name]
-        yield "X12", Match(_lines(work.error), m.steps("X12 wrong" if wrong else "X12"), title)
+        fix = m.steps("X12 wrong") if wrong else m.steps("X12", what=_STEPS[work.name])
+        yield "X12", Match(_lines(work.error), fix)
 
     # a child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning
     not_asked = cuda.answer.detail or m.problems.get("cuda", "")
@@ -376,5 +375,5 @@ def symptoms(m: Case) -> Found:
         said = " ".join(evidence).lower()
         how = "X13 limit" if re.search("temporarily unavailable|memory|thread", said) else "X13"
         how = "X13 forbidden" if re.search("permission|not permitted", said) else how
-        title = "" if driver else "torch could not be run, so whether it works is unknown"
-        yield "X13", Match(evidence, m.steps(how), title, "error" if driver else "warning")
+        title = "" if driver else "= torch could not be run, so whether it works is unknown"
+        yield "X13", Match(evidence, (title, *m.steps(how)), "error" if driver else "warning")

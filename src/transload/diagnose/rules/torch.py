@@ -75,7 +75,7 @@ def which_torch(m: Case) -> Found:
         if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
             yield "P02", Match(evidence, fix)
         else:
-            yield "P02", Match(evidence, fix, "there are two installations of torch on the path", "note")
+            yield "P02", Match(evidence, ("= there are two installations of torch on the path", *fix), "note")
 
     if torch.first and not torch.shadow and (mixed := _mixed(m, torch.first)):
         yield "P04", mixed
@@ -103,8 +103,7 @@ def _shadowed(m: Case, shadow: str) -> Match:
     via, folder = m.torch.shadow_via, dirname(shadow)
     evidence = (f"import torch finds {shadow}{f', through {via}' if via else ''}", quoted(m.import_error))
     if folder.endswith(("/site-packages", "/dist-packages")):
-        fix = m.steps("P03 incomplete", delete=fixes.delete(m, shadow))
-        return Match(evidence, fix, "the installed torch is incomplete")
+        return Match(evidence, m.steps("P03 incomplete", delete=fixes.delete(m, shadow)))
     if via == "PYTHONPATH":
         return Match(evidence, m.steps("P03 path", drop=fixes.drop_folder(m, via, folder)))
     if m.torch.shadow_kind == "source":
@@ -129,8 +128,7 @@ def _mixed(m: Case, first: TorchInstall) -> Match | None:
         return Match((mixed, *unlisted, *leftovers, quoted(error)), again, likely=not mixed)
     if mixed:
         return Match((mixed, *leftovers), again, severity="warning")
-    title = "parts of another torch were left behind"
-    return Match(leftovers, m.steps("P04 leftovers"), title, "note") if leftovers else None
+    return Match(leftovers, m.steps("P04 leftovers"), "note") if leftovers else None
 
 
 # -- the build
@@ -152,12 +150,10 @@ def cpu_build(m: Case) -> Found:
         return
     built = f"{first.location}/version.py says {first.version}: built without CUDA"
     if m.withheld:
-        title = "torch was built without CUDA, and this process has no GPU"
-        yield "T01", Match((built,), m.steps("T01 withheld"), title, "note")
+        yield "T01", Match((built,), m.steps("T01 withheld"), "note")
         return
     if m.cards and not tegra and not any(_ever_supported(card.capability) for card in m.cards):
-        title = "torch has no CUDA, and no build ever supported this card"
-        yield "T01", Match(tuple(map(str, m.cards)), m.steps("T01 unsupported"), title, "note")
+        yield "T01", Match(tuple(map(str, m.cards)), m.steps("T01 unsupported"), "note")
         return
     if m.torch.shadow or m.platform.system == "Darwin":
         return
@@ -198,8 +194,7 @@ def other_build(m: Case) -> Found:
     if not m.imported and (first.missing or unread):
         yield "T09", Match((*first.missing[:6], unread, quoted(m.import_error)), m.reinstall)
     elif (first.missing or first.altered) and not m.computes:
-        title = "files of torch were changed after the installation"
-        yield "T09", Match((*first.missing[:3], *first.altered[:3]), m.reinstall, title, "note")
+        yield "T09", Match((*first.missing[:3], *first.altered[:3]), m.steps("T09 changed"), "note")
 
     foreign = (first.hip or first.xpu) and not first.cuda and not torch.shadow
     rivals = any(card.display and card.vendor == AMD for card in m.hardware.pci or ()) or m.accelerators
@@ -307,7 +302,7 @@ def not_loadable(m: Case) -> Found:
         elif m.env("LD_LIBRARY_PATH"):
             yield "L01", Match(evidence, fixes.unset(m, "LD_LIBRARY_PATH"), likely=True)
         else:
-            yield "L01", Match(evidence, m.reinstall, "the CUDA libraries of this environment do not match each other")
+            yield "L01", Match(evidence)
 
 
 @rules("torch-libraries", "L03", "L02")
