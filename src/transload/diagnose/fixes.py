@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Lines = tuple[str, ...]
 _LINE = re.compile(r"(?:\[(?P<condition>[\w.]+)\] )?(?P<prompt>(?:host)?#(?: |$))?(?P<text>.*)")
-_NAME = re.compile(r"\{([\w.]+)\}")
+_NAME = re.compile(r"\{([\w.]+)(?: ([^}]+))?\}")
 
 
 def steps(machine: Machine, name: str, /, **values: object) -> Lines:
@@ -32,10 +32,10 @@ def steps(machine: Machine, name: str, /, **values: object) -> Lines:
     ('$ sudo prime-select on-demand', '$ sudo reboot')
     """
 
-    def value(name: str) -> object:
+    def value(name: str, arguments: str | None = "") -> object:
         if name in values:
             return values[name]
-        return _SHARED[name](machine) if name in _SHARED else attrgetter(name)(machine)
+        return _SHARED[name](machine, *(arguments or "").split()) if name in _SHARED else attrgetter(name)(machine)
 
     lines: list[str] = []
     on_host_before = False
@@ -44,7 +44,7 @@ def steps(machine: Machine, name: str, /, **values: object) -> Lines:
         if condition and not value(condition):
             continue
         alone = _NAME.fullmatch(text)
-        told = value(alone[1]) if alone and not prompt else _NAME.sub(lambda found: str(value(found[1])), text)
+        told = value(*alone.groups()) if alone and not prompt else _NAME.sub(lambda each: str(value(each[1])), text)
         on_host = (prompt or "").startswith("host")
         if on_host and machine.surroundings.container and not on_host_before:
             lines.append("On the host, not in this container:")
@@ -82,19 +82,17 @@ def initramfs(machine: Machine) -> str:
     return sudo(machine, command) if command else "Rebuild the initial RAM disk."
 
 
-def system_package(machine: Machine, **names: str) -> Lines:
-    """Install a package by this distribution's name for it: ``apt=…``, ``dnf=…``, ``pacman=…`` and so on.
+def package(machine: Machine, *words: str, **more: str) -> Lines:
+    """Install a package of the system, or several, by this distribution's name for it in ``packages.json``.
 
-    >>> from transload.machine import Machine, Platform
-    >>> system_package(Machine(platform=Platform(package_manager="dnf", root=True)), dnf="nvidia-modprobe")
-    ('$ dnf install nvidia-modprobe',)
+    ``more`` are names by package manager, such as ``apt="libcuda1"``, beside those or in their place.
     """
-    manager = machine.platform.package_manager
-    install = tables.table("packages")["managers"].get(manager, {}).get("install")
+    known, manager = tables.table("packages"), machine.platform.package_manager
+    names = {**known["packages"].get(" ".join(words), {}), **more}
+    install = known["managers"].get(manager, {}).get("install")
     if manager in names and install:
         return (sudo(machine, f"{install} {names[manager]}"),)
-    known = next(iter(names.values()), "")
-    return (f"Install your distribution's equivalent of the package {known}.",)
+    return (f"Install your distribution's equivalent of the package {next(iter(names.values()), '')}.",)
 
 
 def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> str:
@@ -594,11 +592,11 @@ def wheel_platform(machine: Machine) -> tables.Platform:
     return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
 
 
-_SHARED: dict[str, Callable[[Machine], Lines | str]] = {
-    "reboot": reboot,
-    "initramfs": initramfs,
-    "driver": install_driver,
-    "gpu": give_gpu,
-    "smi": smi,
+_SHARED: dict[str, Callable[..., Lines | str]] = {
+    each.__name__: each
+    for each in (
+        *(reboot, initramfs, install_driver, give_gpu, smi, unset, set_variable),
+        *(install, uninstall, wheel, jetson_torch, package),
+    )
 }
 """What any section of ``steps.md`` may name."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import UVM, Case, Found, Match, quoted, rules
-from transload.diagnose.tables import chip_of, first_branch, generation, result, table
+from transload.diagnose.tables import chip_of, first_branch, generation, result
 from transload.machine import Unknown
 from transload.render.words import plural
 
@@ -180,7 +180,7 @@ def unsupported(m: Case) -> Found:
     if (said or (gone and not loaded)) and kernel.loaded and not m.nvml_works:
         missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
         apt = f"--reinstall nvidia-firmware-{branch}-{kernel.version}"
-        firmware = fixes.system_package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
+        firmware = fixes.package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
         fix = m.steps("K12 container" if m.surroundings.container else "K12", firmware=firmware)
         yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
 
@@ -253,10 +253,9 @@ def _other_kernel(m: Case) -> Match:
     newer = [version for version in built if _numbers(version) > _numbers(running)]
     if newer:
         return Match(evidence, m.steps("K02 updated", kernel=newer[0]))
-    headers = fixes.system_package(m, **table("packages")["packages"]["kernel headers"])
     build = "akmods --force" if platform.distribution == "fedora" else "dkms autoinstall"
     ubuntu = "ubuntu" in (platform.distribution, *platform.distribution_like)
-    return Match(evidence, m.steps("K02", headers=headers, build=build, ubuntu=ubuntu, kernel=built[0]))
+    return Match(evidence, m.steps("K02", build=build, ubuntu=ubuntu, kernel=built[0]))
 
 
 def _numbers(kernel: str) -> tuple[int, ...]:

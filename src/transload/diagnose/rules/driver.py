@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules
-from transload.diagnose.tables import is_data_centre, is_listed, numbers_of, result, table
+from transload.diagnose.tables import is_data_centre, is_listed, numbers_of, result
 from transload.machine import NVIDIA, Unknown
 
 if TYPE_CHECKING:
@@ -206,10 +206,10 @@ def _packages(m: Case, *, again: bool = False) -> Lines:
     """Install the driver's libraries, or do so again where files of an installed package are missing."""
     if m.surroundings.container:
         return ("The container runtime provides the libraries:", *fixes.give_gpu(m))
-    names = table("packages")["packages"]["driver libraries"]
-    branch = str(next(iter(numbers_of(m.kernel.version)), "BRANCH"))
-    apt = "libcuda1 libnvidia-ml1" if m.platform.distribution == "debian" else names["apt"].replace("BRANCH", branch)
-    packages = fixes.system_package(m, **{**names, "apt": f"--reinstall {apt}" if again else apt})
+    branch = next(iter(numbers_of(m.kernel.version)), "BRANCH")
+    debian = m.platform.distribution == "debian"
+    apt = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{branch} nvidia-utils-{branch}"
+    packages = fixes.package(m, "driver", "libraries", apt=f"--reinstall {apt}" if again else apt)
     return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
 
 
@@ -252,7 +252,7 @@ def not_ready(m: Case) -> Found:
         install = m.steps("The fabric manager of the host", version=f" {version}" if version else "")
     else:
         apt = f"'nvidia-fabricmanager-{branch[0]}={version}*'"
-        install = fixes.system_package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
+        install = fixes.package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
     if manager and version and manager != version:
         versions = f"the fabric manager is version {manager}, the kernel driver {version}"
         yield "S02", Match((m.answer, versions), m.steps("S02", install=install))
@@ -353,8 +353,7 @@ def no_start(m: Case) -> Found:
     driver, limit = m.driver, m.platform.address_space
     starves = m.code == _OUT_OF_MEMORY and not m.works
     if m.surroundings.wsl == 2 and m.fails and m.code == _OUT_OF_MEMORY and limit is None and driver.nvml.count != 1:
-        fix = m.steps("U10", one=fixes.set_variable(m, CVD, "0"))
-        yield "U10", Match((m.answer, m.nvml_answer, m.relief), fix)
+        yield "U10", Match((m.answer, m.nvml_answer, m.relief))
 
     if limit is not None and not m.torch_run.cuda_works:
         first_kernel = any("out of memory" in step.error for step in m.torch_run.steps) and limit < _ENOUGH

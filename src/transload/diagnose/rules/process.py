@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, quoted, rules
-from transload.diagnose.tables import covers, table
+from transload.diagnose.tables import covers
 from transload.diagnose.visible import Visible, visible_devices
 from transload.machine import AMD
 from transload.render.words import plural
@@ -125,8 +125,7 @@ def container_notes(m: Case) -> Found:
     lacking = around.docker and not around.container and (snap or around.container_toolkit is False)
     if lacking and m.host_has_gpu and not around.wsl:
         evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
-        toolkit = fixes.system_package(m, **table("packages")["packages"]["container toolkit"])
-        yield "C02", Match((evidence,), m.steps("C02", toolkit=toolkit), severity="note")
+        yield "C02", Match((evidence,), severity="note")
     chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
     if first and chosen and around.container and m.driver.cuda.works:
         by = f"torch {first.version} was installed by {first.installer or 'conda'}"
@@ -330,16 +329,16 @@ def hidden_gpus(m: Case) -> Found:
 
 
 def _correct(m: Case) -> Lines:
-    return m.steps(f"{CVD} in Slurm" if m.surroundings.slurm else CVD, unset=fixes.unset(m, CVD))
+    return m.steps(f"{CVD} in Slurm" if m.surroundings.slurm else CVD)
 
 
 @rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")
 def other_variables(m: Case) -> Found:
     """A variable that was seen to do harm; a note where it does not, or not yet."""
     first, run = m.torch.first, m.torch_run
-    order, by_bus = m.env(_ORDER), fixes.set_variable(m, _ORDER, "PCI_BUS_ID")
+    order = m.env(_ORDER)
     if order not in (None, "FASTEST_FIRST", "PCI_BUS_ID") and m.has_nvidia and not m.works:
-        yield "E12", Match((f"{_ORDER} is {order!r}", m.answer), by_bus)
+        yield "E12", Match((f"{_ORDER} is {order!r}", m.answer))
 
     switches = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
     jit = next((name for name in switches if (m.env(name) or "0").strip() not in ("", "0")), "")
@@ -363,7 +362,7 @@ def other_variables(m: Case) -> Found:
     check = "PYTORCH_NVML_BASED_CUDA_CHECK"
     if m.env(check) == "1" and run.available and (not m.works or m.failed("init")):
         evidence = (f"{check} is '1'", "torch.cuda.is_available() is True, and CUDA does not work")
-        yield "E10", Match(evidence, fixes.unset(m, check), severity="note")
+        yield "E10", Match(evidence, severity="note")
 
     cuda = [gpu for gpu in m.driver.cuda.gpus if gpu.uuid]
     known = [gpu.uuid for gpu in cuda]
@@ -371,8 +370,7 @@ def other_variables(m: Case) -> Found:
     differ = len(cuda) == len(nvml) > 1 and known != [gpu.uuid for gpu in nvml]
     if differ and not m.env(CVD) and not order:
         names = f"CUDA's device 0 is {cuda[0].name}, nvidia-smi's is {nvml[0].name}"
-        yield "E05", Match((names,), by_bus, severity="note")
+        yield "E05", Match((names,), severity="note")
 
     if m.variables.cache_problem and m.works:
-        fix = fixes.set_variable(m, "CUDA_CACHE_PATH", "/tmp/cuda-cache")  # noqa: S108
-        yield "E11", Match((m.variables.cache_problem,), fix, severity="note")
+        yield "E11", Match((m.variables.cache_problem,), severity="note")

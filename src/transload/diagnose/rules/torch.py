@@ -61,14 +61,14 @@ def which_torch(m: Case) -> Found:
         fix = m.steps("P07", low=low, high=high)
         yield "P07", Match(evidence, fix, likely=cpython and version[:2] > newest.python[1])
 
-    remove, installs = fixes.uninstall(m, "torch"), torch.installs or ()
+    installs = torch.installs or ()
     if len(installs) > 1 and not torch.shadow:
         versions = ((each, each.version or each.dist_version or "of unknown version") for each in installs)
         named = [f"{each.location}: torch {version}" for each, version in versions]
         evidence = (f"import torch finds {named[0]}", *(f"it hides {name}" for name in named[1:]))
-        fix = m.steps("P02", remove=remove)
+        fix = m.steps("P02")
         if python.user_site and installs[0].location.startswith(python.user_site):
-            fix = m.steps("P02 user", without=fixes.set_variable(m, "PYTHONNOUSERSITE", "1"), remove=remove)
+            fix = m.steps("P02 user")
         elif fixes.listed(m, "PYTHONPATH", dirname(installs[0].location)):  # where pip removes nothing
             fix = fixes.drop_folder(m, "PYTHONPATH", dirname(installs[0].location))
         # an error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two
@@ -120,14 +120,13 @@ def _mixed(m: Case, first: TorchInstall) -> Match | None:
     differ = length >= 2 and files[:length] != metadata[:length]
     mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}" if differ else ""
     leftovers = tuple(f"left over from another version: {name}" for name in (*m.torch.leftovers, *m.torch.dangling))
-    again = m.steps("P04", remove=fixes.uninstall(m, "torch"))
     library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", error)
     of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
     if error and (mixed or first.unlisted or first.altered) and not of_cuda:
         unlisted = (f"not a file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
-        return Match((mixed, *unlisted, *leftovers, quoted(error)), again, likely=not mixed)
+        return Match((mixed, *unlisted, *leftovers, quoted(error)), m.steps("P04"), likely=not mixed)
     if mixed:
-        return Match((mixed, *leftovers), again, severity="warning")
+        return Match((mixed, *leftovers), m.steps("P04"), severity="warning")
     return Match(leftovers, m.steps("P04 leftovers"), "note") if leftovers else None
 
 
@@ -158,7 +157,7 @@ def cpu_build(m: Case) -> Found:
     if m.torch.shadow or m.platform.system == "Darwin":
         return
     if tegra:
-        yield "J01", Match((built, f"this is a Jetson: {tegra}"), fixes.jetson_torch(m))
+        yield "J01", Match((built, f"this is a Jetson: {tegra}"))
     beside = ", ".join(first.replaced_by[:4])
     together = f"it was installed together with {beside}" if beside else ""
     # to prevent the next installation from bringing it back
@@ -175,7 +174,7 @@ def cpu_build(m: Case) -> Found:
     elif arm and old:
         yield "T03", Match(evidence, install, likely=unknown)
     if "cpu" in first.conda_build:
-        yield "T05", Match((*evidence, f"conda's build is {first.conda_build}"), fixes.wheel(m))
+        yield "T05", Match((*evidence, f"conda's build is {first.conda_build}"))
     elif not (tegra or m.platform.system == "Windows" or (arm and old)):
         yield ("T04" if first.replaced_by else "T01"), Match(evidence, install, likely=unknown)
 
@@ -192,7 +191,7 @@ def other_build(m: Case) -> Found:
     # an error if torch cannot be imported or was not run; a note if a library only has another size
     unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
     if not m.imported and (first.missing or unread):
-        yield "T09", Match((*first.missing[:6], unread, quoted(m.import_error)), m.reinstall)
+        yield "T09", Match((*first.missing[:6], unread, quoted(m.import_error)))
     elif (first.missing or first.altered) and not m.computes:
         yield "T09", Match((*first.missing[:3], *first.altered[:3]), m.steps("T09 changed"), "note")
 
@@ -202,7 +201,7 @@ def other_build(m: Case) -> Found:
         kind = f"ROCm {first.hip}" if first.hip else "Intel's XPU"
         gpus = tuple(map(str, m.cards[:4])) or ("the GPU is NVIDIA's",)
         built = f"{first.location}/version.py says {first.version}: built for {kind}"
-        yield "T06", Match((built, *gpus), fixes.wheel(m))
+        yield "T06", Match((built, *gpus))
 
     amd, intel = m.usable("rocm"), [] if first.xpu or "xpu" in run.backends else m.usable("xpu")
     if (amd or intel) and first.known and not (first.hip or m.has_nvidia or torch.shadow):
@@ -283,8 +282,8 @@ def not_loadable(m: Case) -> Found:
         fix = m.steps("L04", name=name)
         if not name or is_nvidia_library(name) or name.startswith(("libtorch", "libc10", "libshm")):
             fix = _bring(m, blamed)
-        elif packages := table("packages")["packages"].get(name):
-            fix = fixes.system_package(m, **packages)
+        elif name in table("packages")["packages"]:
+            fix = fixes.package(m, name)
         yield "L04", Match((quoted(error), *lines), fix)
 
     symbol = _SYMBOL.search(error)
@@ -319,7 +318,7 @@ def wrong_cudnn(m: Case) -> Found:
             path = by_path.partition(": ")[2].removesuffix(", by LD_LIBRARY_PATH")
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(path))
         elif "nvidia-cudnn-cu13" in m.python.packages:
-            fix = m.steps("L03", install=fixes.install(m, "nvidia-cudnn-cu13>=9.21"), remove=fix)
+            fix = m.steps("L03", remove=fix)
         yield "L03", Match(evidence, fix, likely=not told)
 
     told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
@@ -407,7 +406,7 @@ def other_libraries(m: Case) -> Found:
 
     if told := _DLL.search(m.import_error):
         fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in told["dll"]
-        yield "L10", Match((error,), fixes.install(m, "torch>=2.4.1") if fbgemm else None)
+        yield "L10", Match((error,), m.steps("L10 fbgemm" if fbgemm else "L10"))
 
     if m.platform.system == "Windows" and first and m.failed() and not m.computes:
         mapped = ((file, file.replace("\\", "/").rpartition("/")[2].lower()) for file in m.torch_run.libraries)
