@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.workers import pytest_cmdline_main
+
+__all__ = ["pytest_cmdline_main"]  # a hook
 
 # A busy machine is no bug, so no deadline; and the same examples every time, so that a change is judged by what it
 # changed. To look for new ones: pytest --hypothesis-profile=explore.
@@ -24,6 +27,7 @@ gc.disable()  # what the collection makes stays; to look through all of it again
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # tests make much that stays until they end, and little garbage in cycles
     gc.enable()
 
 

@@ -35,6 +35,8 @@ SOURCE = Path(__file__).parent.parent / "src"
 FORKS = sys.platform == "linux"
 """Elsewhere libraries may not survive a fork, and every program is started."""
 PATIENCE = 300.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""For whoever forks: the threads of a library would not be in the fork, and be waited for."""
 
 
 def run(
@@ -70,6 +72,10 @@ def run(
     return subprocess.CompletedProcess(command, code, *texts)
 
 
+_SERVERS: list[subprocess.Popen[bytes]] = []
+"""So that a fork of this process that forgets what is to be done at its end keeps their streams open."""
+
+
 class Request(NamedTuple):
     """A program to run."""
 
@@ -80,25 +86,27 @@ class Request(NamedTuple):
 
 @functools.cache
 def server(*imports: str) -> str:
-    """The address of a server that has imported these; it ends with this process."""
+    """The address of a server, which has imported these when it first answers, and ends with this process."""
     folder = tempfile.mkdtemp(prefix="forks")  # an address has room for a hundred characters
     address = f"{folder}/socket"
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    child = subprocess.Popen(
-        [sys.executable, __file__, "serve", address, *imports],
-        env={**kept, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # no threads: it forks
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        child = subprocess.Popen(
+            [sys.executable, __file__, "serve", str(listener.fileno()), *imports],
+            env={**kept, "PYTHONUTF8": "1", **ONE_THREAD},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
 
     def leave() -> None:
         child.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(leave)
-    assert child.stdout.readline() == b"ready\n"
+    _SERVERS.append(child)
     return address
 
 
@@ -121,23 +129,21 @@ def asked(address: str, request: Request, streams: list[int]) -> socket.socket:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def serve(address: str, imports: list[str]) -> Request:
+def serve(descriptor: int, imports: list[str]) -> Request:
     """Serve until the standard input ends. Only in the process of a program does it return, and what it is to run."""
-    sys.path[0] = str(SOURCE)
+    sys.path[:1] = [str(SOURCE), str(SOURCE.parent)]
     for module in imports:
         importlib.import_module(module)
-    del sys.path[0]
+    del sys.path[:2]
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # that it has threads; no program sees it
     gc.collect()
     gc.freeze()  # or each program would look through all that is imported, and copy it by that
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
+    listener = socket.socket(fileno=descriptor)
+    listener.set_inheritable(False)
     ends, told = socket.socketpair()
     told.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(told.fileno())
-    os.write(1, b"ready\n")
     running: dict[int, socket.socket] = {}
     while True:
         waited: list[int | socket.socket] = [0, listener, ends, *running.values()]
@@ -234,8 +240,8 @@ def end(program: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    verb, address, *more = sys.argv[1:]
+    verb, where, *more = sys.argv[1:]
     if verb == "serve":
-        end(functools.partial(become, serve(address, more)))
+        end(functools.partial(become, serve(int(where), more)))
     else:  # as ``python MORE`` in a shell
-        sys.exit(ask(address, Request(more, str(Path.cwd()), dict(os.environ)), [0, 1, 2]) % 256)
+        sys.exit(ask(where, Request(more, str(Path.cwd()), dict(os.environ)), [0, 1, 2]) % 256)
