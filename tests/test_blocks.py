@@ -150,6 +150,7 @@ def run(command: str) -> tuple[int, str]:
         return measure(words)
     elif words[0] == "transload" and words[1] != "run" and not set("|&<$;*`") & set(command):
         return inside(words)
+    command = re.sub(r"\bdoctor\b(?=$| --require)", "doctor --no-torch", command)  # to import torch takes seconds
     done = subprocess.run(["sh", "-c", command], check=False, capture_output=True, encoding="utf-8", timeout=120)  # noqa: S607
     return done.returncode, done.stdout + done.stderr
 

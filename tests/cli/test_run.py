@@ -300,7 +300,7 @@ def test_an_uncaught_exception_is_explained_below_its_traceback(tmp_path: Path) 
     pytest.importorskip("torch")
     (tmp_path / "page.pt").write_text("<!DOCTYPE html><html>Not found</html>", encoding="utf-8")
     (tmp_path / "program.py").write_text(EXPLAINED, encoding="utf-8")
-    done = start(*RUN, "program.py", cwd=tmp_path)
+    done = forks.run(*RUN, "program.py", cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     trace, _, explanation = done.stderr.partition("\n\n")
     assert trace.startswith('Traceback (most recent call last):\n  File "')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -78,6 +79,12 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@functools.cache
+def saved_view(view: str, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    value = VIEWS[view](base().to(dtype))
+    return saved({"x": value}), plain(value)
+
+
 @each("many", [0, 1 << 40], ids=["numpy", "alone"])
 @each("window", [16, 128, 4096, 16 << 20])
 @each("view", VIEWS)
@@ -89,11 +96,11 @@ def test_views(view: str, window: int, many: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("transload.tensors.content.WINDOW", window)
     monkeypatch.setattr(axes, "_PAGE", 64)
     for dtype in (torch.float32, torch.uint8, torch.bfloat16, torch.complex128):
-        value = VIEWS[view](base().to(dtype))
-        with open_content(saved({"x": value})) as content:
+        data, expected = saved_view(view, dtype)
+        with open_content(data) as content:
             tensor = content.checkpoint.tensor("x")
             for size in (16, 100, 4 << 20):
-                assert taken(content, tensor, size) == plain(value), (dtype, size)
+                assert taken(content, tensor, size) == expected, (dtype, size)
 
 
 def test_pieces_are_of_the_size_asked_for() -> None:

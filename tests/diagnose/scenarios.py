@@ -68,6 +68,13 @@ class ScenarioHost(TreeHost):
 
     cure: str = ""
     twins: str = ""
+    targets: dict[str, str] = field(default_factory=dict, compare=False)
+    """Where paths lead, remembered: the tree stays as it is."""
+
+    def target(self, path: str) -> str:
+        if path not in self.targets:
+            self.targets[path] = super().target(path)
+        return self.targets[path]
 
     @property
     def folders(self) -> list[str]:
@@ -181,6 +188,21 @@ def diagnose(world: World, around: str, root: Path, machine_name: str = "x86_64"
 def named(diagnosis: Diagnosis) -> str:
     """The causes that were named, in order."""
     return "+".join(found.code for found in diagnosis.findings if found.severity == "error")
+
+
+MACHINES = {"host": ("x86_64", "aarch64"), "docker": ("x86_64",), "wsl": ("x86_64",), "slurm": ("aarch64",)}
+
+
+def mistakes(name: str, folder: Path) -> list[str]:
+    """Where something else than the truth was said of the worlds of one name."""
+    found = []
+    for around, world in worlds()[name].items():
+        for machine in MACHINES[around]:
+            diagnosis = diagnose(world, around, folder / around / machine, machine)
+            told = [(each.code, each.title, each.evidence) for each in diagnosis.findings]
+            if named(diagnosis) not in world.truth.split("|") or diagnosis.machine.problems:
+                found.append(f"{around} {machine}: {world.truth} and not {told} {diagnosis.machine.problems}")
+    return found
 
 
 # -- the table

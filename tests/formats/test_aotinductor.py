@@ -193,6 +193,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(values, values)
 def test_no_json_raises(config: object, metadata: object) -> None:
     files = {"weights_config.json": config, "a_metadata.json": metadata}

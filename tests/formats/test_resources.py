@@ -43,8 +43,8 @@ from transload.judge import inspect
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 MEMORY = 1 << 30
-MANY = 20_000 * forge.FUZZ
-BOMB = (256 << 20) * forge.FUZZ
+MANY = 10_000 * forge.FUZZ
+BOMB = (64 << 20) * forge.FUZZ
 
 # Reads the file named first and shows it in every way there is, in a process that may take a gigabyte.
 READER = """
@@ -259,7 +259,7 @@ def test_an_attack_costs_what_its_size_can_justify_and_is_seen(attack: str, tmp_
     path.write_bytes(ATTACKS[attack]())
     told = cost(path)
     mebibytes = path.stat().st_size / (1 << 20)
-    assert told["seconds"] < 20 + 10 * mebibytes
+    assert told["seconds"] < 5 + 5 * mebibytes
     assert 0 < min(told["shown"]) <= max(told["shown"]) < (64 + 200 * mebibytes) * (1 << 20)
     if attack in UNUSUAL:
         assert told["safety"] in ("data-only", "unknown")
@@ -324,12 +324,12 @@ def many(count: int) -> bytes:
 
 def test_memory_grows_with_the_number_of_tensors_and_no_faster(tmp_path: Path) -> None:
     peaks = []
-    for count in (500, 5000):
+    for count in (200, 2000):
         path = tmp_path / f"{count}.pt"
         path.write_bytes(many(count))
         peaks.append(peak(path))
     assert peaks[1] < 16 * peaks[0]
-    assert peaks[1] < 50 << 20
+    assert peaks[1] < 20 << 20
 
 
 def test_time_grows_with_the_number_of_tensors_and_no_faster() -> None:
@@ -343,7 +343,7 @@ def test_time_grows_with_the_number_of_tensors_and_no_faster() -> None:
             times.append(time.process_time() - start)
         return min(times)
 
-    assert seconds(10_000) < 30 * seconds(1000)
+    assert seconds(4000) < 30 * seconds(400)
 
 
 def test_a_directory_as_large_as_a_large_file_is_not_read_into_memory(tmp_path: Path) -> None:
