@@ -147,7 +147,9 @@ def test_the_trainer_of_transformers(model: Path, tmp_path: Path) -> None:
         Advice(
             "trainer-arguments",
             lambda: arguments(load_best_model_at_end=True),
-            lambda: arguments(load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps", eval_steps=500),
+            lambda: arguments(
+                load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps", eval_steps=500
+            ),
         ),
         Advice(
             "argument-renamed",
@@ -158,11 +160,15 @@ def test_the_trainer_of_transformers(model: Path, tmp_path: Path) -> None:
         Advice("argument-renamed", lambda: arguments(overwrite_output_dir=True), arguments),
         Advice("argument-renamed", lambda: transformers.Trainer(tokenizer=1), None),
         Advice("trainer-data", lambda: train(None), train),
-        Advice("resume-from-nothing", lambda: transformers.Trainer(
-            transformers.LlamaForCausalLM.from_pretrained(model),
-            transformers.TrainingArguments(str(tmp_path / "none"), report_to=[], use_cpu=True),
-            train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}],
-        ).train(resume_from_checkpoint=True), train),
+        Advice(
+            "resume-from-nothing",
+            lambda: transformers.Trainer(
+                transformers.LlamaForCausalLM.from_pretrained(model),
+                transformers.TrainingArguments(str(tmp_path / "none"), report_to=[], use_cpu=True),
+                train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}],
+            ).train(resume_from_checkpoint=True),
+            train,
+        ),
         Advice(
             "transformers-no-weights",
             lambda: train(resume_from_checkpoint=str(tmp_path / "checkpoint-9")),
@@ -176,7 +182,7 @@ def test_the_trainer_of_transformers(model: Path, tmp_path: Path) -> None:
 def fresh() -> Iterator[None]:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001: one for the process
     yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -197,7 +203,9 @@ def test_accelerate(model: Path, tmp_path: Path) -> None:
     advice = [
         Advice("no-accelerator", lambda: dispatch({"": 0}), lambda: dispatch({"": "cpu"})),
         Advice("device-map-value", lambda: dispatch("everywhere"), lambda: dispatch("auto")),
-        Advice("device-map-value", lambda: dispatch({"model": "cpu"}), lambda: dispatch({"model": "cpu", "lm_head": "cpu"})),
+        Advice(
+            "device-map-value", lambda: dispatch({"model": "cpu"}), lambda: dispatch({"model": "cpu", "lm_head": "cpu"})
+        ),
         Advice("device-map-folder", lambda: dispatch(parts), lambda: dispatch(parts, offload_folder=folder)),
         Advice(
             "device-map-folder",
@@ -206,10 +214,16 @@ def test_accelerate(model: Path, tmp_path: Path) -> None:
         ),
         Advice("offloaded-model-moved", lambda: dispatch(parts, offload_folder=folder).to("cpu"), None),
         Advice("model-files-missing", lambda: dispatch("auto", tmp_path), lambda: dispatch("auto")),
-        Advice("accelerate-empty-model", lambda: into(empty(), str(model)), lambda: into(empty(), str(model), device_map={"": "cpu"})),
+        Advice(
+            "accelerate-empty-model",
+            lambda: into(empty(), str(model)),
+            lambda: into(empty(), str(model), device_map={"": "cpu"}),
+        ),
         Advice("meta-tensor", lambda: empty().to("cpu"), lambda: empty().to_empty(device="cpu")),
         Advice("accelerate-precision", lambda: accelerate.Accelerator(mixed_precision="half"), None),
-        Advice("model-files-missing", lambda: accelerate.Accelerator(cpu=True).load_state(str(tmp_path / "none")), None),
+        Advice(
+            "model-files-missing", lambda: accelerate.Accelerator(cpu=True).load_state(str(tmp_path / "none")), None
+        ),
         Advice("accelerate-state", lambda: accelerate.Accelerator(mixed_precision="bf16"), accelerate.Accelerator),
     ]
     for_each(advice, holds)
@@ -255,11 +269,27 @@ def test_lightning(tmp_path: Path) -> None:
         Advice("lightning-flags", lambda: trainer(strategy="ddpp"), lambda: trainer(strategy="ddp")),
         Advice("argument-renamed", lambda: trainer(gpus=1), None),
         Advice("lightning-import-style", lambda: fit(nn.Linear(2, 2)), fit),
-        Advice("lightning-not-its-own", lambda: Module.load_from_checkpoint(bare), lambda: Module().load_state_dict(torch.load(bare))),
-        Advice("state-dict-keys", lambda: Module.load_from_checkpoint(whole, size=3), lambda: Module.load_from_checkpoint(whole)),
-        Advice("lightning-checkpoint", lambda: Module().load_from_checkpoint(whole), lambda: Module.load_from_checkpoint(whole)),
+        Advice(
+            "lightning-not-its-own",
+            lambda: Module.load_from_checkpoint(bare),
+            lambda: Module().load_state_dict(torch.load(bare)),
+        ),
+        Advice(
+            "state-dict-keys",
+            lambda: Module.load_from_checkpoint(whole, size=3),
+            lambda: Module.load_from_checkpoint(whole),
+        ),
+        Advice(
+            "lightning-checkpoint",
+            lambda: Module().load_from_checkpoint(whole),
+            lambda: Module.load_from_checkpoint(whole),
+        ),
         Advice("resume-from-nothing", lambda: fit(path=tmp_path / "none.ckpt"), fit),
-        Advice("lightning-weights-only-file", lambda: fit(path=weights, max_steps=2), lambda: fit(Module.load_from_checkpoint(weights))),
+        Advice(
+            "lightning-weights-only-file",
+            lambda: fit(path=weights, max_steps=2),
+            lambda: fit(Module.load_from_checkpoint(weights)),
+        ),
         Advice("lightning-module-methods", lambda: fit(lightning.LightningModule()), fit),
         Advice("weights-do-not-fit", lambda: one(accelerator="cpu").load(str(whole), {"model": Module()}), None),
     ]
@@ -274,13 +304,29 @@ def test_safetensors(tmp_path: Path) -> None:
         return safetensors.save_file(tensors, tmp_path / "b.safetensors", **options)
 
     advice = [
-        Advice("no-accelerator", lambda: safetensors.load_file(path, "cuda"), lambda: safetensors.load_file(path, "cpu")),
-        Advice("safetensors-device", lambda: safetensors.load_file(path, "gpu"), lambda: safetensors.load_file(path, "cpu")),
+        Advice(
+            "no-accelerator", lambda: safetensors.load_file(path, "cuda"), lambda: safetensors.load_file(path, "cpu")
+        ),
+        Advice(
+            "safetensors-device", lambda: safetensors.load_file(path, "gpu"), lambda: safetensors.load_file(path, "cpu")
+        ),
         Advice("safetensors-folder", lambda: safetensors.load_file(tmp_path), lambda: safetensors.load_file(path)),
-        Advice("safetensors-shared", lambda: save({"a": ones, "b": ones}), lambda: safetensors.save_model(nn.Linear(2, 2), path)),
+        Advice(
+            "safetensors-shared",
+            lambda: save({"a": ones, "b": ones}),
+            lambda: safetensors.save_model(nn.Linear(2, 2), path),
+        ),
         Advice("safetensors-strided", lambda: save({"a": ones.t()}), lambda: save({"a": ones.t().contiguous()})),
         Advice("safetensors-only-tensors", lambda: save({"a": {"b": ones}}), lambda: save({"a": ones})),
-        Advice("safetensors-metadata", lambda: save({"a": ones}, metadata={"n": 1}), lambda: save({"a": ones}, metadata={"n": "1"})),
-        Advice("safetensors-sparse", lambda: save({"a": ones.to_sparse()}), lambda: save({"a": ones.to_sparse().to_dense()})),
+        Advice(
+            "safetensors-metadata",
+            lambda: save({"a": ones}, metadata={"n": 1}),
+            lambda: save({"a": ones}, metadata={"n": "1"}),
+        ),
+        Advice(
+            "safetensors-sparse",
+            lambda: save({"a": ones.to_sparse()}),
+            lambda: save({"a": ones.to_sparse().to_dense()}),
+        ),
     ]
     for_each(advice, holds)

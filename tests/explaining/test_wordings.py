@@ -150,6 +150,21 @@ SECTIONS = {
     "app-no-gpu/skip-test": (
         "RuntimeError: Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS variable"
     ),
+    "app-no-gpu/trainer": "ValueError: Your setup doesn't support bf16/gpu. You need to assign use_cpu if you want",
+    "app-no-gpu/lightning": "MisconfigurationException: No supported gpu backend found!",
+    "transformers-no-weights/safetensors": "OSError: Error no file named model.safetensors found in directory ./model.",
+    "transformers-no-weights/resume": "ValueError: Can't find a valid checkpoint at out/checkpoint-9",
+    "package-missing/psutil": (
+        'Traceback (most recent call last):\n  File "/env/deepspeed/utils.py", line 9, in see\n    x\n'
+        "ImportError: Unable to import 'psutils', please install package"
+    ),
+    "lightning-checkpoint/on-instance": (
+        "TypeError: The classmethod `Net.load_from_checkpoint` cannot be called on an instance. Please call it"
+    ),
+    "vllm-tensor-parallel/no-pipeline": (
+        "NotImplementedError: Pipeline parallelism is not supported for this model. "
+        "Supported models implement the `SupportsPP` interface."
+    ),
     "backend-not-built/nccl": "RuntimeError: Distributed package doesn't have NCCL built in",
     "forked-cuda/notebook": (
         "ValueError: To launch a multi-GPU training from your notebook, you need to avoid running any instruction "
