@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests import forks
 from tests.each import each
 
 import transload
-from transload.patching import devices
+from transload.patching import devices, script
 
 if TYPE_CHECKING:
     from tests.patching.conftest import Cards
@@ -21,10 +22,36 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.usefixtures("no_cards"),
-    pytest.mark.filterwarnings("ignore:.*set_default_tensor_type", "ignore:.*(CUDA|cuda) is not available"),
+    pytest.mark.filterwarnings("ignore:.*(set_default_tensor_type|[Ss]parse)", "ignore:.*(CUDA|cuda) is not available"),
 ]
 
 X = torch.ones(3)
+
+
+def step(kind: Any, **options: Any) -> Any:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    made = kind([weight], **options)
+    made.step()
+    return made
+
+
+def attend() -> None:
+    """As ``sdpa_kernel`` and ``sdp_kernel`` do for kernels of GPUs only."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 8))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.cuda.enable_math_sdp(True)
+
+
+def profile() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        torch.ones(1)
+
+
 FAILS: dict[str, Callable[[], Any]] = {
     "current_stream": lambda: torch.cuda.current_stream(*()),
     "default_stream": lambda: torch.cuda.default_stream(*()),
@@ -52,6 +79,32 @@ FAILS: dict[str, Callable[[], Any]] = {
     "type": lambda: X.type(torch.cuda.HalfTensor),
     "pin_memory": lambda: torch.empty(3, pin_memory=True),
     "record_stream": lambda: X.record_stream(torch.cuda.current_stream()),
+    "synchronize where a tensor is": lambda: torch.cuda.synchronize(X.device),
+    "device where a tensor is": lambda: torch.cuda.device(X.device).__enter__(),
+    "an index of get_device": lambda: torch.zeros(2, device=X.get_device()),
+    "a model to a rank": lambda: torch.nn.Linear(2, 2).to(1),
+    "default_generators": lambda: torch.cuda.default_generators[0],
+    "get_rng_state_all": lambda: torch.cuda.get_rng_state_all()[0],
+    "normal": lambda: torch.normal(0.0, 1.0, (2,), device="cuda"),
+    "FloatStorage": lambda: torch.cuda.FloatStorage(3),
+    "sparse": lambda: torch.cuda.sparse.FloatTensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1)),
+    "comm": lambda: torch.nn.parallel.comm.broadcast(X, [0, 1]),
+    "scatter": lambda: torch.nn.parallel.scatter(X, [0, 1]),
+    "replicate": lambda: torch.nn.parallel.replicate(torch.nn.Linear(2, 2), [0, 1]),
+    "data_parallel": lambda: torch.nn.parallel.data_parallel(torch.nn.Linear(3, 2), X, [0, 1]),
+    "capturable": lambda: step(torch.optim.Adam, capturable=True),
+    "kernels of attention": attend,
+    "a profile of the GPU alone": profile,
+}
+OF_LATER_RELEASES: dict[str, Callable[[], Any]] = {
+    "torch.Stream": lambda: torch.Stream(device="cuda").record_event(),
+    "torch.Event": lambda: torch.Event(device="cuda", enable_timing=True).record(),
+    "accelerator": lambda: torch.accelerator.current_stream(*()),
+    "accelerator.memory": lambda: torch.accelerator.max_memory_reserved(*()),
+    "accelerator.device_index": lambda: torch.accelerator.device_index(0).__enter__(),
+}
+FAILS |= {
+    name: each for name, each in OF_LATER_RELEASES.items() if hasattr(getattr(torch, "accelerator", None), "memory")
 }
 
 MAY_FAIL: dict[str, Callable[[], Any]] = {  # where torch is built without CUDA
@@ -64,7 +117,7 @@ MAY_FAIL: dict[str, Callable[[], Any]] = {  # where torch is built without CUDA
 
 @each("name", FAILS)
 def test_it_fails_without_the_patch_and_works_under_it(name: str) -> None:
-    with pytest.raises((RuntimeError, AssertionError, TypeError, AttributeError, LookupError, ImportError)):
+    with pytest.raises((RuntimeError, AssertionError, TypeError, ValueError, AttributeError, LookupError, ImportError)):
         FAILS[name]()
     with quiet():
         FAILS[name]()
@@ -140,6 +193,73 @@ def test_a_generator_is_one_of_torch() -> None:
     assert torch.Generator is real
 
 
+def test_the_generator_of_a_gpu_is_that_of_the_cpu() -> None:
+    with quiet():
+        torch.manual_seed(3)
+        state, drawn = torch.cuda.get_rng_state(), torch.randn(1, device="cuda")
+        for again in (
+            lambda: torch.cuda.manual_seed(3),
+            lambda: torch.cuda.manual_seed_all(3),
+            lambda: torch.cuda.default_generators[0].manual_seed(3),
+            lambda: torch.cuda.set_rng_state(state, "cuda:0"),
+            lambda: torch.cuda.set_rng_state_all([state, torch.zeros(16, dtype=torch.uint8)]),  # as a GPU has it
+        ):
+            again()
+            assert torch.equal(torch.randn(1, device="cuda"), drawn)
+        assert torch.cuda.initial_seed() == 3
+
+
+def test_to_seed_torch_is_not_to_ask_for_cuda() -> None:
+    with warnings.catch_warnings(), transload.patch():
+        warnings.simplefilter("error")
+        torch.manual_seed(3)
+    assert not devices.answered
+
+
+def test_what_several_gpus_do_is_done_in_as_many_parts() -> None:
+    from torch.nn import parallel
+
+    x = torch.arange(12.0).view(4, 3)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).eval()
+    with quiet():
+        parts = parallel.scatter(x, [0, 1])
+        copies = parallel.replicate(layers, [0, 1])
+        out = parallel.gather(parallel.parallel_apply(copies, parts, devices=[0, 1]), 0)
+        assert torch.equal(out, layers(x))
+        assert torch.equal(out, parallel.data_parallel(layers, x, [0, 1]))
+        out.pow(2).sum().backward()
+        split, layers[0].weight.grad = layers[0].weight.grad, None
+        layers(x).pow(2).sum().backward()
+        assert torch.allclose(split, layers[0].weight.grad)
+        assert [len(each) for each in parallel.comm.scatter(x, [0, 1], chunk_sizes=[1, 3])] == [1, 3]
+        assert torch.equal(parallel.comm.gather(parts, dim=0, destination=0), x)
+        assert torch.equal(parallel.comm.reduce_add([x, x, x], destination=0), 3 * x)
+        assert torch.equal(parallel.comm.reduce_add_coalesced([[x], [x]])[0], 2 * x)
+        assert parallel.gather([x.sum(), x.sum()], 0).tolist() == [66.0, 66.0]
+
+
+def test_an_optimizer_of_a_gpu_goes_on_on_the_cpu() -> None:
+    with quiet():
+        made = step(torch.optim.AdamW, capturable=True, fused=True)
+        states = made.state_dict()
+        states["param_groups"][0]["capturable"] = True  # as a GPU saves it
+        made.load_state_dict(states)
+        made.step()
+        assert not made.param_groups[0]["capturable"]
+
+
+def test_a_tensor_believes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        assert not X.is_cuda
+        assert X.get_device() == -1
+        monkeypatch.setattr(devices, "pretending", True)
+        assert X.is_cuda
+        assert torch.nn.Parameter(X).is_cuda
+        assert X.get_device() == 0
+        assert torch.nn.LSTM(2, 2).cuda()(torch.ones(1, 2).cuda())[0].shape == (1, 2)
+    assert not X.is_cuda
+
+
 def test_graphs_are_refused_with_the_reason() -> None:
     with quiet(), pytest.raises(RuntimeError, match="CUDA graphs record the kernels of a GPU"):
         torch.cuda.CUDAGraph()
@@ -151,7 +271,7 @@ def test_whether_cuda_is_there_is_answered_truthfully(monkeypatch: pytest.Monkey
     with quiet():
         assert not torch.cuda.is_available()
         assert torch.cuda.device_count() == 0
-        assert devices.asked == {"is_available", "device_count"}
+        assert list(devices.asked.values()) == ["torch.cuda.is_available()", "torch.cuda.device_count()"]
         monkeypatch.setattr(devices, "pretending", True)
         assert torch.cuda.is_available()
         assert torch.cuda.device_count() == 1
@@ -211,3 +331,28 @@ def test_a_program_for_nccl_and_what_is_told_at_its_end(tmp_path: Path, options:
     told = "transload run changed: cuda → cpu, nccl → gloo, SyncBatchNorm stays BatchNorm" in done.stderr
     assert told == ("--quiet" not in options), done.stderr
     assert ("--pretend-cuda answers as if there were one" in done.stderr) == (not options)
+
+
+ENDS = {
+    "assert torch.cuda.is_available()": True,
+    "if not torch.cuda.is_available():\n    print('sorry')\n    raise SystemExit(1)": True,
+    "if torch.cuda.is_available() is False:\n    exit(2)": True,
+    "rank = 3 % torch.cuda.device_count()": True,
+    "assert torch.ones(1).cuda().is_cuda": True,
+    "torch.cuda.is_available()\n" + "\n" * 9 + "raise RuntimeError('No GPU was found')": True,
+    "torch.cuda.is_available()\n" + "\n" * 9 + "{}['x']": False,
+    "torch.cuda.is_available()\n" + "\n" * 9 + "open('no/cuda.pt')": False,
+    "torch.cuda.is_available()\ntorch.cuda.CUDAGraph()": False,
+    "torch.cuda.is_available()\ntorch.zeros(2, 3) @ torch.zeros(2, 3)": True,  # it had just asked
+    "torch.utils.data.DataLoader([1], pin_memory=True)\nassert False": False,  # torch asked
+    "exit(3)": False,
+}
+
+
+@each("text", ENDS)
+def test_pretending_is_advised_where_it_would_help(text: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import torch\n" + text)
+    with quiet(), pytest.raises(BaseException) as ended:  # noqa: PT011
+        runpy.run_path(str(tmp_path / "ends.py"))
+    assert script._was_refused(ended.value) == ENDS[text]
+    devices.asked.clear()

@@ -24,7 +24,7 @@ def _quiet() -> Any:
 
 @pytest.mark.usefixtures("no_cards", "_quiet")
 @pytest.mark.parametrize(
-    "device", ["cuda", "cuda:0", "cuda:1", 0, 7, "xpu:1", "hpu", "mtia:0", torch.device("cuda:3")], ids=str
+    "device", ["cuda", "cuda:0", "cuda:1", 0, 7, -1, "xpu:1", "hpu", "mtia:0", torch.device("cuda:3")], ids=str
 )
 def test_what_is_absent_lands_on_the_cpu(device: Any) -> None:
     with transload.patch():
@@ -34,7 +34,7 @@ def test_what_is_absent_lands_on_the_cpu(device: Any) -> None:
 @pytest.mark.usefixtures("no_cards")
 @pytest.mark.parametrize(
     "device",
-    ["cpu", "cpu:0", "meta", "nonsense", "cuda:x", "cuda:", "npu:0", "", None, -1, True, 1.5, torch.float16],
+    ["cpu", "cpu:0", "meta", "nonsense", "cuda:x", "cuda:", "npu:0", "", None, -2, True, 1.5, torch.float16],
     ids=str,
 )
 def test_what_is_here_or_no_device_we_know_is_left_to_torch(device: Any) -> None:

@@ -282,9 +282,11 @@ def _pretending(question: str, answer: Any) -> Callable[..., Any]:
         found = real(*args, **kwargs)
         if found not in (0, -1, None) or not devices.requested or devices.looking:
             return found
-        caller = sys._getframe(2)  # noqa: SLF001 - torch asks, too
+        caller = sys._getframe(2)  # noqa: SLF001
         if not caller.f_globals.get("__name__", "").startswith("torch."):
             devices.asked[caller.f_code, caller.f_lineno] = question
+        elif not question.startswith("torch.cuda."):  # torch itself must know where a tensor is
+            return found
         return answer() if devices.pretending and on_cpu() else found
 
     return asked

@@ -151,11 +151,11 @@ def _send(real: Any, self: Any, device: Any = None, *args: Any, **kwargs: Any) -
 
 def _ask(real: Any, device: Any = None) -> None:
     """``torch.cuda.set_device`` and ``synchronize``: nothing to do where the substitute is not a GPU."""
-    wanted = "cuda" if device is None or on_cpu() else device  # it may be the device of a tensor, which is the CPU now
+    wanted = "cuda" if device is None else device
     target = substitute(wanted)
-    if target is wanted:
+    if target is wanted and not on_cpu():  # else it is the device of a tensor that went to the CPU
         real(device)
-    elif target.type == "cuda":
+    elif getattr(target, "type", "") == "cuda":
         real(target)
 
 
