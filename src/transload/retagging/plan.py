@@ -276,15 +276,14 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
             storage._replace(
                 device=wanted.new(storage.device),
                 offset=storage.offset and storage.offset + shifts[bisect_right(begins, storage.offset)],
-                tensors=(),
-            )
+            )[:-1]  # but for the names of tensors
             for storage in checkpoint.storages
         ]
         if (
             pickle is not None
             and again.format == checkpoint.format
             and [problem.code for problem in again.problems] == [problem.code for problem in checkpoint.problems]
-            and [storage._replace(tensors=()) for storage in again.storages] == storages
+            and [storage[:-1] for storage in again.storages] == storages
             and same_but_tags(main, pickle, wanted.new)
         ):
             return method, changes

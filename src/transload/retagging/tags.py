@@ -93,8 +93,8 @@ class Sites(NamedTuple):
 
 def find_sites(pickle: Pickle, data: bytes) -> Sites:
     """Find every tag in a pickle."""
-    positions, found = zip(*opcodes(data, pickle.start), strict=True)
-    codes = bytes(found)
+    positions = [position for position, _ in opcodes(data, pickle.start)]
+    codes = bytes(map(data.__getitem__, positions))
     puts = list(accumulate(code in _PUTS for code in codes)) if _MEMOIZE in codes else []
 
     def entry_of(index: int) -> int:
@@ -414,29 +414,41 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
 
     Everything a loader would do is compared, in order; and what was one object is one object still.
     """
-    return _described(old, renamed) == _described(new, lambda tag: tag)
-
-
-def _described(pickle: Pickle, renamed: Renamed) -> list[object]:
-    """Everything a loader would do with a pickle, in order, each object by the number of its first occurrence."""
-    out = [_PLAIN_FIELDS(pickle), pickle.rare - _LENGTH_FORMS, list(pickle.globals), len(pickle.irregular)]
-    numbers: dict[int, int] = {}
-    todo: list[Any] = [_NODE_FIELDS(pickle)]
+    if _plain_facts(old) != _plain_facts(new):
+        return False
+    twins: dict[int, int] = {}  # the nodes of new by those of old
+    taken: set[int] = set()
+    todo: list[tuple[Any, Any]] = [(_NODE_FIELDS(old), _NODE_FIELDS(new))]
     while todo:
-        for node in todo.pop():
-            kind = type(node)
-            out.append(kind)
+        befores, afters = todo.pop()
+        if len(befores) != len(afters):
+            return False
+        for before, after in zip(befores, afters, strict=False):
+            if before is after:  # None, a small number, an empty tuple: no node is in both
+                continue
+            kind = type(before)
+            if kind is not type(after):
+                return False
             if kind in _VALUES:
-                out.append(node)
+                if before != after:
+                    return False
             elif kind is float:
-                out.append(node.hex())  # NaN is the same as NaN, and -0.0 is not the same as 0.0
-            elif id(node) in numbers:
-                out.append(numbers[id(node)])
+                if before.hex() != after.hex():  # NaN is the same as NaN, and -0.0 is not the same as 0.0
+                    return False
+            elif (twin := twins.get(id(before))) is not None or id(after) in taken:
+                if twin != id(after):
+                    return False
             else:
-                numbers[id(node)] = len(numbers)
-                fields = _FIELDS[kind](node)
-                if kind is Persistent and (tag := tag_of(node)) is not None:
-                    fields = (*node.id[:_TAG], renamed(tag), *node.id[_TAG + 1 :])
-                out.append(len(fields))
-                todo.append(fields)
-    return out
+                twins[id(before)] = id(after)
+                taken.add(id(after))
+                if kind is not Persistent or (tag := tag_of(before)) is None:
+                    todo.append((_FIELDS[kind](before), _FIELDS[kind](after)))
+                elif tag_of(after) is not None:
+                    todo.append(((*before.id[:_TAG], renamed(tag), *before.id[_TAG + 1 :]), after.id))
+                else:
+                    return False
+    return True
+
+
+def _plain_facts(pickle: Pickle) -> tuple[object, ...]:
+    return *_PLAIN_FIELDS(pickle), pickle.rare - _LENGTH_FORMS, list(pickle.globals), len(pickle.irregular)
