@@ -272,7 +272,8 @@ def counted(data: bytes, dtype: str) -> Values:
     if not any(code in highest or code | 128 in highest for code in range(least, 128)):  # as nearly everywhere
         return Values()
     signs = _repeated(sign, width, count)
-    numbers = int.from_bytes(data, "little") & ~signs
+    numbers = int.from_bytes(data, "little")
+    numbers ^= numbers & signs
     special = (numbers + _repeated(1 << fraction, width, count) & signs).bit_count()
     nan = (numbers + _repeated((1 << fraction) - 1, width, count) & signs).bit_count()
     return Values(nan, special - nan)
