@@ -269,7 +269,8 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
             kind = kind.decode("latin-1")
         if type(kind) is not str or len(pid) not in ids.get(kind, ()):
             where = f"{pickle.name} › byte {node.position}"
-            out.add("pickle-odd-id", where, "a persistent id that no such file has")
+            detail = "names no storage" if "reduce_package" not in ids else "no such file has"  # which also name calls
+            out.add("pickle-odd-id", where, f"a persistent id that {detail}")
             break
     return out
 
