@@ -37,7 +37,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "src" / "transload" / "judge" / "callables.py"
-KINDS = {"code": "RUNS_CODE", "files": "OPENS_FILES", "names": "REACHES_NAMES"}
+KINDS = {
+    "code": "runs code, or imports what it is given",
+    "files": "opens, reads or writes files",
+    "names": "reaches further names",
+}
 PACKAGES = ("stdlib", "torch", "numpy")
 
 # Modules that do something when they are imported, and tests, which classify() knows by their package.
@@ -305,28 +309,34 @@ def written() -> dict[str, dict[str, set[str]]]:
     namespace: dict[str, Any] = {}
     if TABLE.exists():
         exec(TABLE.read_text(encoding="utf-8"), namespace)  # noqa: S102 - our own file
+    words = namespace.get("WORDS", {})
     return {
-        kind: {package: set(namespace.get(name, {}).get(package, "").split()) for package in PACKAGES}
-        for kind, name in KINDS.items()
+        kind: {package: set(words.get(package, {}).get(said, "").split()) for package in PACKAGES}
+        for kind, said in KINDS.items()
     }
 
 
 def write(table: dict[str, dict[str, set[str]]], releases: str) -> None:
-    """Put the table into its module."""
+    """Put the table into its module: each word with the first of its reasons."""
     lines = [
-        '"""Names that run code, open files or reach further names, by package and by their last component.',
+        '"""Names that run code, open files or reach further names, by package, reason and their last component.',
         "",
         f"Written by scripts/callables.py, last with {releases}.",
         '"""',
         "",
         "from __future__ import annotations",
+        "",
+        "WORDS = {",
     ]
-    for kind, name in KINDS.items():
-        lines += ["", f"{name} = {{"]
-        for package in PACKAGES:
-            words = textwrap.wrap(" ".join(sorted(table[kind][package])), 110, break_on_hyphens=False)
-            lines += [f'    "{package}": """', *(f"        {line}" for line in words), '    """,']
-        lines.append("}")
+    for package in PACKAGES:
+        lines.append(f'    "{package}": {{')
+        known: set[str] = set()
+        for kind, said in KINDS.items():
+            words = textwrap.wrap(" ".join(sorted(table[kind][package] - known)), 106, break_on_hyphens=False)
+            lines += [f'        "{said}": """', *(f"            {line}" for line in words), '        """,']
+            known |= table[kind][package]
+        lines.append("    },")
+    lines.append("}")
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

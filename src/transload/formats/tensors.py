@@ -59,14 +59,9 @@ def members(node: Any) -> list[tuple[Key, object]]:
         return list(enumerate(node))
     if kind is not Call:
         return []
-    found: list[tuple[Key, object]] = []
-    if called(node) == "collections.OrderedDict":
-        # The pairs it is made of, as Python 2 writes one.
-        pairs = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else []
-        found = [(short_key(pair[0]), pair[1]) for pair in pairs if type(pair) in (list, tuple) and len(pair) == 2]
-    elif node.states:
-        found = members(node.states[-1])
-    return [*found, *members(Dict(node.items or [])), *enumerate(node.appended or [])]
+    items = _items(node)
+    found = members(node.states[-1]) if items is None and node.states else []
+    return [*found, *members(Dict(node.items or [] if items is None else items)), *enumerate(node.appended or [])]
 
 
 def leaf_kind(node: object) -> str:

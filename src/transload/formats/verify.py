@@ -84,28 +84,22 @@ def checksums(
             with lock:
                 tell(count)
 
-    def sum_stored(offset: int, nbytes: int, index: int, buffer: memoryview) -> int | Lost:
-        compute, value = fastest_crc32(), 0
-        is_summed = records[index].crc32 is not None
+    def sum_part(offset: int, nbytes: int, index: int, buffer: memoryview) -> int | Lost:
+        record, compute, value = records[index], fastest_crc32(), 0
         try:
+            if record.method == _DEFLATED:
+                for piece in inflated(source, offset, nbytes, record.size):
+                    value = crc32(piece, value)
+                told(nbytes)
+                return value
             for at in range(0, nbytes, _BUFFER):
                 count = source.readinto(offset + at, buffer[: min(_BUFFER, nbytes - at)])
-                value = compute(buffer[:count], value) if is_summed else 0
+                value = compute(buffer[:count], value) if record.crc32 is not None else 0
                 told(count)
-        except CannotReadError as error:
-            return Lost(f"it cannot be read: {error.what}", "record-unreadable")
-        return value
-
-    def sum_packed(record: Record) -> int | Lost:
-        value = 0
-        try:
-            for piece in inflated(source, record.offset or 0, record.stored, record.size):
-                value = crc32(piece, value)
         except zlib_error:
             return Lost("its compressed data is damaged")
         except CannotReadError as error:
             return Lost(f"it cannot be read: {error.what}", "record-unreadable")
-        told(record.stored)
         return value
 
     def worker() -> Callable[[_Task], None]:
@@ -114,20 +108,18 @@ def checksums(
         def do(task: _Task) -> None:
             begin, nbytes, held = task
             _, size, index = held[0]
-            if records[index].method == _DEFLATED:
-                whole[index] = sum_packed(records[index])
-            elif size > _PART:
-                value = sum_stored(begin, nbytes, index, buffer)
+            if size > _PART and nbytes < size:
+                value = sum_part(begin, nbytes, index, buffer)
                 with lock:
                     parts.setdefault(index, []).append((begin, nbytes, value))
-            elif size > _SMALL:
-                whole[index] = sum_stored(begin, nbytes, index, buffer)
+            elif size > _SMALL or records[index].method == _DEFLATED:
+                whole[index] = sum_part(begin, nbytes, index, buffer)
             else:
                 try:
                     data = buffer[: source.readinto(begin, buffer[:nbytes])]
                 except CannotReadError:  # one of them, perhaps
                     for start, size, index in held:
-                        whole[index] = sum_stored(start, size, index, buffer)
+                        whole[index] = sum_part(start, size, index, buffer)
                     return
                 for start, size, index in held:
                     whole[index] = crc32(data[start - begin : start - begin + size])

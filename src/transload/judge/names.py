@@ -451,25 +451,15 @@ def _is_part(module: str, name: str) -> bool:
 
 def _word(module: str, last: str) -> str:
     package = module.partition(".")[0]
-    return known_words().get(package if package in ("torch", "numpy") else "stdlib", {}).get(last, "")
+    return known_words(package if package in ("torch", "numpy") else "stdlib").get(last, "")
 
 
 @cache
-def known_words() -> dict[str, dict[str, str]]:
-    """The table of ``judge.callables``: by package, why a name with this end is dangerous."""
-    from transload.judge import callables
+def known_words(package: str) -> dict[str, str]:
+    """The table of ``judge.callables``: why a name of the package with this end is dangerous."""
+    from transload.judge.callables import WORDS
 
-    reasons = {
-        "runs code, or imports what it is given": callables.RUNS_CODE,
-        "opens, reads or writes files": callables.OPENS_FILES,
-        "reaches further names": callables.REACHES_NAMES,
-    }
-    table: dict[str, dict[str, str]] = {}
-    for said, packages in reasons.items():
-        for package, words in packages.items():
-            for word in words.split():
-                table.setdefault(package, {}).setdefault(word, said)
-    return table
+    return _each(WORDS[package])
 
 
 def is_dangerous(module: str, name: str) -> str:

@@ -22,7 +22,7 @@ from transload.formats.pickle_machine import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
 from transload.formats.tensors import claimed
-from transload.formats.torch_legacy import looks_like_legacy
+from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.io.journal import journal_of, state_of
 from transload.io.sources import (
     Assembly,
@@ -56,8 +56,7 @@ _MAX_SEARCH = 64 << 20
 """How far the beginning of a checkpoint is searched for behind something else."""
 
 _CHUNK = 1 << 20
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_LEGACY_OPENING = _LEGACY_MAGIC + b"\x80\x02M\xe9\x03."
+_LEGACY_OPENING = MAGIC_PICKLE + b"\x80\x02M\xe9\x03."
 """The magic number and the protocol version, as torch has always written them."""
 
 _MAX_FLIPPED = 2  # bits in which the opening, or a count, may differ
@@ -136,7 +135,7 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
     table = head.find(b'{"', PREFIX + 1)
     places = (
         (find_header(source, head), recover_archive),
-        (head.find(_LEGACY_MAGIC), _recover_legacy),
+        (head.find(MAGIC_PICKLE), _recover_legacy),
         (table - PREFIX if table < 1 << 20 else -1, _recover_safetensors),
     )
     for at, attempt in places:
