@@ -232,7 +232,6 @@ class _Archive:
         self._lead = root + b"/" if root else b""
         self._alignment = alignment
         self._entries: list[bytes] = []
-        self._count = 0
 
     def writes(self, records: Iterable[Record | Bunch]) -> Iterator[_Write]:
         """What is to be written for some records, in order."""
@@ -247,7 +246,6 @@ class _Archive:
                 write.nbytes += self.end - start
                 write.contents += sum(len(content) for _, content in named)
                 self._entries.append(b"".join(entries))
-                self._count += len(named)
                 if write.is_full():
                     yield write
                     write = _Write()
@@ -256,7 +254,6 @@ class _Archive:
             header = local_header(entry.name, entry.size, entry.offset, self._alignment)
             write.buffers.append(header)
             self._entries.append(b"")
-            self._count += 1
             self.checksums.append(0)
             self.end += len(header) + entry.size + len(descriptor(entry.size, 0, entry.offset))
             left = record.size
@@ -294,7 +291,7 @@ class _Archive:
     def directory(self) -> bytes:
         """What the file ends with."""
         entries = b"".join(self._entries)
-        return entries + end_of_archive(self._count, self.end, len(entries))
+        return entries + end_of_archive(len(self.checksums), self.end, len(entries))
 
 
 def write_archive(
