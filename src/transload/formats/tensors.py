@@ -120,9 +120,6 @@ class Place(NamedTuple):
     compressed: bool = False
 
 
-Located = tuple[int | None, int, str, int | None, bool]
-"""The fields of a ``Place``: a plain tuple takes a third of the time, and there are as many as storages."""
-
 _MAX_SHOWN = 120
 
 
@@ -175,7 +172,7 @@ class StorageTable:
     Each key counts once: torch restores a storage the first time it meets it and shares it afterwards.
     """
 
-    def __init__(self, locate: Callable[[str, int], Located], *, big_endian: bool = False) -> None:
+    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False) -> None:
         self._locate = locate
         self._big_endian = big_endian
         self.storages: dict[str, Storage] = {}

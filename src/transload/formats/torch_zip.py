@@ -20,7 +20,7 @@ from transload.io.sources import Source
 from transload.nodes import Global, Pickle
 
 if TYPE_CHECKING:
-    from transload.formats.tensors import Located, StorageTable, Tree
+    from transload.formats.tensors import Place, StorageTable, Tree
 
 RECORD = ".transload/origin.json"
 _PLAIN_CALLS = frozenset(
@@ -287,7 +287,7 @@ def storage_table(
     lead, end = forms[0]
     records = archive.records
 
-    def locate(key: str, nbytes: int) -> Located:  # noqa: ARG001 - other containers need the size
+    def locate(key: str, nbytes: int) -> Place:  # noqa: ARG001 - other containers need the size
         record = records.get(f"{lead}{key}{end}")
         if record is None:
             found = (archive.find(f"{prefix}{key}{suffix}") for prefix, suffix in forms)
@@ -297,7 +297,7 @@ def storage_table(
         name, offset, size, stored, crc, method = record
         if method:
             return Place(None, size, name, crc, compressed=True)
-        return offset, min(stored, size), name, crc, False
+        return _new(Place, (offset, min(stored, size), name, crc, False))
 
     return StorageTable(locate, big_endian=big_endian)
 
