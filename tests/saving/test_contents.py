@@ -96,7 +96,7 @@ def stored(where: Sequence[str]) -> tuple[list[Stored], list[bytes]]:
         storage: Any = Far(data, device)
         if device == "cpu":
             storage = torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
-        out.append(Stored(str(number), None, 1, storage, 7, size))
+        out.append(Stored(str(number), None, size, storage, 7, size))
     return out, expected
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
 from transload.judge.problems import refuse_broken
-from transload.render.lines import Block, Line, Prose, Table
+from transload.render.lines import Block, Prose, Table
 from transload.render.words import plural, printable, size
 from transload.writing import write_content
 from transload.writing.output import file_identity
@@ -94,13 +94,8 @@ def _path(path: Any) -> str:
 def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:
     """What ``--list`` says."""
     yield Prose(((printable(path, None), "strong"),))
-    rows: list[tuple[Line, ...]] = [
-        (
-            ((f"--key {printable(part.key)}" if part.key else "all of it", ""),),
-            ((part.kind, "dim"),),
-            ((plural(part.tensors, "tensor"), ""),),
-            ((size(part.nbytes), "dim"),),
-        )
-        for part in parts
-    ]
-    yield Table(rows, right=frozenset({2, 3}))
+    rows = []
+    for part in parts:
+        key = f"--key {printable(part.key)}" if part.key else "all of it"
+        rows.append((key, part.kind, plural(part.tensors, "tensor"), size(part.nbytes)))
+    yield Table(rows, right=(2, 3), dim=(1, 3))

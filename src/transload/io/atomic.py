@@ -1,7 +1,7 @@
 """Files that are written whole or not at all, and the sinks that an archive is written into.
 
 ``AtomicFile`` writes a hidden file beside the target and renames it when all of it has reached the disk. ``DirectFile``
-writes into the target itself, as pipes and devices need it. ``SystemFile`` and ``FileObject`` take buffers in order.
+writes into the target itself, as pipes and devices need it. They take buffers in order, as does a ``FileObject``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SystemFile:
     """A file by its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
 
     def write(self, buffers: Sequence[Any]) -> None:
         """Write all of them, in this order."""
@@ -42,9 +42,9 @@ class SystemFile:
             left = list(buffers[start : start + _AT_ONCE])
             while left:  # the system may take fewer bytes than there are
                 if hasattr(os, "writev"):
-                    count = os.writev(self._descriptor, left)
+                    count = os.writev(self.descriptor, left)
                 else:
-                    count = os.write(self._descriptor, left[0])
+                    count = os.write(self.descriptor, left[0])
                 while left and count >= len(left[0]):
                     count -= len(left.pop(0))
                 if count:
@@ -101,13 +101,13 @@ def is_atomic(path: str) -> bool:
         return False
 
 
-class DirectFile:
+class DirectFile(SystemFile):
     """A file that is written in its place: what was in it is gone at once."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self.descriptor = os.open(path, _OPEN_STRAIGHT, 0o666)
+            super().__init__(os.open(path, _OPEN_STRAIGHT, 0o666))
         except OSError as error:
             raise cannot_write(error, path) from error
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Storage
@@ -95,8 +95,6 @@ def load(
     if weights_only is None:
         weights_only = pickle_module is None and not freed
         if freed:
-            import warnings
-
             warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: the file may run code", stacklevel=2)
     trusted = not (weights_only or forced)
     _check_arguments(pickle_load_args, pickle_module, trusted=trusted)
@@ -133,7 +131,13 @@ def load(
             opened.check_unchanged()
             opened.leave_behind_content()
             break
-    _warn(checkpoint, plan)
+    if plan.warning or checkpoint.findings:
+        from transload.judge.problems import worth_a_warning
+
+        if plan.warning:
+            warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=2)
+        if wrong := worth_a_warning(checkpoint):
+            warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
     return made
 
 
@@ -225,18 +229,6 @@ def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
     return plan
 
 
-def _warn(checkpoint: Checkpoint, plan: Plan) -> None:
-    import warnings
-
-    if plan.warning:
-        warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=3)
-    if checkpoint.findings:
-        from transload.judge.problems import worth_a_warning
-
-        if wrong := worth_a_warning(checkpoint):
-            warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=3)
-
-
 # -- bytes and objects
 
 Make = Callable[["Piece", Any], Any]
@@ -300,10 +292,6 @@ def _load_trusted(
 # function of the caller's, can bring it.
 
 _ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
-# In one step: there are as many storages as tensors.
-_NAMES = ("device", "nbytes", "stored", "offset", "file", "compressed", "big_endian")
-_FIELDS = itemgetter(*map(Storage._fields.index, _NAMES))
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
 
@@ -399,14 +387,15 @@ class _Reader:
         opened: list[Source] = []
         numbers: dict[str, int] = {}
         for storage in storages:
-            tag, nbytes, stored, offset, file, compressed, big = _FIELDS(storage)
-            device = devices[tag]
-            if device and 0 < nbytes <= stored and offset is not None and not compressed and (big or all_big) == here:
-                if file not in numbers:
-                    numbers[file] = len(opened)
-                    opened.append(self._piece.open(file))
+            device, nbytes, offset = devices[storage.device], storage.nbytes, storage.offset
+            if not device or not 0 < nbytes <= storage.stored or offset is None or storage.compressed:
+                continue
+            if (storage.big_endian or all_big) == here:
+                if storage.file not in numbers:
+                    numbers[storage.file] = len(opened)
+                    opened.append(self._piece.open(storage.file))
                 plain.append(storage)
-                wants.append(_new(ReadRequest, (numbers[file], offset, nbytes, device)))
+                wants.append(ReadRequest(numbers[storage.file], offset, nbytes, device))
         held: dict[int, torch.UntypedStorage] = {}
 
         def place(index: int) -> int:

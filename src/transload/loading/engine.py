@@ -597,15 +597,10 @@ class _Idle:
         self.lanes: list[RingLane] = []
         self.lock = Lock()
 
-    def forget(self) -> None:
-        """In a child process: it has its parent's memory, but not its place at the driver."""
-        self.lanes = []
-        self.lock = Lock()
-
 
 _idle = _Idle()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.forget)
+if hasattr(os, "register_at_fork"):  # a child process has its parent's memory, but not its place at the driver
+    os.register_at_fork(after_in_child=_idle.__init__)  # type: ignore[misc] # the same object, since others refer to it
 
 
 @contextmanager

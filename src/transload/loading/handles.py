@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -80,7 +79,6 @@ class Handle(Mapping[str, "torch.Tensor"]):
         self._opened = opened
         self._destinations = Destinations(opened.checkpoint, device)
         self._dtype = dtype
-        self._metadata: dict[str, Any] | None = None
         self._names: dict[str, Tensor] = {}
         for tensor in opened.checkpoint.tensors:
             self._names.setdefault(tensor.name, tensor)
@@ -96,10 +94,31 @@ class Handle(Mapping[str, "torch.Tensor"]):
 
         A value that is not plain (a ``torch.device``, a date) is there as its text.
         """
-        if self._metadata is None:
-            self._opened.check_open()
-            self._metadata = _metadata(self._opened)
         return dict(self._metadata)
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        opened, checkpoint = self._opened, self.checkpoint
+        opened.check_open()
+        if checkpoint.format == "safetensors":
+            files = sorted({storage.file for storage in checkpoint.storages} or {""})
+        else:  # of all shards together
+            files = [part.name for part in checkpoint.parts if ("format", "safetensors") in part.facts]
+        out: dict[str, Any] = header_values(opened.file()) if checkpoint.format == "gguf" else {}
+        for name in files:
+            out |= header_metadata(opened.file(name))
+        for leaf in checkpoint.leaves:
+            if leaf.name in out:
+                continue
+            held = opened.node(leaf.path)
+            value = plain(held[1]) if held else NOWHERE
+            if value is NOWHERE:  # what its text says, then
+                try:
+                    value = _VALUES.get(leaf.kind, str)(leaf.text)
+                except ValueError:  # an integer too long to be written out
+                    value = leaf.text
+            out[leaf.name] = value
+        return out
 
     def __getitem__(self, name: str | tuple[Key, ...]) -> torch.Tensor:
         return self._read(self._find(name), ())
@@ -250,30 +269,6 @@ _VALUES: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: text == "True",
     "None": lambda _: None,
 }
-
-
-def _metadata(opened: Opened) -> dict[str, Any]:
-    """``__metadata__`` of a safetensors file, or of all shards together; the plain values of any other, by name."""
-    checkpoint = opened.checkpoint
-    if checkpoint.format == "safetensors":
-        files = sorted({storage.file for storage in checkpoint.storages} or {""})
-    else:
-        files = [part.name for part in checkpoint.parts if ("format", "safetensors") in part.facts]
-    out: dict[str, Any] = header_values(opened.file()) if checkpoint.format == "gguf" else {}
-    for name in files:
-        out |= header_metadata(opened.file(name))
-    for leaf in checkpoint.leaves:
-        if leaf.name in out:
-            continue
-        held = opened.node(leaf.path)
-        value = plain(held[1]) if held else NOWHERE
-        if value is NOWHERE:  # what its text says, then
-            try:
-                value = _VALUES.get(leaf.kind, str)(leaf.text)
-            except ValueError:  # an integer too long to be written out
-                value = leaf.text
-        out[leaf.name] = value
-    return out
 
 
 NOWHERE = object()
@@ -475,11 +470,7 @@ def read_one(
         short = "the CPU" if where.type == "cpu" else str(where)
         what = f"{short} has no room for its {view.numel * elements.itemsize:,} bytes: {error}"
         raise DoesNotFitError(what, where=_place(opened, tensor)) from error
-    with _names(opened, tensor):
-        if straight:
-            _bring(elements, target)
-        else:
-            _read_staged(elements, own, target)
+    _read_into(target, elements, own, _place(opened, tensor), straight=straight)
     return target
 
 
@@ -498,12 +489,8 @@ def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index =
         elements, dtype = _elements(opened, tensor, index)
         if elements.view.shape != tuple(target.shape):
             raise ValueError(f"{list(elements.view.shape)} does not go into {list(target.shape)}")
-        inner = target.detach()
-        with _names(opened, tensor):
-            if _lies_alike(elements, dtype, inner):
-                _bring(elements, inner, fresh=False)
-            else:
-                _read_staged(elements, dtype, inner)
+        inner, place = target.detach(), _place(opened, tensor)
+        _read_into(inner, elements, dtype, place, straight=_lies_alike(elements, dtype, inner), fresh=False)
         changed(target)
 
 
@@ -551,16 +538,6 @@ def _place(opened: Opened, tensor: Tensor) -> str:
     return f"{opened.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
-@contextmanager
-def _names(opened: Opened, tensor: Tensor) -> Iterator[None]:
-    """While a tensor is read: a file that is too short for it is an error that names it."""
-    try:
-        yield
-    except EndedError as end:
-        what = f"the file ends {end.missing:,} bytes before this tensor does"
-        raise BrokenFileError(what, where=_place(opened, tensor)) from end
-
-
 def _changes(elements: Elements) -> bool:
     """Whether the bytes in the file are not those in memory."""
     return bool(elements.flags) or (elements.swapped != (sys.byteorder == "big") and elements.itemsize > 1)
@@ -582,15 +559,24 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     return not (target.is_conj() or target.is_neg())  # what is in memory is not yet the number
 
 
-def _bring(elements: Elements, target: torch.Tensor, *, fresh: bool = True) -> None:
-    """Read all of a view to where a tensor begins, on any device that is reached."""
+def _read_into(
+    target: torch.Tensor, elements: Elements, dtype: torch.dtype, place: str, *, straight: bool, fresh: bool = True
+) -> None:
+    """Read all of a view: ``straight`` to where a tensor begins, on any device that is reached, else through a buffer.
+
+    ``BrokenFileError`` names the place of a tensor that the file is too short for.
+    """
     from transload.loading import bring
 
-    request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
     try:
-        bring([elements.source], [request], lambda _: target.data_ptr(), fresh=fresh)
-    except Ended as end:
-        raise EndedError(request.nbytes - end.came) from end
+        if straight:
+            request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
+            bring([elements.source], [request], lambda _: target.data_ptr(), fresh=fresh)
+        else:
+            _read_staged(elements, dtype, target)
+    except (Ended, EndedError) as end:
+        missing = elements.nbytes - end.came if isinstance(end, Ended) else end.missing
+        raise BrokenFileError(f"the file ends {missing:,} bytes before this tensor does", where=place) from end
 
 
 def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:

@@ -360,7 +360,7 @@ def find(
         return max(ordered, key=lambda m: (len(m.branch.tensors) - len(m.branch.deep), -len(m.branch.path)))
     equal = [match for match in ordered if match.score == score]
     equal.sort(key=lambda match: (match.rename.cost, len(match.rest), len(match.branch.path)))
-    rivals = [match for match in equal[1:] if not _same(equal[0], match)]
+    rivals = [match for match in equal[1:] if _bytes(match) != _bytes(equal[0])]
     if rivals:
         rivals.insert(0, equal[0])
         names = some([match.branch.name or "the root" for match in rivals], _SHOWN)
@@ -373,16 +373,9 @@ def find(
     return equal[0]
 
 
-def _same(one: Match, other: Match) -> bool:
-    """Whether two matches would load the same bytes."""
-    return all(
-        tensor is (mate := other.tensors.get(key)) or (mate is not None and _bytes(tensor) == _bytes(mate))
-        for key, tensor in one.tensors.items()
-    )
-
-
-def _bytes(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.storage, tensor.offset, tensor.stride, tensor.path if tensor.storage is None else ()
+def _bytes(match: Match) -> dict[str, tuple[object, ...]]:
+    """Which bytes a match would load, by the model's keys."""
+    return {key: (t.storage or t.path, t.offset, t.stride) for key, t in match.tensors.items()}
 
 
 def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
@@ -911,9 +904,7 @@ class _Loading:
     def _fill(self, settings: Settings) -> None:
         """Fill every parameter. What was half done when reading failed is said."""
         tasks, path = self._tasks, self._opened.checkpoint.path
-        goals: list[Any] = [task.places[0].tensor for task in tasks]
-        made = {index: self._made(tasks[index]) for index, goal in enumerate(goals) if goal.is_meta}
-        goals = [made.get(index, goal) for index, goal in enumerate(goals)]
+        goals = [self._goal_of(task) for task in tasks]
         rest = self._fill_straight(goals, settings)
         done = before = len(tasks) - len(rest)
         try:
@@ -925,9 +916,10 @@ class _Loading:
         except (RuntimeError, NotImplementedError) as error:
             what = f"{tasks[index].key} does not take what was read for it: {error}"
             raise LoadError(what, where=path, fix=_half(done, len(tasks))) from error
-        for index, parameter in made.items():
-            for slot in tasks[index].places:
-                slot.table[slot.name] = parameter
+        for task, goal in zip(tasks, goals, strict=True):
+            for slot in task.places:
+                if slot.tensor is not goal:
+                    slot.table[slot.name] = goal
 
     def _fill_straight(self, goals: list[Any], settings: Settings) -> list[int]:
         """Fill those whose bytes only have to be moved, all at once; the indexes of the others."""
@@ -935,12 +927,11 @@ class _Loading:
             straight(self._opened, task.tensor, goal, task.part) for task, goal in zip(self._tasks, goals, strict=True)
         ]
         ready = [(index, *way) for index, way in enumerate(found) if way is not None]
-        sources = {id(source): source for _, source, _, _ in ready}
-        numbers = {ident: number for number, ident in enumerate(sources)}
-        wants = [want._replace(file=numbers[id(source)]) for _, source, want, _ in ready]
+        numbers: dict[Any, int] = {}
+        wants = [want._replace(file=numbers.setdefault(source, len(numbers))) for _, source, want, _ in ready]
         try:
             if wants:
-                bring(list(sources.values()), wants, lambda index: ready[index][3], settings=settings, fresh=False)
+                bring(list(numbers), wants, lambda index: ready[index][3], settings=settings, fresh=False)
         except Ended as end:
             key = self._tasks[ready[end.want][0]].key
             what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
@@ -950,11 +941,13 @@ class _Loading:
             changed(goals[index])
         return [index for index, way in enumerate(found) if way is None]
 
-    def _made(self, task: _Task) -> torch.Tensor:
-        """A parameter in the place of one that is only described."""
+    def _goal_of(self, task: _Task) -> Any:
+        """The parameter to fill; a new one in the place of one that is only described."""
         import torch
 
         target: Any = task.places[0].tensor
+        if not target.is_meta:
+            return target
         made = torch.empty_like(target, device=self._goal.device(task.tensor.device))
         if isinstance(target, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=target.requires_grad)

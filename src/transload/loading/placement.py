@@ -19,8 +19,8 @@ from transload.frozen import facts
 if TYPE_CHECKING:
     import torch
 
-    from transload.checkpoint import Checkpoint
-    from transload.render.lines import Block, Line
+    from transload.checkpoint import Checkpoint, Storage, Tensor
+    from transload.render.lines import Block, Words
 
 Reason = Literal["saved", "here", "absent", "lost", "rank", "float64", "asked", "function"]
 
@@ -166,9 +166,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as ``transload check`` shows it, without colour."""
-        from transload.render.lines import Style, layout, plain
+        from transload.render.lines import as_text
 
-        return "\n".join(plain(line) for line in layout(landing(self), Style()))
+        return as_text(landing(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -202,44 +202,29 @@ def listed(names: Sequence[str], joint: str = "and") -> str:
 
 def landing(plan: Plan) -> Iterator[Block]:
     """A line for each tag, and what stands against it, as blocks of text."""
-    from transload.render.lines import Prose, Table
+    from transload.render.lines import Prose, Table, note
     from transload.render.words import plural, printable, size
 
-    def dim(text: str) -> Block:
-        return Prose(((text, "dim"),), lead=(("  ", ""),))
-
-    def against(text: str) -> Block:
-        return Prose(((printable(text, None), "strong"),), lead=(("✗ ", "bad"),))
-
-    def fix(text: str) -> Block:
-        return Prose(((printable(text, None), ""),), lead=(("  → ", "good"),))
-
     if not plan.moves:
-        yield dim("there is nothing to place")
-    rows: list[tuple[Line, ...]] = []
+        yield note("there is nothing to place")
+    rows: list[tuple[Words, ...]] = []
     for move in plan.moves[:_TAGS]:
         target = "undecided" if move.device == UNDECIDED else printable(move.device, 24) or "nowhere"
         role = "bad" if not move.device else "trust" if move.moved else "good"
-        rows.append(
-            (
-                ((listed([move.tag]), ""),),
-                (("→ ", "dim"), (target, role)),
-                ((printable(move.why, None), "" if move.moved else "dim"),),
-                ((plural(move.tensors, "tensor"), "dim"),),
-                ((size(move.nbytes), ""),),
-            )
-        )
-    yield Table(rows, right=frozenset({4}), drops=(3, 4))
+        why = ((printable(move.why, None), "" if move.moved else "dim"),)
+        there = (("→ ", "dim"), (target, role))
+        rows.append((listed([move.tag]), there, why, plural(move.tensors, "tensor"), size(move.nbytes)))
+    yield Table(rows, right=(4,), dim=(3,), drops=(3, 4))
     if len(plan.moves) > _TAGS:
-        yield dim(f"… and {len(plan.moves) - _TAGS:,} more devices")
+        yield note(f"… and {len(plan.moves) - _TAGS:,} more devices")
     if plan.how and plan.ok:
-        yield dim(f"read by {plan.how}")
-    if plan.refused:
-        yield against(plan.refused)
-    for short in plan.shortages:
-        yield against(str(short))
-        yield from map(fix, short.instead)
-    yield from map(fix, plan.fix)
+        yield note(f"read by {plan.how}")
+    shortages = [(str(short), short.instead) for short in plan.shortages]
+    for what, fixes in ((plan.refused, ()), *shortages, ("", plan.fix)):
+        if what:
+            yield Prose(((printable(what, None), "strong"),), lead=(("✗ ", "bad"),))
+        for fix in fixes:
+            yield Prose(printable(fix, None), lead=(("  → ", "good"),))
 
 
 AUTO = "auto"
@@ -260,18 +245,12 @@ _UNTAGGED = frozenset({"safetensors", "sharded", "gguf", "npz", "npy"})
 class _Load:
     """What carries one tag."""
 
-    def __init__(self) -> None:
-        self.tensors = 0
-        self.nbytes = 0
-        self.slim = 0
-        """Bytes it would take with its floats as bfloat16."""
-        self.wide = False
-        """Whether something of it is too wide for mps."""
-
-    def add(self, count: int, nbytes: int, dtype: str) -> None:
-        """So many more, each of so many bytes."""
-        self.nbytes += count * nbytes
-        self.slim += count * (nbytes // _HALVED.get(dtype, 1))
+    tensors = 0
+    nbytes = 0
+    slim = 0
+    """Bytes it would take with its floats as bfloat16."""
+    wide = False
+    """Whether something of it is too wide for mps."""
 
 
 def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = AUTO) -> Plan:
@@ -361,21 +340,19 @@ def tags_of(checkpoint: Checkpoint) -> list[str]:
 def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
     """Tensors and bytes by tag, the most bytes first; what is shared counts once."""
     loads: dict[str, _Load] = defaultdict(_Load)
-    for (tag, dtype, nbytes), count in Counter(
-        (each.device, each.dtype, each.nbytes) for each in checkpoint.storages
-    ).items():
-        loads[tag].add(count, nbytes, dtype)
+    # What is rebuilt on a device has the bytes of a CPU tensor in the file, which are copied when it is made.
+    held: list[Storage | Tensor] = [*checkpoint.storages]
+    held += [tensor for tensor in checkpoint.tensors if tensor.kind == "device"]
+    for each in held:
+        load = loads[each.device]
+        load.nbytes += each.nbytes
+        load.slim += each.nbytes // _HALVED.get(each.dtype, 1)
+    tensors: Sequence[Storage | Tensor] = checkpoint.storages if checkpoint.counted else checkpoint.tensors
+    for (tag, dtype), count in Counter((each.device, each.dtype) for each in tensors).items():
+        loads[tag].wide |= dtype in _WIDE
+        loads[tag].tensors += 0 if checkpoint.counted else count
     for tag, count in checkpoint.counted:
         loads[tag].tensors += count
-        loads[tag].wide |= any(storage.dtype in _WIDE and storage.device == tag for storage in checkpoint.storages)
-    kinds = Counter((tensor.device, tensor.dtype, tensor.kind) for tensor in checkpoint.tensors)
-    for (tag, dtype, _), count in kinds.items():
-        loads[tag].tensors += count
-        loads[tag].wide |= dtype in _WIDE
-    if any(kind == "device" for _, _, kind in kinds):
-        for tensor in (tensor for tensor in checkpoint.tensors if tensor.kind == "device"):
-            # Its bytes are a CPU tensor's in the file, and copied when it is made.
-            loads[tensor.device].add(1, tensor.nbytes, tensor.dtype)
     return dict(sorted(loads.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
 
 

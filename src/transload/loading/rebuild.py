@@ -463,16 +463,14 @@ class Rebuilder:
             end += (count - 1) * step
         if numel >= _MAX_SIZE:
             raise Wrong("a tensor with more elements than torch can count")
-        device = storage.device
+        device, name = storage.device, str(dtype).removeprefix("torch.")
+        # Of a dtype that is newer than our list, as torch counts them.
+        known = name in ITEMSIZE
+        nbytes = itemsize(name, end) if known else end * self.torch.empty((), dtype=dtype).element_size()
         # A meta storage has no memory, and older releases of torch change its size with every view of it.
-        if numel and self._nbytes(dtype, end) > storage.nbytes() and device.type != "meta":
+        if numel and nbytes > storage.nbytes() and device.type != "meta":
             raise Wrong(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
         return device
-
-    def _nbytes(self, dtype: torch.dtype, count: int) -> int:
-        """The bytes of so many elements; of a dtype that is newer than our list, as torch counts them."""
-        name = str(dtype).removeprefix("torch.")
-        return itemsize(name, count) if name in ITEMSIZE else count * self.torch.empty((), dtype=dtype).element_size()
 
     # -- strided tensors
 

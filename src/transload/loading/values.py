@@ -14,6 +14,8 @@ import types
 import uuid
 from collections import ChainMap, UserDict, UserList, UserString, deque
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -110,16 +112,9 @@ def _path(kind: str) -> Callable[..., Any]:
     return pathlib.PureWindowsPath if windows else pathlib.PurePosixPath
 
 
-def _decimal(text: str) -> Any:
-    from decimal import Decimal
-
-    return Decimal(text)
-
-
-def _fraction(*numbers: Any) -> Any:
-    from fractions import Fraction
-
-    return Fraction(*numbers)
+def _late(module: str, name: str, *args: Any) -> Any:
+    """By a class of a module that is imported when it is needed."""
+    return getattr(import_module(module), name)(*args)
 
 
 def _zone(key: str, cached: object = True) -> Any:
@@ -151,8 +146,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "datetime.timedelta": (dt.timedelta, int, int, int),
     "datetime.timezone": (dt.timezone, dt.timedelta, str),
     "zoneinfo.ZoneInfo._unpickle": (_zone, str, (bool, int)),
-    "decimal.Decimal": (_decimal, str),
-    "fractions.Fraction": (_fraction, (str, int), int),
+    "decimal.Decimal": (partial(_late, "decimal", "Decimal"), str),
+    "fractions.Fraction": (partial(_late, "fractions", "Fraction"), (str, int), int),
     "uuid.UUID": (_bare(uuid.UUID),),
     **{
         f"{module}.{kind}": (_path(kind), *(str,) * 64)

@@ -23,7 +23,7 @@ from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import Problem, quoted, rescue_command
 from transload.formats import no_collecting, read_source
 from transload.formats.plain_pickle import holds_tensors
-from transload.io.atomic import AtomicFile, SystemFile
+from transload.io.atomic import AtomicFile
 from transload.io.pool import telling
 from transload.io.sources import Assembly, Source, SourceLike, open_source
 from transload.judge import inspect, judge
@@ -86,7 +86,7 @@ def rescue(
     if made.done:
         text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
         with AtomicFile(made.report) as file:
-            SystemFile(file.descriptor).write([text.encode() + b"\n"])
+            file.write([text.encode() + b"\n"])
     return made
 
 
@@ -156,7 +156,7 @@ def _rescue_file(
         if made.done and out is not None:
             tell = telling(progress, out.size, "writing")
             with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
-                sink = SystemFile(bundle.add(target).descriptor)
+                sink = bundle.add(target)
                 for start in range(0, out.size, _PIECE):
                     count = min(_PIECE, out.size - start)
                     data = out.read(start, count)

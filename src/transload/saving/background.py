@@ -194,11 +194,6 @@ def _tell_at_exit() -> None:
         print(f"transload: {_lost([failed])}", file=sys.stderr)  # noqa: T201 - nothing is left to raise it in
 
 
-def _forget() -> None:
-    """In a child process: the thread belongs to the parent."""
-    background.__init__()  # type: ignore[misc] # the same object, since others refer to it
-
-
 atexit.register(_tell_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # the thread belongs to the parent; the object stays, since others refer to it
+    os.register_at_fork(after_in_child=background.__init__)  # type: ignore[misc]

@@ -14,6 +14,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from math import prod
@@ -77,35 +78,27 @@ def merged(views: Iterable[Geometry], step: int = 1) -> list[tuple[int, int]]:
     return out
 
 
+@dataclass(slots=True, eq=False)
 class _Ref:
     """A storage in what is pickled: its key, its class, and its number of elements of that class."""
 
-    __slots__ = ("key", "kind", "numel", "storage")
-
-    def __init__(self, key: str, kind: Any, numel: int, storage: Any) -> None:
-        self.key = key
-        self.kind = kind
-        self.numel = numel
-        self.storage = storage
+    key: str
+    kind: Any
+    numel: int
+    storage: Any
 
 
+@dataclass(slots=True, eq=False)
 class Stored(_Ref):
     """One record of the archive: bytes of a storage, all of them unless views were cut out of it.
 
     ``whole`` is whether a tensor uses all of them; if not, ``views`` are the tensors that use some.
     """
 
-    __slots__ = ("nbytes", "start", "views", "whole")
-
-    def __init__(self, key: str, kind: Any, itemsize: int, storage: Any, start: int, nbytes: int) -> None:
-        self.key = key
-        self.kind = kind
-        self.numel = nbytes // itemsize
-        self.storage = storage
-        self.start = start
-        self.nbytes = nbytes
-        self.whole = True
-        self.views: list[Geometry] = []
+    start: int
+    nbytes: int
+    whole: bool = True
+    views: list[Geometry] = field(default_factory=list)
 
 
 # -- the front
@@ -291,8 +284,7 @@ class _Reducer:
             name, storage, start, nbytes, offset, stride = piece
         stored = self._by_data.get(name)
         if stored is None:
-            stored = Stored(str(len(self.storages)), kind, itemsize, storage, start, nbytes)
-            stored.whole = False
+            stored = Stored(str(len(self.storages)), kind, nbytes // itemsize, storage, start, nbytes, whole=False)
             self._by_data[name] = stored
             self.storages.append(stored)
         if not stored.whole and piece is None:
@@ -359,7 +351,7 @@ class _Reducer:
             address = storage.data_ptr()
             if (not address or self._dtypes.setdefault(address, dtype) is not dtype) and nbytes:
                 self._check(address, dtype)
-            ref = self._by_data[data] = Stored(str(len(self.storages)), kind, itemsize, storage, 0, nbytes)
+            ref = self._by_data[data] = Stored(str(len(self.storages)), kind, nbytes // itemsize, storage, 0, nbytes)
             self.storages.append(ref)
         else:
             ref, offset, stride = self._use(storage, dtype, kind, itemsize, Geometry(itemsize, offset, size, stride))

@@ -6,10 +6,10 @@ device passes through a ``Ring`` of pinned memory. ``snapshot_of`` copies all st
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from ctypes import string_at
 from functools import partial
 from itertools import groupby, islice
 from typing import Any
@@ -27,11 +27,6 @@ _MANY = 1000  # copies of small storages that are written at once
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time
 
 _Span = tuple[Any, int, int]  # some bytes of a storage: where they begin, and how many there are
-
-bytes_at: Callable[[int, int], bytes] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
-"""A copy of the bytes at an address."""
 
 
 # -- storages where they are
@@ -83,7 +78,7 @@ class Ring:
         self._fetch(slot, [(one.storage, one.start, one.nbytes) for one in small if one.nbytes])
         records = []
         for one in small:
-            records.append((_name(one.key), bytes_at(address, one.nbytes) if one.nbytes else b""))
+            records.append((_name(one.key), string_at(address, one.nbytes) if one.nbytes else b""))
             address += one.nbytes
         self._free.append(taken)
         return Bunch(records)
@@ -137,7 +132,7 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
 
 
 def _host_bytes(stored: Stored) -> bytes:
-    return bytes_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
+    return string_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
 
 
 class CudaFetcher:
@@ -223,7 +218,7 @@ class Copy:
         for address, nbytes, ready in self.runs:
             if ready is not None:
                 ready()
-            parts.append(bytes_at(address, nbytes))
+            parts.append(string_at(address, nbytes))
         return b"".join(parts)
 
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 from transload.errors import UsageError
-from transload.io.atomic import SystemFile
 from transload.io.sources import SourceLike
 from transload.tensors.content import Content
 from transload.writing.objects import Leftovers
@@ -74,7 +73,7 @@ def write_content(
         if table:
             table = {"from": os.path.basename(checkpoint.path), **table}
             text = json.dumps(table, indent=1).encode() + b"\n"
-            SystemFile(bundle.add(leftovers_path).descriptor).write([text])
+            bundle.add(leftovers_path).write([text])
     written = Conversion(
         path=checkpoint.path,
         out=dst,

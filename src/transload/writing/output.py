@@ -24,7 +24,7 @@ from typing import Any
 
 from transload.errors import TransloadError, UsageError, cannot_write
 from transload.io import atomic
-from transload.io.atomic import AtomicFile, SystemFile
+from transload.io.atomic import AtomicFile
 
 SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 _LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
@@ -118,7 +118,7 @@ class Bundle:
 
     def add_index(self, path: str, text: bytes) -> None:
         """Add the file that leads to all others: to the old ones or to the new ones, never to both."""
-        SystemFile(self.add(path).descriptor).write([text])
+        self.add(path).write([text])
         self._index = path
 
     def add_folder(self, path: str) -> Folder:
@@ -253,7 +253,7 @@ class _OldShards:
 
     def _write(self, text: bytes) -> None:
         with AtomicFile(self._index) as file:
-            SystemFile(file.descriptor).write([text])
+            file.write([text])
 
     def restore(self, *, touched: bool) -> None:
         """Put everything back; where that fails, the interim index stays, and leads to what was there.

@@ -66,7 +66,7 @@ def _write_torch(job: Job, plan: Plan) -> None:
     file = job.bundle.add(job.dst)
     members = ((b"data/%d" % number, b"", entry) for number, entry in enumerate(storages))
     nbytes = sum(entry.nbytes for entry in storages)
-    write_checkpoint(SystemFile(file.descriptor), plan.opening, _records(members, job), nbytes)
+    write_checkpoint(file, plan.opening, _records(members, job), nbytes)
 
     source = FileSource(file.path, file.descriptor)
     read = read_source(source)
@@ -186,7 +186,7 @@ def _write_npz(job: Job, plan: Plan) -> None:
         text += b" " * (-(len(text) + 11) % 64) + b"\n"
         members.append((name, b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text, entry))
     file = job.bundle.add(job.dst)
-    write_archive(SystemFile(file.descriptor), b"", _records(members, job), lambda _: ())
+    write_archive(file, b"", _records(members, job), lambda _: ())
 
     source = FileSource(file.path, file.descriptor)
     try:
