@@ -34,12 +34,12 @@ def view(address: int, nbytes: int) -> memoryview:
 
 def copy(target: int, source: int, nbytes: int) -> None:
     """Copy between addresses; other threads run meanwhile."""
-    _libc().memmove(target, source, nbytes)
+    libc().memmove(target, source, nbytes)
 
 
 def is_equal(first: int, second: int, nbytes: int) -> bool:
     """Whether the bytes at two addresses are equal; other threads run meanwhile."""
-    return not _libc().memcmp(first, second, nbytes)
+    return not libc().memcmp(first, second, nbytes)
 
 
 class Pages:
@@ -59,9 +59,9 @@ class Pages:
         address = ctypes.addressof(self._held)
         self.address = (address + _HUGE - 1) // _HUGE * _HUGE
         if sys.platform == "linux":
-            _libc().madvise(self.address, nbytes, _MADV_DONTFORK)
+            libc().madvise(self.address, nbytes, _MADV_DONTFORK)
             if huge:
-                _libc().madvise(self.address, nbytes, _MADV_HUGEPAGE)
+                libc().madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
 
 def huge_pages_pay(nbytes: int, root: str = "") -> bool:
@@ -90,13 +90,17 @@ def in_huge_pages(address: int, nbytes: int) -> None:
     if nbytes >= _LITTLE:
         begin = (address + _HUGE - 1) // _HUGE * _HUGE
         end = (address + nbytes) // _HUGE * _HUGE
-        _libc().madvise(begin, end - begin, _MADV_HUGEPAGE)
+        libc().madvise(begin, end - begin, _MADV_HUGEPAGE)
 
 
 @cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
-    libc.memmove.argtypes = libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    if hasattr(libc, "madvise"):
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
+def libc() -> Any:
+    """The functions of C on memory, with the types of their arguments."""
+    library = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.memmove.argtypes = library.memcmp.argtypes = (address, address, size)
+    if hasattr(library, "madvise"):
+        library.madvise.argtypes = (address, size, number)
+        library.mmap.argtypes, library.mmap.restype = (address, size, number, number, number, ctypes.c_long), address
+        library.munmap.argtypes = (address, size)
+    return library

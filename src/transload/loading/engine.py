@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from transload.errors import CannotReadError
 from transload.frozen import facts
 from transload.io.cuda_driver import DriverError
-from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages, view
+from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages, libc, view
 from transload.io.sources import FileSource
 from transload.loading.jobs import (
     CELL,
@@ -489,19 +488,19 @@ class RingLane:
         self._host: HostLane | None = None
 
     def run(self, take: Take) -> None:
-        """Take jobs until there are none; then, or when something fails, wait for what the devices still fetch."""
-        with self._at_work():
-            while (job := take()) is not None:
-                self._bring(job)
-                self.done += job.wanted
+        """Take jobs until there are none; then, or when something fails, wait for what the devices still fetch.
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """While jobs are done. Afterwards nothing is under way, and the thread speaks to the device it did before."""
+        Afterwards the thread speaks to the device it did before.
+        """
         with ExitStack() as last:
             last.callback(self._back)
             last.callback(self._finish)
-            yield
+            self._work(take)
+
+    def _work(self, take: Take) -> None:
+        while (job := take()) is not None:
+            self._bring(job)
+            self.done += job.wanted
 
     def _bring(self, job: Job) -> None:
         transfer, driver = self.transfer, self._driver
@@ -649,7 +648,7 @@ class _Part:
         self.file = file
         self.runs = runs
         self.nbytes = (end - start + PAGE - 1) // PAGE * PAGE
-        self.address = _libc().mmap(None, self.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, file.plain, start)
+        self.address = libc().mmap(None, self.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, file.plain, start)
         if self.address in (None, ctypes.c_void_p(-1).value):
             raise MemoryError
         self.shift = self.address - start
@@ -657,7 +656,7 @@ class _Part:
         self.event = 0
 
     def close(self) -> None:
-        _libc().munmap(self.address, self.nbytes)
+        libc().munmap(self.address, self.nbytes)
 
 
 class MappedLane(RingLane):
@@ -668,17 +667,16 @@ class MappedLane(RingLane):
         self._parts: deque[_Part] = deque()
         self._made = 0
 
-    def run(self, take: Take) -> None:
-        """Take some jobs at a time until there are none."""
-        with self._at_work():
-            while together := list(islice(iter(take, None), _TOGETHER)):
-                for jobs in _by_place(together):
-                    if jobs[0].device == "cpu" or not self._fetch(jobs):
-                        for job in jobs:
-                            self._bring(job)
-                    self.done += sum(job.wanted for job in jobs)
-            while self._parts:
-                self._fetched()
+    def _work(self, take: Take) -> None:
+        """Take some jobs at a time."""
+        while together := list(islice(iter(take, None), _TOGETHER)):
+            for group in _by_place(together):
+                if group[0].device == "cpu" or not self._fetch(group):
+                    for job in group:
+                        self._bring(job)
+                self.done += sum(job.wanted for job in group)
+        while self._parts:
+            self._fetched()
 
     def _fetch(self, jobs: list[Job]) -> bool:
         """Let the device fetch; false if it cannot, or if the bytes are to be looked at here.
@@ -740,13 +738,3 @@ def _by_place(jobs: list[Job]) -> list[list[Job]]:
         else:
             groups.append([job])
     return groups
-
-
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    word, size = ctypes.c_int, ctypes.c_size_t
-    libc.mmap.argtypes = (ctypes.c_void_p, size, word, word, word, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, size)
-    return libc

@@ -125,7 +125,7 @@ def load_into(
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
     given = None if rename is None else cache(key_function(rename))
     opened = open_checkpoint(f)
-    try:
+    with opened:
         goal = Destinations(opened.checkpoint, "auto" if device is None else device)
         with no_collecting():
             loading = _Loading(model, opened, goal, prefix, given)
@@ -134,8 +134,6 @@ def load_into(
         loaded = loading.read(settings, strict=strict)
         opened.check_unchanged()
         return loaded
-    finally:
-        opened.close()
 
 
 KeyFunction = Callable[[str], str | None]
@@ -672,7 +670,6 @@ class _Loading:
             held = opened.node((*match.branch.path, self._entry(key)))
             if held is not None or key in match.tensors:
                 self._extras[key] = match.tensors[key] if held is None else _Unbuilt(*held)
-        names: dict[torch.dtype, str] = {}
         for key, tensor in match.tensors.items():
             slot = slots.get(key)
             if slot is None or slot.tensor is None or slot.shape is None:
@@ -682,10 +679,9 @@ class _Loading:
                 differing.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
                 if ignore_shapes:
                     continue
-            dtype = slot.tensor.dtype
-            mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
-            if tensor.dtype != mine and not cast:
-                self.dtypes.append(Difference(key, tensor.dtype, mine))
+            dtype = str(slot.tensor.dtype).removeprefix("torch.")
+            if tensor.dtype != dtype and not cast:
+                self.dtypes.append(Difference(key, tensor.dtype, dtype))
         filled = self._list_tasks(own)
         versions = self._versions()
         for key, slot in slots.items():

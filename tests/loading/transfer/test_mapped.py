@@ -133,7 +133,7 @@ def test_pages_that_cannot_be_mapped_are_read(
     class Libc:
         mmap = staticmethod(lambda *_: 2**64 - 1)
 
-    monkeypatch.setattr(engine, "_libc", Libc)
+    monkeypatch.setattr(engine, "libc", Libc)
     brought(blob_path, blob, MIXED, cuda)
     assert cuda.calls["pin read-only"] == 0
 

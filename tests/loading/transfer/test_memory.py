@@ -100,7 +100,7 @@ def test_only_whole_huge_pages_inside_are_asked_for(monkeypatch: pytest.MonkeyPa
             asked.append((address, nbytes, advice))
             return 0
 
-    monkeypatch.setattr(memory, "_libc", Libc)
+    monkeypatch.setattr(memory, "libc", Libc)
     in_huge_pages((2 << 20) - 5, 6 << 20)
     in_huge_pages(123, (4 << 20) - 1)
     assert asked == [(2 << 20, 4 << 20, 14)]
