@@ -185,6 +185,14 @@ def test_a_step_with_a_condition_is_left_out_where_it_does_not_hold() -> None:
     assert fixes.steps(healthy(), "X06", smi="smi")[-1] == "$ smi"
 
 
+def test_lines_for_a_file_of_root() -> None:
+    line = fixes.write_line(healthy(), "/opt/my lib", file="/etc/ld.so.conf.d/a.conf")
+    assert line == "$ echo '/opt/my lib' | sudo tee /etc/ld.so.conf.d/a.conf"
+    inside = changed(in_container(healthy()), platform__root=True)
+    assert fixes.write_line(inside, "a", "b", file="/f") == "$ printf '%s\\n' a b | tee /f"
+    assert fixes.write_line(inside, "a", "b", file="/f", host=True) == "$ printf '%s\\n' a b | sudo tee /f"
+
+
 def test_root_needs_no_sudo() -> None:
     assert fixes.sudo(changed(healthy(), platform__root=True), "modprobe nvidia") == "$ modprobe nvidia"
 

@@ -59,12 +59,7 @@ def steps(machine: Machine, name: str, /, **values: object) -> Lines:
 
 
 def sudo(machine: Machine, command: str, *, host: bool = False) -> str:
-    """A command that needs root, as this user must type it; on the host, root in a container is nobody.
-
-    >>> from transload.machine import Machine
-    >>> sudo(Machine(), "modprobe nvidia")
-    '$ sudo modprobe nvidia'
-    """
+    """A command that needs root, as this user must type it; on the host, root in a container is nobody."""
     root = machine.platform.root and not (host and machine.surroundings.container)
     return f"$ {command}" if root else f"$ sudo {command}"
 
@@ -96,12 +91,7 @@ def package(machine: Machine, *words: str, **more: str) -> Lines:
 
 
 def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> str:
-    """Write a line, or several, into a file that is root's, perhaps on the host of a container.
-
-    >>> from transload.machine import Machine
-    >>> write_line(Machine(), "/opt/lib", file="/etc/ld.so.conf.d/opt.conf")
-    '$ echo /opt/lib | sudo tee /etc/ld.so.conf.d/opt.conf'
-    """
+    """Write a line, or several, into a file that is root's, perhaps on the host of a container."""
     text = " ".join(map(quote, lines))
     write = f"echo {text}" if len(lines) == 1 else f"printf '%s\\n' {text}"
     return f"$ {write} | {sudo(machine, f'tee {file}', host=host).removeprefix('$ ')}"
@@ -154,12 +144,7 @@ def _shell(machine: Machine) -> tuple[str, str] | None:
 
 
 def unset(machine: Machine, *names: str) -> Lines:
-    """Remove variables from this shell, and from where they come from.
-
-    >>> from transload.machine import Machine, Platform
-    >>> unset(Machine(platform=Platform(shell="fish")), "CUDA_VISIBLE_DEVICES")[0]
-    '$ set -e CUDA_VISIBLE_DEVICES'
-    """
+    """Remove variables from this shell, and from where they come from."""
     shell = _shell(machine)
     command = "; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"
     return (f"$ {command}", *_where_set(machine, names))
@@ -172,12 +157,7 @@ def set_variable(machine: Machine, name: str, value: str) -> Lines:
 
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
-    """A search path without one of its folders.
-
-    >>> from transload.machine import Machine, Variables
-    >>> drop_folder(Machine(variables=Variables({"LD_LIBRARY_PATH": "/a:/b"})), "LD_LIBRARY_PATH", "/b")[0]
-    '$ export LD_LIBRARY_PATH=/a'
-    """
+    """A search path without one of its folders."""
     elements = (machine.variables.get(variable) or "").split(":")
     rest = ":".join(element for element in elements if not _leads_to(element, folder))
     return set_variable(machine, variable, rest) if rest.strip(":") else unset(machine, variable)
@@ -509,12 +489,7 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
 
 
 def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
-    """Install Python packages into the environment that was examined.
-
-    >>> from transload.machine import Machine, Python
-    >>> install(Machine(python=Python("/opt/venv/bin/python")), "torch", force=True)
-    ('$ /opt/venv/bin/python -m pip install --force-reinstall torch',)
-    """
+    """Install Python packages into the environment that was examined."""
     tool, project = _tool(machine), _project(machine)
     if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return conda(machine, *names, force=force)
@@ -538,12 +513,7 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
 
 
 def bring(machine: Machine, *libraries: str) -> Lines:
-    """Install the packages of conda-forge that hold some libraries again; nothing where it is not conda that does.
-
-    >>> from transload.machine import Machine, Python
-    >>> bring(Machine(python=Python(tool="conda")), "libcudnn.so.9", "libcublasLt.so.12")
-    ('$ conda install -c conda-forge --force-reinstall cudnn libcublas',)
-    """
+    """Install the packages of conda-forge that hold some libraries again; nothing where it is not conda that does."""
     holds = tables.table("packages")["conda_forge_libraries"].items()
     names = sorted({package for name in libraries for start, package in holds if name.startswith(start)})
     return conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()

@@ -193,27 +193,6 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     yield from _FOLDER.findall(home)
 
 
-# What managers of containers call themselves in the variable "container" → what we call them.
-_NAMES = {"systemd-nspawn": "nspawn", "lxc-libvirt": "lxc", "oci": "container", "buildah": "podman"}
-_NO_CONTAINERS = frozenset({"", "wsl", "flatpak", "snap", "host"})
-
-# Paths of cgroups and of layers of the root file system, as the engines on the other side name them.
-_CGROUPS = (
-    r"(?P<docker>/docker[-/][0-9a-f]{12})|(?P<podman>/libpod(?:-conmon)?-[0-9a-f]{12})|(?P<lxc>/lxc/|/lxc\.payload)"
-    r"|(?P<containerd>cri-containerd[-:]|/kubepods)|(?P<container>/crio-[0-9a-f]{12})|(?P<nspawn>/systemd-nspawn@)"
-)
-_LAYERS = (
-    r"(?P<docker>/docker/overlay2?/|/docker/rootfs/)|(?P<containerd>io\.containerd\.snapshotter|/containerd/)"
-    r"|(?P<podman>/containers/storage/)"
-)
-
-_HARMLESS = frozenset({
-    *("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "mqueue", "hugepages"),
-    *("log", "fd", "stdin", "stdout", "stderr", "core", "termination-log", "initctl", "char", "block", "vsock"),
-    *(".lxc", ".lxd-mounts"),
-})  # fmt: skip
-"""What every private /dev holds: nothing behind these is a device that was built in."""
-
 _GVISOR = "Sun Jan 10 15:06:54 PST 2016"  # its made-up kernel was built then, every release of it
 _CDI = r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)"
 _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-cli")
@@ -221,12 +200,15 @@ _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-containe
 
 def surroundings(host: Host) -> Surroundings:
     """What surrounds the process, and the evidence for it."""
+    from transload.diagnose.tables import table
+
     around = mounts(host)
     signs: dict[str, tuple[Any, str]] = {}
     for name, value, why in _signs(host, around):
         signs.setdefault(name, (value, why))
     dev = mount_of(around, "/dev/null")
     own_dev = dev is not None and dev.point == "/dev" and dev.kind == "tmpfs"
+    devices = set(host.names("/dev") or ("unknown",)) - {*table("containers")["private_dev"].split()}
     folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
     specifications = (path for at in folders for end in (".yaml", ".json") for path in host.paths(at, end=end))
     drivers = {version for path in specifications for version in host.findall(_CDI, path)}
@@ -240,7 +222,7 @@ def surroundings(host: Host) -> Surroundings:
     return Surroundings(
         **{name: value for name, (value, _) in signs.items()},
         selinux={"1": "enforcing", "0": "permissive"}.get(host.line("/sys/fs/selinux/enforce"), ""),
-        private_dev=own_dev and not set(host.names("/dev") or ("unknown",)) - _HARMLESS,
+        private_dev=own_dev and not devices,
         cdi=tuple(sorted(drivers)),
         container_toolkit=programs if isinstance(programs, Unknown) else toolkit,
         docker=docker,
@@ -286,12 +268,11 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
 
 def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, str]]:
     """Kinds of container and the evidence for each, from the surest to the weakest."""
-    for name, kind in (("APPTAINER_CONTAINER", "apptainer"), ("SINGULARITY_CONTAINER", "singularity")):
-        if host.environ.get(name):
-            yield kind, f"{name} is set"
-    for path, kind in (("/.singularity.d", "apptainer"), ("/run/.containerenv", "podman"), ("/.dockerenv", "docker")):
-        if host.exists(path):
-            yield kind, f"{path} is there"
+    from transload.diagnose.tables import table
+
+    signs = table("containers")["signs"]
+    yield from ((kind, f"{name} is set") for name, kind in signs["variables"].items() if host.environ.get(name))
+    yield from ((kind, f"{path} is there") for path, kind in signs["paths"].items() if host.exists(path))
     # What the manager itself has said, to us or to the first process of the container.
     first = host.findall(r"(?:^|\0)container=([^\0]*)", "/proc/1/environ")
     told = (
@@ -300,13 +281,13 @@ def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, st
         ("".join(first[:1]), "the variable container of process 1 is {}"),
     )
     for name, why in told:
-        if name not in _NO_CONTAINERS:
-            yield _NAMES.get(name, name), why.format(name)
+        if kind := signs["names"].get(name, name):
+            yield kind, why.format(name)
     for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
-        if found := re.search(_CGROUPS, host.text(path, 1 << 14) or ""):
+        if found := re.search(signs["cgroup"], host.text(path, 1 << 14) or ""):
             yield found.lastgroup or "", f"{path} names one of {found.lastgroup}"
     root = mount_of(around, "/") or Mount("/", "")
-    if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(_LAYERS, root.detail)):
+    if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(signs["layer"], root.detail)):
         yield found.lastgroup or "", f"/ is a layer of {found.lastgroup}"
 
 

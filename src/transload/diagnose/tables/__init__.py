@@ -22,11 +22,7 @@ _VERSION = re.compile(r"\s*\d{1,18}(?!\d)(?:\.\d{1,18}(?!\d))*", re.ASCII)
 
 @cache
 def table(name: str) -> dict[str, Any]:
-    """One data file, read once, also from inside a zip.
-
-    >>> table("drivers")["families"][-1]["cuda"]
-    '13'
-    """
+    """One data file, read once, also from inside a zip."""
     import json
     import pkgutil
 
@@ -36,11 +32,7 @@ def table(name: str) -> dict[str, Any]:
 
 @cache
 def sections(name: str) -> dict[str, tuple[str, ...]]:
-    """The lines of each section of a Markdown file, by its heading.
-
-    >>> sections("steps")["E07"]
-    ('Remove it there.',)
-    """
+    """The lines of each section of a Markdown file, by its heading."""
     import pkgutil
 
     text = (pkgutil.get_data(__package__, f"{name}.md") or b"").decode()
@@ -138,11 +130,7 @@ def chip_of(device_id: int) -> Chip | None:
 
 
 def is_data_centre(name: str) -> bool:
-    """Whether the name NVML or ``/proc/driver/nvidia/gpus`` gives a card is that of a data-centre product.
-
-    >>> is_data_centre("NVIDIA A100-SXM4-80GB"), is_data_centre("Tesla T4"), is_data_centre("NVIDIA GeForce RTX 4090")
-    (True, True, False)
-    """
+    """Whether the name NVML or ``/proc/driver/nvidia/gpus`` gives a card is that of a data-centre product."""
     names = table("chips")["data_centre_names"]
     words = re.split(r"[\s/-]+", name.strip().removeprefix("NVIDIA").strip())
     if words[0] in names["first_words"] or words[0] in names["models"]:
@@ -151,11 +139,7 @@ def is_data_centre(name: str) -> bool:
 
 
 def is_listed(device_id: int, among: Literal["nvswitches", "intel_cards", "intel_processors"]) -> bool:
-    """Whether a PCI device id of that vendor is one of these. A machine with NVSwitches needs the fabric manager.
-
-    >>> is_listed(0x22A3, "nvswitches"), is_listed(0x2330, "nvswitches")
-    (True, False)
-    """
+    """Whether a PCI device id of that vendor is one of these. A machine with NVSwitches needs the fabric manager."""
     return device_id in set(_ids(table("chips")[among]))
 
 
@@ -234,11 +218,7 @@ def cuda_text(number: int) -> str:
 
 @cache
 def generation(name: str) -> Generation | None:
-    """A generation by its name.
-
-    >>> generation("Pascal")
-    Generation(name='Pascal', last_branch=580, open_module='impossible', sure='stated')
-    """
+    """A generation by its name."""
     return next((Generation(**row) for row in table("drivers")["generations"] if row["name"] == name), None)
 
 
@@ -248,20 +228,12 @@ def _capabilities() -> dict[Capability, dict[str, Any]]:
 
 
 def first_branch(capability: Capability) -> int:
-    """The first driver branch that drives cards of this capability; 0 if not known.
-
-    >>> first_branch((12, 0)), first_branch((8, 7))
-    (570, 0)
-    """
+    """The first driver branch that drives cards of this capability; 0 if not known."""
     return int(_capabilities().get(capability, {}).get("first_branch", 0))
 
 
 def last_branch(capability: Capability) -> int:
-    """The last driver branch that drives them; 0 if there is no last one, or not known.
-
-    >>> last_branch((6, 1)), last_branch((12, 0))
-    (580, 0)
-    """
+    """The last driver branch that drives them; 0 if there is no last one, or not known."""
     found = generation(_capabilities().get(capability, {}).get("generation", ""))
     return found.last_branch if found else 0
 
@@ -306,11 +278,7 @@ def runs_on(code: str, capability: Capability, build_cuda: Version = ()) -> bool
 
 
 def covers(codes: Iterable[str], capability: Capability, build_cuda: Version = ()) -> bool:
-    """Whether any of the architectures of a build runs on a card.
-
-    >>> covers(("sm_75", "sm_80", "sm_86"), (8, 9)), covers(("sm_75", "sm_80"), (6, 1))
-    (True, False)
-    """
+    """Whether any of the architectures of a build runs on a card."""
     return any(runs_on(code, capability, build_cuda) for code in codes)
 
 
@@ -360,11 +328,7 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 
 def releases() -> tuple[str, ...]:
-    """The releases in the table, oldest first.
-
-    >>> releases()[0], releases()[-1]
-    ('1.13.0', '2.15.0')
-    """
+    """The releases in the table, oldest first."""
     return tuple(_rows())
 
 
