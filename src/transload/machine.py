@@ -63,9 +63,7 @@ class Platform:
 class Surroundings:
     """Containers, schedulers and services around the process; facts, not verdicts."""
 
-    # ``docker``, ``podman``, ``apptainer``, ``singularity``, ``lxc``, ``nspawn``, ``containerd``, or ``container`` for
-    # one of unknown kind; empty outside.
-    container: str = ""
+    container: str = ""  # ``docker``, ``podman``, ``lxc`` …; ``container`` for one of unknown kind; empty outside.
     kubernetes: bool = False
     slurm: bool = False
     wsl: int = 0  # 1 or 2 under the Windows Subsystem for Linux.
@@ -74,8 +72,7 @@ class Surroundings:
     sandbox: str = ""  # ``gvisor``, ``kata``, ``firecracker`` …: a kernel that is not the host's.
     selinux: str = ""  # ``enforcing``, ``permissive``, or empty if there is none.
     private_dev: bool = False  # /dev is private to this process and contains no hardware devices.
-    # Driver versions named by the CDI files of this host or container (``/etc/cdi``, ``/var/run/cdi``).
-    cdi: tuple[str, ...] = ()
+    cdi: tuple[str, ...] = ()  # Driver versions named by CDI files here (``/etc/cdi``, ``/var/run/cdi``).
     container_toolkit: bool | Unknown = NOT_ASKED  # Whether nvidia-ctk or nvidia-container-runtime is installed here.
     docker: str = ""  # ``installed``, ``snap``, or empty: how Docker is installed on this host.
     evidence: tuple[str, ...] = ()  # How each of the above was detected, one line each.
@@ -89,11 +86,9 @@ class PciDevice:
     vendor: int
     device: int
     kind: int  # The class code, 24 bits: ``0x030000`` VGA, ``0x030200`` 3D controller, ``0x068000`` bridge.
-    # Name of the kernel driver bound to it: ``nvidia``, ``nouveau``, ``nova_core``, ``vfio-pci``, or empty.
-    driver: str = ""
+    driver: str = ""  # The kernel driver bound to it: ``nvidia``, ``nouveau``, ``vfio-pci`` …, or empty.
     power: str = ""  # ``D0``, ``D3cold`` …
-    # Sizes of its memory regions in bytes, of those that have one, in order; 0 for one that was not assigned.
-    bars: tuple[int, ...] = ()
+    bars: tuple[int, ...] = ()  # Bytes of each of its memory regions; 0 for one that was not assigned.
     dead: bool = False  # Its configuration space reads all ones: it has fallen off the bus.
 
     @property
@@ -106,8 +101,7 @@ class PciDevice:
 class Hardware:
     """The devices in the machine."""
 
-    # Display devices and accelerators (class ``0x12``) of any vendor, and every NVIDIA device.
-    pci: tuple[PciDevice, ...] | Unknown = NOT_ASKED
+    pci: tuple[PciDevice, ...] | Unknown = NOT_ASKED  # Display devices, accelerators, and all of NVIDIA.
     dxg: bool = False  # Whether /dev/dxg exists, the way to the GPU under WSL 2.
     tegra: str = ""  # The model of a Jetson; empty elsewhere.
 
@@ -149,16 +143,13 @@ class Kernel:
     parameters: dict[str, str] = field(default_factory=dict)  # /proc/driver/nvidia/params.
     gpus: tuple[ProcGpu, ...] = ()
     firmware: bool | Unknown = NOT_ASKED  # Whether /lib/firmware/nvidia contains a directory for the loaded version.
-    # The last lines of the kernel log that mention NVRM, nvidia, nouveau or Xid.
-    log: tuple[str, ...] | Unknown = NOT_ASKED
+    log: tuple[str, ...] | Unknown = NOT_ASKED  # Its last lines about NVRM, nvidia, nouveau or Xid.
     # Of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``, ``nvidia-cuda-mps-server``,
     # ``nvidia-gridd``: those that are running.
     daemons: tuple[str, ...] = ()
-    # Processes in uninterruptible sleep that have an NVIDIA device open, or wait in its driver: ``name (pid)``.
-    stuck: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()  # Processes that hang in NVIDIA's driver or with its device open: ``name (pid)``.
     fabric_manager: str = ""  # Version of the installed fabric manager; empty if there is none.
-    # The directory of the MPS control pipe, if it exists: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``.
-    mps_directory: str = ""
+    mps_directory: str = ""  # Of its control pipe: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``; empty if absent.
 
 
 @facts(frozen=True)
@@ -185,10 +176,8 @@ class Nodes:
     # /dev/nvidiactl, /dev/nvidia0 …, /dev/nvidia-uvm, /dev/nvidia-caps/*, /dev/dxg, /dev/nvhost-*, /dev/nvmap,
     # /dev/kfd, /dev/dri/render*, /dev/accel/*. The first three of NVIDIA are always listed, existing or not.
     found: tuple[Node, ...] = ()
-    # From /proc/devices: ``nvidia``, ``nvidiactl``, ``nvidia-uvm``, ``nvidia-caps``, ``nvidia-nvswitch``, ``kfd``.
-    majors: dict[str, int] = field(default_factory=dict)
-    # The rules of the devices cgroup (version 1) that allow something; empty if it cannot be read.
-    cgroup: tuple[str, ...] = ()
+    majors: dict[str, int] = field(default_factory=dict)  # From /proc/devices: ``nvidia-uvm``, ``kfd`` …
+    cgroup: tuple[str, ...] = ()  # What the devices cgroup (version 1) allows; empty if it cannot be read.
 
     def at(self, path: str) -> Node:
         """The node at ``path``; a missing one if it was not examined."""
@@ -363,11 +352,9 @@ class Python:
     pip: bool = True  # Whether pip is installed in it.
     externally_managed: bool = False
     why: str = ""  # Why this interpreter is examined, if that is not obvious.
-    # Other interpreters on this host that have torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # Other interpreters here with torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
     problem: str = ""  # Why it did not respond; the rest is then empty.
-    # Name → version of the relevant packages: torch*, nvidia-*, cuda-*, triton, flash-attn, xformers, tensorflow …
-    packages: dict[str, str] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)  # Name → version of torch*, nvidia-*, triton …
 
 
 @facts(frozen=True)
@@ -386,17 +373,14 @@ class TorchInstall:
     installer: str = ""  # ``pip``, ``uv``, ``conda`` …
     conda_build: str = ""  # ``cuda126_mkl_py311…``, ``cpu_generic_py312…``
     tags: tuple[str, ...] = ()  # Of the WHEEL file: ``cp311-cp311-manylinux_2_28_x86_64``.
-    # Files that RECORD lists and that are absent or truncated: ``lib/libtorch_cuda.so: absent`` …
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # Files of RECORD that are absent or truncated: ``lib/libc10.so: absent`` …
     unlisted: tuple[str, ...] = ()  # Libraries in torch/lib that RECORD does not list.
     installed: float = 0.0  # Time stamp of the dist-info.
-    # Packages installed within a minute of it, the likely reason for its installation: ``ultralytics 8.3``.
-    replaced_by: tuple[str, ...] = ()
+    replaced_by: tuple[str, ...] = ()  # Installed within a minute of it, likely its reason: ``ultralytics 8.3``.
     # Complete libraries with another size than RECORD says: stripped or patched, which is harmless, or from another
     # release: ``lib/libc10.so: 18 bytes instead of 20``.
     altered: tuple[str, ...] = ()
-    # Where it was installed from, if not from an index: the URL in direct_url.json, without credentials.
-    origin: str = ""
+    origin: str = ""  # Where it was installed from, if not from an index: the URL, without credentials.
 
     @property
     def cpu_only(self) -> bool:
@@ -409,13 +393,10 @@ class Torch:
     """Every torch that the examined interpreter could import. The first is the one it would."""
 
     installs: tuple[TorchInstall, ...] | Unknown = NOT_ASKED
-    # A file or directory that is imported as torch but is not PyTorch: ``/home/user/project/torch.py``.
-    shadow: str = ""
+    shadow: str = ""  # What is imported as torch but is not PyTorch: ``/home/user/project/torch.py``.
     leftovers: tuple[str, ...] = ()  # Paths of ``~orch-2.8.0.dist-info`` and the like, left by an interrupted pip.
-    # Paths of dist-infos of a torch whose files are missing, or were overwritten by another.
-    dangling: tuple[str, ...] = ()
-    # ``file``; ``package``, a directory that is not PyTorch; or ``source``, PyTorch's own source tree, not built.
-    shadow_kind: str = ""
+    dangling: tuple[str, ...] = ()  # Paths of dist-infos of a torch whose files are missing or overwritten.
+    shadow_kind: str = ""  # ``file``; ``package``, a directory; or ``source``, PyTorch's source tree, not built.
     shadow_via: str = ""  # Why it is found first: ``the current directory``, ``PYTHONPATH``, ``sys.path``.
 
     @property
@@ -449,18 +430,15 @@ class Resolved:
 class TorchLibraries:
     """What torch's own binaries contain."""
 
-    # The list compiled into libtorch_python: what ``torch.cuda.get_arch_list()`` returns.
-    architectures: tuple[str, ...] | Unknown = NOT_ASKED
-    # Architecture → number of kernels for it in libtorch_cuda: ``{"sm_90": 4711, "compute_90": 12}``.
-    cubins: dict[str, int] | Unknown = NOT_ASKED
+    architectures: tuple[str, ...] | Unknown = NOT_ASKED  # As ``torch.cuda.get_arch_list()`` returns them.
+    cubins: dict[str, int] | Unknown = NOT_ASKED  # Architecture → kernels for it in libtorch_cuda: ``{"sm_90": 4711}``.
     # NVIDIA's libraries that it needs, directly or indirectly; and any other that is not found or cannot be loaded.
     needed: tuple[Resolved, ...] = ()
     # Versioned symbols that the library to be loaded does not define: ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12,
     # needed by libcusparse.so.12``; and whole versions: ``GLIBCXX_3.4.32 of libstdc++.so.6, needed by
     # libtorch_cpu.so``.
     unresolved: tuple[str, ...] = ()
-    # Files that two installed distributions both own: ``nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12, …``.
-    overlaps: tuple[str, ...] = ()
+    overlaps: tuple[str, ...] = ()  # Files that two distributions own: ``nvidia/cudnn/lib/libcudnn.so.9: …, …``.
     # Parts of cuDNN that would be loaded from elsewhere, in another release, because the wheel lacks them or the loader
     # searches there first: ``libcudnn_ops.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9, by LD_LIBRARY_PATH``.
     split_cudnn: tuple[str, ...] = ()
@@ -488,10 +466,8 @@ class Variables:
     """Environment variables that affect CUDA or torch."""
 
     values: dict[str, str] = field(default_factory=dict)
-    # Name → files that set it, as far as found: ``/etc/environment:3``.
-    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; empty if it can, or was not examined.
-    cache_problem: str = ""
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Files that set it: ``/etc/environment:3``.
+    cache_problem: str = ""  # Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; or empty.
 
     def get(self, name: str) -> str | None:
         """The value, or ``None`` if it is not set."""
