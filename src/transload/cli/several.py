@@ -43,57 +43,48 @@ def text_of(path: str, longest: int = _LONGEST_REPORT) -> str:
     return data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")
 
 
-class _Reports:
-    """Reports as they are read: judged, or why not."""
+def _add(reports: dict[str, Diagnosis | str], text: str, name: str) -> None:
+    """Judge the reports in a text, or say why not; it is called ``name`` unless it says who wrote it."""
+    from transload.diagnose import judge_machine
+    from transload.diagnose.saved import machine_of, reports_in
 
-    def __init__(self) -> None:
-        self.diagnoses: dict[str, Diagnosis] = {}
-        self.unreadable: dict[str, str] = {}
-
-    def add(self, text: str, name: str) -> None:
-        """Take the reports in a text, which is called ``name`` unless it says who wrote it."""
-        from transload.diagnose import judge_machine
-        from transload.diagnose.saved import machine_of, reports_in
-
-        told = list(reports_in(text))
-        for place, (label, document) in enumerate(told, 1):
-            given = document.get("node") if isinstance(document, dict) else None
-            unnamed = (f"{name} {place}" if len(told) > 1 else name) if name else f"report {place}"
-            who = self._unique(given if isinstance(given, str) and given else label or unnamed)
-            try:
-                if isinstance(document, ValueError):
-                    raise document
-                self.diagnoses[who] = judge_machine(machine_of(document, ""))
-            except TransloadError as error:
-                self.unreadable[who] = error.what
-            except ValueError as error:
-                self.unreadable[who] = str(error)
-
-    def _unique(self, name: str) -> str:
-        place, who = 1, name
-        while who in self.diagnoses or who in self.unreadable:
-            place += 1
-            who = f"{name} ({place})"
-        return who
+    told = list(reports_in(text))
+    for place, (label, document) in enumerate(told, 1):
+        given = document.get("node") if isinstance(document, dict) else None
+        unnamed = (f"{name} {place}" if len(told) > 1 else name) if name else f"report {place}"
+        called = who = given if isinstance(given, str) and given else label or unnamed
+        again = 1
+        while who in reports:
+            again += 1
+            who = f"{called} ({again})"
+        try:
+            if isinstance(document, ValueError):
+                raise document
+            reports[who] = judge_machine(machine_of(document, ""))
+        except TransloadError as error:
+            reports[who] = error.what
+        except ValueError as error:
+            reports[who] = str(error)
 
 
 def run_compare(arguments: Namespace) -> int:
     """Compare the reports in files, folders and standard input."""
     from transload.diagnose.compare import compare
 
-    reports, silent = _Reports(), []
+    reports: dict[str, Diagnosis | str] = {}
+    silent = []
     paths = list(_paths(arguments.compare))
     for path, name in zip(paths, _names(paths), strict=True):
         try:
             text = text_of(path, _LONGEST)
         except TransloadError as error:
-            reports.unreadable[name] = error.what
+            reports[name] = error.what
             continue
         if text.strip():
-            reports.add(text, "" if path == "-" else name)
+            _add(reports, text, "" if path == "-" else name)
         else:
             silent.append(name)  # the launcher made the file, and nothing came
-    return _show(compare(reports.diagnoses, silent=silent, unreadable=reports.unreadable), arguments)
+    return _show(compare(reports, silent=silent), arguments)
 
 
 def _show(comparison: Comparison, arguments: Namespace) -> int:
@@ -167,11 +158,11 @@ def run_gather(arguments: Namespace) -> int:
         signal(SIGTERM, lambda *_: sys.exit(128 + SIGTERM))  # so a launcher ends a rank, which cleans up first
 
     def conclude(found: dict[int, str]) -> tuple[str, int]:
-        reports = _Reports()
+        reports: dict[str, Diagnosis | str] = {}
         for number in sorted(found):
-            reports.add(found[number], f"rank {number}")
+            _add(reports, found[number], f"rank {number}")
         silent = [f"rank {number}" for number in range(size) if number not in found]
-        comparison = compare(reports.diagnoses, silent=silent, unreadable=reports.unreadable, together=True)
+        comparison = compare(reports, silent=silent, together=True)
         code = _show(comparison, arguments)
         if sys.stdout is not None:
             sys.stdout.flush()  # a launcher may end rank 0 as soon as another rank fails

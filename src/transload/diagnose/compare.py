@@ -277,13 +277,13 @@ class Comparison(Plain):
 
 
 def compare(
-    diagnoses: Mapping[str, Diagnosis],
-    *,
-    silent: Iterable[str] = (),
-    unreadable: Mapping[str, str] | None = None,
-    together: bool = False,
+    reports: Mapping[str, Diagnosis | str], *, silent: Iterable[str] = (), together: bool = False
 ) -> Comparison:
-    """Compare machines by name; ``together`` says that they were examined at the same time, by one launcher."""
+    """Compare machines by name; a text is why a report cannot be read.
+
+    ``together`` says that they were examined at the same time, by one launcher.
+    """
+    diagnoses = {name: each for name, each in reports.items() if not isinstance(each, str)}
     machines = {name: diagnosis.machine for name, diagnosis in diagnoses.items()}
     cards = {name: (_count(m), *_models(m)) for name, m in machines.items()}
     found: list[tuple[Fact, Difference]] = []
@@ -329,7 +329,7 @@ def compare(
     return Comparison(
         tuple(diagnoses),
         tuple(silent),
-        dict(unreadable or {}),
+        {name: each for name, each in reports.items() if isinstance(each, str)},
         tuple(name for name, diagnosis in diagnoses.items() if not diagnosis.cuda_usable),
         tuple(sorted(differences, key=lambda each: (not each.explains, order.index(each.level)))),
         tuple(sorted(faults, key=lambda each: (each.severity != "error", -len(each.nodes)))),
