@@ -146,7 +146,15 @@ def unsupported(m: Case) -> Found:
     needs_driver = _needs_driver(m)
     for card, chip, known in cards:
         if known.last_branch and branch > known.last_branch and (m.works or needs_driver):
-            yield "K06", _too_new(m, card, chip, known)
+            said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
+            last = f"the last driver branch for {chip.generation} is {known.last_branch}"
+            evidence = (card, f"{last}, and branch {branch} is installed", said)
+            want, kepler = fixes.wanted(m), known.name == "Kepler"
+            fix = m.steps("K06", kepler=kepler, newer=not kepler)
+            if known.name in want.dropped:
+                fix = m.steps("K06 mixed", kept=" and ".join(want.kept))
+            severity: Severity = "note" if m.works else "error"
+            yield "K06", Match(evidence, fix, severity, likely=chip.inferred and not said)
             break
     if not needs_driver:
         return
@@ -185,18 +193,6 @@ def unsupported(m: Case) -> Found:
         yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
 
 
-def _too_new(m: Case, card: str, chip: Chip, known: Generation) -> Match:
-    said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
-    last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {_branch(m)} is installed"
-    want = fixes.wanted(m)
-    if known.name in want.dropped:
-        fix = m.steps("K06 mixed", kept=" and ".join(want.kept))
-    else:
-        fix = m.steps("K06", kepler=known.name == "Kepler", newer=known.name != "Kepler")
-    severity: Severity = "note" if m.works else "error"
-    return Match((card, last, said), fix, severity=severity, likely=chip.inferred and not said)
-
-
 # -- a kernel driver that is not installed, or not loaded
 
 
@@ -226,14 +222,20 @@ def module_missing(m: Case) -> Found:
     here = running in (built or ())
     there = f"nvidia.ko exists for the running kernel {running}"
     said = m.logged(_REJECTED)
-    other_kernel, rejected = bool(built and running and not here), bool(m.kernel.secure_boot and (here or said))
-    if other_kernel:
-        yield "K02", _other_kernel(m)
+    others = built or () if running and not here else ()
+    rejected = bool(m.kernel.secure_boot and (here or said))
+    if others:  # reboot into the kernel that has the module, or build it for the running one
+        which = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(others[:3])}"
+        newer = [version for version in others if _numbers(version) > _numbers(running)]
+        build = "akmods --force" if m.platform.distribution == "fedora" else "dkms autoinstall"
+        ubuntu = "ubuntu" in (m.platform.distribution, *m.platform.distribution_like)
+        fix = m.steps("K02", build=build, ubuntu=ubuntu, kernel=others[0])
+        yield "K02", Match((m.kernel_line, which), m.steps("K02 updated", kernel=newer[0]) if newer else fix)
     if rejected:
         keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
         fix = m.steps("K03", key=keys.get(m.platform.distribution, "/var/lib/dkms/mok.pub"))
         yield "K03", Match(("Secure Boot is on", m.kernel_line, there if here else "", said), fix, likely=not said)
-    if other_kernel or rejected:
+    if others or rejected:
         return
     evidence = (*m.card_lines, m.kernel_line)
     if m.surroundings.container:
@@ -244,18 +246,6 @@ def module_missing(m: Case) -> Found:
         unclear = isinstance(built, Unknown) and f"could not determine whether it is installed: {built.reason}"
         fix = m.steps("K01 unclear" if unclear else "K01 installed")
         yield "K01", Match((*evidence, unclear or there), fix)
-
-
-def _other_kernel(m: Case) -> Match:
-    """Reboot into the kernel that has the module, or build it for the running one with the distribution's tools."""
-    built, running, platform = m.kernel.built_for or (), m.platform.kernel, m.platform
-    evidence = (m.kernel_line, f"the running kernel is {running}, but nvidia.ko exists for {', '.join(built[:3])}")
-    newer = [version for version in built if _numbers(version) > _numbers(running)]
-    if newer:
-        return Match(evidence, m.steps("K02 updated", kernel=newer[0]))
-    build = "akmods --force" if platform.distribution == "fedora" else "dkms autoinstall"
-    ubuntu = "ubuntu" in (platform.distribution, *platform.distribution_like)
-    return Match(evidence, m.steps("K02", build=build, ubuntu=ubuntu, kernel=built[0]))
 
 
 def _numbers(kernel: str) -> tuple[int, ...]:

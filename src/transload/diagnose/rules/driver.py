@@ -359,12 +359,20 @@ def no_start(m: Case) -> Found:
         first_kernel = any("out of memory" in step.error for step in m.torch_run.steps) and limit < _ENOUGH
         if first_kernel or starves:
             answer = "torch is out of memory at its first kernel" if m.works else m.answer
-            evidence = (f"the address space of this process is limited to {limit >> 20} MB (ulimit -v)", answer)
+            evidence: Lines = (f"the address space of this process is limited to {limit >> 20} MB (ulimit -v)", answer)
             yield "X04", Match(evidence, likely=limit >= _ENOUGH)
 
     cuda, nvml = driver.cuda.answer.state == "hung", driver.nvml.answer.state == "hung"
     if (cuda or nvml) and not m.works_without and not (cuda and m.torch_run.cuda_works):
-        yield "X02", _hangs(m, cuda=cuda, nvml=nvml)
+        too = "" if not nvml else "nvidia-smi and NVML hang too" if cuda else "NVML hangs, and so does nvidia-smi"
+        stuck = (f"{process} is stuck in the driver, in state D" for process in m.kernel.stuck[:4])
+        evidence = (m.answer if cuda else "", too, *stuck)
+        if cuda and (lib := m.libcuda) and lib.via.startswith("LD_"):
+            fix = m.steps("X02 library", path=lib.path, drop=_drop_library(m, lib))
+            yield "X02", Match((_library_line(lib), *evidence), fix)
+        else:
+            sleeps = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
+            yield "X02", Match(evidence, m.steps("X02", sleeps=sleeps), "warning" if m.works else "error")
 
     told, code = driver.nvml.answer, driver.nvml.init
     failed = told.state in ("not-loadable", "no-symbol", "crashed") or (told.answered and code > 0)
@@ -372,18 +380,6 @@ def no_start(m: Case) -> Found:
         meaning = result("nvml", code).text if told.answered else ""
         lines = (m.nvml_answer, meaning, f"CUDA works and has {driver.cuda.count} devices")
         yield "U12", Match(lines, severity="note")
-
-
-def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
-    too = "" if not nvml else "nvidia-smi and NVML hang too" if cuda else "NVML hangs, and so does nvidia-smi"
-    stuck = (f"{process} is stuck in the driver, in state D" for process in m.kernel.stuck[:4])
-    evidence = (m.answer if cuda else "", too, *stuck)
-    lib = m.libcuda
-    if cuda and lib is not None and lib.via.startswith("LD_"):
-        fix = m.steps("X02 library", path=lib.path, drop=_drop_library(m, lib))
-        return Match((_library_line(lib), *evidence), fix)
-    sleeps = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
-    return Match(evidence, m.steps("X02", sleeps=sleeps), severity="warning" if m.works else "error")
 
 
 @rules("driver", "X08", symptom=True)

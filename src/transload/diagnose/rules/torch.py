@@ -35,7 +35,17 @@ def which_torch(m: Case) -> Found:
         yield "P09", Match((python.problem, *others))
 
     if torch.shadow and not (m.imported and run.version and run.file != torch.shadow):
-        yield "P03", _shadowed(m, torch.shadow)
+        via, folder = torch.shadow_via, dirname(torch.shadow)
+        through = f", through {via}" if via else ""
+        if folder.endswith(("/site-packages", "/dist-packages")):
+            fix = m.steps("P03 incomplete", delete=fixes.delete(m, torch.shadow))
+        elif via == "PYTHONPATH":
+            fix = m.steps("P03 path", drop=fixes.drop_folder(m, via, folder))
+        elif torch.shadow_kind == "source":
+            fix = m.steps("P03 source")
+        else:
+            fix = m.steps("P03 here" if via == "the current directory" else "P03")
+        yield "P03", Match((f"import torch finds {torch.shadow}{through}", quoted(m.import_error)), fix)
 
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith("GLIBC_")]
     with_wheel = [each for each in releases() if _has_wheel(m, each)] if absent else []
@@ -97,19 +107,6 @@ def _has_wheel(m: Case, release: str) -> bool:
     if m.python.free_threaded:
         return f"{'.'.join(map(str, numbers))}t" in builds[0].free_threaded
     return builds[0].supports_python(numbers)
-
-
-def _shadowed(m: Case, shadow: str) -> Match:
-    via, folder = m.torch.shadow_via, dirname(shadow)
-    evidence = (f"import torch finds {shadow}{f', through {via}' if via else ''}", quoted(m.import_error))
-    if folder.endswith(("/site-packages", "/dist-packages")):
-        return Match(evidence, m.steps("P03 incomplete", delete=fixes.delete(m, shadow)))
-    if via == "PYTHONPATH":
-        return Match(evidence, m.steps("P03 path", drop=fixes.drop_folder(m, via, folder)))
-    if m.torch.shadow_kind == "source":
-        return Match(evidence, m.steps("P03 source"))
-    elsewhere = ", or start Python in another directory" if via == "the current directory" else ""
-    return Match(evidence, m.steps("P03", elsewhere=elsewhere))
 
 
 def _mixed(m: Case, first: TorchInstall) -> Match | None:
