@@ -130,11 +130,11 @@ class Workers:
         return taken
 
     def hear(self, session: pytest.Session, connection: Connection[Any, Any]) -> None:
-        """Take one message of a worker: a call of a hook, or the question for more."""
+        """Take one message of a worker: the reports of a test, or the question for more, which has none."""
         worker = self.live[connection]
         hook = session.config.hook
         try:
-            told, data = connection.recv()
+            told = connection.recv()
         except EOFError:
             del self.live[connection]
             code = worker.end()
@@ -147,18 +147,18 @@ class Workers:
                 self.todo.extendleft(reversed(worker.held))
                 self.start(session)
             return
-        if told == "more":
+        if not told:
             given = self.share(session.items)
             worker.held.extend(given)
             with contextlib.suppress(OSError):  # it is dead; the next message is its end
                 connection.send(given)
-        elif told == "pytest_runtest_logreport":
-            report = hook.pytest_report_from_serializable(config=session.config, data=data["report"])
+            return
+        item = session.items[worker.held.popleft()]
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for data in told:
+            report = hook.pytest_report_from_serializable(config=session.config, data=data)
             hook.pytest_runtest_logreport(report=report)
-        else:
-            getattr(hook, told)(**data)
-            if told == "pytest_runtest_logfinish":
-                worker.held.popleft()
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------
@@ -170,16 +170,14 @@ class Reporter:
     def __init__(self, config: pytest.Config, connection: Connection[Any, Any]) -> None:
         self.config = config
         self.connection = connection
-
-    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        self.connection.send(("pytest_runtest_logstart", {"nodeid": nodeid, "location": location}))
-
-    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        self.connection.send(("pytest_runtest_logfinish", {"nodeid": nodeid, "location": location}))
+        self.reports: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.connection.send(("pytest_runtest_logreport", {"report": data}))
+        self.reports.append(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+
+    def pytest_runtest_logfinish(self) -> None:
+        self.connection.send(self.reports)
+        self.reports.clear()
 
 
 def work(session: pytest.Session, connection: Connection[Any, Any], folder: Any) -> NoReturn:
@@ -216,7 +214,7 @@ def run(session: pytest.Session, connection: Connection[Any, Any]) -> None:
     more = True
     while True:
         while more and len(queue) < 2:  # the fixtures that the next test needs are kept
-            connection.send(("more", None))
+            connection.send([])
             given = connection.recv()
             queue.extend(given)
             more = bool(given)
