@@ -282,9 +282,15 @@ def bad_cases() -> Iterator[Case]:
         yield from bad_file_cases(name)
 
 
+def anew(name: str, data: bytes) -> None:
+    """Write a file in place of another. One that is overwritten is waited for: ext4 writes it to the disk."""
+    Path(name).unlink(missing_ok=True)
+    Path(name).write_bytes(data)
+
+
 def text_cases() -> Iterator[Case]:
     for name, text in texts().items():
-        Path("log.txt").write_bytes(text.encode())
+        anew("log.txt", text.encode())
         yield asked(name, "explain json", "explain", "log.txt", "--no-checks", "--json")
         if not some(name, 4):
             yield asked(name, "explain", "explain", "log.txt", "--no-checks")
@@ -292,7 +298,7 @@ def text_cases() -> Iterator[Case]:
 
 def machine_cases() -> Iterator[Case]:
     for name, facts in machines().items():
-        Path("machine.json").write_text(json.dumps({"schema": 1, "machine": facts}), encoding="utf-8")
+        anew("machine.json", json.dumps({"schema": 1, "machine": facts}).encode())
         yield asked(name, "doctor json", "doctor", "--from", "machine.json", "--json")
         if not some(name, 4):
             yield asked(name, "doctor", "doctor", "--from", "machine.json", "--verbose")
