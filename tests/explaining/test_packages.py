@@ -41,7 +41,7 @@ class Advice(NamedTuple):
 
 
 def holds(advice: Advice) -> None:
-    with pytest.raises(Exception) as error:  # noqa: PT011: the text is what is tested
+    with pytest.raises(Exception) as error:  # noqa: PT011  the text is what is tested
         advice.wrong()
     assert [answer.code for answer in transload.explain(error.value, checks=False).answers] == [advice.code]
     if advice.right:
@@ -180,7 +180,7 @@ def test_the_trainer_of_transformers(model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001: one for the process
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -229,7 +229,7 @@ def test_accelerate(model: Path, tmp_path: Path) -> None:
     for_each(advice, holds)
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc]
+class Module(lightning.LightningModule):
     def __init__(self, size: int = 2) -> None:
         super().__init__()
         self.layer = nn.Linear(2, size)
