@@ -442,6 +442,154 @@ for step in range(10):
 print(loss.item())
 """
     ),
+    "a GPT with fused AdamW": Program(
+        """
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(1337)
+torch.backends.cuda.matmul.allow_tf32 = True
+device, kind = "cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+    def forward(self, x):
+        q, k, v = (part.view(*x.shape[:2], 2, 8).transpose(1, 2) for part in self.qkv(self.norm(x)).split(16, 2))
+        with torch.backends.cuda.sdp_kernel(enable_flash=False, enable_math=False, enable_mem_efficient=True):
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+model = nn.Sequential(nn.Embedding(50, 16), Block(), Block(), nn.Linear(16, 50))
+data = torch.randint(0, 50, (4, 9))
+x, y = data[:, :-1].pin_memory().to(device, non_blocking=True), data[:, 1:].reshape(-1).to(device)
+model = model.to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+scaler = torch.cuda.amp.GradScaler(enabled=kind == torch.float16)
+for step in range(5):
+    with torch.autocast(device_type=device, dtype=kind):
+        loss = F.cross_entropy(model(x).view(-1, 50), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+print(loss.item())
+"""
+    ),
+    "an optimizer for CUDA graphs": Program(
+        MODEL
+        + """
+model, x, y = model.cuda(), x.cuda(), y.cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01, capturable=True)
+nn.functional.mse_loss(model(x), y).backward()
+optimizer.step()
+torch.save(optimizer.state_dict(), "optimizer.pt")
+optimizer.load_state_dict(torch.load("optimizer.pt", map_location="cuda:0"))
+"""
+        + TRAIN
+    ),
+    "replicas": Program(
+        MODEL
+        + """
+import torch.cuda.comm
+from torch.nn.parallel import gather, parallel_apply, replicate, scatter
+model, x = model.cuda(), x.cuda()
+ids = list(range(max(torch.cuda.device_count(), 1)))
+out = gather(parallel_apply(replicate(model, ids), scatter(x, ids), devices=ids), 0)
+out.pow(2).mean().backward()
+copies = torch.cuda.comm.broadcast(x, ids)
+total = torch.cuda.comm.reduce_add([each.to(copies[0].device) for each in copies], 0)
+print(model[0].weight.grad.abs().sum().item(), total.sum().item() / len(ids))
+"""
+    ),
+    "random states": Program(
+        """
+import torch
+torch.cuda.manual_seed(5)
+states, first = torch.cuda.get_rng_state_all(), torch.randn(3, device="cuda")
+torch.cuda.set_rng_state_all(states)
+assert torch.equal(torch.randn(3, device="cuda"), first)
+with torch.random.fork_rng(devices=[0]):
+    torch.cuda.manual_seed(5)
+    assert torch.equal(torch.randn(3, device="cuda"), first)
+torch.cuda.default_generators[0].manual_seed(5)
+assert torch.equal(torch.randn(3, device="cuda"), first)
+print(torch.cuda.initial_seed())
+"""
+    ),
+    "streams of any accelerator": Program(
+        MODEL
+        + """
+model, x = model.cuda(), x.cuda()
+side = torch.Stream(device="cuda")
+start, end = (torch.Event(device="cuda", enable_timing=True) for _ in range(2))
+start.record(side)
+with side:
+    out = model(x)
+side.record_event(end)
+torch.accelerator.current_stream().wait_stream(side)
+torch.accelerator.synchronize()
+assert isinstance(torch.cuda.current_stream(), torch.Stream) and start.elapsed_time(end) >= 0
+torch.cuda.synchronize(out.device)
+print(out.mean().item())
+"""
+    ),
+    "a profile of the GPU": Program(
+        MODEL
+        + """
+from torch.profiler import ProfilerActivity, profile, schedule
+model, x = model.to(0), x.to(0)
+with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=1, warmup=1, active=1)) as profiler:
+    for step in range(3):
+        out = model(x)
+        profiler.step()
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiler:
+    model(x)
+assert profiler.key_averages().table(sort_by="cuda_time_total", row_limit=5)
+print(out.mean().item())
+"""
+    ),
+    "tensors that must be on the GPU": Program(
+        MODEL
+        + """
+if not torch.cuda.is_available():
+    raise SystemExit("no GPU")
+model, x = model.cuda(), x.cuda()
+assert x.is_cuda and all(each.is_cuda for each in model.parameters())
+index = torch.arange(len(x), device=x.get_device())
+Tensor = torch.cuda.FloatTensor if x.is_cuda else torch.FloatTensor
+print((model(x[index]) + Tensor([1.0])).mean().item())
+""",
+        options=("--pretend-cuda",),
+    ),
+    "FSDP under torchrun": Program(
+        MODEL
+        + """
+import os
+import torch.distributed as dist
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+model = FullyShardedDataParallel(model, device_id=torch.cuda.current_device(), sync_module_states=True)
+x, y = x.cuda(), y.cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+    states = model.state_dict()
+dist.barrier()
+if dist.get_rank() == 0:
+    print(loss.item(), len(states))
+dist.destroy_process_group()
+""",
+        ranks=2,
+    ),
     "safetensors onto the GPU": Program(
         MODEL
         + """

@@ -187,11 +187,14 @@ def test_torchscript_lands(data: Path) -> None:
         assert {str(each.device) for each in torch.jit.load(file, "cuda:1").parameters()} == {"cpu"}
 
 
+LACKING = SimpleNamespace()  # of what this release does not have
+
+
 def found(path: str) -> Any:
     import_module("torch.utils._device")
     owner = torch
     for part in path.split(".")[1:]:
-        owner = getattr(owner, part, None) or SimpleNamespace()  # which this release lacks
+        owner = getattr(owner, part, None) or LACKING
     return owner
 
 
