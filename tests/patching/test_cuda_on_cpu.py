@@ -87,7 +87,6 @@ FAILS: dict[str, Callable[[], Any]] = {
     "get_rng_state_all": lambda: torch.cuda.get_rng_state_all()[0],
     "normal": lambda: torch.normal(0.0, 1.0, (2,), device="cuda"),
     "FloatStorage": lambda: torch.cuda.FloatStorage(3),
-    "sparse": lambda: torch.cuda.sparse.FloatTensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1)),
     "comm": lambda: torch.nn.parallel.comm.broadcast(X, [0, 1]),
     "scatter": lambda: torch.nn.parallel.scatter(X, [0, 1]),
     "replicate": lambda: torch.nn.parallel.replicate(torch.nn.Linear(2, 2), [0, 1]),
@@ -100,7 +99,7 @@ OF_LATER_RELEASES: dict[str, Callable[[], Any]] = {
     "torch.Stream": lambda: torch.Stream(device="cuda").record_event(),
     "torch.Event": lambda: torch.Event(device="cuda", enable_timing=True).record(),
     "accelerator": lambda: torch.accelerator.current_stream(*()),
-    "accelerator.memory": lambda: torch.accelerator.max_memory_reserved(*()),
+    "accelerator.memory": lambda: torch.accelerator.get_memory_info(*()),
     "accelerator.device_index": lambda: torch.accelerator.device_index(0).__enter__(),
 }
 FAILS |= {
@@ -112,6 +111,7 @@ MAY_FAIL: dict[str, Callable[[], Any]] = {  # where torch is built without CUDA
     "is_current_stream_capturing": lambda: torch.cuda.is_current_stream_capturing(*()),
     "_record_memory_history": lambda: torch.cuda.memory._record_memory_history(max_entries=9),
     "nccl": lambda: torch.cuda.nccl.version(*()),
+    "sparse": lambda: torch.cuda.sparse.FloatTensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1)),
 }
 
 
@@ -197,13 +197,14 @@ def test_the_generator_of_a_gpu_is_that_of_the_cpu() -> None:
     with quiet():
         torch.manual_seed(3)
         state, drawn = torch.cuda.get_rng_state(), torch.randn(1, device="cuda")
-        for again in (
+        ways: tuple[Callable[[], Any], ...] = (
             lambda: torch.cuda.manual_seed(3),
             lambda: torch.cuda.manual_seed_all(3),
             lambda: torch.cuda.default_generators[0].manual_seed(3),
             lambda: torch.cuda.set_rng_state(state, "cuda:0"),
             lambda: torch.cuda.set_rng_state_all([state, torch.zeros(16, dtype=torch.uint8)]),  # as a GPU has it
-        ):
+        )
+        for again in ways:
             again()
             assert torch.equal(torch.randn(1, device="cuda"), drawn)
         assert torch.cuda.initial_seed() == 3
@@ -258,6 +259,15 @@ def test_a_tensor_believes_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert X.get_device() == 0
         assert torch.nn.LSTM(2, 2).cuda()(torch.ones(1, 2).cuda())[0].shape == (1, 2)
     assert not X.is_cuda
+
+
+def test_a_tensor_that_is_not_on_the_gpu_is_not_told_of_one(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(1)
+    monkeypatch.setattr(devices, "pretending", True)
+    with transload.patch():
+        assert not X.is_cuda
+        assert X.get_device() == -1
+    assert not devices.asked
 
 
 def test_graphs_are_refused_with_the_reason() -> None:

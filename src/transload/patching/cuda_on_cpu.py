@@ -16,7 +16,7 @@ from functools import cache
 from itertools import chain
 
 from transload.patching import devices
-from transload.patching.devices import on_cpu, substitute
+from transload.patching.devices import is_missing, on_cpu, substitute
 
 TYPE_CHECKING = False  # as in install.py
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _pretending(question: str, answer: Any) -> Callable[..., Any]:
 
     def asked(real: Any, *args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
-        if found not in (0, -1, None) or not devices.requested or devices.looking:
+        if found not in (0, -1, None) or devices.looking or not is_missing("cuda"):
             return found
         caller = sys._getframe(2)  # noqa: SLF001
         if not caller.f_globals.get("__name__", "").startswith("torch."):
@@ -332,7 +332,8 @@ def replace_classes(torch: Any, replace: Replace) -> None:
             return
         label = f"{owner.__name__}.{name}" if label is None else label
         kept = staticmethod(ours) if not isinstance(ours, type) else ours
-        replace(owner, name, _StandIn(name, (), {"real": real, "ours": kept, "label": label, "__doc__": real.__doc__}))
+        as_real = {"real": real, "__doc__": real.__doc__, "__module__": real.__module__}
+        replace(owner, name, _StandIn(name, (), {**as_real, "ours": kept, "label": label}))
 
     def generator(device: Any = "cpu", real: Any = torch.Generator) -> Any:
         return real(substitute(device))

@@ -162,7 +162,7 @@ def _ask(real: Any, device: Any = None) -> None:
 def _select(real: Any, self: Any, device: Any) -> None:
     """``torch.cuda.device``, which does nothing for -1."""
     target = substitute(device)
-    real(self, -1 if on_cpu() or getattr(target, "type", "cuda") != "cuda" else target)
+    real(self, -1 if on_cpu() or (target is not device and target.type != "cuda") else target)
 
 
 def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
