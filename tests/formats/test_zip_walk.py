@@ -16,7 +16,7 @@ from tests.forge import Entry, archive, entries, ordered, pickled, remade, tenso
 
 from transload.checkpoint import Checkpoint
 from transload.formats.zip import read_index
-from transload.formats.zip_walk import walk_index
+from transload.formats.zip_scan import walk_index
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 
@@ -170,6 +170,25 @@ def test_hostile_or_not_is_told_from_what_is_left() -> None:
     assert inspect(hostile[:first]).safety == "dangerous"
     for length in range(first, len(hostile)):
         assert inspect(hostile[:length]).safety == "dangerous", length
+
+
+def test_a_descriptor_inside_a_pickle_hides_nothing_behind_it() -> None:
+    fake = struct.pack("<4s3L", b"PK\x07\x08", 0, 4, 4)
+    hidden = pickled(b"U" + bytes([len(fake)]) + fake + b"0" + forge.DANGEROUS)
+    assert hidden.index(fake) == 4
+    for end in (b"", b"."):
+        whole = archive(remade(entries(), "data.pkl", data=hidden.removesuffix(b".") + end))
+        assert inspect(without_directory(whole)).safety == "dangerous"
+
+
+def test_a_packed_record_ends_where_it_says_in_the_last_bytes_of_a_file(data: Path) -> None:
+    raw = (data / "torch-releases" / "torch-2.13.0-py3.11.7" / "traced_cpu.pt").read_bytes()
+    index = read_index(BytesSource(raw))
+    packed = next(record for record in index.records.values() if record.method)
+    end = (packed.offset or 0) + packed.stored + 16
+    walked = walk_index(BytesSource(raw[: end + 5]), read_index(BytesSource(b"PK\x03\x04")))
+    assert walked.records[packed.name] == packed
+    assert walked.end == end
 
 
 def test_zeros_at_the_end_are_told() -> None:

@@ -14,8 +14,8 @@ from tests.rescuing.makers import ARCHIVES, ROOT, hashes, ident, index_end, ther
 from transload import inspect, rescue
 from transload.checkpoint import Checkpoint
 from transload.errors import TransloadError
+from transload.formats.zip_scan import find_directory
 from transload.io.sources import BytesSource
-from transload.rescuing.zip_scan import find_directory
 
 PLACES = 6 * FUZZ
 DESCRIPTOR = 16
@@ -155,7 +155,7 @@ def test_a_directory_that_is_cut_is_read_backwards_from_its_end(monkeypatch: pyt
     torch.save({f"w{n}": torch.zeros(1) for n in range(20)}, out)
     data = out.getvalue()
     whole = find_directory(BytesSource(data))
-    monkeypatch.setattr("transload.rescuing.zip_scan._TAIL", 300)
+    monkeypatch.setattr("transload.formats.zip_scan._TAIL", 300)
     for cut in (whole.entries[15].end, whole.entries[15].end + 20):
         found = find_directory(BytesSource(data[:cut]))
         assert (found.start, found.entries) == (whole.start, whole.entries[:16])

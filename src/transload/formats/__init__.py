@@ -176,7 +176,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
         copied_as_text = mangled(source)
         if copied_as_text:
             return _named(source, copied_as_text)
-        from transload.formats.zip_walk import walk_index
+        from transload.formats.zip_scan import walk_index
 
         index = walk_index(source, index)
     archive = Archive.of_zip(source, index)

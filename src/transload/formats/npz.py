@@ -15,6 +15,7 @@ from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.findings import Noted, Problem
 from transload.formats.torch_zip import Archive
+from transload.formats.zip import DEFLATED
 from transload.io.checksums import combined
 from transload.io.sources import Source
 
@@ -33,7 +34,6 @@ _NO_OBJECTS = re.compile(
     rb"'fortran_order': (?:True|False), 'shape': \([\d, ]*\), \} *\n"
 )
 _ESCAPED = re.compile(r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])")  # what writing.plan.member_name writes
-_DEFLATED = 8
 _OF_TORCH = ("zip-no-folder", "zip-two-folders")
 
 
@@ -102,7 +102,7 @@ def _array(path: tuple[str, ...], record: Record, head: bytes, noted: Noted) -> 
         noted.add(problem, name, shown)
         return Tensor(path, name, "uint8", (0,), (1,), "cpu", None, kind=kind), None
     stride = contiguous(shape[::-1])[::-1] if match[3] == b"True" else contiguous(shape)
-    packed = record.method == _DEFLATED
+    packed = record.method == DEFLATED
     offset, nbytes, crc = record.offset, record.size, record.crc32
     if not packed and offset is not None:  # the numbers alone, and their checksum
         offset, nbytes = offset + start, held

@@ -33,6 +33,7 @@ END64 = Struct("<4sQ2H2L4Q")
 LOCATOR64 = Struct("<4sLQL")
 EXTRA = Struct("<2H")  # tag and length of an extra field
 ALL32 = 0xFFFFFFFF  # the number is in the zip64 field
+DEFLATED = 8
 
 # The same, with what is usually equal from one record to the next in one piece.
 _LOCAL_IN_SHORT = Struct("<26s2H")

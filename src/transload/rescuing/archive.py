@@ -16,12 +16,12 @@ from typing import NamedTuple
 from zlib import crc32
 
 from transload.findings import Problems
-from transload.formats.zip import ALIGNMENT, LOCAL
+from transload.formats.zip import ALIGNMENT, DEFLATED, LOCAL
+from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.io.sources import Assembly, BytesSource, Part, Source
-from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repair_index
+from transload.rescuing.bitflips import MAX_RATIO, Claim, Verdict, check_records, repair_index, repaired_bytes
 from transload.rescuing.result import Certainty, LostRecord, Repair
-from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 
 _UTF8 = 0x0800
 _CHUNK = 1 << 20
@@ -243,7 +243,7 @@ _BYTE_ORDERS = {3: b"big", 6: b"little"}
 
 def recover_archive(source: Source) -> Recovered | None:
     """The archive that begins at byte 0 of a source; ``None`` if there is no record in it."""
-    found = Scan(source)
+    found = Scan(source, repaired_bytes)
     checked = _check(source, found)
     if not checked:
         return None
@@ -276,11 +276,11 @@ def recover_archive(source: Source) -> Recovered | None:
     # Laid out, the archive is compared with the damaged file.
     layout = lay_out(records, after)
     in_place = not lost and {record.header for record in records} <= {offset for offset, _ in layout.generated}
-    repairs = [repair._replace(record=key_of(each.name)) for each in checked for repair in each.verdict.repairs]
+    repairs = [repair._replace(record=key_of(each.name)) for each, verdict in checked for repair in verdict.repairs]
     if not found.directory.entries and not in_place:
         notes.insert(0, "the directory of the archive is missing: the records were found one by one")
     # Headers are no surer than the names in them.
-    certainty: Certainty = "proven" if all(each.settled for each in checked) else "probable"
+    certainty: Certainty = "proven" if all(each.settled for each, _ in checked) else "probable"
     for offset, right in layout.generated if in_place else ():
         repairs += differences(offset, source.read(offset, len(right)), right, certainty)
     if len(repairs) > _MAX_REPAIRS:
@@ -294,7 +294,7 @@ def recover_archive(source: Source) -> Recovered | None:
         another = source.read(size, 4) == b"PK\x03\x04"
         what = "another archive begins there" if another else "they belong to no record"
         notes.append(f"{-lack:,} bytes from byte {size:,} on are left out: {what}")
-    unchecked = frozenset(key_of(each.name) for each in checked if each.verdict.state == "unchecked" and each.stored)
+    unchecked = frozenset(key_of(each.name) for each, it in checked if it.state == "unchecked" and each.stored)
     mends = tuple(repairs[:_MAX_REPAIRS])
     made = Recovered(source, in_place, (), mends, tuple(lost), tuple(notes), unchecked=unchecked)
     return with_records(made, records, layout)
@@ -303,8 +303,8 @@ def recover_archive(source: Source) -> Recovered | None:
 # -- checking records
 
 
-def _check(source: Source, found: Scan) -> list[FoundRecord]:
-    """A verdict on every record that was not replaced, in the order of the file."""
+def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
+    """Every record that was not replaced, in the order of the file, with its name and a verdict."""
     records = [record for record in found.records if not record.replaced]
     named: dict[bytes, FoundRecord] = {}
     unsettled: set[bytes] = set()
@@ -315,7 +315,7 @@ def _check(source: Source, found: Scan) -> list[FoundRecord]:
             unsettled.add(name)
     summed = _has_checksums(named.values())
     claims = [claim_of(record, summed=summed) for record in named.values()]
-    out: list[FoundRecord] = []
+    out: list[tuple[FoundRecord, Verdict]] = []
     for (name, record), claim, first in zip(named.items(), claims, check_records(source, claims), strict=True):
         verdict = first
         if verdict.state == "damaged" and claim.method:  # perhaps another of the sizes that are given for it is right
@@ -342,7 +342,8 @@ def _check(source: Source, found: Scan) -> list[FoundRecord]:
                 present = max(0, min(slot.nbytes, source.size - record.payload))
                 record = record._replace(stored=slot.nbytes, present=present)  # noqa: PLW2901 - as it should be
                 verdict = Verdict("damaged")
-        out.append(record._replace(name=name, settled=name not in unsettled, method=claim.method, verdict=verdict))
+        record = record._replace(name=name, settled=name not in unsettled, method=claim.method)  # noqa: PLW2901 - as above
+        out.append((record, verdict))
     return out
 
 
@@ -460,7 +461,7 @@ def _words(name: bytes) -> set[bytes]:
 
 
 def _rebuild(
-    source: Source, found: Scan, checked: Sequence[FoundRecord], *, by_torch: bool
+    source: Source, found: Scan, checked: Sequence[tuple[FoundRecord, Verdict]], *, by_torch: bool
 ) -> tuple[list[ArchiveRecord], list[LostRecord]]:
     """The records of the new archive, and those that are not in it as they were saved."""
     records: list[ArchiveRecord] = []
@@ -469,25 +470,25 @@ def _rebuild(
     if by_torch:
         headers = [each for record in found.records for each in (record.local, record.entry) if each]
         time, date = Counter((each.time, each.date) for each in headers).most_common(1)[0][0]
-    root = Counter(record.name.partition(b"/")[0] for record in checked).most_common(1)[0][0]
+    root = Counter(record.name.partition(b"/")[0] for record, _ in checked).most_common(1)[0][0]
     # In the order of the file, as torch has it, unless the directory has another.
-    listed = [record for record in checked if record.entry]
+    every = [record for record, _ in checked]
+    listed = [record for record in every if record.entry]
     by_entry = sorted(listed, key=lambda record: record.entry.position if record.entry else 0)
-    ordered = checked if by_entry == listed else [*by_entry, *(record for record in checked if not record.entry)]
+    ordered = every if by_entry == listed else [*by_entry, *(record for record in every if not record.entry)]
     order = {record.name: number for number, record in enumerate(ordered)}
     reached = 0
-    for record in checked:
-        verdict = record.verdict
+    for record, verdict in checked:
         # torch gives printable names, below the folder of all: others are damaged.
         below = record.name[len(root) + 1 :].decode("utf-8", "backslashreplace")
         named = not by_torch or (record.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
-        if not record.usable:
+        if not verdict.usable:
             why = "the file ends within it" if verdict.state == "cut" else "its bytes are damaged"
             lost.append(LostRecord(key_of(record.name), why))
         elif not named:
             lost.append(LostRecord(key_of(record.name), "its name is damaged"))
-        content = _content(source, record, keep=by_torch)
-        if content is None or not named or (key_of(record.name) in METADATA and not record.usable):
+        content = _content(source, record, verdict, keep=by_torch)
+        if content is None or not named or (key_of(record.name) in METADATA and not verdict.usable):
             continue
         stored = sum(part.length for part in content)
         flags = 0x0808 if record.stored else 0x0800
@@ -498,7 +499,7 @@ def _rebuild(
             if len(places) > 1:
                 why += f"; a flipped bit in byte {' or '.join(f'{place:,}' for place in places)} would explain it"
             missing = (LostRange(0, stored, why),)
-        elif not record.usable and record.present < stored:
+        elif not verdict.usable and record.present < stored:
             missing = (LostRange(record.present, stored, "the file ends before its last byte"),)
         if by_torch:
             if record.local is not None and record.entry is not None and record.local.flags == record.entry.flags:
@@ -527,10 +528,9 @@ def _rebuild(
     return records, lost
 
 
-def _content(source: Source, record: FoundRecord, *, keep: bool) -> tuple[Part, ...] | None:
+def _content(source: Source, record: FoundRecord, verdict: Verdict, *, keep: bool) -> tuple[Part, ...] | None:
     """The bytes of a record: as they are, repaired, inflated, or filled up; ``None`` if their number is unknown."""
-    verdict = record.verdict
-    if not record.usable:
+    if not verdict.usable:
         if record.method or record.endless:
             return None
         fill = Part(Filler(record.stored), 0, record.stored - record.present)

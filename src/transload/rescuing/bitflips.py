@@ -21,12 +21,12 @@ from typing import Literal, NamedTuple
 from transload.checkpoint import Record
 from transload.formats.pickle_machine import run
 from transload.formats.verify import Lost, checksums
+from transload.formats.zip import DEFLATED
 from transload.io.checksums import ONE, POLYNOMIAL, times
 from transload.io.checksums import power as power_of
 from transload.io.sources import Source
 from transload.rescuing.result import Certainty, Repair
 
-DEFLATED = 8
 MAX_RATIO = 1032
 """No deflated byte inflates to more."""
 
@@ -80,6 +80,11 @@ class Verdict(NamedTuple):
     repairs: tuple[Repair, ...] = ()
     size: int = -1
     candidates: tuple[int, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the bytes are those that were saved, as far as can be known."""
+        return self.state in ("whole", "mended", "unchecked")
 
 
 def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, int]]:

@@ -23,6 +23,8 @@ from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
 from transload.formats.tensors import claimed
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
+from transload.formats.zip import DEFLATED
+from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import journal_of, state_of
 from transload.io.sources import (
     Assembly,
@@ -48,9 +50,8 @@ from transload.rescuing.archive import (
     recover_archive,
     repaired,
 )
-from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records
+from transload.rescuing.bitflips import MAX_RATIO, check_records, repaired_bytes
 from transload.rescuing.result import Repair
-from transload.rescuing.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 
 _MAX_SEARCH = 64 << 20
 """How far the beginning of a checkpoint is searched for behind something else."""
@@ -156,7 +157,7 @@ def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
         places = () if key_of(record.name) in lost else record.content
         if any(part.source is source and part.offset <= offset < part.offset + part.length for part in places):
             return True
-    return any(record.payload == offset for record in Scan(source).records)
+    return any(record.payload == offset for record in Scan(source, repaired_bytes).records)
 
 
 # -- legacy streams: five pickles, then the storages, each after the count of its elements
@@ -424,7 +425,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     """The checkpoint in an archive, and whether it is whole; ``None`` if the archive holds none or is one itself."""
     if not starts_record(source):
         return None
-    records = [record for record in Scan(source).records if record.names and not record.replaced]
+    records = [record for record in Scan(source, repaired_bytes).records if record.names and not record.replaced]
     if any(name == own or name.endswith(b"/" + own) for name in (r.names[0] for r in records) for own in _RECORDS):
         return None
     held = {record.header: record for record in records if _is_checkpoint(source, record)}

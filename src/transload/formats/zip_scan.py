@@ -1,9 +1,11 @@
-"""Where the records of a damaged archive are.
+"""Where the records of a damaged archive are; of one without its directory, what is left of it.
 
 Almost everything about a record is in the file twice: its name in its header and in the directory, its size in the
 directory and in the descriptor behind its bytes, its place in the directory and by the end of the record before it.
 Every header is read as if one of its bits may be flipped, and where two copies disagree, the place that most of the
-evidence supports is taken.
+evidence supports is taken. What is in the file once is found by its content: ``data.pkl`` ends where its pickle ends,
+and a storage is as long as the pickle says. torch.save writes ``data.pkl`` first (from 1.6 on), so a truncated file
+usually still tells what it held.
 """
 
 from __future__ import annotations
@@ -11,16 +13,31 @@ from __future__ import annotations
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from transload.checkpoint import Storage
+from transload.checkpoint import Record, Storage
+from transload.findings import Problems
 from transload.formats import pickle_machine
 from transload.formats.tensors import claimed
-from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIPTOR64, END, END64, LOCAL, widen
-from transload.io.sources import Source
-from transload.rescuing.bitflips import DEFLATED, Verdict, repaired_bytes
+from transload.formats.zip import (
+    ALIGNMENT,
+    ALL32,
+    CENTRAL,
+    DEFLATED,
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    END,
+    END64,
+    LOCAL,
+    MAX_PAYLOAD,
+    ZipIndex,
+    text_of,
+    widen,
+)
+from transload.io.sources import Source, inflated
 
 HAS_DESCRIPTOR = 8
 """The zip flag that says that checksum and sizes follow the bytes, in a descriptor."""
@@ -56,6 +73,7 @@ _MAX_SEARCH = 4
 
 _MAX_INDEX = 512 << 20
 _MAX_INFLATED = 256 << 20
+_MIN_ZEROS = 512
 
 
 class Header(NamedTuple):
@@ -120,12 +138,6 @@ class FoundRecord(NamedTuple):
     name: bytes = b""
     settled: bool = True
     method: int = 0
-    verdict: Verdict = Verdict("damaged")
-
-    @property
-    def usable(self) -> bool:
-        """Whether its bytes are those that were saved, as far as can be known."""
-        return self.verdict.state in ("whole", "mended", "unchecked")
 
     @property
     def end(self) -> int:
@@ -323,19 +335,23 @@ def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | No
 class Scan:
     """Every record of an archive that begins at byte 0 of a source, in the order of the file.
 
-    ``missing`` are entries of the directory without a record.
+    Unless it is ``listed``, no directory is looked for. ``read_index`` reads so many bytes at an offset, which should
+    have this checksum. ``missing`` are entries of the directory without a record.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(
+        self, source: Source, read_index: Callable[[Source, int, int, int | None], bytes], *, listed: bool = True
+    ) -> None:
         self._source = source
+        self._read_index = read_index
         self.records: list[FoundRecord] = []
         self._position = 0
-        directory = find_directory(source)
+        directory = find_directory(source) if listed else _NO_DIRECTORY
         # Whether it is the directory of this archive, not of one inside it: it lists one of its records.
         first = _read_local(source, 0)
         own = first is not None and any(entry.name == first.name for entry in directory.entries)
         self._run(directory if own or any(map(self._is_right, directory.entries)) else _NO_DIRECTORY)
-        if not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
+        if listed and not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
             self._run(_read_directory(source, self._position))
         directory = self.directory
         listed = {record.entry.position for record in self.records if record.entry}
@@ -504,7 +520,7 @@ class Scan:
     def slots(self) -> dict[str, Storage]:
         """The storages that the index names, by key. It is read when it is first asked for."""
         if self._index is not None:
-            data = repaired_bytes(self._source, *self._index)
+            data = self._read_index(self._source, *self._index)
             self._slots, self._index = claimed(pickle_machine.run(data, name="data.pkl")), None
         return self._slots
 
@@ -543,11 +559,11 @@ class Scan:
     def _size_by_descriptor(self, local: Header, following: int | None) -> int | None:
         """The distance to a descriptor that says how many bytes are before it."""
         form = DESCRIPTOR64 if local.wide else DESCRIPTOR
-        at, stop = local.end, following or self._source.size
+        at, stop, step = local.end, following or self._source.size, _BLOCK
         while at < stop and self._search_budget > 0:
-            window = self._source.read(at, _CHUNK + form.size)
+            window = self._source.read(at, step + form.size)
             self._search_budget -= len(window)
-            for match in re.finditer(_DESCRIPTOR, window[: _CHUNK + 3]):
+            for match in re.finditer(_DESCRIPTOR, window[: step + 3]):
                 found = match.start()
                 size = at + found - local.end
                 if found + form.size > len(window):  # the file ends within it: the checksum in it has to be right
@@ -558,5 +574,61 @@ class Scan:
                 _, _, stored, whole = form.unpack_from(window, found)
                 if size and size in (stored, whole):
                     return size
-            at += _CHUNK
+            at, step = at + step, min(4 * step, _CHUNK)
         return None
+
+
+# -- an archive without its directory
+
+
+def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
+    """The records that can be found by going from header to header; the problems of ``broken`` and what was lost."""
+    scan = Scan(source, lambda source, offset, length, _: source.read(offset, length), listed=False)
+    problems = Problems(broken.problems)
+    records: dict[str, Record] = {}
+    reached = 0
+    first = scan.records[0].local if scan.records else _read_local(source, 0)
+    root = text_of(first.name.partition(b"/")[0]) if first is not None and b"/" in first.name else ""
+
+    def below(raw: bytes) -> str:
+        name = text_of(raw)
+        return name if not root else name[len(root) + 1 :] if name.startswith(f"{root}/") else f"/{name}"
+
+    for found in scan.records:
+        local = found.local
+        if local is None or (found.endless and not local.name.endswith(b".pkl")):
+            break
+        name, size, present = below(local.name), local.size or found.stored, found.present
+        checksum: int | None = local.crc32
+        if local.flags & HAS_DESCRIPTOR:
+            checksum = found.descriptor.crc32 if found.descriptor else None
+            if local.method == DEFLATED:
+                with suppress(zlib.error):
+                    size = sum(map(len, inflated(source, found.payload, found.present, MAX_PAYLOAD)))
+            if not found.descriptor and found.stored and found.end + DESCRIPTOR.size <= source.size:
+                problems.add("zip-no-descriptor", name, f"none at byte {found.end}, where it should end")
+        earlier = records.pop(name, None)
+        if earlier is not None:  # it keeps a place under another name, so that both are looked at
+            problems.add("zip-found-twice", name, f"at byte {earlier.offset} and at byte {found.payload}")
+            aside = f"{name}@{earlier.offset}"
+            records[aside] = earlier._replace(name=aside)
+        reached = source.size if found.endless else found.end
+        if name.endswith(".pkl") and not local.method:
+            # What looks like its end may be a part of it, behind which more is to be judged.
+            pickle, end = pickle_machine.run_at(source, found.payload, name, _BLOCK)
+            if found.endless or end > found.payload + present:
+                reached = source.size if pickle.broken else end
+                size = present = reached - found.payload
+        whole = present == found.stored
+        records[name] = Record(name, found.payload, size, present, checksum if whole else None, local.method)
+    if not scan.records and first is not None and len(first.name) == int.from_bytes(source.read(26, 2), "little"):
+        name = below(first.name)  # all that is left, and it tells what the file was
+        records[name] = Record(name, None, 0, 0, None, first.method)
+    within = f"up to byte {min(reached, source.size)} of {source.size}"
+    problems.add("zip-walked", detail=f"{len(records)} records were found without it, {within}")
+    # Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came.
+    tail = source.read(max(0, source.size - _CHUNK), _CHUNK)
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros >= _MIN_ZEROS:
+        problems.add("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes")
+    return ZipIndex(root, records, tuple(problems), by_torch=True, end=reached, ok=bool(records))
