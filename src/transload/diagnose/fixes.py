@@ -282,43 +282,29 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
     return steps(machine, "The driver", kept=kept, dropped=dropped, packages=packages)
 
 
-_FAMILIES = {
-    **{name: name for name in ("ubuntu", "debian", "fedora", "arch", "nixos", "alpine")},
-    **dict.fromkeys(("amzn", "ol", "rhel", "centos"), "rhel"),
-    **dict.fromkeys(("suse", "opensuse", "sles"), "suse"),
-}
-"""The distributions whose packages of the driver are known."""
 _DEBIANS = 535  # Debian's own package is of this branch or newer since Debian 12, with the proprietary module
 
 
 def _driver_packages(machine: Machine, want: Wanted) -> Lines:
     """Install the driver with the distribution's package manager, or in words where no command is known to do it."""
-    names = (machine.platform.distribution, *machine.platform.distribution_like)
-    family = next((_FAMILIES[name] for name in names if name in _FAMILIES), "other")
+    names, known = (machine.platform.distribution, *machine.platform.distribution_like), tables.table("packages")
+    families = (family for name in names for family, like in known["driver"].items() if name in like.split())
+    family = next(families, "other")
     branch, least, closed = want.high, max(want.low, want.first), want.open_module is False
     plain = not want.low and not want.open_module
     how = {  # where it is not the package of the newest branch
         "ubuntu": "recommended" if plain and not branch else "",
         "debian": "legacy" if 0 < branch < _FIRST_OPEN else "own" if plain and want.first <= _DEBIANS else "",
-        "fedora": "held" if branch not in (0, 390, 470) else "",
+        "fedora": "legacy" if branch in (390, 470) else "held" if branch else "",
         "rhel": "held" if branch else "",
         "arch": "legacy" if branch in (390, 470, 580) else "held" if branch or closed else "",
         "suse": "470" if branch == 470 else "held" if least > _CURRENT or 0 < branch < _CURRENT else "",
         "nixos": "legacy" if branch in (470, 535) else "held" if branch else "",
     }
-    return steps(
-        machine,
-        f"Driver: {family} {how.get(family, '')}".rstrip(),
-        which=want.words,
-        branch=branch,
-        number=branch or max(least, _CURRENT),
-        dashed=f"-{branch}" if branch else "",
-        xx=f"-{branch}xx" if branch else "",
-        dash_open="" if closed else "-open",
-        nvidias="cuda-drivers" if closed else "nvidia-open",
-        suse="nvidia-driver-G06-kmp" if closed else "nvidia-open-driver-G06-signed-kmp",
-        true="false" if closed else "true",
-    )
+    name, dashed = f"Driver: {family} {how.get(family, '')}".rstrip(), f"-{branch}" if branch else ""
+    number = branch or max(least, _CURRENT)
+    values = {"which": want.words, "branch": branch, "dashed": dashed, "number": number}
+    return steps(machine, name, **values, closed=closed, opened=not closed)
 
 
 # -- Python packages, with the tool of the environment that was examined; and which torch to install at all
