@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.case import LAYERS
 from transload.diagnose.fixes import listed
-from transload.diagnose.tables import chip_of, cuda_text, result, table
+from transload.diagnose.pages import parts
+from transload.diagnose.rules import BY_CODE
+from transload.diagnose.tables import chip_of, cuda_text, result, shown_variables, table
 from transload.findings import Finding
 from transload.machine import Machine, Unknown, to_dict
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, heading, note
@@ -190,15 +192,11 @@ def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
 
 def _is_symptom(finding: Finding) -> bool:
     """Whether it says what happened and not why."""
-    from transload.diagnose.rules import BY_CODE
-
     return finding.code in BY_CODE and BY_CODE[finding.code].symptom
 
 
 def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     """The chain of layers, each with what was seen of it and what follows from the cause."""
-    from transload.diagnose.rules import BY_CODE
-
     muted = {each.finding.code: each.because for each in diagnosis.muted}
     every = (*diagnosis.findings, *(each.finding for each in diagnosis.muted))
     seen = chain(diagnosis.machine)
@@ -232,8 +230,6 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
 
 def page(markdown: str) -> Iterator[Block]:
     """The page of a cause, from its Markdown: prose folds, what is there to be copied does not."""
-    from transload.diagnose.pages import parts
-
     before = ""
     for kind, text in parts(markdown):
         if kind == "heading":
@@ -354,8 +350,6 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
 
 def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     """The environment, its torch and what torch did."""
-    from transload.diagnose.probes.system import shown_variables
-
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     cuda, libraries = machine.driver.cuda, machine.torch_libraries
 

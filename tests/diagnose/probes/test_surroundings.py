@@ -20,7 +20,8 @@ from tests.diagnose.trees import (
 )
 from tests.each import each
 
-from transload.diagnose.probes.system import service_of, shown_variables, surroundings, variables
+from transload.diagnose.probes.system import service_of, surroundings, variables
+from transload.diagnose.tables import shown_variables
 from transload.machine import Surroundings, Unknown
 
 if TYPE_CHECKING:

@@ -306,14 +306,6 @@ def service_of(host: Host) -> str:
 # -- environment variables that matter, and the files that set them ----------------------------------------------------
 
 
-def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
-    """The variables that can break CUDA or torch, and all whose values may be shown."""
-    from transload.diagnose.tables import sections
-
-    deciding, others, _ = (frozenset(" ".join(lines).split()) for lines in sections("variables").values())
-    return deciding, deciding | others
-
-
 _LONGEST = 1 << 14
 _FILE = 256 << 10
 _MOST = 8  # files that set one variable
@@ -322,6 +314,8 @@ _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # such a line se
 
 def variables(host: Host) -> Variables:
     """The values that may be shown, and for those that decide the places that set them: ``/etc/environment:3``."""
+    from transload.diagnose.tables import shown_variables
+
     deciding, shown = shown_variables()
     values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
     names = deciding & values.keys()

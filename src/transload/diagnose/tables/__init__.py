@@ -40,6 +40,12 @@ def sections(name: str) -> dict[str, tuple[str, ...]]:
     return {heading: tuple(filter(None, lines.split("\n"))) for heading, _, lines in parts}
 
 
+def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
+    """The environment variables that can break CUDA or torch, and all whose values may be shown."""
+    deciding, others, _ = (frozenset(" ".join(lines).split()) for lines in sections("variables").values())
+    return deciding, deciding | others
+
+
 @lru_cache(maxsize=512)
 def numbers_of(text: str) -> Version:
     """The numbers of a version, to compare it by, without what follows them; empty for what is not a version.
