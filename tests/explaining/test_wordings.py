@@ -161,6 +161,10 @@ SECTIONS = {
     "lightning-checkpoint/on-instance": (
         "TypeError: The classmethod `Net.load_from_checkpoint` cannot be called on an instance. Please call it"
     ),
+    "lightning-checkpoint/class-blocked": (
+        "ValueError: The class a.B requested by the checkpoint does not resolve to an already imported subclass of c.D "
+        "and was blocked to prevent arbitrary code execution"
+    ),
     "vllm-tensor-parallel/no-pipeline": (
         "NotImplementedError: Pipeline parallelism is not supported for this model. "
         "Supported models implement the `SupportsPP` interface."
