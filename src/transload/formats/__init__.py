@@ -184,10 +184,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     if reader is None:
         from transload.formats.foreign import identify_zip
 
-        prefix = f"{index.root}/" if index.root else ""
-        # A name that begins with a slash is one outside the folder.
-        names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
-        what = identify_zip(names, source.name)
+        what = identify_zip(index.names, source.name)
         if what.format != "npz":
             return _named(source, what, index)
         from transload.formats.npz import read_npz

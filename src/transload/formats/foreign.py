@@ -112,10 +112,8 @@ def match(pattern: str, text: str) -> str:
 UNPACKED = 64 * 1024
 # Members of a tar looked at; each costs one small read.
 TAR_MEMBERS = 64
-# Names of a zip that are looked at, and how much of its directory: a zip can hold millions of empty records.
+# Names of a zip that are looked at: it can hold millions of empty records.
 MAX_NAMES = 10_000
-MAX_DIRECTORY = 256 * 1024
-MAX_NAME = 4096
 
 CHECKPOINT_NAME = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2|ptl|pkl|pickle|distcp|gguf)(\.tar)?$", re.IGNORECASE)
 
@@ -196,39 +194,18 @@ def _holding(format_: str, title: str, inside: list[str], names: list[str], unpa
     return Foreign(format_, f"{title} with {several} inside: {listed(inside, 3)}", _records(names), (fix,))
 
 
-def zip_names(data: bytes, most: int = 1000) -> list[str]:
-    r"""Names in the local headers and directory entries that lie in ``data``, whatever else is broken.
-
-    >>> zip_names(b"PK\x03\x04" + bytes(22) + b"\x05\x00\x00\x00a.txt")
-    ['a.txt']
-    """
-    names: dict[str, None] = {}
-    for found in re.finditer(rb"PK(?:\x03\x04|\x01\x02)", data):
-        at = found.start()
-        length_at, name_at = (at + 28, at + 46) if data[at + 2] == 1 else (at + 26, at + 30)
-        length = int.from_bytes(data[length_at : length_at + 2], "little")
-        if 0 < length <= MAX_NAME and name_at + length <= len(data):
-            names[clean(data[name_at : name_at + length], 400)] = None
-        if len(names) >= most:
-            break
-    return list(names)
-
-
 def _zipped(view: View) -> Foreign | None:
-    """A zip archive, by its directory; without one, by the names in its first bytes."""
+    """A zip archive, by its directory; without one, by the records that are there."""
     if not view.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
-    end = view.tail.rfind(b"PK\x05\x06")
-    if end >= 0:
-        size, offset = (int.from_bytes(view.tail[end + at : end + at + 4], "little") for at in (12, 16))
-        names = zip_names(view.source.read(offset, min(size, MAX_DIRECTORY)), MAX_NAMES)
-        if names or not size:
-            return identify_zip(names, view.path)
-    names = zip_names(view.head)
-    if not names:
+    from transload.formats.zip import read_index
+    from transload.formats.zip_scan import walk_index
+
+    index = read_index(view.source)
+    names = (index if index.ok else walk_index(BytesSource(view.head), index)).names
+    if not names and view.head.startswith(b"PK\x03\x04"):
         return Foreign("zip", "the first bytes of a zip archive and nothing more", (), ("Save or download it again.",))
-    # A stored archive shows the records of the archives inside it: the first name is its own.
-    return identify_zip(names[:1] if CHECKPOINT_NAME.search(names[0]) and "/" not in names[0] else names, view.path)
+    return identify_zip(names, view.path)
 
 
 def _tar(view: View) -> Foreign | None:
@@ -609,7 +586,7 @@ def _identify(view: View) -> Foreign:
     if found is not None:
         return found
     details = [f"first bytes: {view.head[:16].hex(' ')}"]
-    if zip_names(view.tail[-SCAN:], 1):
+    if b"PK\x03\x04" in view.tail or b"PK\x01\x02" in view.tail:
         details.append("its end looks like that of a zip archive: the beginning may be lost")
     return Foreign("unknown", "a binary file of no known format", tuple(details), (_AGAIN,))
 

@@ -167,6 +167,12 @@ class ZipIndex(NamedTuple):
     end: int = 0
     ok: bool = True
 
+    @property
+    def names(self) -> list[str]:
+        """The whole names of the records: one that begins with a slash is outside the folder."""
+        lead = f"{self.root}/" if self.root else ""
+        return [name[1:] if name[:1] == "/" else f"{lead}{name}" for name in self.records]
+
 
 def starts_like_zip(source: Source) -> bool:
     """torch's own test: the first four bytes and nothing else."""

@@ -67,7 +67,7 @@ _MAX_STEPS = 300_000
 _MAX_GAP = 1 << 30
 """How far the next header is searched for, all searches of one file together."""
 
-_MIN_SEARCH = 64 << 20
+_MIN_SEARCH = 256 << 20
 _MAX_SEARCH = 4
 """Bytes read in search of the ends of records, all of one file together: so many, and so many times its size."""
 
@@ -335,8 +335,9 @@ def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | No
 class Scan:
     """Every record of an archive that begins at byte 0 of a source, in the order of the file.
 
-    Unless it is ``listed``, no directory is looked for. ``read_index`` reads so many bytes at an offset, which should
-    have this checksum. ``missing`` are entries of the directory without a record.
+    Unless it is ``listed``, no directory is looked for, and a record whose end is far away is the last. ``read_index``
+    reads so many bytes at an offset, which should have this checksum. ``missing`` are entries of the directory without
+    a record.
     """
 
     def __init__(
@@ -344,6 +345,7 @@ class Scan:
     ) -> None:
         self._source = source
         self._read_index = read_index
+        self._listed = listed
         self.records: list[FoundRecord] = []
         self._position = 0
         directory = find_directory(source) if listed else _NO_DIRECTORY
@@ -377,7 +379,7 @@ class Scan:
         self._headers = sorted(header for header in self._by_header if starts_record(self._source, header))
         self._slots: dict[str, Storage] = {}
         self._index: tuple[int, int, int | None] | None = None
-        self._gap_budget = _MAX_GAP
+        self._gap_budget = _MAX_GAP if self._listed else 0
         self._search_budget = _MIN_SEARCH + _MAX_SEARCH * self._source.size
         for _ in range(_MAX_STEPS):
             if not self._step():
@@ -560,6 +562,7 @@ class Scan:
         """The distance to a descriptor that says how many bytes are before it."""
         form = DESCRIPTOR64 if local.wide else DESCRIPTOR
         at, stop, step = local.end, following or self._source.size, _BLOCK
+        stop = stop if self._listed else min(stop, at + _MIN_SEARCH)
         while at < stop and self._search_budget > 0:
             window = self._source.read(at, step + form.size)
             self._search_budget -= len(window)
