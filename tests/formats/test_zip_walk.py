@@ -181,6 +181,24 @@ def test_a_descriptor_inside_a_pickle_hides_nothing_behind_it() -> None:
         assert inspect(without_directory(whole)).safety == "dangerous"
 
 
+def test_bytes_behind_many_false_ends_are_run_once() -> None:
+    """A thousand records that end soon, by what they say, and whose pickles all go on to the end of the file."""
+    head = forge.LOCAL.pack(b"PK\x03\x04", 0, 8, 0, 0, 0, 0, 0, 0, 5, 0) + b"a.pkl"
+    fake = struct.pack("<4s3L", b"PK\x07\x08", 0, 3, 3)
+    data = head + b"\x80\x02B" + (fake[:4] + struct.pack("<3L", 0, 3, 3) + head + b"\x80\x02V") * 1000 + b"N" * 100_000
+    read = 0
+
+    class Counting(BytesSource):
+        def read(self, offset: int, count: int) -> bytes:
+            nonlocal read
+            out = super().read(offset, count)
+            read += len(out)
+            return out
+
+    walk_index(Counting(data), read_index(BytesSource(b"PK\x03\x04")))
+    assert read < 100 * len(data)
+
+
 def test_a_packed_record_ends_where_it_says_in_the_last_bytes_of_a_file(data: Path) -> None:
     raw = (data / "torch-releases" / "torch-2.13.0-py3.11.7" / "traced_cpu.pt").read_bytes()
     index = read_index(BytesSource(raw))

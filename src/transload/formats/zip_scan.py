@@ -617,13 +617,16 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
             records[aside] = earlier._replace(name=aside)
         reached = source.size if found.endless else found.end
         if name.endswith(".pkl") and not local.method:
-            # What looks like its end may be a part of it, behind which more is to be judged.
+            # What looks like its end may be a part of it, behind which more is to be judged. Then it is the last, or
+            # the bytes that follow could be run once for every record in them.
             pickle, end = pickle_machine.run_at(source, found.payload, name, _BLOCK)
             if found.endless or end > found.payload + present:
                 reached = source.size if pickle.broken else end
                 size = present = reached - found.payload
         whole = present == found.stored
         records[name] = Record(name, found.payload, size, present, checksum if whole else None, local.method)
+        if not whole:
+            break
     if not scan.records and first is not None and len(first.name) == int.from_bytes(source.read(26, 2), "little"):
         name = below(first.name)  # all that is left, and it tells what the file was
         records[name] = Record(name, None, 0, 0, None, first.method)
