@@ -223,3 +223,38 @@ def reason(path: str, error: Exception) -> str:
         return f"{path} is not there"
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f"{path}: {words[:1].lower()}{words[1:]}"
+
+
+_DIGITS = 20  # a longer number is nonsense
+
+
+def number_in(text: str, otherwise: int) -> int:
+    """A number from a file; ``otherwise`` for anything else, however long or strange."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < _DIGITS else otherwise
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+_V1 = "/sys/fs/cgroup/memory"
+_NO_LIMIT = 1 << 60  # what version 1 writes for none is a little less than 2**63
+
+
+def memory(host: Host) -> tuple[int, int]:
+    """Bytes in all and bytes free; -1 where they are not known. A container's limit counts where it is lower."""
+    told = {name: int(amount) * 1024 for name, amount in host.findall(r"^(\w+):\s*(\d{1,19})\b", "/proc/meminfo")}
+    total, free = told.get("MemTotal", -1), told.get("MemAvailable", told.get("MemFree", -1))
+    # Every control group above this process may have a limit.
+    paths = host.findall(r"^0::(/.*)", "/proc/self/cgroup")
+    steps = [step for step in "".join(paths[:1]).split("/") if step and step != ".."]
+    groups = ["/".join(["/sys/fs/cgroup", *steps[:depth]]) for depth in range(len(steps) + 1)]
+    names = ("memory.max", "memory.current", "memory.stat", "inactive_file")
+    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")  # version 1
+    for group, (most, used, statistics, inactive) in (*((each, names) for each in groups), (_V1, first)):
+        limit = number_in(host.line(f"{group}/{most}"), -1)
+        if 0 <= limit < _NO_LIMIT:
+            cached = host.findall(rf"^{inactive} (\d{{1,19}})$", f"{group}/{statistics}")  # which can be given back
+            taken = number_in(host.line(f"{group}/{used}"), 0) - int(cached[0] if cached else 0)
+            left = max(0, limit - max(0, taken))
+            total = min(total, limit) if total >= 0 else limit
+            free = min(free, left) if free >= 0 else left
+    return total, free

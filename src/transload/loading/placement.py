@@ -488,8 +488,7 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
 
 
 def _host() -> Device:
-    from transload.diagnose.host import Host
-    from transload.diagnose.probes.system import memory
+    from transload.diagnose.host import Host, memory
 
     total, free = memory(Host())
     return Device("cpu", free, total)

@@ -6,8 +6,8 @@ import pytest
 from tests.diagnose.trees import FOLDER, Link, Tree, plain_host, tree_host
 from tests.each import each
 
-from transload.diagnose.host import Host
-from transload.diagnose.probes.system import Mount, memory, mount_of, mounts, platform, toolkit
+from transload.diagnose.host import Host, memory
+from transload.diagnose.probes.system import Mount, mount_of, mounts, platform, toolkit
 from transload.machine import Toolkit, Unknown
 
 

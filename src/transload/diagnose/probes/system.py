@@ -1,4 +1,4 @@
-"""The operating system, its memory, mounts and CUDA toolkits; the containers and variables around the process."""
+"""The operating system, its mounts and CUDA toolkits; the containers and variables around the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transload.diagnose.host import Host, pairs, reason
+from transload.diagnose.host import Host, memory, number_in, pairs, reason
+from transload.diagnose.tables import sections, shown_variables, table
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
 # Of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
@@ -16,13 +17,10 @@ _LAPTOPS = frozenset({8, 9, 10, 14, 31, 32})
 
 _PRIME = {"on": "nvidia", "off": "intel", "integrated": "intel", "intel2": "intel"}
 _BINARIES = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", "/usr/local/nvidia/toolkit")
-_DIGITS = 20  # a longer number is nonsense
 
 
 def platform(host: Host) -> Platform:
     """What system this is. On another system than Linux only what the kernel says of itself is known."""
-    from transload.diagnose.tables import table
-
     system, kernel, machine = host.uname
     shell = host.environ.get("SHELL", "").rstrip("/").rpartition("/")[2]
     if system != "Linux":
@@ -52,18 +50,13 @@ def platform(host: Host) -> Platform:
         shell=shell,
         root=host.uid == 0,
         groups=tuple(sorted(groups.get(number, number) for number in {*" ".join(numbers).split()})),
-        laptop=chassis if isinstance(chassis, Unknown) else _number(chassis.strip(), 0) in _LAPTOPS,
+        laptop=chassis if isinstance(chassis, Unknown) else number_in(chassis.strip(), 0) in _LAPTOPS,
         address_space=int(limit[0]) if limit else None,
         memory=total,
         memory_free=free,
-        suspends=_number(host.line("/sys/power/suspend_stats/success"), 0),
+        suspends=number_in(host.line("/sys/power/suspend_stats/success"), 0),
         prime=_PRIME.get(prime, prime),
     )
-
-
-def _number(text: str, otherwise: int) -> int:
-    """A number from a file; ``otherwise`` for anything else, however long or strange."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < _DIGITS else otherwise
 
 
 def _libc(host: Host) -> str:
@@ -91,33 +84,6 @@ def group_names(host: Host) -> dict[str, str]:
 def executable(host: Host, name: str) -> str:
     """The path of a program of that name, in the folders that hold programs; empty where there is none."""
     return next((path for folder in _BINARIES if host.exists(path := f"{folder}/{name}")), "")
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-_V1 = "/sys/fs/cgroup/memory"
-_NO_LIMIT = 1 << 60  # what version 1 writes for none is a little less than 2**63
-
-
-def memory(host: Host) -> tuple[int, int]:
-    """Bytes in all and bytes free; -1 where they are not known. A container's limit counts where it is lower."""
-    told = {name: int(amount) * 1024 for name, amount in host.findall(r"^(\w+):\s*(\d{1,19})\b", "/proc/meminfo")}
-    total, free = told.get("MemTotal", -1), told.get("MemAvailable", told.get("MemFree", -1))
-    # Every control group above this process may have a limit.
-    paths = host.findall(r"^0::(/.*)", "/proc/self/cgroup")
-    steps = [step for step in "".join(paths[:1]).split("/") if step and step != ".."]
-    groups = ["/".join(["/sys/fs/cgroup", *steps[:depth]]) for depth in range(len(steps) + 1)]
-    names = ("memory.max", "memory.current", "memory.stat", "inactive_file")
-    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")  # version 1
-    for group, (most, used, statistics, inactive) in (*((each, names) for each in groups), (_V1, first)):
-        limit = _number(host.line(f"{group}/{most}"), -1)
-        if 0 <= limit < _NO_LIMIT:
-            cached = host.findall(rf"^{inactive} (\d{{1,19}})$", f"{group}/{statistics}")  # which can be given back
-            taken = _number(host.line(f"{group}/{used}"), 0) - int(cached[0] if cached else 0)
-            left = max(0, limit - max(0, taken))
-            total = min(total, limit) if total >= 0 else limit
-            free = min(free, left) if free >= 0 else left
-    return total, free
 
 
 # -- file systems mounted where device nodes live, and at the root -----------------------------------------------------
@@ -200,8 +166,6 @@ _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-containe
 
 def surroundings(host: Host) -> Surroundings:
     """What surrounds the process, and the evidence for it."""
-    from transload.diagnose.tables import table
-
     around = mounts(host)
     signs: dict[str, tuple[Any, str]] = {}
     for name, value, why in _signs(host, around):
@@ -232,8 +196,6 @@ def surroundings(host: Host) -> Surroundings:
 
 def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
     """A field of ``Surroundings``, its value and the evidence; of each field the first counts."""
-    from transload.diagnose.tables import table
-
     environ, secrets = host.environ, "/var/run/secrets/kubernetes.io"
     kubernetes = f"{secrets} is there" if host.folder(secrets) else ""
     if environ.get("KUBERNETES_SERVICE_HOST"):
@@ -268,8 +230,6 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
 
 def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, str]]:
     """Kinds of container and the evidence for each, from the surest to the weakest."""
-    from transload.diagnose.tables import table
-
     signs = table("containers")["signs"]
     yield from ((kind, f"{name} is set") for name, kind in signs["variables"].items() if host.environ.get(name))
     yield from ((kind, f"{path} is there") for path, kind in signs["paths"].items() if host.exists(path))
@@ -314,8 +274,6 @@ _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # such a line se
 
 def variables(host: Host) -> Variables:
     """The values that may be shown, and for those that decide the places that set them: ``/etc/environment:3``."""
-    from transload.diagnose.tables import shown_variables
-
     deciding, shown = shown_variables()
     values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
     names = deciding & values.keys()
@@ -364,8 +322,6 @@ def _setting(names: frozenset[str]) -> re.Pattern[str]:
 
 def _files(host: Host) -> Iterator[str]:
     """Where a variable may come from, as ``variables.md`` lists it."""
-    from transload.diagnose.tables import sections
-
     named = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
     *_, files = sections("variables").values()
     for pattern in " ".join(files).split():
