@@ -12,8 +12,12 @@ import torch
 DEADLINE = 240  # seconds after which a test that hangs ends the process, with all stacks on the terminal
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip before any fixture makes its files."""
+    """Skip before any fixture makes its files, and before a mark counts the GPUs: that is never asked at collection.
+
+    torch refuses CUDA in a process whose parent has counted them, and tests run in forks.
+    """
     if not item.config.getoption("--gpu"):
         pytest.skip("runs with --gpu only")
     if not torch.cuda.is_available():

@@ -262,7 +262,7 @@ def test_under_a_device(mixed: Path) -> None:
     assert_alike(made, as_torch(mixed))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 @pytest.mark.parametrize("kind", ["tiny", "mixed"])
 @pytest.mark.parametrize("here", [0, 1])
 def test_the_device_of_the_program_stays(kind: str, here: int, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_the_device_of_the_program_stays(kind: str, here: int, tmp_path: Path) -
     assert_alike(other, as_torch(path), f"cuda:{1 - here}")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 def test_two_devices_in_one_load(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     true = content("mixed")
