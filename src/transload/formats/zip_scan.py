@@ -356,8 +356,8 @@ class Scan:
         if listed and not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
             self._run(_read_directory(source, self._position))
         directory = self.directory
-        listed = {record.entry.position for record in self.records if record.entry}
-        self.missing = [entry for entry in directory.entries if entry.position not in listed]
+        found = {record.entry.position for record in self.records if record.entry}
+        self.missing = [entry for entry in directory.entries if entry.position not in found]
         if directory.complete and not self.missing and directory.stated_count == len(directory.entries):
             self.records = [each if each.entry else each._replace(replaced=True) for each in self.records]
 
