@@ -608,8 +608,6 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
             if local.method == DEFLATED:
                 with suppress(zlib.error):
                     size = sum(map(len, inflated(source, found.payload, found.present, MAX_PAYLOAD)))
-            if not found.descriptor and found.stored and found.end + DESCRIPTOR.size <= source.size:
-                problems.add("zip-no-descriptor", name, f"none at byte {found.end}, where it should end")
         earlier = records.pop(name, None)
         if earlier is not None:  # it keeps a place under another name, so that both are looked at
             problems.add("zip-found-twice", name, f"at byte {earlier.offset} and at byte {found.payload}")
@@ -623,10 +621,15 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
             if found.endless or end > found.payload + present:
                 reached = source.size if pickle.broken else end
                 size = present = reached - found.payload
+        ended = found.descriptor or not local.flags & HAS_DESCRIPTOR or source.read(reached, 4) == _DESCRIPTOR
+        if not ended and reached + DESCRIPTOR.size <= source.size:
+            problems.add("zip-no-descriptor", name, f"none at byte {reached}, where it should end")
         whole = present == found.stored
         records[name] = Record(name, found.payload, size, present, checksum if whole else None, local.method)
         if not whole:
             break
+    if not any(record.crc32 for record in records.values()):  # saved with checksums switched off
+        records = {name: record._replace(crc32=None) for name, record in records.items()}
     if not scan.records and first is not None and len(first.name) == int.from_bytes(source.read(26, 2), "little"):
         name = below(first.name)  # all that is left, and it tells what the file was
         records[name] = Record(name, None, 0, 0, None, first.method)
