@@ -292,6 +292,7 @@ def _load_trusted(
 # function of the caller's, can bring it.
 
 _ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
 
@@ -395,7 +396,7 @@ class _Reader:
                     numbers[storage.file] = len(opened)
                     opened.append(self._piece.open(storage.file))
                 plain.append(storage)
-                wants.append(ReadRequest(numbers[storage.file], offset, nbytes, device))
+                wants.append(_new(ReadRequest, (numbers[storage.file], offset, nbytes, device)))
         held: dict[int, torch.UntypedStorage] = {}
 
         def place(index: int) -> int:
