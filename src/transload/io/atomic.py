@@ -51,16 +51,6 @@ class SystemFile:
                     left[0] = memoryview(left[0])[count:]
 
 
-@contextmanager
-def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """An open file or directory, by its descriptor."""
-    descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0), mode)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def write_at(descriptor: int, data: memoryview, offset: int) -> int:
     """Write bytes at a position; how many the system took."""
     if hasattr(os, "pwrite"):
@@ -292,8 +282,12 @@ def lock(descriptor: int) -> bool | None:
 
 def flush_directory(folder: str) -> None:
     """Let the new name reach the disk. Some file systems cannot be asked to; they have the file all the same."""
-    with suppress(OSError), opened(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as descriptor:
-        os.fsync(descriptor)
+    with suppress(OSError):
+        descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, re.Match[str]]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from errno import EAGAIN, EIO, ELOOP, ENXIO
 from shlex import quote
 from struct import Struct
@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError, cannot_write
 from transload.frozen import facts
-from transload.io.atomic import AtomicFile, flush_directory, lock, opened, write_at
+from transload.io.atomic import AtomicFile, flush_directory, lock, write_at
 from transload.io.sources import Assembly, BytesSource, Part, Source, cannot_read, has_journal, journal_path, read_at
 
 
@@ -60,6 +60,10 @@ class Changes:
 def undo_path(path: str) -> str:
     """Where the journal is kept that undoes the last change of a file."""
     return journal_path(path).removesuffix("retag") + "undo"
+
+
+_CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:
@@ -214,11 +218,11 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
     restores it. With ``keep`` it can be undone afterwards.
     """
     real = os.path.realpath(path)
-    with ExitStack() as last:
-        try:
-            descriptor = last.enter_context(opened(real, os.O_RDWR))
-        except OSError as error:
-            raise cannot_write(error, path, outcome=_UNCHANGED) from error
+    try:
+        descriptor = os.open(real, _CHANGE)
+    except OSError as error:
+        raise cannot_write(error, path, outcome=_UNCHANGED) from error
+    try:
         _lock(descriptor, path)
         _refuse_changed(seen, os.fstat(descriptor), path)
         try:
@@ -240,16 +244,20 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
                 raise cannot_write(error, path, outcome=_UNCHANGED) from error
             raise
         _finish(path, keep=keep)
+    finally:
+        os.close(descriptor)
 
 
 def _write_journal(path: str, journal: Journal) -> None:
     """Write the journal beside the file, and flush it to the disk."""
     unfinished = f"{path}-new"
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
-        with opened(unfinished, flags, 0o600) as descriptor:
+        descriptor = os.open(unfinished, _CREATE, 0o600)
+        try:
             _write(descriptor, journal.encoded(), 0)
             os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         _rename(unfinished, path)
     except BaseException as error:
         with suppress(OSError):
@@ -295,7 +303,8 @@ def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
         return ""
     path = os.fspath(path)
     try:
-        with opened(os.path.realpath(path), os.O_RDWR) as descriptor:
+        descriptor = os.open(os.path.realpath(path), _CHANGE)
+        try:
             _lock(descriptor, path)
             journal = _read_journal(journal_path(path), descriptor)
             if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
@@ -311,6 +320,8 @@ def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
                 _put(descriptor, journal.changes.undone())
             _remove(journal_path(path))
             return "restored"
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:  # the file; or the journal, removed by the process that held the lock
         return ""
     except OSError as error:
@@ -325,18 +336,21 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
     In a folder that all may write to, such as /tmp, anybody could put a journal that changes the file at will; or a
     pipe of that name, which would block all readers.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        with opened(path, flags) as journal:
-            status = os.fstat(journal)
-            trusted = {0, os.fstat(descriptor).st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
-            if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:
-                return None
-            return journal_of(read_at(journal, 0, status.st_size))
+        names = ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
+        journal = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
     except OSError as error:
         if error.errno == ELOOP:  # a symbolic link
             return None
         raise
+    try:
+        status = os.fstat(journal)
+        trusted = {0, os.fstat(descriptor).st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:
+            return None
+        return journal_of(read_at(journal, 0, status.st_size))
+    finally:
+        os.close(journal)
 
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
@@ -359,16 +373,19 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
 
     An error if nothing was kept, or the file was changed since.
     """
-    kept = undo_path(path)
     try:
-        with opened(os.path.realpath(path), os.O_RDONLY) as descriptor:
-            journal = _read_journal(kept, descriptor) if os.path.lexists(kept) else None
-            if journal is None:
-                fix = "Only a retag with --keep-undo can be undone."
-                raise RetagError("nothing was kept that would undo its last retag", where=path, fix=fix)
-            state, seen = state_of(descriptor, journal.changes), os.fstat(descriptor)
+        descriptor = os.open(os.path.realpath(path), os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise cannot_read(path, error) from None
+    try:
+        kept = undo_path(path)
+        journal = _read_journal(kept, descriptor) if os.path.lexists(kept) else None
+        if journal is None:
+            fix = "Only a retag with --keep-undo can be undone."
+            raise RetagError("nothing was kept that would undo its last retag", where=path, fix=fix)
+        state, seen = state_of(descriptor, journal.changes), os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
     if state == "old":
         return Changes((), seen.st_size, seen.st_size), seen
     if state != "new":

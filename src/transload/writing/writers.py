@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from struct import unpack
 from typing import Any
@@ -17,7 +18,7 @@ from transload.checkpoint import Record as Stored
 from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive, write_checkpoint
-from transload.io.atomic import SystemFile, opened
+from transload.io.atomic import SystemFile
 from transload.io.sources import FileSource, Source
 from transload.writing.output import clear_parts, index_name
 from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
@@ -210,7 +211,7 @@ def _write_npz(job: Job, plan: Plan) -> None:
 #
 # The names of tensors are in the index alone: a file's own words never become paths.
 
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 def _write_raw(job: Job, plan: Plan) -> None:
@@ -219,9 +220,8 @@ def _write_raw(job: Job, plan: Plan) -> None:
     tensors: dict[str, Any] = {}
     for number, entry in enumerate(plan.entries):
         name = f"{number:06d}.bin"
-        with opened(os.path.join(folder, name), _NEW) as file:
+        with _new_file(os.path.join(folder, name)) as file:
             (job.checksums[id(entry)],) = pour(file, b"", [entry], job, f"{job.dst} › {entry.name}")
-            os.fsync(file)
         shape = list(entry.tensor.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
     index = {
@@ -232,9 +232,19 @@ def _write_raw(job: Job, plan: Plan) -> None:
         "tensors": tensors,
         "aliases": dict(plan.aliases),
     }
-    with opened(os.path.join(folder, "index.json"), _NEW) as file:
+    with _new_file(os.path.join(folder, "index.json")) as file:
         SystemFile(file).write([json.dumps(index, indent=1).encode() + b"\n"])
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[int]:
+    """A new file, by its descriptor, which then reaches the disk."""
+    file = os.open(path, _OPEN, 0o666)
+    try:
+        yield file
         os.fsync(file)
+    finally:
+        os.close(file)
 
 
 WRITERS = {"torch": _write_torch, "safetensors": _write_safetensors, "npz": _write_npz, "raw": _write_raw}
