@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ class Disk:
     def __enter__(self) -> Disk:  # noqa: PYI034 - Self is not in Python 3.10
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(journal, "os", self)
-        self._patch.setattr(journal, "opened", self.opened)
         self._patch.setattr(journal, "_write", self.write)
         self._patch.setattr(journal, "flush_directory", self.sync_folder)
         return self
@@ -37,15 +35,7 @@ class Disk:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    @contextmanager
-    def opened(self, path: str, flags: int, mode: int = 0o777) -> Iterator[int]:
-        descriptor = self.open(path, flags, mode)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def open(self, path: str, flags: int, mode: int) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_CREAT:
             return self.create(path, flags, mode)
         return self.change(path, flags) if flags & os.O_RDWR else os.open(path, flags)
