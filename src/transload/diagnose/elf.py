@@ -233,8 +233,8 @@ class Wanted(NamedTuple):
     file: str = ""
 
 
-def _symbols(elf: Elf, file: _File) -> Iterator[tuple[bytes, bool, bool, int]]:
-    """Of every symbol its name, whether it is defined, whether it is weak, and the number of its version."""
+def _symbols(elf: Elf, file: _File, *, defined: bool) -> Iterator[tuple[bytes, bool, int]]:
+    """Of the symbols that are defined, or not, the name, whether it is weak, and the number of its version."""
     start, size = next(_sections(elf, file, [".dynsym"]), (0, 0))
     if not start:
         raise _BrokenError("it has no table of symbols")
@@ -244,9 +244,10 @@ def _symbols(elf: Elf, file: _File) -> Iterator[tuple[bytes, bool, bool, int]]:
     names = file.some(elf.offset(_STRINGS), min(elf.dynamic.get(_STRINGS_SIZE, 0), _LONGEST_STRINGS))
     symbols = _SYMBOL.iter_unpack(file.at(start, count * _SYMBOL.size))
     for (place, info, section), number in zip(symbols, numbers, strict=True):
-        end = names.find(b"\0", place, place + _LONGEST_NAME)
-        if end > place:
-            yield names[place:end], section != 0, info >> 4 == _WEAK, number & 0x7FFF
+        if (section != 0) == defined:
+            end = names.find(b"\0", place, place + _LONGEST_NAME)
+            if end > place:
+                yield names[place:end], info >> 4 == _WEAK, number & 0x7FFF
 
 
 @_opens
@@ -254,9 +255,9 @@ def undefined(elf: Elf, file: _File, of: Collection[str] = ()) -> tuple[Wanted, 
     """The symbols it takes from others, without weak ones; with ``of``, only those versioned by these files."""
     needs = {number: (version, source) for source, number, version, _ in _needs(elf, file)}
     found = []
-    for name, defined, weak, number in _symbols(elf, file):
+    for name, weak, number in _symbols(elf, file, defined=False):
         need = needs.get(number, ("", ""))
-        if not (defined or weak) and (not of or need[1] in of):
+        if not weak and (not of or need[1] in of):
             found.append(Wanted(name.decode("utf-8", "surrogateescape"), *need))
     return tuple(found)
 
@@ -267,8 +268,8 @@ def lacking(elf: Elf, file: _File, wanted: Collection[Wanted]) -> tuple[Wanted, 
     names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted}
     definitions = _definitions(elf, file)
     found: dict[str, set[str | None]] = {}
-    for name, defined, _, number in _symbols(elf, file):
-        if defined and name in names:
+    for name, _, number in _symbols(elf, file, defined=True):
+        if name in names:
             found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
     given = ((each, found.get(each.name)) for each in wanted)
     return tuple(each for each, has in given if not has or (each.version and has.isdisjoint((each.version, ""))))

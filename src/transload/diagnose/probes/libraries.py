@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from transload.diagnose.elf import (
@@ -305,14 +306,19 @@ class _TorchImport:
         """Symbols of NVIDIA's libraries, and versions of others, that are asked for and not defined."""
         names = self.process.names
         definitions: dict[str, frozenset[str]] = {}
-        for asker in dict.fromkeys(self.process.opened):
-            by = f"needed by {os.path.basename(asker.path)}"
+        wanted: dict[Object, tuple[Wanted, ...]] = {}
+        for asker in self.process.opened:
             files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
-            wanted = undefined(asker.elf, files) if files else ()
-            for file in files:
-                asked = [each for each in wanted or () if each.file == file]
-                for each in (lacking(names[file].elf, asked) or ())[:_MOST_SYMBOLS] if asked else ():
-                    yield f"{each.name} of {file}, {by}"
+            wanted[asker] = (undefined(asker.elf, files) or ()) if files else ()
+        asked: dict[str, set[Wanted]] = {}  # by file, each of which is read once
+        for each in chain.from_iterable(wanted.values()):
+            asked.setdefault(each.file, set()).add(each)
+        missing = {each for file, symbols in asked.items() for each in lacking(names[file].elf, symbols) or ()}
+        for asker, symbols in wanted.items():
+            by = f"needed by {os.path.basename(asker.path)}"
+            for file in dict.fromkeys(each.file for each in symbols):
+                lost = [each.name for each in symbols if each.file == file and each in missing]
+                yield from (f"{name} of {file}, {by}" for name in lost[:_MOST_SYMBOLS])
             own = asker.path.startswith(self.install.location)
             for file, wants in (version_needs(asker.elf) or ()) if own else ():
                 if file not in names or NVIDIA.fullmatch(file):
