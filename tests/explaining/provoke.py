@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+from urllib.request import urlopen
 
 import torch
 from tests import forge
@@ -816,7 +817,9 @@ def state_of_a_disabled_scaler(_: Path) -> object:
 def another_file_than_published(folder: Path) -> object:
     (folder / "published").write_bytes(b"?")
     source, target = (folder / "published").as_uri(), str(folder / "model.pt")
-    return torch.hub.download_url_to_file(source, target, hash_prefix="00", progress=False)
+    # Older releases of torch leave it open.
+    with urlopen(source) as page, mock.patch("torch.hub.urlopen", return_value=page):  # noqa: S310
+        return torch.hub.download_url_to_file(source, target, hash_prefix="00", progress=False)
 
 
 @provokes("unknown-architecture")
