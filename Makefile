@@ -49,7 +49,9 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 		else $(PYTHON) examples/demo.py; fi
 
 # Types are checked and lines counted while torch is installed and the tests run, and shown after them. Tests wait for
-# one another and for what hangs, so there is one process more than two cores have use for.
+# one another and for what hangs, so there is one process more than two cores have use for. The first time, each of
+# them would compile all tests, and hypothesis would look for constants in all sources: that is done once before, for
+# one test.
 TESTS_ON_GPU = if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; \
 	then echo '$(BIN)/pytest -q --gpu tests/gpu'; $(BIN)/pytest -q --gpu tests/gpu; fi
 INSTALL_TESTS = echo '$(PIP) install --no-compile -r $(REQUIREMENTS)' && \
@@ -61,6 +63,7 @@ test: $(SUITE_STAMP) ## Check style and types, and run every test
 	( $(BIN)/mypy --strict >$(VENV)/types.txt 2>&1; types=$$?; \
 		$(BIN)/python scripts/metrics.py >$(VENV)/metrics.txt; exit $$types ) & types=$$!; \
 	[ -e $(TEST_STAMP) ] || { $(INSTALL_TESTS); } || { wait $$types; exit 1; }; \
+	[ -e tests/__pycache__ ] || $(BIN)/pytest -q -k test_any_bytes_are_read_to_an_end >/dev/null 2>&1; \
 	$(TESTS_ON_GPU); gpu=$$?; \
 	$(BIN)/pytest -q -n $(JOBS); tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.txt $(VENV)/metrics.txt; \

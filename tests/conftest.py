@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests.workers import pytest_cmdline_main
-
-__all__ = ["pytest_cmdline_main"]  # a hook
 
 # A busy machine is no bug, so no deadline; and the same examples every time, so that a change is judged by what it
 # changed. To look for new ones: pytest --hypothesis-profile=explore.

@@ -35,8 +35,6 @@ SOURCE = Path(__file__).parent.parent / "src"
 FORKS = sys.platform == "linux"
 """Elsewhere libraries may not survive a fork, and every program is started."""
 PATIENCE = 300.0
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""For whoever forks: the threads of a library would not be in the fork, and be waited for."""
 
 
 def run(
@@ -72,10 +70,6 @@ def run(
     return subprocess.CompletedProcess(command, code, *texts)
 
 
-_SERVERS: list[subprocess.Popen[bytes]] = []
-"""So that a fork of this process that forgets what is to be done at its end keeps their streams open."""
-
-
 class Request(NamedTuple):
     """A program to run."""
 
@@ -95,7 +89,8 @@ def server(*imports: str) -> str:
         listener.listen()
         child = subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno()), *imports],
-            env={**kept, "PYTHONUTF8": "1", **ONE_THREAD},
+            # No threads: it forks.
+            env={**kept, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -106,7 +101,6 @@ def server(*imports: str) -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(leave)
-    _SERVERS.append(child)
     return address
 
 
