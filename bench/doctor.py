@@ -60,7 +60,7 @@ def causes() -> bool:
 
 def false_alarms() -> bool:
     """Whether the healthy matrix raised none."""
-    machines = [machine for _, machine in combinations()]
+    machines = combinations().values()
     judged = [judge_machine(change(machine)) for change in AROUND.values() for machine in machines]
     alarms = sum(diagnosis.status != "ok" for diagnosis in judged)
     print(f"false alarms         {alarms:4} of {len(judged)} healthy machines (goal 0)")
