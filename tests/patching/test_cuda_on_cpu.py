@@ -333,7 +333,7 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-@each(("options", "ending"), [((), "3"), (("--quiet", "--pretend-cuda"), "0")])
+@each(("options", "ending"), [((), "3"), (("--pretend-cuda",), "0"), (("--quiet", "--pretend-cuda"), "0")])
 def test_a_program_for_nccl_and_what_is_told_at_its_end(tmp_path: Path, options: tuple[str, ...], ending: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
@@ -344,6 +344,8 @@ def test_a_program_for_nccl_and_what_is_told_at_its_end(tmp_path: Path, options:
     told = "transload run changed: cuda → cpu, nccl → gloo, SyncBatchNorm stays BatchNorm" in done.stderr
     assert told == ("--quiet" not in options), done.stderr
     assert ("--pretend-cuda answers as if there were one" in done.stderr) == (not options)
+    pretended = "pretended that there is a GPU: torch.cuda.is_available()" in done.stderr
+    assert pretended == (options == ("--pretend-cuda",)), done.stderr
 
 
 ENDS = {

@@ -57,15 +57,15 @@ def program_of(
 
 def _was_refused(error: BaseException) -> bool:
     """Whether a program ended because it was told that there is no GPU: it says so, or it had just asked."""
+    if devices.pretending or not devices.asked:
+        return False
     trace, near, module = error.__traceback__, False, ""
     while trace is not None:
         place = trace.tb_frame.f_code
         near |= any((place, trace.tb_lineno - back) in devices.asked for back in range(6))
         module = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
         trace = trace.tb_next
-    if (
-        not devices.asked or devices.pretending or module in ("torch", "transload")
-    ):  # torch asks for more than an answer
+    if module in ("torch", "transload"):  # it died inside of torch, where another answer would not help
         return False
     import re
 
@@ -81,8 +81,10 @@ def _list_changes(process: int) -> None:
         lines.append(f"transload run changed: {', '.join(devices.noted)}")
     if devices.answered:
         lines.append(f"answered for the CPU: {', '.join(devices.answered)}")
+    asked = " and ".join(sorted(set(devices.asked.values()), reverse=True))
+    if asked and devices.pretending:
+        lines.append(f"pretended that there is a GPU: {asked}")
     if devices.refused:
-        asked = " and ".join(sorted(set(devices.asked.values()), reverse=True))
         lines.append(f"It asked {asked}, and there is no GPU. --pretend-cuda answers as if there were one.")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 
