@@ -95,6 +95,7 @@ FAILS: dict[str, Callable[[], Any]] = {
     "data_parallel": lambda: torch.nn.parallel.data_parallel(torch.nn.Linear(3, 2), X, [0, 1]),
     "capturable": lambda: step(torch.optim.Adam, capturable=True),
     "kernels of attention": attend,
+    "a profile of the GPU alone": profile,
 }
 OF_LATER_RELEASES: dict[str, Callable[[], Any]] = {
     "torch.Stream": lambda: torch.Stream(device="cuda").record_event(),
@@ -107,7 +108,6 @@ FAILS |= {
 }
 
 MAY_FAIL: dict[str, Callable[[], Any]] = {  # by the build of torch, and by the driver
-    "a profile of the GPU alone": profile,
     "get_allocator_backend": lambda: torch.cuda.get_allocator_backend(*()),
     "is_current_stream_capturing": lambda: torch.cuda.is_current_stream_capturing(*()),
     "_record_memory_history": lambda: torch.cuda.memory._record_memory_history(max_entries=9),
@@ -120,7 +120,7 @@ if hasattr(getattr(torch, "accelerator", None), "memory"):
 
 @each("name", FAILS)
 def test_it_fails_without_the_patch_and_works_under_it(name: str) -> None:
-    with pytest.raises((RuntimeError, AssertionError, TypeError, ValueError, AttributeError, LookupError, ImportError)):
+    with pytest.raises(Exception, match=r".+"):  # NVMLError is an Exception, not a RuntimeError
         FAILS[name]()
     with quiet():
         FAILS[name]()
