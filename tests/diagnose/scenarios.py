@@ -89,8 +89,8 @@ class ScenarioHost(TreeHost):
     def child_environ(self) -> dict[str, str]:
         return {**self.environ, "LD_LIBRARY_PATH": ":".join(self.folders)}
 
-    def named(self, real: str) -> str:
-        return real.removeprefix(self.twins) if real.startswith(self.twins) else super().named(real)
+    def host_path(self, real: str) -> str:
+        return real.removeprefix(self.twins) if real.startswith(self.twins) else super().host_path(real)
 
 
 @dataclass(frozen=True)

@@ -34,18 +34,18 @@ def test_absolute_links_to_folders_stay_inside_the_root(host: Host, tmp_path: Pa
     (tmp_path / "opt" / "kept").mkdir(parents=True)
     (tmp_path / "opt" / "kept" / "link").symlink_to("there")
     (tmp_path / "to").symlink_to("/opt/kept")
-    assert host.names("/to") == ("link",)
+    assert host.listdir("/to") == ("link",)
     assert [*host.paths("/to")] == ["/to/link"]
-    assert host.link("/to/link") == "there"
-    assert (host.folder("/to"), host.exists("/to/link")) == (True, False)
+    assert host.readlink("/to/link") == "there"
+    assert (host.is_dir("/to"), host.exists("/to/link")) == (True, False)
 
 
 def test_paths_lie_under_the_root_and_come_back(host: Host, tmp_path: Path) -> None:
     assert host.at("/etc/os-release") == str(tmp_path / "etc/os-release")
-    assert host.named(str(tmp_path / "etc/os-release")) == "/etc/os-release"
-    assert host.named(str(tmp_path)) == "/"
-    assert host.named(f"{tmp_path}x/etc") == f"{tmp_path}x/etc"
-    assert Host().named("/etc/os-release") == "/etc/os-release"
+    assert host.host_path(str(tmp_path / "etc/os-release")) == "/etc/os-release"
+    assert host.host_path(str(tmp_path)) == "/"
+    assert host.host_path(f"{tmp_path}x/etc") == f"{tmp_path}x/etc"
+    assert Host().host_path("/etc/os-release") == "/etc/os-release"
 
 
 def test_text_and_its_first_line(host: Host) -> None:
@@ -81,11 +81,11 @@ def test_a_file_of_the_kernel_is_read_to_its_end() -> None:
 
 
 def test_a_folder_and_what_is_in_it(host: Host) -> None:
-    assert host.names("/etc") == ("os-release",)
-    assert not host.names("/nowhere")
+    assert host.listdir("/etc") == ("os-release",)
+    assert not host.listdir("/nowhere")
     assert list(host.paths("/etc", "os-", "se")) == ["/etc/os-release"]
-    assert host.folder("/etc")
-    assert not host.folder("/etc/os-release")
+    assert host.is_dir("/etc")
+    assert not host.is_dir("/etc/os-release")
 
 
 def test_absolute_links_stay_inside_the_root(host: Host, tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_absolute_links_stay_inside_the_root(host: Host, tmp_path: Path) -> None
     (tmp_path / "usr/lib/libcuda.so.1").symlink_to("libcuda.so.580.65.06")
     assert host.target("/lib/libcuda.so.1") == "/usr/lib/libcuda.so.580.65.06"
     assert host.text("/lib/libcuda.so.1") == "lib"
-    assert host.link("/lib") == "/usr/lib"
-    assert host.link("/usr") == ""
+    assert host.readlink("/lib") == "/usr/lib"
+    assert host.readlink("/usr") == ""
 
 
 def test_a_link_that_leads_nowhere_does_not_exist(host: Host, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_link_that_leads_nowhere_does_not_exist(host: Host, tmp_path: Path) ->
 @each("path", ["/a\0b", "/\ud800"])
 def test_a_name_that_no_file_can_have_is_not_there(path: str) -> None:
     assert not Host().exists(path)
-    assert not Host().folder(path)
+    assert not Host().is_dir(path)
     assert Host().open_error(path)
 
 

@@ -76,10 +76,10 @@ class TreeHost(Host):
         device = self.devices.get(self.target(path))
         return self.errors.get(path) or (device.error if device else super().open_error(path))
 
-    def status(self, path: str) -> os.stat_result | Unknown:
+    def stat(self, path: str) -> os.stat_result | Unknown:
         device = self.devices.get(self.target(path))
         if device is None:
-            return super().status(path)
+            return super().stat(path)
         mode = stat.S_IFCHR | device.mode
         number = os.makedev(device.major, device.minor)
         return os.stat_result((mode, 1, 1, 1, device.uid, device.gid, 0, 0, 0, 0), {"st_rdev": number})

@@ -200,7 +200,7 @@ class Loader:
         for via, path in self._places(name, asker or self.program):
             folder, _, file = path.rpartition("/")
             if folder not in self._divided:
-                self._divided[folder] = bool(self.hwcaps) and self.host.folder(f"{folder}/glibc-hwcaps")
+                self._divided[folder] = bool(self.hwcaps) and self.host.is_dir(f"{folder}/glibc-hwcaps")
             better = self.hwcaps if self._divided[folder] else ()  # subfolders for this processor
             for each in (*(f"{folder}/glibc-hwcaps/{level}/{file}" for level in better), path):
                 if each not in met:

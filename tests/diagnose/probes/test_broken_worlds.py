@@ -126,8 +126,8 @@ class Denied(TreeHost):
     def data(self, path: str, limit: int = 1 << 20) -> bytes | Unknown:
         return Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().data(path, limit)
 
-    def names(self, path: str) -> tuple[str, ...] | Unknown:
-        return Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().names(path)
+    def listdir(self, path: str) -> tuple[str, ...] | Unknown:
+        return Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().listdir(path)
 
 
 @pytest.mark.parametrize("where", [("/proc",), ("/sys",), ("/dev",), ("/proc", "/sys", "/etc", "/dev", "/usr", "/lib")])

@@ -40,7 +40,9 @@ def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
 def cuda(host: Host, outcome: Outcome) -> Cuda:
     """What CUDA answered."""
     found = Cuda(_answer(host, outcome, "cuda"), **outcome.told(Cuda))
-    return replace(found, library=host.named(found.library), gpus=tuple(CudaGpu(**gpu) for gpu in outcome.all("gpu")))
+    return replace(
+        found, library=host.host_path(found.library), gpus=tuple(CudaGpu(**gpu) for gpu in outcome.all("gpu"))
+    )
 
 
 def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
@@ -57,7 +59,7 @@ def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
         others = tuple(process(*each) for each in gpu.get("processes", ()) if each[0] not in ours)
         gpus.append(NvmlGpu(**{**gpu, "processes": others, "peers": peers.get(gpu["index"], -1)}))
     found = Nvml(_answer(host, outcome, "nvml"), **outcome.told(Nvml))
-    return replace(found, library=host.named(found.library), gpus=tuple(gpus))
+    return replace(found, library=host.host_path(found.library), gpus=tuple(gpus))
 
 
 def _answer(host: Host, outcome: Outcome, which: str) -> Answer:

@@ -39,7 +39,7 @@ def hardware(host: Host) -> Hardware:
     if release or "nvidia,tegra" in compatible or host.uname[1].endswith("-tegra"):
         tegra = ", ".join(part for part in (host.line(f"{_TREE}/model"), release) if part) or "Tegra"
     on_linux = host.uname[0] == "Linux"
-    addresses = host.names(_BUS) if on_linux else Unknown(f"the PCI bus is not looked at on {host.uname[0]}")
+    addresses = host.listdir(_BUS) if on_linux else Unknown(f"the PCI bus is not looked at on {host.uname[0]}")
     devices = addresses if isinstance(addresses, Unknown) else tuple(_devices(host, addresses))
     return Hardware(pci=devices, dxg=host.exists("/dev/dxg"), tegra=tegra)
 
@@ -65,7 +65,7 @@ def _devices(host: Host, addresses: tuple[str, ...]) -> Iterator[PciDevice]:
             vendor,
             _hex(host.line(f"{folder}/device")),
             kind,
-            driver=host.link(f"{folder}/driver").rpartition("/")[2],
+            driver=host.readlink(f"{folder}/driver").rpartition("/")[2],
             power=power,
             bars=_bars(host.text(f"{folder}/resource", 4096) or ""),
             dead=dead,
@@ -118,8 +118,8 @@ def kernel(host: Host) -> Kernel:
     told, listed = host.text(f"{_PROC}/version", 4096) or "", host.text("/proc/modules")
     names = {line.partition(" ")[0] for line in (listed or "").split("\n")}
     modules = tuple(sorted(name for name in names if _CONCERN.fullmatch(name)))
-    loaded: bool | Unknown = host.folder("/sys/module/nvidia") or "NVRM version" in told or "nvidia" in modules
-    if not loaded and isinstance(listed, Unknown) and not host.names("/sys/module"):
+    loaded: bool | Unknown = host.is_dir("/sys/module/nvidia") or "NVRM version" in told or "nvidia" in modules
+    if not loaded and isinstance(listed, Unknown) and not host.listdir("/sys/module"):
         loaded = listed  # some containers hide all three
     stated = _VERSION.search(told.partition("\n")[0])
     version = host.line("/sys/module/nvidia/version") or (stated[1] if stated else "")
@@ -128,14 +128,14 @@ def kernel(host: Host) -> Kernel:
     firmware: bool | Unknown = Unknown("the driver's version is not known")
     if version:
         own = host.line("/sys/module/firmware_class/parameters/path")
-        folders = [folder for folder in (own, *_FIRMWARE) if folder and host.folder(f"{folder}/nvidia")]
-        found = any(host.folder(f"{folder}/nvidia/{version}") for folder in folders)
+        folders = [folder for folder in (own, *_FIRMWARE) if folder and host.is_dir(f"{folder}/nvidia")]
+        found = any(host.is_dir(f"{folder}/nvidia/{version}") for folder in folders)
         firmware = found if folders else Unknown("/lib/firmware/nvidia is not there")
 
     secure_boot: bool | Unknown
     data = host.data(_SECURE_BOOT, 16)
     if isinstance(data, Unknown):
-        there = host.names("/sys/firmware")
+        there = host.listdir("/sys/firmware")
         # A container is shown an empty folder. A machine that was not started by EFI has other things in it.
         secure_boot = False if there and "efi" not in there else data
     else:
@@ -160,14 +160,14 @@ def kernel(host: Host) -> Kernel:
         daemons=daemons,
         stuck=stuck,
         fabric_manager=_fabric_manager(host),
-        mps_directory=mps if host.folder(mps) else "",
+        mps_directory=mps if host.is_dir(mps) else "",
     )
 
 
 def _built_for(host: Host) -> tuple[str, ...] | Unknown:
     """The kernels with a driver, by the list that depmod made: no other module is loaded. Its file must exist."""
-    root = next((root for root in _MODULE_ROOTS if host.folder(root)), _MODULE_ROOTS[0])
-    releases = host.names(root)
+    root = next((root for root in _MODULE_ROOTS if host.is_dir(root)), _MODULE_ROOTS[0])
+    releases = host.listdir(root)
     if isinstance(releases, Unknown):
         return releases
     found = []
@@ -182,7 +182,7 @@ def _built_for(host: Host) -> tuple[str, ...] | Unknown:
 
 def _gpus(host: Host) -> tuple[ProcGpu, ...]:
     """The driver's own list. A driver in trouble may keep us waiting for a card's page."""
-    addresses = (host.names(f"{_PROC}/gpus") or ())[:_MOST]
+    addresses = (host.listdir(f"{_PROC}/gpus") or ())[:_MOST]
     pages = [f"{_PROC}/gpus/{address}/information" for address in addresses]
     questions = [lambda path=page: host.text(path, 1 << 14) or "" for page in pages]
     found = []
@@ -238,7 +238,7 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
     log = _ring() if host.root == "/" else Unknown("the log of a tree is in its files")
     booted = host.findall(r"^btime (\d{1,12})$", "/proc/stat")
     for path in _FILES if isinstance(log, Unknown) else ():
-        status = host.status(path)
+        status = host.stat(path)
         if isinstance(status, Unknown) or status.st_mtime < int(booted[0] if booted else 0):
             continue  # written before this start of the machine
         try:
@@ -303,10 +303,10 @@ def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
             return "[nvidia" in stack
         if _WAITS.match(host.line(f"{folder}/wchan")):
             return True
-        files = (host.names(f"{folder}/fd") or ())[:_MOST_FILES]
-        return any(host.link(f"{folder}/fd/{number}").startswith("/dev/nvidia") for number in files)
+        files = (host.listdir(f"{folder}/fd") or ())[:_MOST_FILES]
+        return any(host.readlink(f"{folder}/fd/{number}").startswith("/dev/nvidia") for number in files)
 
-    numbers = [name for name in host.names("/proc") or () if name.isascii() and name.isdigit()]
+    numbers = [name for name in host.listdir("/proc") or () if name.isascii() and name.isdigit()]
     running, stuck = set(), []
     for number in numbers[:_MOST_PROCESSES]:
         folder = f"/proc/{number}"
@@ -337,10 +337,10 @@ def nodes(host: Host) -> Nodes:
     """The nodes of NVIDIA's driver and of others for computing, and the numbers the kernel gave them."""
     if host.uname[0] != "Linux":
         return Nodes()
-    present = [f"/dev/{name}" for name in host.names("/dev") or () if _NAMES.fullmatch(name)]
+    present = [f"/dev/{name}" for name in host.listdir("/dev") or () if _NAMES.fullmatch(name)]
     for folder, start in _FOLDERS:
         present += tuple(host.paths(folder, start))[:_MOST]
-    statuses = {path: host.status(path) for path in (*_ALWAYS, *present)}
+    statuses = {path: host.stat(path) for path in (*_ALWAYS, *present)}
     # Cards are opened last: one that must be started first takes its time.
     there = sorted(filter(statuses.get, statuses), key=lambda path: bool(_CARD.fullmatch(path)))
     answers = in_fork([lambda path=path: host.open_error(path) for path in there], PATIENCE)  # type: ignore[misc]
@@ -351,7 +351,7 @@ def nodes(host: Host) -> Nodes:
         mount = mount_of(around, path)
         nodev = mount is not None and "nodev" in mount.options
         if isinstance(status, Unknown):
-            link = bool(host.link(path))
+            link = bool(host.readlink(path))
             found.append(Node(path, exists=link, kind="link" if link else "", mode=0, error="ENOENT", nodev=nodev))
             continue
         mode, device, error = status.st_mode, getattr(status, "st_rdev", 0), errors[path]
@@ -442,7 +442,7 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
             yield Accelerator("xpu", "Intel Core Ultra graphics", ids[card.address], usable=usable, integrated=True)
 
     # Others by the nodes their drivers make; by the bus where a maker builds nothing else.
-    names = host.names("/dev") or ()
+    names = host.listdir("/dev") or ()
     for pattern, kind, name in _DEVICES:
         if count := sum(bool(pattern.fullmatch(each)) for each in names):
             yield Accelerator(kind, name, f"{count} in /dev", usable=True)

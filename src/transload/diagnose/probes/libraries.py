@@ -80,11 +80,11 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
     unseen: dict[str, Library] = {}
     for via, path in (*preloaded, *loader.places(name), *(("disk", path) for path in disk)):
         taken = loader.examine(path) is not None
-        if not taken and not (host.link(path) or os.path.lexists(host.real(path))):
+        if not taken and not (host.readlink(path) or os.path.lexists(host.real(path))):
             continue
         target, elf, problem = host.target(path), read_elf(host.real(path)), ""
         if isinstance(elf, Unknown):
-            problem = elf.reason if host.exists(path) else f"a link to {host.link(path)}, which is not there"
+            problem = elf.reason if host.exists(path) else f"a link to {host.readlink(path)}, which is not there"
         elif loader.foreign(elf):
             named = f"{elf.machine}, {elf.bits} bits" if elf.bits != 64 else elf.machine
             problem = f"for another machine ({named})"

@@ -51,8 +51,10 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     told = own() if _is_own(host, executable) else absent or asked(host, executable, deadline)
     if isinstance(told, str):
         return Python(executable or host.python, why=why, problem=told)
-    told |= {name: host.named(told[name]) for name in ("executable", "prefix", "base_prefix", "stdlib", "user_site")}
-    path = tuple(host.named(os.path.join(host.cwd, entry)) for entry in told["path"])
+    told |= {
+        name: host.host_path(told[name]) for name in ("executable", "prefix", "base_prefix", "stdlib", "user_site")
+    }
+    path = tuple(host.host_path(os.path.join(host.cwd, entry)) for entry in told["path"])
     stdlib, prefix, base_prefix = told.pop("stdlib"), told["prefix"], told["base_prefix"]
     kind, tool = environment(host, prefix, base_prefix)
     relevant = tuple(table("packages")["relevant"].split())
@@ -83,9 +85,9 @@ def located(host: Host) -> tuple[str, str]:
         name = here if os.sep in name or host.exists(here) else _first_on_path(host, name) or name
     if not os.path.isabs(name):
         return name, f"{name} is neither in the current folder nor on PATH" if name else "no Python was named"
-    if host.folder(name):
+    if host.is_dir(name):
         usual_place = f"{name.rstrip('/')}/bin/python"
-        name = _in_folder(host, name) or (usual_place if host.link(usual_place) else "")
+        name = _in_folder(host, name) or (usual_place if host.readlink(usual_place) else "")
         if not name:
             return "", f"{host.python} holds no Python: there is no bin/python in it"
     target = host.target(name)
@@ -244,7 +246,7 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
 def _more(host: Host, prefix: str) -> Iterator[str]:
     """Paths of interpreters that can be found cheaply: on PATH, and those of Jupyter's kernels, of conda, of pyenv."""
     for folder in _search(host):
-        yield from (f"{folder}/{name}" for name in host.names(folder) or () if _EXECUTABLE.fullmatch(name))
+        yield from (f"{folder}/{name}" for name in host.listdir(folder) or () if _EXECUTABLE.fullmatch(name))
     home = host.environ.get("HOME", "")
     data = host.environ.get("XDG_DATA_HOME") or f"{home}/.local/share"
     roots = (f"{data}/jupyter", f"{home}/Library/Jupyter", f"{prefix}/share/jupyter")
@@ -282,7 +284,7 @@ def _in_folder(host: Host, folder: str) -> str:
 def _first_on_path(host: Host, name: str) -> str:
     """The first file of that name on PATH; empty where there is none."""
     places = (f"{folder}/{name}" for folder in _search(host))
-    return next((place for place in places if host.exists(place) and not host.folder(place)), "")
+    return next((place for place in places if host.exists(place) and not host.is_dir(place)), "")
 
 
 def _search(host: Host) -> Iterator[str]:
@@ -294,7 +296,7 @@ def _search(host: Host) -> Iterator[str]:
 def interpreter(host: Host, executable: str) -> Interpreter | None:
     """The interpreter at a path, as far as its files tell; nothing where there is none."""
     root, shims, name = executable.rpartition("/shims/")
-    if shims and host.folder(f"{root}/versions"):  # a script of pyenv, which starts another
+    if shims and host.is_dir(f"{root}/versions"):  # a script of pyenv, which starts another
         chosen = host.environ.get("PYENV_VERSION", "").partition(":")[0]
         chosen = chosen or host.line(f"{host.cwd}/.python-version") or host.line(f"{root}/version")
         executable = f"{root}/versions/{chosen}/bin/{name}"
@@ -354,7 +356,7 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
         locked = [tool for lock, tool in _LOCKS if host.exists(f"{folder}/{lock}")]
         return locked + host.findall(_TABLE, f"{folder}/pyproject.toml")
 
-    if host.folder(f"{prefix}/conda-meta"):
+    if host.is_dir(f"{prefix}/conda-meta"):
         return ("pixi", "pixi") if "/.pixi/envs/" in f"{prefix}/" else ("conda", "conda")
     settings = _config(host, prefix)
     if settings or prefix != base_prefix:
@@ -422,7 +424,7 @@ class Distribution(NamedTuple):
 def installed(host: Host, path: Iterable[str]) -> Iterator[Distribution]:
     """Every distribution on an import path, in its order."""
     for folder in dict.fromkeys(path):
-        for name in host.names(folder) or ():
+        for name in host.listdir(folder) or ():
             if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
                 normal = re.sub(r"[-_.]+", "-", found["name"]).lower()  # the one normal spelling
                 yield Distribution(host, normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transload.diagnose.host import Host, memory, number_in, pairs, reason
+from transload.diagnose.host import Host, int_or, memory, pairs, reason
 from transload.diagnose.tables import sections, shown_variables, table
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
@@ -50,11 +50,11 @@ def platform(host: Host) -> Platform:
         shell=shell,
         root=host.uid == 0,
         groups=tuple(sorted(groups.get(number, number) for number in {*" ".join(numbers).split()})),
-        laptop=chassis if isinstance(chassis, Unknown) else number_in(chassis.strip(), 0) in _LAPTOPS,
+        laptop=chassis if isinstance(chassis, Unknown) else int_or(chassis.strip(), 0) in _LAPTOPS,
         address_space=int(limit[0]) if limit else None,
         memory=total,
         memory_free=free,
-        suspends=number_in(host.line("/sys/power/suspend_stats/success"), 0),
+        suspends=int_or(host.line("/sys/power/suspend_stats/success"), 0),
         prime=_PRIME.get(prime, prime),
     )
 
@@ -139,7 +139,7 @@ def toolkit(host: Host) -> Toolkit:
     folders = [each.rstrip("/") for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
     folders += [f"{home.rstrip('/')}/bin"] if home.startswith("/") else []
     nvcc = next((path for each in (*folders, f"{_LOCAL}/cuda/bin") if host.exists(path := f"{each}/nvcc")), "")
-    installed = tuple(path for path in host.paths(_LOCAL, "cuda") if host.folder(path))
+    installed = tuple(path for path in host.paths(_LOCAL, "cuda") if host.is_dir(path))
     return Toolkit(nvcc, next(_toolkit_versions(host, nvcc), "") if nvcc else "", home, installed)
 
 
@@ -172,16 +172,16 @@ def surroundings(host: Host) -> Surroundings:
         signs.setdefault(name, (value, why))
     dev = mount_of(around, "/dev/null")
     own_dev = dev is not None and dev.point == "/dev" and dev.kind == "tmpfs"
-    devices = set(host.names("/dev") or ("unknown",)) - {*table("containers")["private_dev"].split()}
+    devices = set(host.listdir("/dev") or ("unknown",)) - {*table("containers")["private_dev"].split()}
     folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
     specifications = (path for at in folders for end in (".yaml", ".json") for path in host.paths(at, end=end))
     drivers = {version for path in specifications for version in host.findall(_CDI, path)}
     toolkit: bool | Unknown = any(executable(host, name) for name in _CONTAINER_TOOLKIT)
-    programs = host.names("/usr/bin")
+    programs = host.listdir("/usr/bin")
     docker = "snap" if host.exists("/snap/bin/docker") else ""
     for path in ("/usr/bin/docker", "/usr/local/bin/docker"):
         begin = host.data(path, 256)
-        if begin and b"podman" not in begin and not host.link(path).endswith("/snap"):  # podman-docker is a script
+        if begin and b"podman" not in begin and not host.readlink(path).endswith("/snap"):  # podman-docker is a script
             docker = "installed"
     return Surroundings(
         **{name: value for name, (value, _) in signs.items()},
@@ -197,7 +197,7 @@ def surroundings(host: Host) -> Surroundings:
 def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
     """A field of ``Surroundings``, its value and the evidence; of each field the first counts."""
     environ, secrets = host.environ, "/var/run/secrets/kubernetes.io"
-    kubernetes = f"{secrets} is there" if host.folder(secrets) else ""
+    kubernetes = f"{secrets} is there" if host.is_dir(secrets) else ""
     if environ.get("KUBERNETES_SERVICE_HOST"):
         kubernetes = "KUBERNETES_SERVICE_HOST is set"
     for kind, why in _containers(host, around):
@@ -222,7 +222,7 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
         yield "sandbox", "gvisor", "/proc/version is gVisor's"
     if any("kata-containers" in word or word.startswith("agent.log=") for word in words):
         yield "sandbox", "kata", "the kernel was started by Kata"
-    if {"reboot=k", "panic=1"} <= set(words) and not host.folder("/sys/class/dmi/id"):
+    if {"reboot=k", "panic=1"} <= set(words) and not host.is_dir("/sys/class/dmi/id"):
         yield "sandbox", "firecracker", "the kernel was started as Firecracker does, on a board without a name"
     if service := service_of(host):
         yield "service", service, f"/proc/self/cgroup names {service}"

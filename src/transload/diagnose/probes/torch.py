@@ -68,7 +68,7 @@ def torch(host: Host, python: Python) -> Torch:
     # What setuptools or scikit-build-core wrote for an editable install says where torch is.
     for finder in (f"{place.folder}/{name}" for place in places for name in place.names if _FINDER.fullmatch(name)):
         path = "".join(host.findall(_MAPPED, finder)[:1]).removesuffix("/__init__.py")
-        if path and host.folder(path) and host.target(path) not in known:
+        if path and host.is_dir(path) and host.target(path) not in known:
             installs.append(_install(host, path, stray, python.prefix))
 
     # Distributions without files. One beside another of the same version is only a second record of it.
@@ -102,7 +102,7 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
     via = dict(reversed(ways))  # of an entry that is listed twice the first counts
     for entry in host.distinct(entry for entry, _ in ways):
         folder = entry.rstrip("/")
-        if names := host.names(entry):
+        if names := host.listdir(entry):
             dists = tuple(each for each in installed(host, [folder]) if each.name == "torch")
             yield _Place(folder, via[entry], names, dists, *_found(host, folder, names, dists))
 
@@ -110,7 +110,7 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
 def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distribution]) -> tuple[Any, str]:
     """As Python's own finder: a package before a module; a folder without ``__init__`` only if there is no other."""
     path = f"{folder}/torch"
-    inside = host.names(path) or () if "torch" in names else ()
+    inside = host.listdir(path) or () if "torch" in names else ()
     compiled = any(_COMPILED.fullmatch(name) for name in inside)
     if any(_START.fullmatch(name) for name in inside):
         # A distribution that claims it, or compiled code, makes it an install, if perhaps a broken one.
@@ -119,7 +119,7 @@ def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distri
         source = {"csrc", "_C"} & set(inside) or "cuda" in assigned(host.text(f"{path}/version.py", 1 << 16) or "")
         return "source" if source else "package", path
     for name in names:
-        if _MODULE.fullmatch(name) and not host.folder(f"{folder}/{name}"):
+        if _MODULE.fullmatch(name) and not host.is_dir(f"{folder}/{name}"):
             return "file", f"{folder}/{name}"
     return ("remains", path) if compiled or "version.py" in inside else ("", "")
 
@@ -138,13 +138,13 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
     installer = host.line(f"{dist.path}/INSTALLER") if dist else ""
     conda = ""
     if installer in ("", "conda") and folder.startswith(f"{prefix}/"):  # the record of its package "pytorch"
-        records = (_BUILD.fullmatch(name) for name in host.names(f"{prefix}/conda-meta") or ())
+        records = (_BUILD.fullmatch(name) for name in host.listdir(f"{prefix}/conda-meta") or ())
         conda = next((each[1] for each in records if each), "")
     files = _listed(dist) if dist else {}
     damaged, altered = _compared(host, folder, files)
     there: Sequence[str] = ()
     if not conda and any(name.startswith("lib/") for name in files):  # conda links libraries there from its own folder
-        there = [f"lib/{name}" for name in host.names(f"{folder}/lib") or ()]
+        there = [f"lib/{name}" for name in host.listdir(f"{folder}/lib") or ()]
     install = replace(
         build(host, folder),
         installer=installer or ("conda" if conda else ""),
@@ -198,7 +198,7 @@ def _direct_url(dist: Distribution) -> dict[str, Any]:
 
 
 def _time(host: Host, path: str) -> float:
-    status = host.status(path)
+    status = host.stat(path)
     return status.st_mtime if status else 0.0
 
 
@@ -238,7 +238,7 @@ def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str
     damaged, altered = [], []
     for name, expected in files.items():
         path = f"{folder}/{name}"
-        status = host.status(path)
+        status = host.stat(path)
         if isinstance(status, Unknown):
             damaged.append(f"{name}: {status.reason if host.exists(path) else 'absent'}")
         elif not name.endswith(".py") and 0 <= expected != status.st_size:
@@ -278,11 +278,11 @@ def torch_run(host: Host, outcome: Outcome) -> TorchRun:
     found = TorchRun(outcome.answer, **told)
     return replace(
         found,
-        file=host.named(found.file),
+        file=host.host_path(found.file),
         cudnn=_cudnn(facts.get("cudnn", 0)),
         warnings=(*outcome.all("warning"), *printed[-_NOISE:]),
         steps=tuple(steps),
-        libraries=tuple(map(host.named, found.libraries)),
+        libraries=tuple(map(host.host_path, found.libraries)),
     )
 
 
