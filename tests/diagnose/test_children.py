@@ -40,7 +40,7 @@ def hangs_in(child: Child, record: dict[str, object]) -> Outcome:
     """Its end, once it has said so much: no machine is too slow for that."""
     while record not in child.records and not child.ended():
         time.sleep(0.01)
-    child.hurry(time.monotonic())
+    child.end_by(time.monotonic())
     return child.outcome()
 
 
@@ -61,7 +61,7 @@ def test_it_tells_facts_in_order() -> None:
     assert told.state == "answered"
     assert told.records == ({"a": 1}, facts, {"done": True})
     assert told.facts["a"] == 2
-    assert told.all("a") == [1, 2]
+    assert told.values("a") == [1, 2]
     assert told.answer.detail == ""
 
 
@@ -87,7 +87,7 @@ def test_noise_without_end_is_cut() -> None:
 
 
 def test_bytes_that_are_no_text() -> None:
-    assert outcome("os.write(1, b'\\xff\\n'); report.say(name='\\udcff\\U0001f600'); report.done()").all("name") == [
+    assert outcome("os.write(1, b'\\xff\\n'); report.say(name='\\udcff\\U0001f600'); report.done()").values("name") == [
         "\udcff\U0001f600"
     ]
 
@@ -157,7 +157,7 @@ def test_the_place_of_a_crash_is_found_in_pythons_stack() -> None:
 def test_a_child_that_hangs_is_ended_at_its_deadline(text: str) -> None:
     with Child(question(f"report.doing('cuInit'); {text}"), LONG) as child:
         told = hangs_in(child, {"doing": "cuInit"})
-        assert child._over.wait(LONG)  # the pipe has no other end any more: all that held it are gone
+        assert child._finished.wait(LONG)  # the pipe has no other end any more: all that held it are gone
     assert told.state == "hung"
     assert re.fullmatch(r"hung in cuInit after \d+\.\d s", told.detail)
     assert not alive(child.pid)
@@ -189,15 +189,15 @@ def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatc
 
 def test_hurry_brings_the_deadline_nearer() -> None:
     with Child(question("time.sleep(600)"), LONG) as child:
-        child.hurry(child.begun + 2 * LONG)
+        child.end_by(child.begun + 2 * LONG)
         assert child.deadline == child.begun + LONG
-        child.hurry(child.begun + 0.1)
+        child.end_by(child.begun + 0.1)
         assert child.outcome().state == "hung"
 
 
 def test_a_child_that_does_nothing_is_given_up_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "_LOOK", 0.05)
-    monkeypatch.setattr(children, "_LONG", 0.0)
+    monkeypatch.setattr(children, "_POLL", 0.05)
+    monkeypatch.setattr(children, "_SLOW", 0.0)
     waited: list[str] = []
     with Child(question("report.doing('import'); time.sleep(600)"), LONG) as child:
         told = child.outcome(0.3, waited.append)
@@ -211,10 +211,10 @@ def test_a_child_that_does_nothing_is_given_up_before_its_deadline(monkeypatch: 
 def test_a_child_works_while_anything_that_it_started_does() -> None:
     text = "import subprocess; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     with Child(question(text), LONG) as child:
-        while children._work(child.pid) < 3 * children._WORK and not child.ended():
+        while children._work_done(child.pid) < 3 * children._IDLE_WORK and not child.ended():
             time.sleep(0.01)
         assert not child.ended()
-    assert children._work(1 << 30) == -1  # there is no such session
+    assert children._work_done(1 << 30) == -1  # there is no such session
 
 
 def interrupted(child: Child) -> None:

@@ -150,8 +150,8 @@ def test_a_driver_that_crashes_is_a_fact_like_any_other(tmp_path: Path, monkeypa
 
 
 def test_where_torch_hangs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transload.diagnose.children._LOOK", 0.05)
-    monkeypatch.setattr("transload.diagnose.children._LONG", 0.0)
+    monkeypatch.setattr("transload.diagnose.children._POLL", 0.05)
+    monkeypatch.setattr("transload.diagnose.children._SLOW", 0.0)
     told: list[str] = []
     patient = host(tmp_path, torch=PATIENT)
     for timeout in (1.0, 10.0):  # a busy machine may not even start it in a second
@@ -164,7 +164,7 @@ def test_where_torch_hangs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what /proc tells")
 def test_an_idle_torch_is_given_up_though_its_time_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transload.diagnose.children._LOOK", 0.05)
+    monkeypatch.setattr("transload.diagnose.children._POLL", 0.05)
     machine = probe(host=host(tmp_path, torch="import time; time.sleep(600)"), timeout=300.0, idle=0.5)
     assert "idle for the last" in machine.torch_run.answer.detail
 

@@ -1,7 +1,7 @@
 """Questions asked in a child process: a driver or torch may hang, crash or print anything, and the doctor must not.
 
-A child reports its findings step by step, so it is known how far it got. Every child ends: by itself, at its deadline,
-when the ``with`` block is left, or with this process. Nothing here waits for a process that cannot be killed.
+A child reports its findings step by step, so that the parent knows how far it got. A child ends when it is done, at its
+deadline, when the ``with`` block is left, or with this process. Nothing here waits for a process that cannot be killed.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 
     from transload.machine import State
 
-MARK = b"\x1e"  # Marks each line that is meant for the parent; everything else was printed by a library.
+MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
 
 _GRACE = 0.2
-"""Seconds to die after SIGKILL, or to report where it hangs. A child that waits inside a driver may never do either."""
-_NOISE = 1 << 14  # Bytes kept of what is printed, which may be endless; enough for Python's stack.
+"""Seconds to wait for a child to die after SIGKILL, or for its last output. Inside a driver it may never die."""
+_NOISE = 1 << 14  # Bytes of other output that are kept, which may be endless; enough for Python's stack.
 _LINE = 1 << 16  # The longest line kept, for the same reason.
 _RECORDS = 4096
 _BACKSTOP = 5
 """Seconds after its deadline at which a child ends itself if the parent is gone and the lifeline did not work."""
-_STANDARD = 2  # Files up to this number are the child's standard ones.
-_LOOK = 1.0  # Seconds between two looks at a child that is waited for.
-_LONG = 1.0  # Seconds after which it is said where a child is.
-_WORK = 10  # Hundredths of a second, or pages read, that a child may use between two looks and still count as idle.
+_STDERR = 2  # File descriptors up to this one are replaced in the child.
+_POLL = 1.0  # Seconds between two checks of what a child is doing.
+_SLOW = 1.0  # Seconds after which to report where a child is.
+_IDLE_WORK = 10  # Clock ticks and pages read between two checks up to which a child counts as idle.
 
 _STACK = re.compile(
     rb"(Fatal Python error: .*|Timeout \([\d:.]+\)!|(?:Stack|(?:Current t|T)hread 0x.*) \(most recent call first\):)$"
 )
-"""What faulthandler prints before the stack of each thread, the main one last."""
+"""What faulthandler prints before the stack of each thread, the main thread last."""
 _FATAL = "Fatal Python error: "
-_PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
-_OF_PYTHON = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
+_FRAME = re.compile(r'File "([^"<][^"]*)", line (\d+)')
+_STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A script, as ``source`` gives those of ``probes``, and the surroundings in which to run it."""
+    """A script, as ``source`` returns it, and how to run it."""
 
     script: str
     python: str
@@ -65,33 +65,33 @@ class Question:
     cwd: str = ""
     flags: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    refusal: str = ""  # Why it cannot be asked; empty where it can.
+    refusal: str = ""  # Why it cannot be asked; empty if it can.
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a child."""
 
-    state: State  # ``answered`` only where it reported that it was done.
+    state: State  # ``answered`` only if it reported that it was done.
     records: tuple[dict[str, Any], ...] = ()  # Its reports, in order.
     noise: str = ""  # The end of what it and its libraries printed, without Python's stack.
-    end: str = ""  # Why there is no more: ``SIGSEGV``, ``exit status 3``, ``hung``; empty where it was done.
+    end: str = ""  # How it ended: ``SIGSEGV``, ``exit status 3``, ``hung``; empty if it was done.
     seconds: float = 0.0
-    idle: float = 0.0  # Seconds without work after which it was given up, before its deadline; else 0.
-    place: str = ""  # The line of Python where it hung or crashed, where that is known.
+    idle: float = 0.0  # Seconds without work after which it was killed before its deadline; else 0.
+    place: str = ""  # The line of Python where it hung or crashed, if known.
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All records in one; a later one wins."""
+        """All records merged; later ones win."""
         return {name: value for record in self.records for name, value in record.items()}
 
-    def told(self, kind: type) -> dict[str, Any]:
-        """The facts that are fields of a class."""
+    def fields_of(self, kind: type) -> dict[str, Any]:
+        """The facts that are fields of a dataclass."""
         facts = self.facts
         return {each.name: facts[each.name] for each in fields(kind) if each.name in facts}
 
-    def all(self, name: str) -> list[Any]:
-        """The values of every record with that name."""
+    def values(self, name: str) -> list[Any]:
+        """The value of ``name`` in every record that has it."""
         return [record[name] for record in self.records if name in record]
 
     @property
@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def detail(self) -> str:
-        """Where it ended and why, and its own last words."""
+        """Where it ended and why, and the end of its output."""
         if self.state in {"answered", "unasked"}:
             return self.end
         doing = self.facts.get("doing", "")
@@ -114,27 +114,27 @@ class Outcome:
 
     @property
     def printed(self) -> str:
-        """Its noise up to what Python says of a crash."""
+        """Its noise without Python's report of a crash."""
         return self.noise.partition(_FATAL)[0]
 
 
 class Child:
-    """A script at work in another process; ``outcome()`` waits for it, and leaving ``with`` ends it.
+    """A script that runs in another process; ``outcome()`` waits for it, and leaving ``with`` kills it.
 
-    It runs in a session of its own, so that Ctrl-C reaches only this process and everything it starts can be ended with
-    it. It has nothing to read and writes no core dump. Where it cannot be started, that is its outcome.
+    It runs in its own session: Ctrl-C reaches only this process, and everything that it starts is killed with it. Its
+    standard input is empty and it writes no core dump. If it cannot be started, that is its outcome.
     """
 
     def __init__(self, question: Question, seconds: float) -> None:
         self.begun = monotonic()
         self.deadline = self.begun + seconds
         self.records: list[dict[str, Any]] = []
-        self._last = self.begun
+        self._last_output = self.begun
         self._done = False
         self._noise = self._rest = b""
         self._frames: list[bytes] = []
-        self._dumping = False
-        self._over = threading.Event()
+        self._in_stack = False
+        self._finished = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
         self._refusal = question.refusal
@@ -142,7 +142,7 @@ class Child:
             return
         try:
             self._start(question, seconds)
-        except (OSError, ValueError, RuntimeError) as error:  # no such file, a NUL in a variable, no more threads
+        except (OSError, ValueError, RuntimeError) as error:  # no such file, a NUL in a variable, out of threads
             self._refusal = f"could not be started: {reason(question.python, error)}"
             self.close()
             self._process = None
@@ -155,82 +155,82 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process, 0 where it was not started."""
+        """Its process id, 0 if it was not started."""
         return self._process.pid if self._process else 0
 
-    def hurry(self, deadline: float) -> None:
-        """Let it end by ``deadline``, on the monotonic clock, if that is sooner."""
+    def end_by(self, deadline: float) -> None:
+        """Move its deadline forward to ``deadline``, on the monotonic clock, if that is sooner."""
         self.deadline = min(self.deadline, deadline)
 
     def ended(self) -> bool:
-        """Whether it is done or gone, without waiting."""
-        return self._process is None or self._over.is_set() or self._process.poll() is not None
+        """Whether it is done or dead, without waiting."""
+        return self._process is None or self._finished.is_set() or self._process.poll() is not None
 
     def outcome(self, patience: float = inf, waiting: Callable[[str], object] = lambda _: None) -> Outcome:
-        """What became of it: at its deadline at the latest, or when it has not worked for ``patience`` seconds.
+        """Wait until it ends, its deadline passes, or it has been idle for ``patience`` seconds.
 
-        It works where it uses the processor, reads files or gets to another line. Only Linux tells. Once it takes long,
+        It is idle if it uses no CPU time, reads no files and stays at one line (Linux only). Once it is slow,
         ``waiting`` is called each second with the step and the line where it is.
         """
         process = self._process
         if process is None:
             return Outcome("unasked", end=self._refusal)
-        idle, looked = 0.0, monotonic()
-        since, work, place = looked, -1, ""
+        idle, checked = 0.0, monotonic()
+        active, work, place = checked, -1, ""  # when it was last seen at work, how much it had done, and where
         while not self.ended() and (left := self.deadline - monotonic()) > 0:
-            self._over.wait(min(left, 0.05))
-            if (now := monotonic()) - looked < _LOOK:
+            self._finished.wait(min(left, 0.05))
+            if (now := monotonic()) - checked < _POLL:
                 continue
-            looked, there = now, _place(self._frames)
-            done = _work(process.pid) if patience < inf else -1
-            if now - self.begun > _LONG:
+            checked, here = now, _innermost_line(self._frames)
+            done = _work_done(process.pid) if patience < inf else -1
+            if now - self.begun > _SLOW:
                 doing = [record["doing"] for record in list(self.records) if "doing" in record]
-                waiting(", at ".join(filter(None, (*doing[-1:], there))))
-            if work < 0 or done < 0 or done - work >= _WORK or "" != place != there != "":
-                since, work = now, done
-            elif now - since >= patience:
-                idle = now - since
+                waiting(", at ".join(filter(None, (*doing[-1:], here))))
+            if work < 0 or done < 0 or done - work >= _IDLE_WORK or "" != place != here != "":
+                active, work = now, done
+            elif now - active >= patience:
+                idle = now - active
                 break
-            place = there or place
-        if process.poll() is not None and not self._over.wait(_GRACE):  # its last words may still be in the pipe
+            place = here or place
+        if process.poll() is not None and not self._finished.wait(_GRACE):  # its last output may still be in the pipe
             self._finish()
         state: State = "answered" if self._done else "hung"
         end = "" if self._done else "hung"
         if not self._done:
-            with suppress(subprocess.TimeoutExpired):  # it may have closed its output and live on
+            with suppress(subprocess.TimeoutExpired):  # it may have closed its output and still run
                 left = 0.0 if idle else self.deadline - monotonic()
                 state, end = "crashed", _status(process.wait(max(0.0, left)))
-        seconds = (monotonic() if state == "hung" else self._last) - self.begun
+        seconds = (monotonic() if state == "hung" else self._last_output) - self.begun
         if not self.close():
             end += ", and could not be killed,"
         noise = (self._noise + self._rest).decode("utf-8", "replace").strip()
-        place = _place(self._frames) if state == "hung" or _FATAL in noise else ""
+        place = _innermost_line(self._frames) if state == "hung" or _FATAL in noise else ""
         return Outcome(state, tuple(self.records), noise, end, seconds, idle if state == "hung" else 0.0, place)
 
     def close(self) -> bool:
-        """End it and everything it started. False where it does not die: then it is left to itself."""
+        """Kill it and everything it started. False if it does not die: then it is left behind."""
         process = self._process
         if process is not None and process.poll() is None:
-            with suppress(OSError):  # its session is its own, and it was not waited for yet
+            with suppress(OSError):  # the group is its session's, and its id cannot be reused before it is reaped
                 os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)
         ended = process is None or process.poll() is not None
         lifeline, self._lifeline = self._lifeline, -1
         with suppress(OSError):
-            os.close(lifeline)  # not before: what it started would outlive it
+            os.close(lifeline)  # only now: a child that ended by it would leave its own children behind
         return ended
 
     def _start(self, question: Question, seconds: float) -> None:
         """Start the process.
 
-        It inherits one end of a pipe. When the other closes, which happens however this process ends, the kernel tells
-        it: SIGTERM and SIGKILL leave no time to end it from here. Windows has no such signal.
+        It inherits one end of a pipe, the lifeline. The other end closes however this process ends, and the kernel then
+        signals the child: SIGKILL leaves this process no time to do so. Windows has no such signal.
         """
         theirs = -1
-        with suppress(OSError):  # no file is left: then it has the backstop
+        with suppress(OSError):  # out of file descriptors: then it has only the backstop
             theirs, self._lifeline = os.pipe()
-        inherited = (theirs,) if theirs > _STANDARD and os.name == "posix" else ()
+        inherited = (theirs,) if theirs > _STDERR and os.name == "posix" else ()
         command = [question.python, *question.flags, "-c", question.script]
         try:
             self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
@@ -254,20 +254,20 @@ class Child:
             prlimit(process.pid, RLIMIT_CORE, (0, 0))
         if process.stdin:
             process.stdin.close()
-        threading.Thread(target=self._listen, args=(process.stdout,), daemon=True).start()
+        threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True).start()
 
-    def _listen(self, stream: IO[bytes]) -> None:
+    def _read_output(self, stream: IO[bytes]) -> None:
         with stream, suppress(OSError, ValueError):
             while data := stream.read(_LINE):
                 *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:  # kept as a record where it is one, else as noise
+                for line in lines:  # a record or noise
                     before, _, text = line.partition(MARK)
                     try:
                         record = ast.literal_eval(text.decode("ascii")) if text else {}
                     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                         record = {}
                     record = record if isinstance(record, dict) else {}
-                    self._noise = (self._noise + (before if record else self._printed(line)))[-_NOISE:]
+                    self._noise = (self._noise + (before if record else self._without_stack(line)))[-_NOISE:]
                     if record and len(self.records) < _RECORDS:
                         self.records.append(record)
                         self._done = self._done or "done" in record
@@ -277,37 +277,35 @@ class Child:
                     self._finish()
         self._finish()
 
-    def _printed(self, line: bytes) -> bytes:
-        """A line without Python's stack, the last of which is kept apart."""
+    def _without_stack(self, line: bytes) -> bytes:
+        """The line, or what is left of it without Python's stack, whose last frames go to ``_frames``."""
         begins = _STACK.search(line)
         if begins:
-            self._frames, self._dumping = [], True
+            self._frames, self._in_stack = [], True
             return line + b"\n" if begins[1].startswith(b"Fatal") else line[: begins.start()]
-        self._dumping = self._dumping and (not line or line.startswith(b"  "))
-        self._frames += [line] if self._dumping else []
-        return b"" if self._dumping else line + b"\n"
+        self._in_stack = self._in_stack and (not line or line.startswith(b"  "))
+        self._frames += [line] if self._in_stack else []
+        return b"" if self._in_stack else line + b"\n"
 
     def _finish(self) -> None:
-        self._last = self._last if self._over.is_set() else monotonic()
-        self._over.set()
+        self._last_output = self._last_output if self._finished.is_set() else monotonic()
+        self._finished.set()
 
 
-def _place(stack: Iterable[bytes]) -> str:
-    """The innermost line in a stack, of Python's own library only where there is no other.
+def _innermost_line(stack: Iterable[bytes]) -> str:
+    """The innermost line in a stack; one of the standard library only if there is no other.
 
-    >>> _place((b'File "/usr/lib/python3.11/threading.py", line 327 in wait', b'File "/x/torch/a.py", line 3 in f'))
+    >>> lines = b'File "/usr/lib/python3.11/threading.py", line 327 in wait', b'File "/x/torch/a.py", line 3 in f'
+    >>> _innermost_line(lines)
     '/x/torch/a.py:3'
     """
-    found = (_PLACE.search(line.decode("utf-8", "replace")) for line in stack)
+    found = (_FRAME.search(line.decode("utf-8", "replace")) for line in stack)
     lines = [":".join(each.groups()) for each in found if each]
-    return next((line for line in lines if not _OF_PYTHON.search(line)), lines[0] if lines else "")
+    return next((line for line in lines if not _STANDARD_LIBRARY.search(line)), lines[0] if lines else "")
 
 
-def _work(session: int) -> int:
-    """What all processes of a session have done: hundredths of a second on a processor, and pages read from a disk.
-
-    It is -1 where the system does not tell.
-    """
+def _work_done(session: int) -> int:
+    """CPU time in clock ticks plus major page faults of all processes of a session; -1 if unknown."""
     total, known = 0, False
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdecimal():
@@ -338,9 +336,9 @@ def _status(code: int) -> str:
 
 @cache
 def source(script: str) -> str:
-    """A script of ``probes`` after ``ask``, which it imports, as one text for ``python -c``.
+    """A script of ``probes``, with ``ask`` that it imports put before it, as one text for ``python -c``.
 
-    So it needs nothing of transload on the other interpreter's path, and it is also found inside a zip.
+    So the other interpreter needs no transload on its path, and the script is also found inside a zip.
     """
     folder, loader = os.path.join(os.path.dirname(__file__), "probes"), cast("Any", __spec__).loader
     texts = [loader.get_data(os.path.join(folder, f"{name}.py")).decode() for name in dict.fromkeys(("ask", script))]
@@ -349,16 +347,16 @@ def source(script: str) -> str:
     return "\n".join(("from __future__ import annotations", *lines))
 
 
-# -- questions to this very interpreter --------------------------------------------------------------------------------
+# -- calls in a fork of this process -----------------------------------------------------------------------------------
 
 _FILES = 1 << 12
 
 
 def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str | Unknown, ...]:
-    """What each question answers, asked one after the other; ``Unknown`` for those without an answer by the deadline.
+    """Call the functions one after the other in a fork: their results, ``Unknown`` for those not done in time.
 
-    For calls that a driver in trouble may never return from. A process that waits inside a kernel driver cannot be
-    killed, and a thread that does so keeps its process from ending; a forked child can be left behind.
+    A call into a broken driver may never return. A process that waits inside a kernel driver cannot be killed, and a
+    thread that does so keeps its process from ending; a forked child can be left behind.
 
     >>> in_fork([lambda: "yes", lambda: "no"], 5.0)
     ('yes', 'no')
@@ -372,16 +370,16 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
     deadline = monotonic() + seconds
     try:
         ours, theirs = os.pipe()
-        with warnings.catch_warnings():  # about forking beside threads: the child takes none of their locks
+        with warnings.catch_warnings():  # about a fork with threads: the child takes none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
-    except OSError as error:  # no process or no pipe is left
+    except OSError as error:  # out of processes or file descriptors
         return (Unknown(f"could not be asked: {error.strerror}"),) * len(questions)
     if not child:
-        try:  # the child's whole life; it must not return, since the caller's code above is not its own
+        try:  # the child must never return into the caller's code
             os.closerange(0, theirs)  # or whoever reads our output would wait for a child that hangs
             os.closerange(theirs + 1, _FILES)
-            gc.disable()  # garbage is the parent's to clear
+            gc.disable()  # finalizers are for the parent to run
             for question in questions:
                 os.write(theirs, ascii(question()).encode() + b"\n")
         finally:

@@ -66,7 +66,7 @@ def ended(child: Child, step: str) -> Outcome:
     """The outcome; where there is a step that hangs, once the child is there."""
     while step and not child.ended() and {"doing": step} not in child.records:
         time.sleep(0.01)
-    child.hurry(time.monotonic() if step else child.deadline)
+    child.end_by(time.monotonic() if step else child.deadline)
     return child.outcome()
 
 

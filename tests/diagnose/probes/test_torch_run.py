@@ -204,7 +204,7 @@ def test_an_import_that_hangs(tmp_path: Path, text: str) -> None:
     with Child(quick, LONG) as child:
         while not any(b"torch.py" in line for line in child._frames) and not child.ended():
             time.sleep(0.01)
-        child.hurry(time.monotonic() + 0.5)
+        child.end_by(time.monotonic() + 0.5)
         told = torch_run(host, child.outcome())
     assert told.answer.state == "hung"
     assert told.answer.detail.startswith(f"hung in import at {tmp_path}/torch.py:3 after ")

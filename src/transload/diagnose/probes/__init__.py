@@ -124,7 +124,7 @@ def probe(
         cuda = attempt("cuda", bare.driver.cuda, lambda: driver.cuda(here, cuda_child.outcome(inf, asked)))
         nvml = attempt("nvml", bare.driver.nvml, lambda: driver.nvml(here, nvml_child.outcome(inf, asked), ours))
         if run and "hung" in (cuda.answer.state, nvml.answer.state) and not cuda.works:
-            run.hurry(begun + _DRIVER)
+            run.end_by(begun + _DRIVER)
         left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
         tried: tuple[Experiment, ...] = attempt("experiments", (), driver.experiments, here, cuda, left)
         ran = TorchRun(Answer(detail=unasked))

@@ -1,6 +1,6 @@
-"""Asks the CUDA driver, or NVML, the library of nvidia-smi. Runs in a child; see ``ask``.
+"""Asks the CUDA driver or NVML, the library behind nvidia-smi. Runs in a child; see ``ask``.
 
-The last two arguments are which of them, ``cuda`` or ``nvml``, and the library to load.
+The last two arguments are ``cuda`` or ``nvml``, and the library to load.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 
 from transload.diagnose.probes.ask import Report, begin, mapped
 
-DEVICES = 256  # No more are asked for, whatever count a driver gives.
+DEVICES = 256  # The most devices to ask about, whatever count the driver returns.
 ABSENT = -1  # The result of a function that the library does not have.
 
 
 class Driver:
-    """A loaded library; before each call it reports what is called."""
+    """A loaded library. Each call is reported before it is made."""
 
     def __init__(self, report: Report, name: str) -> None:
         self.report = report
@@ -29,42 +29,42 @@ class Driver:
             report.say(failed=str(error))
             report.done()
 
-    def demand(self, *alternatives: str) -> None:
-        """Give up where the library has none of these functions, which every release has in one form or another."""
+    def require(self, *alternatives: str) -> None:
+        """Exit if the library has none of these functions, of which every release has at least one."""
         if not any(map(self.has, alternatives)):
             self.report.say(missing=alternatives[0])
             self.report.done()
 
     def has(self, function: str) -> bool:
-        """Whether the library has it."""
+        """Whether the library has this function."""
         return hasattr(self.library, function)
 
     def call(self, function: str, *arguments: object) -> int:
-        """The result of a function, 0 for success; ``ABSENT`` where the library does not have it."""
+        """Call a function: 0 for success, ``ABSENT`` if the library does not have it."""
         if not self.has(function):
             return ABSENT
         self.report.doing(function)
         return int(getattr(self.library, function)(*arguments))
 
-    def newest(self, function: str, *arguments: object) -> int:
-        """The same of a function, or, where the library is older, of the version before: ``f`` for ``f_v2``."""
+    def call_newest(self, function: str, *arguments: object) -> int:
+        """Call a function, or in an older library the version before it: ``f`` for ``f_v2``."""
         name, number = function[:-3], int(function[-1])
         older = name if number == 2 else f"{name}_v{number - 1}"
         return self.call(function if self.has(function) else older, *arguments)
 
     def numbers(self, function: str, *arguments: object, count: int = 1) -> list[int]:
-        """What it stores through its last ``count`` arguments, pointers to ``unsigned int``; empty where it fails."""
+        """What a function stores through its last ``count`` arguments, ``unsigned int *``; empty if it fails."""
         values = [ctypes.c_uint() for _ in range(count)]
         code = self.call(function, *arguments, *map(ctypes.byref, values))
         return [] if code else [value.value for value in values]
 
     def text(self, function: str, *arguments: object) -> str:
-        """What it writes into a buffer, which with its size are its last arguments; empty where it fails."""
+        """The text that a function writes into a buffer, its last arguments a buffer and a size; empty if it fails."""
         buffer = ctypes.create_string_buffer(256)
         return "" if self.call(function, *arguments, buffer, 256) else decoded(buffer.value)
 
     def file(self, function: str) -> str:
-        """The file in memory that holds a function; by its name where the function is not there."""
+        """The mapped file that contains a function; by the name of the file if there is no such function."""
         found = self.has(function) and ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
         stem = os.path.basename(self.name).split(".so")[0] + ".so"
         for start, end, path in mapped():
@@ -74,30 +74,30 @@ class Driver:
 
 
 def decoded(raw: bytes) -> str:
-    """A name as the driver gives it, which should be ASCII."""
+    """A name from the driver, which should be ASCII."""
     return raw.decode("utf-8", "replace")
 
 
-# -- CUDA: whether it starts, for which CUDA it is, and what devices it has for this process ---------------------------
+# -- CUDA: whether it starts, which version it supports, and which devices this process has ----------------------------
 
 CAPABILITY, INTEGRATED, COMPUTE_MODE = (75, 76), 18, 20
 """Of ``CUdevice_attribute``."""
 
 
 def ask_cuda(driver: Driver) -> None:
-    """Report everything, the version first: it is known even where ``cuInit`` fails or hangs."""
-    tell = driver.report.say
-    tell(library=driver.file("cuInit"))
+    """Report everything, the version first: it works even if ``cuInit`` fails or hangs."""
+    say = driver.report.say
+    say(library=driver.file("cuInit"))
     for function in ("cuInit", "cuDriverGetVersion", "cuDeviceGetCount"):
-        driver.demand(function)
-    tell(version=sum(driver.numbers("cuDriverGetVersion")))
+        driver.require(function)
+    say(version=sum(driver.numbers("cuDriverGetVersion")))
     started = driver.call("cuInit", 0)
-    tell(init=started)
+    say(init=started)
     count = ctypes.c_int(-1)
     code = driver.call("cuDeviceGetCount", ctypes.byref(count))
-    tell(count=count.value, count_code=code)
+    say(count=count.value, count_code=code)
     for ordinal in range(min(count.value, DEVICES) if started == code == 0 else 0):
-        tell(gpu=cuda_gpu(driver, ordinal))
+        say(gpu=cuda_gpu(driver, ordinal))
     driver.report.done()
 
 
@@ -116,8 +116,8 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
     memory = ctypes.c_size_t()
     code = driver.call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
     raw = ctypes.create_string_buffer(16)
-    without = driver.newest("cuDeviceGetUuid_v2", raw, device)
-    mig = b" MIG " in name.value and driver.has("cuDeviceGetUuid_v2")  # only the newer function gives a MIG device's
+    without = driver.call_newest("cuDeviceGetUuid_v2", raw, device)
+    mig = b" MIG " in name.value and driver.has("cuDeviceGetUuid_v2")  # only _v2 returns the UUID of a MIG device
     cuts = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
     uuid = "-".join(("MIG" if mig else "GPU", *(raw.raw.hex()[start:end] for start, end in cuts)))
     return {
@@ -133,57 +133,57 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
 
 # -- NVML: the driver's version, and each card with what may keep it from computing ------------------------------------
 
-PROCESSES = 256  # Room for so many.
+PROCESSES = 256  # The most processes to list.
 
-# What the library fills, of nvml.h. A field of 64 bits is aligned to 8 bytes.
+# Structures of nvml.h that the library fills. A field of 64 bits is aligned to 8 bytes.
 PCI_INFO = struct.Struct("=16s5I32s")  # Legacy address, domain, bus, device, ids, ids of the subsystem, address.
-PROCESS_INFO = struct.Struct("=I4xQII")  # Process, memory, and of MIG the two instances.
+PROCESS_INFO = struct.Struct("=I4xQII")  # Process, memory, and the two MIG instances.
 FABRIC_INFO = struct.Struct("=16sIII")  # Cluster, status, clique, state.
-FABRIC_INFO_V = struct.Struct("=I16sIIII")  # The version and size of itself, then the same, and a mask of its health.
+FABRIC_INFO_V = struct.Struct("=I16sIIII")  # Version and size of the structure, then the same, and a health mask.
 LICENCES, LICENCE = struct.Struct("=iI"), struct.Struct("=II128s128sI16s")
-"""Whether licences are supported, how many follow; of each its code, whether it is licensed, texts, and more."""
+"""Whether licences are supported, and how many follow; each with a code, whether it is licensed, texts, and more."""
 COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
 MIG = ECC = ("disabled", "enabled")
-NVLINKS = 18  # Links that a card may have.
-P2P_READ = 0  # Of ``nvmlGpuP2PCapsIndex_t``: reading the other card's memory. Its status is 0 where that works.
+NVLINKS = 18  # The most links that a card has.
+P2P_READ = 0  # Of ``nvmlGpuP2PCapsIndex_t``: reading the other card's memory. The status is 0 if that works.
 FABRIC = ("not-supported", "not-started", "in-progress", "completed")
 VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
 
 
 def ask_nvml(driver: Driver) -> None:
     """Report everything."""
-    tell = driver.report.say
-    tell(library=driver.file("nvmlInit_v2"))
-    driver.demand("nvmlInit_v2", "nvmlInit")
-    started = driver.newest("nvmlInit_v2")
-    tell(init=started)
+    say = driver.report.say
+    say(library=driver.file("nvmlInit_v2"))
+    driver.require("nvmlInit_v2", "nvmlInit")
+    started = driver.call_newest("nvmlInit_v2")
+    say(init=started)
     if started == 0:
-        tell(driver=driver.text("nvmlSystemGetDriverVersion"))
+        say(driver=driver.text("nvmlSystemGetDriverVersion"))
         version = ctypes.c_int()
-        code = driver.newest("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(version))
+        code = driver.call_newest("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(version))
         state = (ctypes.c_uint * 3)()  # of confidential computing: environment, feature, tools
         ready: list[int] = []
         if driver.call("nvmlSystemGetConfComputeState", state) == 0 and state[1]:
             ready = driver.numbers("nvmlSystemGetConfComputeGpusReadyState")
-        tell(cuda=0 if code else version.value, confidential={(): "", (0,): "not-ready"}.get(tuple(ready), "ready"))
+        say(cuda=0 if code else version.value, confidential={(): "", (0,): "not-ready"}.get(tuple(ready), "ready"))
         count = ctypes.c_uint()
-        code = driver.newest("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        tell(count=-1 if code else count.value, count_code=code)
+        code = driver.call_newest("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        say(count=-1 if code else count.value, count_code=code)
         numbers = range(0 if code else min(count.value, DEVICES))
         for index in numbers:
-            tell(gpu=nvml_gpu(driver, index))
-        tell(peers=nvml_peers(driver, [nvml_card(driver, index)[0] for index in numbers]))
+            say(gpu=nvml_gpu(driver, index))
+        say(peers=nvml_peers(driver, [nvml_card(driver, index)[0] for index in numbers]))
     driver.report.done()
 
 
 def nvml_card(driver: Driver, index: int) -> tuple[ctypes.c_void_p, int]:
     """The handle of a card, and the result of getting it."""
     card = ctypes.c_void_p()
-    return card, driver.newest("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(card))
+    return card, driver.call_newest("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(card))
 
 
 def nvml_peers(driver: Driver, cards: list[ctypes.c_void_p]) -> tuple[int, ...]:
-    """How many other cards each can read directly; -1 where NVML does not say."""
+    """How many other cards each can read directly; -1 if NVML does not say."""
     peers = []
     for card in cards:
         others = [other for other in cards if other is not card and other.value and card.value]
@@ -193,17 +193,17 @@ def nvml_peers(driver: Driver, cards: list[ctypes.c_void_p]) -> tuple[int, ...]:
 
 
 def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
-    """The fields of an ``NvmlGpu``; only the code where that is an error. Of processes the numbers, and their bytes."""
+    """The fields of an ``NvmlGpu``, or only the code if that is an error. Processes are pairs of a pid and bytes."""
     card, code = nvml_card(driver, index)
     if code:
         return {"index": index, "code": code}
 
     raw = ctypes.create_string_buffer(PCI_INFO.size)
     address = ""
-    if driver.newest("nvmlDeviceGetPciInfo_v3", card, raw) == 0:
+    if driver.call_newest("nvmlDeviceGetPciInfo_v3", card, raw) == 0:
         legacy, *_, newer = PCI_INFO.unpack(raw.raw)
         address = decoded((newer if driver.has("nvmlDeviceGetPciInfo_v3") else legacy).partition(b"\0")[0])
-        if address.startswith("0000") and len(address) == 16:  # 00000000:0F:00.0, which the kernel writes shorter
+        if address.startswith("0000") and len(address) == 16:  # 00000000:0F:00.0, in sysfs 0000:0f:00.0
             address = address[4:]
 
     amounts = (ctypes.c_ulonglong * 3)()  # all, free, used
@@ -214,7 +214,7 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
     retired = driver.numbers("nvmlDeviceGetRetiredPagesPendingStatus", card)
     count = ctypes.c_uint(PROCESSES)
     raw = ctypes.create_string_buffer(PROCESS_INFO.size * PROCESSES)
-    code = driver.newest("nvmlDeviceGetComputeRunningProcesses_v3", card, ctypes.byref(count), raw)
+    code = driver.call_newest("nvmlDeviceGetComputeRunningProcesses_v3", card, ctypes.byref(count), raw)
     running = 0 if code else min(count.value, PROCESSES)
     processes = [PROCESS_INFO.unpack_from(raw.raw, PROCESS_INFO.size * at)[:2] for at in range(running)]
 
@@ -252,7 +252,7 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
 
 
 def word(words: tuple[str, ...], numbers: list[int]) -> str:
-    """The word for the first of the numbers; empty for one that has none.
+    """The word for the first of the numbers; empty if there is none.
 
     >>> word(MIG, [1]), word(MIG, []), word(MIG, [7])
     ('enabled', '', '')
@@ -261,7 +261,7 @@ def word(words: tuple[str, ...], numbers: list[int]) -> str:
 
 
 def fabric(driver: Driver, card: ctypes.c_void_p) -> tuple[int, int]:
-    """State and status of the card in the fabric of NVLink; the state is -1 where it is not known."""
+    """State and status of the card in the NVLink fabric; the state is -1 if it is not known."""
     raw = ctypes.create_string_buffer(FABRIC_INFO_V.size)
     ctypes.cast(raw, ctypes.POINTER(ctypes.c_uint))[0] = FABRIC_INFO_V.size | 2 << 24
     if driver.call("nvmlDeviceGetGpuFabricInfoV", card, raw) == 0:
@@ -274,7 +274,7 @@ def fabric(driver: Driver, card: ctypes.c_void_p) -> tuple[int, int]:
 
 
 def licence(driver: Driver, card: ctypes.c_void_p) -> str:
-    """``licensed`` where any feature is; empty where none needs to be, or NVML does not say."""
+    """``licensed`` if any feature is; empty if none needs to be, or NVML does not say."""
     raw = ctypes.create_string_buffer(LICENCES.size + 3 * LICENCE.size)
     if driver.call("nvmlDeviceGetGridLicensableFeatures_v4", card, raw):
         return ""

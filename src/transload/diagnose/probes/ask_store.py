@@ -1,9 +1,9 @@
-"""Brings the reports of all ranks to rank 0 through torch's TCPStore, and its exit code back. Runs in a child: ``ask``.
+"""Sends the reports of all ranks to rank 0 through torch's TCPStore, and its exit code back. Runs in a child: ``ask``.
 
-The last six arguments are the rank, the number of ranks, the folder with this rank's report, in which rank 0 also
-writes those of the others, the name of the result, which ends with the exit code and appears in that folder of rank 0,
-the seconds until it gives up, and those that passing on the exit code may take. No collective is used: a rank that
-never comes would make all others fail.
+The last six arguments are the rank; the number of ranks; the folder with this rank's report, to which rank 0 adds
+those of the others; the name of the result, a file that ends with the exit code and appears in rank 0's folder; the
+seconds until it gives up; and the seconds that sending the exit code may take. It uses no collective: a rank that never
+starts would make all others fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transload.diagnose.probes.ask import begin
 
 
 def exchange(rank: int, size: int, folder: str, result: str, seconds: float, grace: float) -> None:
-    """Send the report to rank 0, and report its exit code; as rank 0, write each report as it comes."""
+    """Send the report to rank 0, and report its exit code; as rank 0, write each report as it arrives."""
     report = begin()
     end = time.monotonic() + seconds
     try:
@@ -27,16 +27,16 @@ def exchange(rank: int, size: int, folder: str, result: str, seconds: float, gra
 
         environ = os.environ
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        keeps = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the agent of torchrun does
+        is_master = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent is
         report.doing("connecting to " + address + ":" + str(port))
         left = timedelta(seconds=max(0.1, end - time.monotonic()))
-        store = TCPStore(address, port, size, keeps, left, wait_for_workers=False)
+        store = TCPStore(address, port, size, is_master, left, wait_for_workers=False)
         report.say(connected=True)
         name = "transload/" + environ.get("TORCHELASTIC_RESTART_COUNT", "0") + "/"
         if rank:
             with open(os.path.join(folder, f"rank-{rank}.json"), encoding="utf-8") as stream:
                 text = stream.read()
-            store.wait([name + "reader"])  # the agent's store is there though rank 0 may not be able to read it
+            store.wait([name + "reader"])  # the agent may have a store that rank 0 cannot reach
             store.set(name + str(store.add(name + "count", 1)), f"{rank} {text}")
             report.say(sent=True)
             clear(folder)
@@ -64,19 +64,19 @@ def exchange(rank: int, size: int, folder: str, result: str, seconds: float, gra
             store.set(name + "code", f"{code} {place}")
             if not place:
                 store.set(name + "all", "1")
-        try:  # none leaves before all have the code, since the agent of any of them may keep the store
+        try:  # no rank exits before all have the code, since the agent of any of them may host the store
             store.set_timeout(timedelta(seconds=grace / 2))
             store.wait([name + "all"])
-        except Exception:  # noqa: BLE001, S110  one is slow, or the store is gone already
+        except Exception:  # noqa: BLE001, S110  a rank is slow, or the store is already gone
             pass
         report.say(code=code, complete=True)
-    except BaseException as error:  # noqa: BLE001  a torch that is broken may raise anything
+    except BaseException as error:  # noqa: BLE001  a broken torch may raise anything
         report.say(failed=(type(error).__name__ + ": " + str(error))[:500])
     report.done()
 
 
 def clear(folder: str) -> None:
-    """Remove what has been read, before any rank ends: see ``Gathering._tell``."""
+    """Remove what has been read, before any rank ends: see ``Gathering._announce``."""
     for name in os.listdir(folder):
         os.unlink(os.path.join(folder, name))
     os.rmdir(folder)

@@ -1,7 +1,6 @@
-"""Imports torch and uses it, step by step, as a program of the user's would. Runs in a child; see ``ask``.
+"""Imports torch and uses it, step by step, as a user's program would. Runs in a child; see ``ask``.
 
-A torch that is broken, or something else of its name, may lack any name and raise anything; each step reports how it
-went.
+A broken torch, or another module of that name, may lack any name and raise anything; each step reports how it went.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ LIBRARIES = (
     *("libcusparse", "libnccl", "libnvrtc", "libnvJitLink", "libnvToolsExt", "libnvshmem", "libnvidia-"),
     *("libamdhip64", "libhsa-runtime64", "libMIOpen", "librocblas"),
 )
-"""How the files of CUDA and ROCm begin."""
-WORDS = 2000  # Letters of an error or a warning that are kept.
+"""Prefixes of CUDA's and ROCm's files."""
+WORDS = 2000  # Characters of an error or a warning that are kept.
 DEVICES = 64
-EVERY = 1.0  # Seconds between two looks at the stack.
+EVERY = 1.0  # Seconds between two dumps of the stack.
 
 
 def ask_torch() -> None:
     """Report everything."""
     report = begin()
-    try:  # report warnings, and print Python's stack at a crash, and each second
+    try:  # report warnings, and print Python's stack at a crash and each second
         import warnings
 
         warnings.showwarning = lambda message, *_, **__: report.say(warning=clipped(message))
@@ -49,25 +48,25 @@ def ask_torch() -> None:
 def watch(out: int, faulthandler: Any) -> None:
     """Print Python's stack to a file each second, so that the parent sees where this process is.
 
-    A thread does so, in its turn. Where it gets none, torch is inside compiled code that holds the interpreter's lock;
-    its stack stands still then, and a thread that needs no turn can read it.
+    A Python thread does so while it can get the GIL. Compiled code that keeps the GIL stops it; the stack cannot change
+    then, and faulthandler's own thread, which needs no GIL, can read it safely.
     """
     from _thread import start_new_thread
 
-    def look() -> None:
+    def dump() -> None:
         time.sleep(EVERY / 2)
         while True:
             faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=out)
             faulthandler.dump_traceback(file=out)
             time.sleep(EVERY)
 
-    if getattr(sys, "_is_gil_enabled", lambda: True)():  # else no stack stands still
+    if getattr(sys, "_is_gil_enabled", lambda: True)():  # without it, reading the stack is never safe
         faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=out)
-        start_new_thread(look, ())
+        start_new_thread(dump, ())
 
 
 def step(report: Report, name: str, action: Any) -> list[Any]:
-    """Do it and report how it went: its result, in a list, which is empty where it failed."""
+    """Run an action and report how it went. The result is in a list, which is empty if it failed."""
     report.doing(name)
     start, error, result = time.perf_counter(), "", []
     try:
@@ -80,7 +79,7 @@ def step(report: Report, name: str, action: Any) -> list[Any]:
 
 
 def quietly(report: Report, name: str, action: Any) -> Any:
-    """The result of something whose failure is not a step of its own; ``None`` where it fails."""
+    """The result of an action that is not reported as a step; ``None`` if it fails."""
     report.doing(name)
     try:
         return action()
@@ -89,7 +88,7 @@ def quietly(report: Report, name: str, action: Any) -> Any:
 
 
 def clipped(words: object) -> str:
-    """The beginning of a text, whose making may fail as well."""
+    """The first ``WORDS`` characters of an object's text, which may fail as well."""
     try:
         return str(words)[:WORDS]
     except BaseException as error:  # noqa: BLE001  as above
@@ -97,14 +96,14 @@ def clipped(words: object) -> str:
 
 
 def load() -> Any:
-    """Torch, or what is found in its place."""
+    """Import torch, or whatever module has that name."""
     import torch
 
     return torch
 
 
 def examine(report: Report, torch: Any) -> None:
-    """Everything that follows the import. The public list of architectures asks the driver first; this one does not."""
+    """Report all but the import. ``torch.cuda.get_arch_list`` would ask the driver; its private source does not."""
 
     def text(find: Any) -> str:
         return quietly(report, "import", lambda: clipped(find() or "")) or ""
@@ -124,7 +123,7 @@ def examine(report: Report, torch: Any) -> None:
 
 
 def compute(report: Report, torch: Any, cudnn: bool) -> bool:
-    """Whether a kernel ran on the GPU. MIOpen in place of cuDNN would compile, and keep a cache in the user's home."""
+    """Whether a kernel ran on the GPU. MIOpen gets no convolution: it would compile and fill a cache in the home."""
 
     def devices() -> tuple[str, ...]:
         each = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
@@ -147,7 +146,7 @@ def compute(report: Report, torch: Any, cudnn: bool) -> bool:
 
 
 def matmul(torch: Any, device: str) -> None:
-    """Multiply on a device and check the result."""
+    """Multiply matrices on a device and check the result."""
     ones = torch.ones(64, 64, device=device)
     expect(((ones + ones) @ ones).sum().item(), 2 * 64**3)
 
@@ -159,7 +158,7 @@ def expect(result: float, wanted: float) -> None:
 
 
 def libraries() -> tuple[str, ...]:
-    """The files of CUDA and ROCm in memory."""
+    """The mapped files of CUDA and ROCm."""
     return tuple(sorted({path for _, _, path in mapped() if os.path.basename(path).startswith(LIBRARIES)}))
 
 

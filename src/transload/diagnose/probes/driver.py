@@ -39,9 +39,9 @@ def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
 
 def cuda(host: Host, outcome: Outcome) -> Cuda:
     """What CUDA answered."""
-    found = Cuda(_answer(host, outcome, "cuda"), **outcome.told(Cuda))
+    found = Cuda(_answer(host, outcome, "cuda"), **outcome.fields_of(Cuda))
     return replace(
-        found, library=host.host_path(found.library), gpus=tuple(CudaGpu(**gpu) for gpu in outcome.all("gpu"))
+        found, library=host.host_path(found.library), gpus=tuple(CudaGpu(**gpu) for gpu in outcome.values("gpu"))
     )
 
 
@@ -55,10 +55,10 @@ def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
 
     gpus = []
     peers = dict(enumerate(outcome.facts.get("peers", ())))
-    for gpu in outcome.all("gpu"):
+    for gpu in outcome.values("gpu"):
         others = tuple(process(*each) for each in gpu.get("processes", ()) if each[0] not in ours)
         gpus.append(NvmlGpu(**{**gpu, "processes": others, "peers": peers.get(gpu["index"], -1)}))
-    found = Nvml(_answer(host, outcome, "nvml"), **outcome.told(Nvml))
+    found = Nvml(_answer(host, outcome, "nvml"), **outcome.fields_of(Nvml))
     return replace(found, library=host.host_path(found.library), gpus=tuple(gpus))
 
 

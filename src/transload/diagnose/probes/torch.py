@@ -274,13 +274,13 @@ def torch_run(host: Host, outcome: Outcome) -> TorchRun:
         seconds = max(0.0, outcome.seconds - sum(step.seconds for step in steps))
         steps.append(Step(doing, ok=False, error=outcome.detail, seconds=round(seconds, 3)))
     printed = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
-    told = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.told(TorchRun)}
+    told = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.fields_of(TorchRun)}
     found = TorchRun(outcome.answer, **told)
     return replace(
         found,
         file=host.host_path(found.file),
         cudnn=_cudnn(facts.get("cudnn", 0)),
-        warnings=(*outcome.all("warning"), *printed[-_NOISE:]),
+        warnings=(*outcome.values("warning"), *printed[-_NOISE:]),
         steps=tuple(steps),
         libraries=tuple(map(host.host_path, found.libraries)),
     )
