@@ -19,7 +19,7 @@ from tests.each import each
 import transload
 from transload.diagnose.host import Host
 from transload.diagnose.probes import python as module
-from transload.diagnose.probes.python import choose, environment, interpreter, others, python, usual
+from transload.diagnose.probes.python import choose, environment, interpreter, likely, others, python
 
 SOURCE = Path(transload.__file__).parent.parent
 LIB = "lib/python3.11/site-packages"
@@ -27,9 +27,9 @@ PROGRAM = """
 import json, sys
 sys.path.append({source!r})
 from transload.diagnose.host import Host
-from transload.diagnose.probes.python import asked, python
+from transload.diagnose.probes.python import ask_interpreter, python
 found = python(Host(), deadline=60.0)
-told = asked(Host(), sys.executable, 60.0)
+told = ask_interpreter(Host(), sys.executable, 60.0)
 paths = [[entry for entry in path if entry != {source!r}] for path in (found.path, told["path"])]
 print(json.dumps([*paths, found.user_site_enabled, told["user_site_enabled"], found.problem]))
 """
@@ -96,7 +96,7 @@ def test_however_we_were_started_a_users_program_is_described(how: str, tmp_path
 
 
 def test_ours_is_looked_at_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "asked", lambda *_: pytest.fail("a child was started"))
+    monkeypatch.setattr(module, "ask_interpreter", lambda *_: pytest.fail("a child was started"))
     found = python(Host(), "as told")
     assert found.executable == sys.executable
     assert (found.version, found.prefix, found.why) == (sys.version.split()[0], sys.prefix, "as told")
@@ -394,7 +394,7 @@ def test_an_environment_may_share_its_makers_packages(host: Host) -> None:
 
 
 def prefixes(host: Host) -> list[str]:
-    found = (interpreter(host, path) for path, _ in usual(host))
+    found = (interpreter(host, path) for path, _ in likely(host))
     return [each.prefix for each in found if each]
 
 

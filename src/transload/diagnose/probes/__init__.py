@@ -1,4 +1,4 @@
-"""What a host is, found out in the order that takes the least time: children first, files while they are at work."""
+"""Examines a host in the order that takes the least time: starts child processes, and reads files while they work."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transload.diagnose.host import Host
 from transload.machine import Answer, Driver, Experiment, Machine, Python, TorchRun
 
 _DRIVER = 8.0
-"""Seconds for the driver. With many cards and no persistence daemon it needs most of them; so does a cold WSL."""
+"""Seconds for the driver. It needs most of them with many cards and no persistence daemon, or when WSL is cold."""
 _EXPERIMENTS = 9.0  # Seconds from the start of everything to the end of the last experiment.
 _TORCH = 60.0
-"""Seconds for torch, which may lie on a cold network disk. Where the driver hangs, torch gets no more than it."""
-IDLE = 15.0  # Seconds without work after which torch is given up sooner, unless the user said how long it may take.
+"""Seconds for torch, which may be on a cold network disk. If the driver hangs, torch gets no more than it."""
+IDLE = 15.0  # Seconds without work after which torch is killed, unless the user said how long it may take.
 
 Fact = TypeVar("Fact")
 
@@ -34,12 +34,12 @@ def probe(
     host: Host | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Machine:
-    """What this host is, with the environment of ``python``; without one, of an interpreter that has a torch.
+    """Examine this host and the environment of ``python``; without one, that of an interpreter that has torch.
 
-    With ``torch=False`` torch is not run, nor where its files show that another file is imported in its place.
-    ``timeout`` is the most seconds it may take, ``idle`` the most without work; 0 for the usual. ``progress`` is called
-    with a few words on what is being done, and where torch is while it takes long. There is always an answer: a probe
-    that fails is named in ``Machine.problems``, and a driver that hangs is given up within ten seconds, torch with it.
+    torch is not run with ``torch=False``, nor if its files show that another file is imported instead. It may take
+    ``timeout`` seconds, ``idle`` of them without work; 0 means the defaults. ``progress`` is called with a few words
+    on the current step, and where torch is while it is slow. There is always an answer: a probe that fails is named in
+    ``Machine.problems``, and a driver that hangs is killed within ten seconds, and torch with it.
     """
     begun = time.monotonic()
     here = host or Host()
@@ -48,10 +48,10 @@ def probe(
     ours: set[int] = set()
 
     def attempt(name: str, default: Fact, ask: Callable[..., Fact], *arguments: object) -> Fact:
-        """What a probe finds. One that raises has met a host we did not think of: the others still count."""
+        """What a probe finds. If it raises on a host that we did not expect, the others still count."""
         try:
             return ask(*arguments)
-        except Exception as error:  # noqa: BLE001  reported as a bug of transload
+        except Exception as error:  # noqa: BLE001  reported as a bug in transload
             problems[name] = f"{type(error).__name__}: {error}"
             return default
 
@@ -83,7 +83,7 @@ def probe(
         examined = attempt("python", Python(here.python), interpreters.python, here, why)
         found = attempt("torch", bare.torch, torches.torch, here, examined)
         unasked = examined.problem or (f"import torch finds {found.shadow}" if found.shadow else "")
-        runs = torch and not unasked  # a stranger's file is not run to see what it does
+        runs = torch and not unasked  # never run a file that is not PyTorch's
         run = start(torches.question(here, examined.executable), timeout or _TORCH) if runs else None
 
         progress("reading files")
@@ -94,7 +94,7 @@ def probe(
         cards = attempt("hardware", bare.hardware, hardware.hardware, here)
         drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
         kernel = attempt("kernel", bare.kernel, hardware.kernel, here)
-        own = tuple(f"({pid})" for pid in ours)  # our children may hang in the driver by now
+        own = tuple(f"({pid})" for pid in ours)  # our own children may hang in the driver
         linked = bare.torch_libraries
         if found.first:
             linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined, found.first)
@@ -114,7 +114,7 @@ def probe(
             extensions=attempt("extensions", (), libraries.extensions, loader, examined, found.first),
             accelerators=attempt("accelerators", (), hardware.accelerators, here, cards),
         )
-        # Imported while the children are at work: the rules are a third of the time of a run.
+        # Imported while the children work: the rules take a third of the time of a run.
         import transload.diagnose.redact
         import transload.diagnose.rules
         import transload.diagnose.verdict  # noqa: F401

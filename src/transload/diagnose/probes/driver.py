@@ -1,4 +1,4 @@
-"""What the CUDA driver and NVML answer, each asked in a child process, and what changes with the environment."""
+"""What the CUDA driver and NVML answer in child processes, and what they answer in a changed environment."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from transload.machine import State
 
 _FLAGS = ("-I", "-S", "-B")
-"""Our own interpreter without any site: half the time, and nothing from the environment that could break it."""
+"""Our own interpreter without site: half the start-up time, and nothing of the environment can break it."""
 _NAMES = {"cuda": ("libcuda.so.1", "nvcuda.dll"), "nvml": ("libnvidia-ml.so.1", "nvml.dll")}
-"""What is loaded on Linux and on Windows."""
-_NOT_STATED = (1 << 64) - 1  # What NVML gives for the memory of a process where the system does not tell.
+"""The libraries on Linux and on Windows."""
+_NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, for the memory of a process.
 
 
 def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
-    """A question to the driver in the host's environment and current directory: both decide what is loaded."""
+    """Ask the driver in the host's environment and current directory: both decide which library is loaded."""
     library = host.dlopen(_NAMES[which][host.uname[0] == "Windows"])
     return Question(
         source("ask_driver"),
@@ -46,12 +46,12 @@ def cuda(host: Host, outcome: Outcome) -> Cuda:
 
 
 def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
-    """What NVML answered; ``ours`` are processes of our own, which are left out."""
+    """What NVML answered, without our own processes, ``ours``."""
 
     def process(pid: int, used: int) -> str:
-        """``python (4711), 3.2 GB``. A process of another container has a number, but no name here."""
+        """``python (4711), 3.2 GB``. A process in another container has no name here."""
         name = host.line(f"/proc/{pid}/comm") or "process"
-        return f"{name} ({pid})" if used == _NOT_STATED else f"{name} ({pid}), {used / 1e9:.1f} GB"
+        return f"{name} ({pid})" if used == _NOT_AVAILABLE else f"{name} ({pid}), {used / 1e9:.1f} GB"
 
     gpus = []
     peers = dict(enumerate(outcome.facts.get("peers", ())))
@@ -74,9 +74,9 @@ def _answer(host: Host, outcome: Outcome, which: str) -> Answer:
 
 
 def _absent(words: str, names: tuple[str, ...]) -> bool:
-    """Whether the loader says that it found no file of these names, rather than one that it could not load.
+    """Whether an error says that there is no file of these names, rather than one that cannot be loaded.
 
-    glibc, musl, and ctypes on Windows; a library that the file itself needs is named in the same way.
+    The error is glibc's, musl's, or that of ctypes on Windows. It may also name a library that the file itself needs.
 
     >>> _absent("libcuda.so.1: cannot open shared object file: No such file or directory", ("libcuda.so.1",))
     True
@@ -94,16 +94,16 @@ def _absent(words: str, names: tuple[str, ...]) -> bool:
     return words.startswith(begins) and any(each in words for each in missing)
 
 
-# -- a fix tried before it is suggested --------------------------------------------------------------------------------
+# -- fixes that are tried before they are suggested --------------------------------------------------------------------
 
 _SUSPECTS = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_DEVICE_ORDER")
-_SETTLED = frozenset({"no-library", "hung", "unasked"})
-"""Then nothing is tried: without a variable the loader finds no more, and a driver that hangs will hang again."""
+_HOPELESS = frozenset({"no-library", "hung", "unasked"})
+"""Nothing is tried then: without a variable the loader finds no more, and a driver that hangs will hang again."""
 
 
 def experiments(host: Host, answered: Cuda, seconds: float) -> tuple[Experiment, ...]:
-    """The same question without each variable that may be to blame, and without them all; none where CUDA works."""
-    if answered.works or answered.answer.state in _SETTLED:
+    """Ask CUDA again without each variable that may be to blame, and without all of them; not if CUDA works."""
+    if answered.works or answered.answer.state in _HOPELESS:
         return ()
     mps = tuple(sorted(name for name in host.environ if name.startswith("CUDA_MPS_")))
     changes = [*((name,) for name in _SUSPECTS if name in host.environ), *((mps,) if mps else ())]

@@ -1,6 +1,6 @@
-"""The interpreter to examine: what it is, where it takes packages from, what manages it, and which others there are.
+"""The interpreter to examine: what it is, where it finds packages, what manages it, and which others there are.
 
-Our own is looked at in place; another is asked in a child process. Everything else is read from files.
+Our own interpreter is examined in place, another one in a child process. Everything else is read from files.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
 
 
 def choose(host: Host) -> tuple[Host, str]:
-    """The host with the interpreter to examine where the user named none, and why it is that one.
+    """The host with the interpreter to examine if the user named none, and why it is that one.
 
-    Ours where it has a torch; else the first of the usual ones that has. For transload may live in an environment of
-    its own, as pipx and uvx make them; then ours is not examined even where no torch is found at all.
+    It is ours if that has torch, else the first likely one that has. pipx and uvx install transload into an environment
+    of its own, which is not examined even if no torch is found at all.
     """
     if any(host.exists(f"{entry}/torch/{name}") for entry in own()["path"] for name in _TORCH):
         return host, ""
-    interpreters = [(interpreter(host, path), how) for path, how in usual(host)]
+    interpreters = [(interpreter(host, path), how) for path, how in likely(host)]
     found = [(each, how) for each, how in interpreters if each and each.prefix != sys.prefix]
     for each, how in found:
         if each.torch:
@@ -46,24 +46,24 @@ def choose(host: Host) -> tuple[Host, str]:
 
 
 def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
-    """The interpreter that ``host.python`` names: by its path, that of an environment's folder, or its name on PATH."""
+    """The interpreter that ``host.python`` names by its path, the folder of its environment, or its name on PATH."""
     executable, absent = located(host)
-    told = own() if _is_own(host, executable) else absent or asked(host, executable, deadline)
-    if isinstance(told, str):
-        return Python(executable or host.python, why=why, problem=told)
-    told |= {
-        name: host.host_path(told[name]) for name in ("executable", "prefix", "base_prefix", "stdlib", "user_site")
+    report = own() if _is_own(host, executable) else absent or ask_interpreter(host, executable, deadline)
+    if isinstance(report, str):
+        return Python(executable or host.python, why=why, problem=report)
+    report |= {
+        name: host.host_path(report[name]) for name in ("executable", "prefix", "base_prefix", "stdlib", "user_site")
     }
-    path = tuple(host.host_path(os.path.join(host.cwd, entry)) for entry in told["path"])
-    stdlib, prefix, base_prefix = told.pop("stdlib"), told["prefix"], told["base_prefix"]
+    path = tuple(host.host_path(os.path.join(host.cwd, entry)) for entry in report["path"])
+    stdlib, prefix, base_prefix = report.pop("stdlib"), report["prefix"], report["base_prefix"]
     kind, tool = environment(host, prefix, base_prefix)
     relevant = tuple(table("packages")["relevant"].split())
-    packages: dict[str, str] = {}  # of two the first on the path counts, as it does for an import
+    packages: dict[str, str] = {}  # the first on the path counts, as for an import
     for each in installed(host, path):
         if each.name.startswith(relevant) and each.name not in packages:
             packages[each.name] = each.stated or each.version
     return Python(
-        **{**told, "executable": told["executable"] or executable, "path": path},
+        **{**report, "executable": report["executable"] or executable, "path": path},
         environment=kind,
         tool=tool,
         project=host.exists(f"{os.path.dirname(prefix)}/{tool}.lock"),
@@ -76,7 +76,7 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
 
 
 def located(host: Host) -> tuple[str, str]:
-    """The path that the user means, empty for a folder that holds no interpreter; and why there is nothing to ask."""
+    """The path that the user means, empty for a folder without an interpreter; and why it cannot be examined."""
     name = host.python
     if name.startswith("~/"):
         name = host.environ.get("HOME", "~") + name[1:]
@@ -97,16 +97,16 @@ def located(host: Host) -> tuple[str, str]:
 
 
 def _is_own(host: Host, executable: str) -> bool:
-    """Whether it is the interpreter we run in, and we were started as a program of the user's would be.
+    """Whether it is the interpreter we run in, and we were started as a user's program would be.
 
-    It may be our own by another name: ``bin/python3`` for ``bin/python``. A link from elsewhere is another.
+    It may have another name in the same folder: ``bin/python3`` for ``bin/python``. A link from elsewhere is another.
     """
     flags, ours = sys.flags, sys.executable or ""
     plain = not (flags.ignore_environment or flags.no_site) and all(
         bool(getattr(flags, flag, 0)) == bool(os.environ.get(name))
         for flag, name in (("no_user_site", "PYTHONNOUSERSITE"), ("safe_path", "PYTHONSAFEPATH"))
     )
-    theirs, mine = (  # the variables that decide what an interpreter is
+    theirs, mine = (  # the variables that change how an interpreter starts
         {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
         for environ in (host.environ, os.environ)
     )
@@ -116,10 +116,10 @@ def _is_own(host: Host, executable: str) -> bool:
     return executable == ours or all(os.path.realpath(one) == os.path.realpath(other) for one, other in pairs)
 
 
-# -- what an interpreter says of itself --------------------------------------------------------------------------------
+# -- what an interpreter reports about itself --------------------------------------------------------------------------
 
-Told = dict[str, Any]
-"""What it said: the fields of ``Python`` that an interpreter knows, and ``stdlib``, the folder of its library."""
+SelfReport = dict[str, Any]
+"""The fields of ``Python`` that an interpreter knows, and ``stdlib``, the folder of its standard library."""
 
 _FACTS = """
 def facts(path):
@@ -144,9 +144,9 @@ def facts(path):
         "user_site_enabled": bool(getattr(site, "ENABLE_USER_SITE", False)),
         "path": [text(each) for each in path if isinstance(each, (bytes, type(u"")))],
     }
-"""  # one text for us and for others, from Python 2.7 on
+"""  # runs here and in other interpreters, from Python 2.7 on
 
-# The empty entry belongs to -c, which looks into the current folder: it must go before anything is imported.
+# -c puts the empty entry there, the current folder: remove it before anything is imported from it.
 _SAY = """
 import sys
 if sys.path[:1] == [""]:
@@ -163,11 +163,8 @@ os.write(1, ("\\n\\x1e" + repr(told) + "\\n").encode("ascii", "backslashreplace"
 """
 
 
-def own() -> Told:
-    """What the interpreter we run in says.
-
-    Of its path without the entry that belongs to our script, module or zipapp: another program would not have it.
-    """
+def own() -> SelfReport:
+    """What the interpreter we run in reports, without the path entry of our script, module or zipapp."""
     first = sys.path[0] if sys.path else ""
     main = sys.modules.get("__main__")
     file = os.path.realpath(getattr(main, "__file__", None) or os.sep)
@@ -179,15 +176,12 @@ def own() -> Told:
     ours = ours or (not getattr(sys.flags, "safe_path", False) and real in starts)
     space: dict[str, Any] = {}
     exec(_FACTS, space)  # noqa: S102  our own text, a few lines up
-    told: Told = space["facts"](sys.path[1:] if ours else sys.path)
-    return told
+    report: SelfReport = space["facts"](sys.path[1:] if ours else sys.path)
+    return report
 
 
-def asked(host: Host, executable: str, deadline: float) -> Told | str:
-    """What another interpreter says of itself, or why it does not, in words.
-
-    It is asked in the environment and the folder that a program of the user's would have.
-    """
+def ask_interpreter(host: Host, executable: str, deadline: float) -> SelfReport | str:
+    """What another interpreter reports, in the user's environment and current folder; or why it does not."""
     from transload.diagnose.children import Child, Question
 
     question = Question(_FACTS + _SAY, host.at(executable), host.child_environ(), host.at(host.cwd), ("-B",))
@@ -195,24 +189,24 @@ def asked(host: Host, executable: str, deadline: float) -> Told | str:
         outcome = child.outcome()
     if outcome.state == "answered":
         ours, facts = own(), outcome.facts
-        told: Told = {name: facts.get(name) for name in ours}
-        whole = all(type(told[name]) is type(ours[name]) for name in ours)
-        whole = whole and all(type(each) is str for each in told["path"])
-        return told if whole else f"{executable} is not a Python interpreter: its answer makes no sense"
+        report: SelfReport = {name: facts.get(name) for name in ours}
+        valid = all(type(report[name]) is type(ours[name]) for name in ours)
+        valid = valid and all(type(each) is str for each in report["path"])
+        return report if valid else f"{executable} is not a Python interpreter: its answer makes no sense"
     if outcome.state == "unasked":
         return f"{executable} {outcome.end}"
     if outcome.state == "hung":
         return f"{executable} did not answer within {deadline:g} s"
-    # The line that says most: where Python gave up, the end of a traceback, else how the words began.
+    # The most telling line: a fatal error, the end of a traceback, else the first line.
     lines = [line.strip() for line in outcome.noise.splitlines() if line.strip()]
     fatal = (line for line in lines if line.startswith("Fatal Python error"))
     line = next(fatal, lines[-1 if any(line.startswith("Traceback") for line in lines) else 0] if lines else "")
     return f"{executable} did not answer: {outcome.end}" + (f"; it printed: {line[:200]}" if line else "")
 
 
-# -- interpreters, found by files alone: none is run, and each look is cheap and bounded -------------------------------
+# -- interpreters, found by their files: none is run, and each check is cheap and bounded ------------------------------
 
-_MANY = 40  # interpreters looked at; a cluster's module system or a collector of environments has hundreds
+_MANY = 40  # interpreters examined: clusters and collectors of environments have hundreds
 _FOLDERS = 64  # of PATH
 _NAMES = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe", "bin/pypy3")
 _TORCH = ("version.py", "__init__.py")
@@ -221,7 +215,7 @@ _VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
 
 
 class Interpreter(NamedTuple):
-    """An interpreter, the environment it belongs to, and the folder of its torch; empty where it has none."""
+    """An interpreter, the environment it belongs to, and the folder of its torch; empty if it has none."""
 
     executable: str
     prefix: str
@@ -229,13 +223,13 @@ class Interpreter(NamedTuple):
 
 
 def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
-    """The interpreters that have a torch of their own, other than that of ``prefix``, whose import path is ``path``.
+    """Interpreters with another torch than the one of ``prefix``, whose import path is ``path``.
 
     One for each torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
     """
     seen = {host.target(f"{entry}/torch") for entry in path}
     found = []
-    paths = chain((path for path, _ in usual(host)), _more(host, prefix))
+    paths = chain((path for path, _ in likely(host)), _more(host, prefix))
     for each in islice(filter(None, (interpreter(host, path) for path in paths)), _MANY):
         if each.torch and each.prefix != prefix and host.target(each.torch) not in seen:
             seen.add(host.target(each.torch))
@@ -244,7 +238,7 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
 
 
 def _more(host: Host, prefix: str) -> Iterator[str]:
-    """Paths of interpreters that can be found cheaply: on PATH, and those of Jupyter's kernels, of conda, of pyenv."""
+    """Paths of interpreters that are cheap to find: on PATH, and those of Jupyter kernels, conda and pyenv."""
     for folder in _search(host):
         yield from (f"{folder}/{name}" for name in host.listdir(folder) or () if _EXECUTABLE.fullmatch(name))
     home = host.environ.get("HOME", "")
@@ -264,8 +258,8 @@ def _more(host: Host, prefix: str) -> Iterator[str]:
     yield from (f"{path}/bin/python" for path in host.paths(f"{pyenv}/versions"))
 
 
-def usual(host: Host) -> Iterator[tuple[str, str]]:
-    """Paths a user most likely means, and what led there: the active environment, one here, ``python3`` on PATH."""
+def likely(host: Host) -> Iterator[tuple[str, str]]:
+    """Paths the user most likely means, and why: the active environment, one in this folder, ``python3`` on PATH."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if folder := host.environ.get(name):
             yield _in_folder(host, folder), name
@@ -276,13 +270,13 @@ def usual(host: Host) -> Iterator[tuple[str, str]]:
 
 
 def _in_folder(host: Host, folder: str) -> str:
-    """The interpreter of an environment's folder; empty where it holds none."""
+    """The interpreter in the folder of an environment; empty if there is none."""
     places = (f"{folder.rstrip('/')}/{name}" for name in _NAMES)
     return next((place for place in places if host.exists(place)), "")
 
 
 def _first_on_path(host: Host, name: str) -> str:
-    """The first file of that name on PATH; empty where there is none."""
+    """The first file of that name on PATH; empty if there is none."""
     places = (f"{folder}/{name}" for folder in _search(host))
     return next((place for place in places if host.exists(place) and not host.is_dir(place)), "")
 
@@ -294,9 +288,9 @@ def _search(host: Host) -> Iterator[str]:
 
 
 def interpreter(host: Host, executable: str) -> Interpreter | None:
-    """The interpreter at a path, as far as its files tell; nothing where there is none."""
+    """The interpreter at a path, judged by its files; ``None`` if there is none."""
     root, shims, name = executable.rpartition("/shims/")
-    if shims and host.is_dir(f"{root}/versions"):  # a script of pyenv, which starts another
+    if shims and host.is_dir(f"{root}/versions"):  # a script of pyenv that starts the chosen version
         chosen = host.environ.get("PYENV_VERSION", "").partition(":")[0]
         chosen = chosen or host.line(f"{host.cwd}/.python-version") or host.line(f"{root}/version")
         executable = f"{root}/versions/{chosen}/bin/{name}"
@@ -312,7 +306,7 @@ def interpreter(host: Host, executable: str) -> Interpreter | None:
 
 
 def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
-    """Where it takes packages from: the user's, its own, and those of its base where it shares them."""
+    """Where it finds packages: the user's, its own, and those of its base if it shares them."""
     named = _VERSION.match(host.target(executable).rpartition("/")[2])
     settings = _config(host, prefix)
     version = named[1] if named else ""
@@ -327,18 +321,18 @@ def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
             if found and version in ("", found[1]):
                 yield f"{folder}/site-packages"
         yield f"{each}/Lib/site-packages"
-        if each in ("", "/usr"):  # Debian's own places
+        if each in ("", "/usr"):  # where Debian installs packages
             yield f"/usr/local/lib/python{version}/dist-packages"
             yield "/usr/lib/python3/dist-packages"
 
 
 def _config(host: Host, prefix: str) -> dict[str, str]:
-    """The settings in ``pyvenv.cfg``; empty where there is none."""
+    """The settings in ``pyvenv.cfg``; empty if there is none."""
     settings = pairs(host.text(f"{prefix}/pyvenv.cfg", 1 << 16) or "", "=")
     return {name.lower(): value for name, value in settings.items()}
 
 
-# -- the environment it lives in, and the tool that installs packages there --------------------------------------------
+# -- the kind of environment, and the tool that installs packages there ------------------------------------------------
 
 _LOCKS = (("uv.lock", "uv"), ("poetry.lock", "poetry"), ("pdm.lock", "pdm"))
 _TABLE = r"^\[tool\.(poetry|pdm)\b"
@@ -362,12 +356,12 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
     if settings or prefix != base_prefix:
         one_tool = _ONE_TOOL.search(f"{prefix}/") or host.exists(f"{prefix}/uv-receipt.toml")
         kind = "pipx" if host.exists(f"{prefix}/pipx_metadata.json") else "uv-tool" if one_tool else "venv"
-        # What manages it, the surest sign first: the project around it, its maker, its place.
+        # What manages it, the surest sign first: the project around it, what created it, where it is.
         around, _, name = prefix.rpartition("/")
         tools = project(around) if name in (".venv", "venv") else []
         tools += ["uv"] if "uv" in settings else []
         tools += ["poetry"] if "/pypoetry/virtualenvs/" in prefix else []
-        tools += [tool for tool in project(host.cwd) if tool != "uv"]  # uv keeps to the project's own .venv
+        tools += [tool for tool in project(host.cwd) if tool != "uv"]  # uv only manages the project's .venv
         return kind, (*tools, "pip")[0]
     if prefix.startswith("/nix/store/"):
         return "nix", "pip"
@@ -377,18 +371,18 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
     return "system", "uv" if "/uv/python/" in prefix else "pip"
 
 
-# -- installed distributions, by the names of their metadata folders: quick, and right where the metadata is broken ----
+# -- installed distributions, by the names of their metadata folders: fast, and correct even with broken metadata ------
 
 _METADATA = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*?)(?:-(?P<version>\d[^-]*))?(?:-py\d[\d.]*)?\.(?:dist|egg)-info", re.ASCII
 )
-_RECORD = 1 << 26  # torch's has two megabytes
+_RECORD = 1 << 26  # torch's is two megabytes
 _LISTED = re.compile(rb'^(?:"([^"\n]+)"|([^",\n]+)),[^,\n]*,(\d{0,19})', re.MULTILINE)
 _FIELDS = 1 << 16  # the fields come first in METADATA; a description of any length follows
 
 
 class Distribution(NamedTuple):
-    """One ``*.dist-info`` or ``*.egg-info``: its normalised name, the version its name says, and where it is."""
+    """One ``*.dist-info`` or ``*.egg-info``: its normalised name, the version in the folder's name, and its path."""
 
     host: Host
     name: str
@@ -402,35 +396,32 @@ class Distribution(NamedTuple):
 
     @property
     def version(self) -> str:
-        """Its version: as the metadata says, else the name of its folder."""
+        """Its version: from the metadata, else from the folder's name."""
         return next(iter(self.fields("Version")), "") or self.stated
 
     def fields(self, name: str) -> tuple[str, ...]:
-        """All values of a field of its metadata; none where there is no metadata.
-
-        The metadata is METADATA, PKG-INFO, or, for an old distutils, the ``egg-info`` itself.
-        """
+        """All values of a field of its metadata: METADATA, PKG-INFO, or of an old distutils the ``egg-info`` itself."""
         places = (f"{self.path}/METADATA", f"{self.path}/PKG-INFO", self.path)
         text = next((text for text in (self.host.text(place, _FIELDS) for place in places) if text), "")
         head = re.split(r"\r?\n\r?\n", text or "", maxsplit=1)[0]
         return tuple(line.strip() for line in re.findall(rf"(?mi)^{re.escape(name)}:(.*)$", head))
 
     def files(self) -> dict[str, int]:
-        """The files that its RECORD lists, relative to ``site``, each with its size; -1 where none is stated."""
+        """The files that its RECORD lists, relative to ``site``, each with its size; -1 without one."""
         lines = _LISTED.findall(self.host.data(f"{self.path}/RECORD", _RECORD) or b"")
         return {(quoted or name).decode("utf-8", "surrogateescape"): int(size or -1) for quoted, name, size in lines}
 
 
 def installed(host: Host, path: Iterable[str]) -> Iterator[Distribution]:
-    """Every distribution on an import path, in its order."""
+    """Every distribution on an import path, in order."""
     for folder in dict.fromkeys(path):
         for name in host.listdir(folder) or ():
             if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
-                normal = re.sub(r"[-_.]+", "-", found["name"]).lower()  # the one normal spelling
+                normal = re.sub(r"[-_.]+", "-", found["name"]).lower()
                 yield Distribution(host, normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")
 
 
-# -- torch/version.py, read as text and never imported: the one place that says what a torch was built for -------------
+# -- torch/version.py, which says what torch was built for: read as text, never imported -------------------------------
 
 _VERSION_FILE = 1 << 16  # the real file has ten lines
 _ASSIGNED = re.compile(
@@ -440,7 +431,7 @@ _ASSIGNED = re.compile(
 
 
 def assigned(text: str) -> dict[str, str]:
-    r"""The names it gives a text or ``None``, which is empty here. The last one counts, as in Python.
+    r"""The names that a ``version.py`` assigns a text, or ``None``, which is empty here. The last assignment counts.
 
     >>> assigned("__version__ = '2.8.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
     {'__version__': '2.8.0+cu128', 'cuda': '12.8', 'hip': ''}
@@ -449,12 +440,12 @@ def assigned(text: str) -> dict[str, str]:
 
 
 def build(host: Host, folder: str) -> TorchInstall:
-    """What the torch in ``folder`` was built for, and no more; with a ``problem`` where that could not be read."""
+    """What the torch in ``folder`` was built for, and nothing else; with a ``problem`` if that cannot be read."""
     path = f"{folder}/version.py"
     text = host.text(path, _VERSION_FILE)
-    told = assigned(text or "")
-    version = told.get("__version__", "")
-    if not version or "cuda" not in told:
+    names = assigned(text or "")
+    version = names.get("__version__", "")
+    if not version or "cuda" not in names:
         why = f"{path} does not say what it was built for" if version else f"{path} names no version"
         return TorchInstall(folder, version, known=False, problem=text.reason if isinstance(text, Unknown) else why)
-    return TorchInstall(folder, version, told["cuda"], told.get("hip") or told.get("rocm", ""), told.get("xpu", ""))
+    return TorchInstall(folder, version, names["cuda"], names.get("hip") or names.get("rocm", ""), names.get("xpu", ""))

@@ -1,6 +1,6 @@
-"""Every torch on the import path, in the order of an import, what shadows it, and what happens when it is run.
+"""Every torch on the import path, in import order, what shadows it, and what happens when it is run.
 
-Here nothing is imported: files are read, and torch runs in a child process of the examined interpreter.
+Nothing is imported into this process: files are read, and torch runs in a child process of the examined interpreter.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _SUFFIX = r"(?:\.[\w-]+)?\.(?:so|pyd)"
 _MODULE = re.compile(rf"torch(?:{_SUFFIX}|\.pyc?)", re.ASCII)
 _START = re.compile(rf"__init__(?:{_SUFFIX}|\.pyc?)", re.ASCII)
 _COMPILED = re.compile(rf"_C{_SUFFIX}", re.ASCII)
-# pip renames what it removes: "~orch", and if that is taken "~-rch", "~~rch" …, of the same length
+# pip renames what it removes: "~orch", or if that exists "~-rch", "~~rch" …, of the same length
 _LEFTOVER = re.compile(r"~(?:orch|[-~.=%\d]rch|[-~.=%\d]{2}ch)(?:-\d.*\.(?:dist|egg)-info)?")
 _FINDER = re.compile(r"__editable___torch_.*_finder\.py|_torch_editable\.py")
 _MAPPED = r"""['"]torch['"]\s*:\s*['"]([^'"\n]{1,4096})['"]"""
 
 
-class _Place(NamedTuple):
-    """An entry of the import path: how it came there, what it holds, and what an import of torch finds in it.
+class _PathEntry(NamedTuple):
+    """An entry of the import path: what put it there, its contents, and what ``import torch`` finds in it.
 
-    ``kind`` is empty where that is nothing. ``remains`` are a folder without ``__init__``, which comes last.
+    ``kind`` is empty if that is nothing. ``remains`` is a folder without ``__init__``, which an import tries last.
     """
 
     folder: str
@@ -47,16 +47,16 @@ class _Place(NamedTuple):
 
 
 def torch(host: Host, python: Python) -> Torch:
-    """The torch that ``python`` would import from ``host.cwd``, the ones behind it, and what shadows them."""
+    """The torch that ``python`` would import from ``host.cwd``, those after it on the path, and what shadows them."""
     if python.problem:
         return Torch(installs=Unknown(python.problem))
-    places = tuple(_places(host, python))
+    places = tuple(_entries(host, python))
     hits = [place for place in places if place.kind]
 
-    # In the order of an import: packages, then remains, then what an editable install's own finder leads to.
+    # In import order: packages, then folders without __init__, then what the finder of an editable install finds.
     with_files = {hit.folder for hit in hits if hit.kind in ("install", "remains")}
     strays = (dist for place in places if place.folder not in with_files for dist in place.dists)
-    stray = next((dist for dist in strays if _elsewhere(dist)), None)  # that of a torch without one
+    stray = next((dist for dist in strays if _is_editable(dist)), None)  # for a torch without its own metadata
     installs = []
     for hit in (hit for kind in ("install", "remains") for hit in hits if hit.kind == kind):
         dist = _best(hit.dists, build(host, hit.path).version) or stray
@@ -65,18 +65,18 @@ def torch(host: Host, python: Python) -> Torch:
             install = replace(install, missing=("__init__.py: absent", *install.missing))
         installs.append(install)
     known = {host.target(each.location) for each in installs}
-    # What setuptools or scikit-build-core wrote for an editable install says where torch is.
+    # The finder that setuptools or scikit-build-core wrote for an editable install says where torch is.
     for finder in (f"{place.folder}/{name}" for place in places for name in place.names if _FINDER.fullmatch(name)):
         path = "".join(host.findall(_MAPPED, finder)[:1]).removesuffix("/__init__.py")
         if path and host.is_dir(path) and host.target(path) not in known:
             installs.append(_install(host, path, stray, python.prefix))
 
-    # Distributions without files. One beside another of the same version is only a second record of it.
+    # Distributions without files. A second one of the same version only repeats the first.
     taken, dangling = {each.dist_info for each in installs}, []
     for place in places:
         versions = {dist.stated for dist in place.dists if dist.path in taken}
         left = [dist for dist in place.dists if dist.path not in taken and dist.stated not in versions]
-        dangling += [dist.path for dist in left if not _elsewhere(dist)]
+        dangling += [dist.path for dist in left if not _is_editable(dist)]
 
     first = next((hit for hit in hits if hit.kind != "remains"), None)
     shadow = first if first and first.kind != "install" else None
@@ -90,7 +90,7 @@ def torch(host: Host, python: Python) -> Torch:
     )
 
 
-def _places(host: Host, python: Python) -> Iterator[_Place]:
+def _entries(host: Host, python: Python) -> Iterator[_PathEntry]:
     """The entries of the path, each once, after the current folder, which ``python -c`` and ``python -m`` put first."""
     listed = host.environ.get("PYTHONPATH", "").split(":") if host.environ.get("PYTHONPATH") else []
     given = {os.path.normpath(entry if entry[:1] == "/" else f"{host.cwd}/{entry}") for entry in listed}
@@ -99,21 +99,24 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
     safe = bool(host.environ.get("PYTHONSAFEPATH")) and tuple(map(int, digits)) >= (3, 11)
     if host.cwd and not safe:
         ways.insert(0, (host.cwd, "the current directory"))
-    via = dict(reversed(ways))  # of an entry that is listed twice the first counts
+    via = dict(reversed(ways))  # the first counts if an entry is listed twice
     for entry in host.distinct(entry for entry, _ in ways):
         folder = entry.rstrip("/")
         if names := host.listdir(entry):
             dists = tuple(each for each in installed(host, [folder]) if each.name == "torch")
-            yield _Place(folder, via[entry], names, dists, *_found(host, folder, names, dists))
+            yield _PathEntry(folder, via[entry], names, dists, *_found(host, folder, names, dists))
 
 
 def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distribution]) -> tuple[Any, str]:
-    """As Python's own finder: a package before a module; a folder without ``__init__`` only if there is no other."""
+    """The kind and path of what Python's ``PathFinder`` finds: a package first, then a module.
+
+    A folder without ``__init__`` counts only if there is nothing else.
+    """
     path = f"{folder}/torch"
     inside = host.listdir(path) or () if "torch" in names else ()
     compiled = any(_COMPILED.fullmatch(name) for name in inside)
     if any(_START.fullmatch(name) for name in inside):
-        # A distribution that claims it, or compiled code, makes it an install, if perhaps a broken one.
+        # With metadata or compiled code it is an install, though perhaps a broken one.
         if dists or compiled:
             return "install", path
         source = {"csrc", "_C"} & set(inside) or "cuda" in assigned(host.text(f"{path}/version.py", 1 << 16) or "")
@@ -124,11 +127,11 @@ def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distri
     return ("remains", path) if compiled or "version.py" in inside else ("", "")
 
 
-# -- one installed torch: what its version.py, its dist-info and conda's records say of it -----------------------------
+# -- one installed torch: what its version.py, its dist-info and conda's records say about it --------------------------
 
 _BUILD = re.compile(r"pytorch-\d[^-]*-([^/]+)\.json")
-_TOGETHER = 60.0  # seconds between the first and the last that one command installs
-_NAMED = 5  # packages named as a reason; more say no more
+_TOGETHER = 60.0  # seconds between the first and the last package that one command installs
+_NAMED = 5  # packages named as a reason
 _NEEDS_TORCH = re.compile(r"torch\s*(?:[^\w.\s-]|$)", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=//)[^/@]*@")
 
@@ -143,7 +146,7 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
     files = _listed(dist) if dist else {}
     damaged, altered = _compared(host, folder, files)
     there: Sequence[str] = ()
-    if not conda and any(name.startswith("lib/") for name in files):  # conda links libraries there from its own folder
+    if not conda and any(name.startswith("lib/") for name in files):  # conda links libraries from its own folder to it
         there = [f"lib/{name}" for name in host.listdir(f"{folder}/lib") or ()]
     install = replace(
         build(host, folder),
@@ -156,10 +159,10 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
     if dist is None:
         return install
 
-    # What was installed with it and needs it, unless torch itself was asked for: pip marks what was asked for.
-    then, reasons = _time(host, dist.path), []
+    # Packages installed with it that need it, unless the user requested torch: pip marks what was requested.
+    then, reasons = _mtime(host, dist.path), []
     for each in installed(host, [dist.site]) if not host.exists(f"{dist.path}/REQUESTED") else ():
-        together = each.path != dist.path and abs(_time(host, each.path) - then) <= _TOGETHER
+        together = each.path != dist.path and abs(_mtime(host, each.path) - then) <= _TOGETHER
         needs = each.fields("Requires-Dist") if together else ()
         if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
             reasons.append(each)
@@ -176,14 +179,14 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
 
 
 def _best(dists: Sequence[Distribution], torch_version: str) -> Distribution | None:
-    """Of several distributions of one folder the one that its files belong to: the last installed wrote version.py."""
+    """The distribution that the files in a folder belong to: the one installed last wrote version.py."""
     release = torch_version.partition("+")[0]
     fits = (dist for dist in dists if dist.stated.partition("+")[0] == release)
     return next(fits, dists[0] if dists else None)
 
 
-def _elsewhere(dist: Distribution) -> bool:
-    """Whether a distribution says that its files are not beside it: an editable install."""
+def _is_editable(dist: Distribution) -> bool:
+    """Whether it is an editable install, whose files are elsewhere."""
     info = _direct_url(dist).get("dir_info")
     editable = isinstance(info, dict) and info.get("editable") is True
     return editable or (dist.host.exists(f"{dist.path}/RECORD") and "__init__.py" not in _listed(dist))
@@ -197,12 +200,12 @@ def _direct_url(dist: Distribution) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _time(host: Host, path: str) -> float:
+def _mtime(host: Host, path: str) -> float:
     status = host.stat(path)
     return status.st_mtime if status else 0.0
 
 
-# -- RECORD, the list of an installed wheel's files, compared with the disk: torch's libraries, by presence and size ---
+# -- RECORD, the list of an installed wheel's files, compared with the disk --------------------------------------------
 
 _NEEDED = re.compile(r"torch/(lib/[^/]+|_C\.[^/]+|(?:__init__|version)\.py)")
 _MACH_O = (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
@@ -210,7 +213,7 @@ _LIBRARY = re.compile(r".+\.(?:so(?:\.[\d.]+)?|dll|pyd|dylib)")
 
 
 def _listed(dist: Distribution) -> dict[str, int]:
-    """Of the files that RECORD lists: those in ``torch/`` that an import cannot do without, with their sizes.
+    """The files in RECORD that ``import torch`` needs, relative to ``torch/``, with their sizes.
 
     Libraries for torch's own tests are left out.
     """
@@ -223,17 +226,17 @@ def _is_library(name: str) -> bool:
 
 
 def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of ``files`` in ``folder`` are missing or damaged, and which libraries are whole but of another size.
+    """Which of ``files`` in ``folder`` are missing or truncated, and which libraries are complete but of another size.
 
     ``lib/libc10.so: absent``, ``…: cut off after 10 of 20 bytes``; ``lib/libc10.so: 18 bytes instead of 20``
     """
 
     def loads(path: str) -> bool:
-        """Whether all that the loader maps of an ELF file lies within it. Files of other kinds are trusted."""
+        """Whether an ELF file contains everything that the loader maps. Other formats are trusted."""
         head = host.data(path, 4) or b""
         elf = read_elf(host.real(path))
-        elf_loads = isinstance(elf, Elf) and elf.bits == 64 and elf.little
-        return elf_loads or head[:2] == b"MZ" or head in _MACH_O
+        complete = isinstance(elf, Elf) and elf.bits == 64 and elf.little
+        return complete or head[:2] == b"MZ" or head in _MACH_O
 
     damaged, altered = [], []
     for name, expected in files.items():
@@ -251,13 +254,13 @@ def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str
 
 # -- what happens when it is imported and used -------------------------------------------------------------------------
 
-_NOISE = 20  # Lines of what was printed that are kept.
+_NOISE = 20  # Lines of output that are kept.
 
 
 def question(host: Host, executable: str = "") -> Question:
-    """Torch in an interpreter, by default the host's, with the user's environment and in the current directory.
+    """Run torch in an interpreter, by default the host's, in the user's environment and current directory.
 
-    Nothing is added to the environment: what it does to torch is the question.
+    The environment is unchanged: its effect on torch is what is examined.
     """
     return Question(
         source("ask_torch"), host.at(executable or host.python), host.child_environ(), host.at(host.cwd), ("-B",)
@@ -274,8 +277,8 @@ def torch_run(host: Host, outcome: Outcome) -> TorchRun:
         seconds = max(0.0, outcome.seconds - sum(step.seconds for step in steps))
         steps.append(Step(doing, ok=False, error=outcome.detail, seconds=round(seconds, 3)))
     printed = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
-    told = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.fields_of(TorchRun)}
-    found = TorchRun(outcome.answer, **told)
+    reported = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.fields_of(TorchRun)}
+    found = TorchRun(outcome.answer, **reported)
     return replace(
         found,
         file=host.host_path(found.file),
@@ -287,7 +290,7 @@ def torch_run(host: Host, outcome: Outcome) -> TorchRun:
 
 
 def _cudnn(number: int) -> str:
-    """The version that a number of cuDNN means, whose form changed with 9.
+    """The version of ``torch.backends.cudnn.version()``, whose format changed with cuDNN 9.
 
     >>> _cudnn(91900), _cudnn(8907), _cudnn(0)
     ('9.19.0', '8.9.7', '')
