@@ -1,7 +1,7 @@
 """Checkpoints that are directories: shards with an index, DCP, DeepSpeed, Megatron, unpacked archives, single files.
 
-``read_directory`` lists one level, decides by the names what kind it is, and looks at what lies beside it. A ``Merger``
-reads the files and puts their checkpoints together into one.
+``read_directory`` lists one level, decides by the names what kind of checkpoint it is, and also reads the pickles of
+other files in it. A ``Merger`` reads the files and merges their checkpoints into one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from transload.render.words import plural
 ReadFile = Callable[[str], Checkpoint]
 """Reads the file at a path. Bad content is a problem of the checkpoint, never an error."""
 
-# A directory of ten million files must not be listed to its end before anything is said.
+# A directory of ten million files must not be listed to its end before anything is reported.
 MAX_ENTRIES = 10_000
 
 
 class Listing(NamedTuple):
-    """One level of a directory: files with their sizes, folders, and links that lead nowhere."""
+    """One level of a directory: files with their sizes, folders, and dangling links.
+
+    ``cut`` is whether there are more entries than ``MAX_ENTRIES``.
+    """
 
     path: str
     files: dict[str, int]
@@ -48,8 +51,8 @@ class Listing(NamedTuple):
         """The path of an entry."""
         return str(Path(self.path, name))
 
-    def note(self, name: str) -> str:
-        """The text of a small file such as ``latest``, which holds one word; empty if it cannot be read."""
+    def read_text(self, name: str) -> str:
+        """The text of a small file such as ``latest``; empty if it does not exist or cannot be read."""
         if name not in self.files:
             return ""
         try:
@@ -60,7 +63,7 @@ class Listing(NamedTuple):
 
 
 def list_directory(path: str) -> Listing:
-    """What a directory holds, sorted by name; ``CannotReadError`` if the system does not say.
+    """List a directory, sorted by name; ``CannotReadError`` if that fails.
 
     Only one level is listed, so that a loop of symbolic links has nothing to loop through.
     """
@@ -89,7 +92,7 @@ def list_directory(path: str) -> Listing:
 
 
 def try_list(path: str, where: str, noted: Noted) -> Listing | None:
-    """A listing, or a problem."""
+    """List a directory; ``None``, with a problem, if that fails."""
     try:
         return list_directory(path)
     except CannotReadError as error:
@@ -97,14 +100,13 @@ def try_list(path: str, where: str, noted: Noted) -> Listing | None:
         return None
 
 
-def inner_name(name: object) -> str:
-    """A name from a file as a relative path that cannot leave the directory; empty if it could.
+def relative_path(name: object) -> str:
+    """A path from a file, normalized; empty if it would lead out of the directory.
 
-    >>> inner_name("a/./b.bin"), inner_name("../b.bin"), inner_name("/etc/passwd")
+    >>> relative_path("a/./b.bin"), relative_path("../b.bin"), relative_path("/etc/passwd")
     ('a/b.bin', '', '')
 
-    Links are another matter: a download cache is made of links out of the directory, and whoever could plant
-    one could have planted the file.
+    Links may lead out of it: a download cache is made of them, and whoever could plant one could have planted the file.
     """
     if type(name) is not str or not name or "\0" in name or "\\" in name or name[1:2] == ":" or name[0] == "/":
         return ""
@@ -113,19 +115,21 @@ def inner_name(name: object) -> str:
 
 
 class Merger(Draft):
-    """Reads files of a directory, and puts their checkpoints together into one.
+    """Reads files of a directory, and merges their checkpoints into one.
 
-    Storages of part ``a.bin`` get ids ``a.bin:…`` and ``file="a.bin"``; with ``named`` the tensors' names get the
-    part in front, for parts that hold the same names (the ranks of a parallel run). ``listing`` is the folder being
-    read, and ``prefix`` leads to it from the directory.
+    Storages of part ``a.bin`` get ids ``a.bin:…`` and ``file="a.bin"``. With ``ranked`` the names of its tensors begin
+    with ``a.bin``, too: the ranks of a parallel run use the same names. ``listing`` is the folder being read, and
+    ``prefix`` its path below the directory.
     """
 
-    def __init__(self, listing: Listing, read_file: ReadFile, format_: str = "sharded", *, named: bool = False) -> None:
+    def __init__(
+        self, listing: Listing, read_file: ReadFile, format_: str = "sharded", *, ranked: bool = False
+    ) -> None:
         super().__init__(listing.path, format_, 0)
         self.listing = listing
         self.prefix = ""
         self.read_file = read_file
-        self.named = named
+        self.ranked = ranked
         self.noted = Noted()
         self.origins: list[Origin] = []
         self.checksummed = True
@@ -137,7 +141,7 @@ class Merger(Draft):
     def open(self, name: str) -> Checkpoint | None:
         """The checkpoint in a file of the folder; ``None``, with a problem, if it cannot be read.
 
-        Only plain files: a shard that is a directory, or an index that names itself, would be read for ever.
+        Only plain files: a shard that is a directory, or an index that names itself, would never end.
         """
         path = Path(self.listing.path, name)
         if not path.is_file() or name.endswith(INDEX_SUFFIX):
@@ -149,15 +153,15 @@ class Merger(Draft):
             self.note("part-unreadable", error.what, name)
             return None
 
-    def read(self, name: str, kind: str, *, steps: tuple[Key, ...] = (), missed: bool = True) -> Checkpoint | None:
-        """Read a file of the folder and take it in, as a part of its own; or as a missing one, if it is ``missed``."""
+    def read(self, name: str, kind: str, *, steps: tuple[Key, ...] = (), required: bool = True) -> Checkpoint | None:
+        """Merge a file of the folder as a part; if it cannot be read and is ``required``, as a missing part."""
         checkpoint = self.open(name)
         part = self.prefix + name
         if checkpoint is None:
-            if missed:
-                self.lost(name, kind)
+            if required:
+                self.add_missing(name, kind)
             return None
-        self.merge(part, checkpoint, steps=(part, *steps) if self.named else steps)
+        self.merge(part, checkpoint, steps=(part, *steps) if self.ranked else steps)
         facts = (("format", checkpoint.format), ("tensors", f"{len(checkpoint.tensors):,}"))
         self.parts.append(Part(part, kind, checkpoint.nbytes, facts))
         return checkpoint
@@ -165,7 +169,10 @@ class Merger(Draft):
     def merge(
         self, part: str, checkpoint: Checkpoint, *, steps: tuple[Key, ...] = (), shift: int = 0, label: str = ""
     ) -> list[Tensor]:
-        """Take in what a checkpoint holds, without a part of its own; its bytes lie ``shift`` into the file."""
+        """Merge a checkpoint whose bytes begin ``shift`` bytes into the file ``part``; the new tensors.
+
+        ``label`` replaces ``part`` in the ids of storages and in problems.
+        """
         prefix = label or part
         tensors = [moved_tensor(tensor, f"{prefix}:", steps, shift) for tensor in checkpoint.tensors]
         self.tensors += tensors
@@ -181,12 +188,12 @@ class Merger(Draft):
         self.noted.extend(problem.within(prefix) for problem in checkpoint.problems)
         return tensors
 
-    def lost(self, name: str, kind: str) -> None:
-        """Enter a part that should be there and is not."""
+    def add_missing(self, name: str, kind: str) -> None:
+        """Add a part that should exist and does not."""
         self.parts.append(Part(self.prefix + name, f"missing {kind}", 0))
 
     def merged(self, facts: Iterable[tuple[str, str]] = (), flavour: str = "") -> Checkpoint:
-        """Everything taken in, as one."""
+        """The merged checkpoint."""
         same = bool(self.origins) and all(origin == self.origins[0] for origin in self.origins)
         return self.checkpoint(
             nbytes=sum(part.nbytes for part in self.parts),
@@ -208,9 +215,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
-    """The checkpoint behind an index (``model.safetensors.index.json``): its shards read, merged, compared with it.
+    """Read an index (``model.safetensors.index.json``), merge its shards, and compare them with it.
 
-    Shards are looked for beside the index and nowhere else. ``CannotReadError`` if the index itself cannot be read.
+    Shards must be in the directory of the index. ``CannotReadError`` if the index itself cannot be read.
     """
     index = Path(index_path)
     try:
@@ -223,7 +230,7 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
     shards: dict[str, list[str]] = {}
     outside: Counter[str] = Counter()
     for tensor, shard in weights.items():
-        if inner := inner_name(shard):
+        if inner := relative_path(shard):
             shards.setdefault(inner, []).append(tensor)
         else:
             outside[shard] += 1
@@ -235,7 +242,7 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
             link = "a link that leads nowhere; " if path.is_symlink() else ""
             detail = f"{link}{plural(len(expected), 'tensor')} should be in it: {some(expected, 3)}"
             noted.add("shard-missing", shard, detail)
-            merger.lost(shard, "shard")
+            merger.add_missing(shard, "shard")
         elif (checkpoint := merger.read(shard, "shard")) is not None:
             held = {tensor.name for tensor in checkpoint.tensors}
             absent = [name for name in expected if name not in held]
@@ -243,19 +250,19 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
                 detail = f"{plural(len(absent), 'tensor')} that the index puts here: {some(absent, 3)}"
                 noted.add("shard-tensor-missing", shard, detail)
     if not any(noted.has(code) for code in ("shard-missing", "part-unreadable", "index-invalid", "shard-outside")):
-        # ``total_size`` counts tensors or, where they share memory, storages: writers differ, so either will do.
+        # Some writers count shared memory once in ``total_size``, others once for each tensor.
         tensors = sum(tensor.nbytes for tensor in merger.tensors)
         storages = sum(storage.nbytes for storage in merger.storages)
         if total is not None and total not in (tensors, storages):
             noted.add("index-total-size", "", f"the index says {total:,} bytes, the tensors take {tensors:,}")
-        # Tensors that stand in two shards, or that the index does not know.
+        # Tensors that are in two shards, or not in the index.
         names = Counter(held_tensor.name for held_tensor in merger.tensors)
         twice = [*(names - Counter(names.keys())).elements()]
         unlisted = sorted(names.keys() - weights.keys())
         for code, odd in (("shard-tensor-twice", twice), ("shard-tensor-unlisted", unlisted)):
             if odd:
                 noted.add(code, "", f"{plural(len(odd), 'tensor')}: {some(odd, 3)}")
-    # Shards beside the index that it does not name: left over from another save, or the index is.
+    # Shards that the index does not name: either they or the index are left over from another save.
     families = {found.group("stem", "suffix") for shard in shards if (found := SHARD_NAME.fullmatch(shard))}
     others = [(name, SHARD_NAME.fullmatch(name)) for name in listing.files if name not in shards]
     strays = [name for name, found in others if found and found.group("stem", "suffix") in families]
@@ -267,7 +274,7 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
 
 
 def _read_index(index: Path, noted: Noted) -> tuple[dict[str, str], int | None]:
-    """The weight map and the total size that an index gives, as far as they are what they should be."""
+    """The weight map and the total size of an index; invalid entries are left out, with a problem."""
     import json
 
     name = index.name
@@ -315,17 +322,17 @@ def numbered_shards(listing: Listing) -> dict[tuple[str, str, int], dict[int, st
 
 
 def _read_numbered(merger: Merger) -> Checkpoint:
-    """Numbered shards without an index; of several families safetensors first, then the fullest."""
+    """Read numbered shards without an index. Of several families safetensors are preferred, then the most complete."""
     families = numbered_shards(merger.listing)
     key = min(families, key=lambda family: (_WEIGHT_SUFFIXES.index(family[1]), -len(families[family]), family))
     stem, suffix, total = key
     shards = families[key]
     merger.note("index-missing", f"{stem}{suffix}{INDEX_SUFFIX} is not there: no list of tensors to compare with")
-    # Numbers run from 1 in Hugging Face's files and from 0 in some others'.
+    # Hugging Face counts from 1, some others from 0.
     first = 0 if 0 in shards else 1
     for number in range(first, first + total):
         if number in shards:
-            merger.read(shards[number], "shard", missed=False)
+            merger.read(shards[number], "shard", required=False)
         else:
             missing = f"{stem}-{number:05d}-of-{total:05d}{suffix}"
             merger.note("shard-missing", "its number is not among the files", missing)
@@ -338,8 +345,8 @@ def _read_numbered(merger: Merger) -> Checkpoint:
 
 LATEST = "latest"
 ITERATION = "latest_checkpointed_iteration.txt"
-# https://github.com/deepspeedai/DeepSpeed, deepspeed/utils/zero_to_fp32.py: the names it looks for. The number is the
-# data-parallel rank in the first two, the tensor-parallel one in the others.
+# The names that deepspeed/utils/zero_to_fp32.py (https://github.com/deepspeedai/DeepSpeed) looks for. The number is the
+# data-parallel rank in the first two, the tensor-parallel rank in the others.
 DEEPSPEED_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("optimizer states", re.compile(r"(?:\w+_)?zero_pp_rank_(\d{1,6})_mp_rank_\d{1,6}_optim_states\.pt")),
     ("partitioned model", re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_\d{1,6}_model_states\.pt")),
@@ -349,7 +356,7 @@ DEEPSPEED_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 MEGATRON_FOLDER = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?")
 STEP = re.compile(r"(?:global_step|iter_)(\d{1,12})")
-# A rank number of a million asks for a million missing files; nobody trains on so many.
+# A file named after rank one million would make a million files missing; nobody trains on so many GPUs.
 MAX_RANKS = 100_000
 
 
@@ -359,15 +366,15 @@ def _deepspeed_ranks(listing: Listing) -> list[tuple[str, str, int]]:
     return [(name, kind, int(match[1])) for name, kind, match in found if match]
 
 
-def _enter_newest(merger: Merger, wanted: str, note: str) -> str:
-    """Go into the folder of the newest step: the one the directory names, else the one with the highest number."""
+def _enter_latest(merger: Merger, wanted: str, file: str) -> str:
+    """Make the folder of the latest step the current one: the one that ``file`` names, else the highest number."""
     listing = merger.listing
     steps = {name: int(found[1]) for name in listing.folders if (found := STEP.fullmatch(name))}
-    tag = inner_name(wanted)
+    tag = relative_path(wanted)
     if tag not in listing.folders:
         if wanted:
             here = f"; here are {some(sorted(steps))}" if steps else ""
-            merger.note("latest-missing", f"it names {wanted[:80]!r}, which is not here{here}", note)
+            merger.note("latest-missing", f"it names {wanted[:80]!r}, which is not here{here}", file)
         tag = max(steps, key=lambda name: (steps[name], name), default="")
     if tag:
         inner = try_list(listing.join(tag), tag, merger.noted)
@@ -376,19 +383,19 @@ def _enter_newest(merger: Merger, wanted: str, note: str) -> str:
 
 
 def _read_deepspeed(merger: Merger) -> Checkpoint:
-    """Every rank's file of the newest step; which ranks there are, and which are missing."""
+    """Merge every rank's files of the latest step, and note missing ranks."""
     top = merger.listing
-    tag = "" if _deepspeed_ranks(top) else _enter_newest(merger, top.note(LATEST), LATEST)
+    tag = "" if _deepspeed_ranks(top) else _enter_latest(merger, top.read_text(LATEST), LATEST)
     kinds: dict[str, set[int]] = {}
     for name, kind, rank in _deepspeed_ranks(merger.listing):
         kinds.setdefault(kind, set()).add(rank)
         merger.read(name, kind)
-    # Gaps among the data-parallel ranks; how many there were is in the model file, if anywhere.
+    # Gaps among the data-parallel ranks. Their number is in the model states, if anywhere.
     sizes = (leaf.text for leaf in merger.leaves if leaf.path[-1:] == ("dp_world_size",))
-    claimed = next((int(size[:6]) for size in sizes if size.isdecimal()), 0)
+    recorded = next((int(size[:6]) for size in sizes if size.isdecimal()), 0)
     for kind in ("optimizer states", "partitioned model"):
         ranks = kinds.get(kind, set())
-        world = min(max(claimed, max(ranks) + 1), MAX_RANKS) if ranks else 0
+        world = min(max(recorded, max(ranks) + 1), MAX_RANKS) if ranks else 0
         missing = [str(rank) for rank in range(world) if rank not in ranks]
         if missing:
             merger.note("rank-missing", f"{kind} of {len(missing):,} of {world:,} ranks: {some(missing, 8)}")
@@ -405,13 +412,13 @@ def _read_deepspeed(merger: Merger) -> Checkpoint:
 
 
 def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """The newest iteration: every rank's folder, or the distributed checkpoint that newer releases write."""
+    """Merge the latest iteration: every rank's folder, or the distributed checkpoint that newer releases write."""
     top = merger.listing
     inside = METADATA in top.files or any(MEGATRON_FOLDER.fullmatch(name) for name in top.folders)
-    # The folder that the note names: ``10`` is ``iter_0000010``, ``release`` is itself.
-    wanted = top.note(ITERATION)
+    # ``10`` means the folder ``iter_0000010``; ``release`` is a folder of that name.
+    wanted = top.read_text(ITERATION)
     wanted = f"iter_{int(wanted[:12]):07d}" if re.fullmatch(r"[0-9]{1,12}", wanted) else wanted
-    tag = "" if inside else _enter_newest(merger, wanted, ITERATION)
+    tag = "" if inside else _enter_latest(merger, wanted, ITERATION)
     facts: tuple[tuple[str, str], ...] = (("iteration", tag),) if tag else ()
     if not (tag or inside) or merger.noted.has("directory-unreadable"):
         merger.note("directory-unknown", "a Megatron directory without any iteration")
@@ -450,16 +457,16 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
 # -- torch.distributed.checkpoint
 
 METADATA = ".metadata"
-# As for any pickle: this is room for a million tensors.
+# Enough for a million tensors.
 MAX_METADATA = 512 << 20
-# Each item costs about a millisecond; beyond this the safety verdict has to be "unknown".
+# Reading an item takes about a millisecond. Where some are left out, the safety verdict has to be "unknown".
 MAX_ITEMS = 20_000
 # torch allows 64. A million dimensions of 2**62 would take hours to multiply out.
 MAX_DIMENSIONS = 64
 
 
 def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tuple[tuple[str, str], ...]:
-    """Read a folder with ``.metadata`` into the merger; facts come back."""
+    """Merge a folder with ``.metadata``, and return facts about it."""
     files = merger.listing.files
     ranks = [name for name in files if name.endswith(".distcp")]
     merger.parts += [Part(merger.prefix + name, "rank file", files[name]) for name in ranks]
@@ -467,14 +474,15 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
     fields = _read_metadata(merger)
     if not fields:
         return (rank_files,)
-    # The items of each file: archives, each a piece of a tensor, or an object. Of each its tensor, where in that it
-    # begins, its place in the file, and whether it is transformed. A path out of the directory is never opened.
+    # The items of each file: archives, each with a piece of a tensor or with an object. Of each item its name, the
+    # position of the piece in its tensor, its offset and length in the file, and whether it is transformed. A path that
+    # leads out of the directory is never opened.
     items: dict[str, list[tuple[str, tuple[int, ...], int, int, bool]]] = {}
     count = 0
     for key, value in _pairs(fields.get("storage_data")):
         index, info = _state(key), _state(value)
         path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
-        file, fqn = inner_name(path), index.get("fqn")
+        file, fqn = relative_path(path), index.get("fqn")
         if not file:
             merger.note("dcp-path-outside", f"{str(path)[:200]!r} was not opened", METADATA)
         elif type(offset) is int and type(length) is int and isinstance(fqn, str) and min(offset, length) >= 0:
@@ -485,7 +493,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
                 items.setdefault(file, []).append(item)
     if count > MAX_ITEMS:
         merger.note("dcp-items-unread", f"{count - MAX_ITEMS:,} of {count:,}", METADATA)
-    # The tensors found in the items: by name, then by where in the whole they belong.
+    # The tensors found in the items: by name, then by their position in the whole tensor.
     pieces: dict[str, dict[tuple[int, ...], list[Tensor]]] = {}
     for file, held in sorted(items.items()):
         try:
@@ -493,7 +501,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
         except CannotReadError as error:
             names = some([fqn for fqn, *_ in held], 3)
             merger.note("dcp-file-missing", f"{error.what}; {len(held):,} entries need it: {names}", file)
-            merger.lost(file, "rank file")
+            merger.add_missing(file, "rank file")
             continue
         with closing(source):
             cut = [fqn for fqn, _, offset, length, _ in held if offset + length > source.size]
@@ -501,7 +509,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
                 detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {some(cut, 3)}"
                 merger.note("dcp-file-cut", detail, file)
             elif sum(length for _, _, _, length, _ in held) > source.size:
-                # A thousand entries that are all the same gigabyte would be a thousand gigabytes to verify.
+                # Verifying a thousand entries for the same gigabyte would read a terabyte.
                 merger.note("dcp-items-overlap", f"{len(held):,} entries are longer together than the file", file)
                 continue
             opaque: list[str] = []
@@ -516,13 +524,13 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
                     pieces.setdefault(fqn, {})[at] = tensors
             if opaque:
                 merger.note("dcp-transformed", f"{len(opaque):,} entries: {some(opaque, 3)}", file)
-    # Tensors by their own names, put together from their pieces; what is not a tensor stays as it was read.
+    # Assemble tensors from their pieces, under their own names; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
     entries = {name: _state(value) for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
     objects = 0
     for name, entry in entries.items():
         own = pieces.get(name, {})
-        tensor = _put_together(name, entry, own, merger.noted)
+        tensor = _assembled(name, entry, own, merger.noted)
         whole += [tensor] if tensor else [tensor for tensors in own.values() for tensor in tensors]
         objects += tensor is None
     merger.tensors = whole
@@ -585,14 +593,14 @@ def _size(node: object) -> tuple[int, ...] | None:
     return tuple(node) if all(type(size) is int and 0 <= size < 1 << 63 for size in node) else None
 
 
-def _put_together(
+def _assembled(
     name: str, fields: dict[str, object], found: dict[tuple[int, ...], list[Tensor]], noted: Noted
 ) -> Tensor | None:
-    """A tensor that ``.metadata`` describes: its only piece under its own name, or all its pieces as parts."""
+    """A tensor that ``.metadata`` describes: its only piece under the name of the tensor, or all pieces as parts."""
     shape, raw = _size(fields.get("size")), fields.get("chunks")
     if shape is None or not isinstance(raw, list):
         return None
-    # The dtype is the first of the tuple that ``TensorProperties`` pickles to, in old releases an attribute.
+    # ``TensorProperties`` pickles as a tuple that begins with the dtype; in old releases that is an attribute.
     properties = fields.get("properties")
     state = properties.states[-1] if isinstance(properties, Call) and properties.states else None
     first = state[0] if isinstance(state, tuple) and state else _state(properties).get("dtype")
@@ -618,7 +626,7 @@ def _put_together(
 
 # -- which kind of directory
 
-# The files that hold a model's weights, best first; what else looks like a checkpoint belongs to the training.
+# The usual names of a model's weights, best first. Other files that look like checkpoints belong to the training.
 _USUAL_NAMES = (
     "model.safetensors",
     "pytorch_model.bin",
@@ -633,14 +641,16 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pt2", ".pth.tar", 
 # How far an unknown directory is searched for something to read.
 MAX_DEPTH = 3
 _MAX_OTHERS = 20
-# Problems of a file beside the checkpoint that bear on safety; whether its own tensors are whole is nobody's question.
-_TELLING = frozenset({"zip-shifted", "zip-duplicate-name", "zip-names-differ", "pickle-broken", "pickle-unreadable"})
+# The problems of a file beside the checkpoint that concern safety: whether its tensors are whole does not matter.
+_SAFETY_PROBLEMS = frozenset(
+    {"zip-shifted", "zip-duplicate-name", "zip-names-differ", "pickle-broken", "pickle-unreadable"}
+)
 
 
 def _kind(listing: Listing) -> str:
-    """What a directory is as a whole; empty if it is a place for files.
+    """Which kind of checkpoint a directory is as a whole; empty if it only contains files.
 
-    The order matters: Megatron's newer form holds a distributed checkpoint, and any of them may hold loose files.
+    The order matters: Megatron's newer form contains a distributed checkpoint, and any kind may contain other files.
     """
     files, folders = listing.files, listing.folders
     steps = {found[0][:4] for name in folders if (found := STEP.fullmatch(name))}
@@ -652,9 +662,9 @@ def _kind(listing: Listing) -> str:
         return "dcp"
     if "zero_to_fp32.py" in files or "glob" in steps or _deepspeed_ranks(listing):
         return "deepspeed"
-    # `latest` is too common a word to mean much by itself.
-    tag = listing.note(LATEST)
-    if STEP.fullmatch(tag) or inner_name(tag) in folders:
+    # Not every file `latest` is DeepSpeed's.
+    tag = listing.read_text(LATEST)
+    if STEP.fullmatch(tag) or relative_path(tag) in folders:
         return "deepspeed"
     inner = None
     if len(folders) == 1 and not files:  # the one folder that unzipping made
@@ -669,29 +679,29 @@ def _kind(listing: Listing) -> str:
     return "numbered" if numbered_shards(listing) else ""
 
 
-def _likely(listing: Listing) -> list[str]:
+def _checkpoint_files(listing: Listing) -> list[str]:
     return [name for name in listing.files if name.lower().endswith(SUFFIXES)]
 
 
 def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """What a directory holds; ``read_file`` reads the files in it, ``read_item`` the archives inside ``.distcp`` files.
+    """Read a directory; ``read_file`` reads the files in it, ``read_item`` the archives inside ``.distcp`` files.
 
     Bad content is a problem, never an error; ``CannotReadError`` only if the directory itself cannot be listed.
     """
     listing = list_directory(path)
     kind = _kind(listing)
     ranked = kind in ("megatron", "deepspeed")
-    merger = Merger(listing, read_file, kind if ranked or kind == "dcp" else "sharded", named=ranked)
-    # The one file to read: by its usual name, or because no other looks like a checkpoint.
-    likely = _likely(listing)
-    main = next((name for name in _USUAL_NAMES if name in listing.files), likely[0] if len(likely) == 1 else "")
+    merger = Merger(listing, read_file, kind if ranked or kind == "dcp" else "sharded", ranked=ranked)
+    # The one file to read: it has a usual name, or is the only one that looks like a checkpoint.
+    found = _checkpoint_files(listing)
+    main = next((name for name in _USUAL_NAMES if name in listing.files), found[0] if len(found) == 1 else "")
     if kind == "megatron":
         checkpoint = _read_megatron(merger, read_item)
     elif kind == "dcp":
         facts = _read_dcp(merger, read_item)
         lightning = "meta.pt" in listing.files  # its sharded form
         if lightning:
-            merger.read("meta.pt", "trainer state", steps=("meta.pt",), missed=False)
+            merger.read("meta.pt", "trainer state", steps=("meta.pt",), required=False)
         checkpoint = merger.merged(facts, "Lightning" if lightning else "")
     elif kind == "deepspeed":
         checkpoint = _read_deepspeed(merger)
@@ -707,7 +717,7 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
         checkpoint = _read_numbered(merger)
     elif main:
         checkpoint = merger.open(main) or Checkpoint(path, "directory", 0, problems=merger.noted.problems())
-        if checkpoint.format != "directory":  # a word on what lies beside it
+        if checkpoint.format != "directory":
             checkpoint = replace(
                 checkpoint,
                 path=path,
@@ -716,12 +726,12 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
                 facts=(("read", f"{main}, of the {len(listing.files):,} files in the directory"), *checkpoint.facts),
             )
     else:
-        checkpoint = _describe(listing)
-    return _with_surroundings(checkpoint, listing, read_file)
+        checkpoint = _describe_unknown(listing)
+    return _with_other_files(checkpoint, listing, read_file)
 
 
-def _describe(listing: Listing) -> Checkpoint:
-    """No kind we know: what is there, and what in it, a few levels down, could be read by itself."""
+def _describe_unknown(listing: Listing) -> Checkpoint:
+    """A directory of no known kind: list what looks like a checkpoint in it, a few levels down."""
     noted = Noted()
     found: list[str] = []
     waiting = [("", listing)]
@@ -732,9 +742,9 @@ def _describe(listing: Listing) -> Checkpoint:
         if prefix and _kind(here):
             found.append(prefix.rstrip("/"))
             continue
-        found += [prefix + name for name in _likely(here)]
+        found += [prefix + name for name in _checkpoint_files(here)]
         for folder in here.folders if prefix.count("/") < MAX_DEPTH else ():
-            if not Path(here.path, folder).is_symlink():  # a link may lead round in circles
+            if not Path(here.path, folder).is_symlink():  # links may lead in circles
                 inner = try_list(here.join(folder), prefix + folder, noted)
                 waiting += [(f"{prefix}{folder}/", inner)] if inner is not None else []
     held = [*(f"{name}/" for name in listing.folders), *listing.files]
@@ -752,8 +762,8 @@ def _describe(listing: Listing) -> Checkpoint:
     return out.checkpoint()
 
 
-def _with_surroundings(checkpoint: Checkpoint, listing: Listing, read_file: ReadFile) -> Checkpoint:
-    """What the kind's own reader does not look at: loose ends, and files that are not part of the checkpoint.
+def _with_other_files(checkpoint: Checkpoint, listing: Listing, read_file: ReadFile) -> Checkpoint:
+    """Add dangling links, and files that are not part of the checkpoint.
 
     A program that loads the directory may load those, too, so their pickles are read.
     """
@@ -765,7 +775,7 @@ def _with_surroundings(checkpoint: Checkpoint, listing: Listing, read_file: Read
         noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {some(listing.dangling)}")
     known = {part.name for part in checkpoint.parts}
     unpacked = "unpacked" in dict(checkpoint.facts)
-    others = [] if unpacked else [name for name in _likely(listing) if name not in known]
+    others = [] if unpacked else [name for name in _checkpoint_files(listing) if name not in known]
     pickles: list[Pickle] = []
     for name in others[:_MAX_OTHERS]:
         try:
@@ -776,7 +786,7 @@ def _with_surroundings(checkpoint: Checkpoint, listing: Listing, read_file: Read
         for pickle in found.pickles:
             pickle.main = False
             pickle.name = f"{name} › {pickle.name}"
-        noted.extend(problem.within(name) for problem in found.problems if problem.code in _TELLING)
+        noted.extend(problem.within(name) for problem in found.problems if problem.code in _SAFETY_PROBLEMS)
         pickles += found.pickles
     if others:
         noted.add("directory-others", "", f"{len(others):,} files: {some(others)}")
@@ -794,20 +804,20 @@ def _with_surroundings(checkpoint: Checkpoint, listing: Listing, read_file: Read
 # -- unpacked archives
 
 MAX_UNPACKED_FILES = 200_000
-"""Files listed: somebody may point at their home directory. Twenty thousand tensors are twenty thousand files."""
+"""Somebody may name their home directory. Each storage is a file, and large models have twenty thousand."""
 
 MAX_NESTED_FOLDERS = 32
-"""Directories below one another: a program's source lies ten deep at most."""
+"""The source of a program is nested ten deep at most."""
 
 
 def read_unzipped(path: str) -> Checkpoint:
-    """A checkpoint out of an unpacked ``torch.save`` archive; of a TorchScript program or a package, if it was one.
+    """Read an unpacked ``torch.save`` archive, TorchScript program or package.
 
-    ``file`` of a storage is relative to ``path``. A link that leads out of the directory is not followed: a stranger's
-    archive could show any file of this machine as its own.
+    ``file`` of a storage is relative to ``path``. A link that leads out of the directory is not followed: an untrusted
+    archive could pass off any file of this machine as its own.
     """
     listing = list_directory(path)
-    # The records lie in the only folder there, since unzipping makes one, or right here.
+    # Unzipping makes a folder for the records; the path may be that folder, or the one around it.
     inside = len(listing.folders) == 1 and not listing.files and not Path(path, listing.folders[0]).is_symlink()
     lead = f"{listing.folders[0]}/" if inside else ""
     problems = Problems()
@@ -829,7 +839,7 @@ def read_unzipped(path: str) -> Checkpoint:
 
 
 def open_directory(path: str, problems: Problems) -> Archive:
-    """The files of a directory as the records of an archive; those that cannot be are noted in ``problems``."""
+    """The files of a directory as the records of an archive; problems are noted for those that cannot be."""
     top = Path(os.path.realpath(path))
     records: dict[str, Record] = {}
     for count, file in enumerate(_files_below(top, problems)):
@@ -863,10 +873,10 @@ def open_directory(path: str, problems: Problems) -> Archive:
 
 
 def _files_below(top: Path, problems: Problems) -> Iterator[Path]:
-    """The files of a directory and of those in it, numbers in order, as torch writes storages."""
+    """The files below a directory; numbers in numerical order, as torch writes storages."""
     for folder, folders, files in os.walk(top):
         here = Path(folder)
-        # Linked directories may lead anywhere, and round in circles.
+        # Linked directories may lead anywhere, also in circles.
         for name in [name for name in folders if (here / name).is_symlink()]:
             folders.remove(name)
             problems.add("link-outside", (here / name).relative_to(top).as_posix(), "a linked directory is not read")
