@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.formats.foreign import HEAD, LEGACY_MAGIC, SCAN, Foreign, identify, identify_zip, mangled
+from transload.formats.foreign import HEAD, SCAN, Foreign, identify, identify_zip, mangled
+from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.io.sources import BytesSource, Source, copied
 
 RECORD = struct.Struct("<4sHHHHHIIIHH")
@@ -34,7 +35,7 @@ def torch_zip(size: int = 4096) -> bytes:
 
 def legacy() -> bytes:
     more = pickle.dumps(1001, 2) + b"\x80\x02ccollections\nOrderedDict\nq\0)R." + b"ctorch\nFloatStorage\n"
-    return LEGACY_MAGIC + more + bytes(n * 37 % 256 for n in range(2000))
+    return MAGIC_PICKLE + more + bytes(n * 37 % 256 for n in range(2000))
 
 
 def zip_of(records: dict[str, bytes]) -> bytes:

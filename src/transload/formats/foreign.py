@@ -1,6 +1,6 @@
-"""What a file is that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
+"""Name a file that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
 
-``identify`` asks each function of ``_LOOKS`` in turn; each gets a ``View`` of the first and last bytes.
+``identify`` calls each function of ``_DETECTORS`` in turn; each gets a ``View`` of the first and last bytes.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from transload.findings import is_named, quoted, rescue_command
+from transload.formats.torch_legacy import MAGIC_PICKLE, members
 from transload.io.packed import packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 
-# Everything is decided from these few bytes, so that a file of a terabyte costs what a small one does.
+# Only these few bytes are read, so that a terabyte takes no longer than a small file.
 HEAD = 64 * 1024
 TAIL = 64 * 1024
-# A checkpoint behind foreign bytes is looked for this far, and no farther.
+# How far a checkpoint behind other bytes is searched for.
 SCAN = 1 << 20
 
 LONGEST_TEXT = 160
-LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
     """What a file is that is not a checkpoint.
 
-    ``format`` is a short, stable name; ``title`` completes "this is …"; ``details`` are what was seen; ``fix``
-    is what to do, each a sentence or a command. ``holds`` is the ending of the checkpoint that is, or lies inside, it;
-    empty if there is none.
+    ``format`` is a short, stable name; ``title`` completes "this is …"; ``details`` are the evidence; ``fix`` is what
+    to do, each a sentence or a command. ``holds`` is the suffix for the checkpoint inside it; empty if there is none.
 
     >>> Foreign("html", "a web page (title: 404 Not Found), not a checkpoint").format
     'html'
@@ -44,7 +43,10 @@ class Foreign:
 
 
 class View:
-    """The first and last bytes of a source. ``whole`` is false for the unpacked beginning of something longer."""
+    """The first and last bytes of a source. ``whole`` is false if only its beginning was decompressed.
+
+    ``depth`` counts the layers around it, each of which may be a compressed file or an HTTP response.
+    """
 
     def __init__(self, source: Source, *, depth: int = 0, whole: bool = True) -> None:
         self.source = source
@@ -60,32 +62,32 @@ class View:
 
     @cached_property
     def wide(self) -> bytes:
-        """The first ``SCAN`` bytes, for those who must search."""
+        """The first ``SCAN`` bytes."""
         return self.head if self.size <= len(self.head) else self.source.read(0, SCAN)
 
     @property
     def path(self) -> str:
-        """Where the bytes lie; ``FILE`` if they have no path that a shell would know."""
+        """The path of the source, for a command; ``FILE`` if it has none."""
         return self.source.name if is_named(self.source.name) else "FILE"
 
     @property
     def file(self) -> str:
-        """The path as a shell takes it."""
+        """The path, quoted for a shell."""
         return quoted(self.path)
 
-    def beside(self, suffix: str) -> str:
-        """A new path next to this one, as a shell takes it."""
+    def with_suffix(self, suffix: str) -> str:
+        """The path with a suffix appended, quoted for a shell."""
         return quoted(self.path + suffix)
 
 
-def taken_out(path: str, ending: str, member: str = "") -> tuple[str, ...]:
-    """What to do about a checkpoint inside something else."""
+def rescue_advice(path: str, ending: str, member: str = "") -> tuple[str, ...]:
+    """How to extract a checkpoint from something else."""
     which = "This takes one of them out." if member else "This takes the checkpoint out, as far as it is there."
     return (which, rescue_command(path, ending, member))
 
 
 def clean(text: str | bytes, limit: int = LONGEST_TEXT) -> str:
-    r"""A stranger's text on one line, without control characters, cut.
+    r"""Untrusted text on one line, shortened, without control characters.
 
     >>> clean("404\x1b[31m  Not\nFound")
     '404[31m Not Found'
@@ -97,7 +99,7 @@ def clean(text: str | bytes, limit: int = LONGEST_TEXT) -> str:
 
 
 def listed(names: list[str], most: int = 5) -> str:
-    """A few cleaned names."""
+    """The first names, cleaned."""
     shown = ", ".join(clean(name, 80) for name in names[:most])
     return f"{shown}, …" if len(names) > most else shown
 
@@ -108,24 +110,24 @@ def match(pattern: str, text: str) -> str:
     return clean(found[1]) if found else ""
 
 
-# How much of what a packer unpacks is looked at.
+# How many bytes of a compressed file are decompressed.
 UNPACKED = 64 * 1024
-# Members of a tar looked at; each costs one small read.
+# How many members of a tar archive are listed; each costs one small read.
 TAR_MEMBERS = 64
-# Names of a zip that are looked at: it can hold millions of empty records.
+# How many names of a zip archive are compared: it can have millions of empty records.
 MAX_NAMES = 10_000
 
 CHECKPOINT_NAME = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2|ptl|pkl|pickle|distcp|gguf)(\.tar)?$", re.IGNORECASE)
 
-# As above, of what has been packed: model.pt.zst.
+# The name of a compressed checkpoint: model.pt.zst.
 CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.IGNORECASE)
 
 
-_ASIDE = "Check the path: this is another kind of file."
+_OTHER_FILE = "Check the path: this is another kind of file."
 
 # Format, title, patterns that each must match a name, and the fix: none for a checkpoint, ! for another kind of file.
-# The first that matches is the answer, so the special ones come before the general. A line that begins with a space
-# belongs to the row before.
+# The first row that matches decides, so special ones come before general ones. A line that begins with a space
+# continues the row before.
 _ZIPS = r"""
 torch-zip; a PyTorch checkpoint (zip); ^[^/]+/data\.pkl$;
 torch-zip-flat; a PyTorch checkpoint zipped again without its top folder; ^data\.pkl$;
@@ -150,7 +152,7 @@ tensorflow; a TensorFlow SavedModel, zipped; (^|/)saved_model\.pb$;
 
 
 def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
-    """What a zip archive is, from the names of its records; ``path`` is for the commands in the fix.
+    """Identify a zip archive by the names of its records; ``path`` is for the commands in the fix.
 
     >>> identify_zip(["readme.txt", "weights/ok.pt"]).title
     'a zip archive with a checkpoint inside: weights/ok.pt'
@@ -160,25 +162,26 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
         format_, title, patterns, advice = (part.strip() for part in row.split(";"))
         if all(any(re.search(pattern, name) for name in ours) for pattern in patterns.split()):
             holds = "" if advice else ".pt"
-            words = _ASIDE if advice == "!" else advice.format(file=quoted(path), path=path)
-            return Foreign(format_, title, _records(ours), taken_out(path, holds) if holds else (words,), holds)
+            words = _OTHER_FILE if advice == "!" else advice.format(file=quoted(path), path=path)
+            return Foreign(format_, title, _records(ours), rescue_advice(path, holds) if holds else (words,), holds)
     inside = [name for name in ours if CHECKPOINT_NAME.search(name)]
     if inside:
-        found = _holding("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
+        found = _with_checkpoints("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
         ending = _RESCUED.get(inside[0].lower().rpartition(".")[2], "")
         member = inside[0] if len(inside) > 1 else ""
-        usual = not member or _is_usual(member)
-        return replace(found, fix=taken_out(path, ending, member), holds=ending) if ending and usual else found
+        if ending and (not member or _can_be_pasted(member)):
+            return replace(found, fix=rescue_advice(path, ending, member), holds=ending)
+        return found
     title = "a zip archive, but not one of PyTorch's" if ours else "an empty zip archive"
     return Foreign("zip", title, _records(ours), (f"See what it holds: unzip -l {quoted(path)}",))
 
 
-# The endings of members that a rescue takes out, and what it makes of them.
+# The suffixes of members that ``rescue`` extracts, and the suffix of the new file.
 _RESCUED = {**dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"), "safetensors": ".safetensors"}
 
 
-def _is_usual(member: str) -> bool:
-    """Whether a name can stand in a command: one called --checkpoint-action=exec=… must not, for somebody pastes it."""
+def _can_be_pasted(member: str) -> bool:
+    """Whether a name is safe in a command that somebody pastes: ``--checkpoint-action=exec=…`` is not."""
     return bool(re.fullmatch(r"\w[\w./ +=-]*", member))
 
 
@@ -187,15 +190,15 @@ def _records(names: list[str]) -> tuple[str, ...]:
     return (f"{count}: {listed(names)}",) if names else ()
 
 
-def _holding(format_: str, title: str, inside: list[str], names: list[str], unpack: str) -> Foreign:
-    """An archive with checkpoints in it: name them, and give the command that takes them out."""
+def _with_checkpoints(format_: str, title: str, inside: list[str], names: list[str], unpack: str) -> Foreign:
+    """An archive that contains checkpoints; ``unpack`` is the command that extracts them."""
     several = "a checkpoint" if len(inside) == 1 else f"{len(inside):,} checkpoints"
-    fix = f"{unpack} {quoted(inside[0])}" if _is_usual(inside[0]) else unpack
+    fix = f"{unpack} {quoted(inside[0])}" if _can_be_pasted(inside[0]) else unpack
     return Foreign(format_, f"{title} with {several} inside: {listed(inside, 3)}", _records(names), (fix,))
 
 
 def _zipped(view: View) -> Foreign | None:
-    """A zip archive, by its directory; without one, by the records that are there."""
+    """A zip archive, by the names in its directory; without one, in the headers of its records."""
     if not view.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
     from transload.formats.zip import read_index
@@ -209,9 +212,7 @@ def _zipped(view: View) -> Foreign | None:
 
 
 def _tar(view: View) -> Foreign | None:
-    """A tar archive: the first header's checksum is right."""
-    from transload.formats.torch_legacy import members
-
+    """A tar archive: the checksum of the first header is right."""
     names = [clean(member.name, 100) for member in members(view.source, TAR_MEMBERS)[0]]
     if not names:
         return None
@@ -219,13 +220,13 @@ def _tar(view: View) -> Foreign | None:
         return Foreign("torch-tar", "a PyTorch checkpoint of the oldest kind (tar)")
     inside = [name for name in names if CHECKPOINT_NAME.search(name)]
     if inside:
-        return _holding("tar", "a tar archive", inside, names, f"tar xf {view.file}")
+        return _with_checkpoints("tar", "a tar archive", inside, names, f"tar xf {view.file}")
     return Foreign("tar", "a tar archive", _records(names), (f"Unpack it: tar xf {view.file}",))
 
 
 _ZLIB = 'python -c "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
 
-# (format, magic, the shell command that unpacks to standard output, whether a rescue unpacks it, too)
+# (format, magic, the shell command that unpacks to standard output, whether ``rescue`` unpacks it, too)
 _PACKERS: tuple[tuple[str, bytes, str, bool], ...] = (
     ("gzip", b"\x1f\x8b\x08", "gunzip -c", True),
     ("bzip2", b"BZh", "bunzip2 -c", True),
@@ -240,26 +241,26 @@ _PACKERS: tuple[tuple[str, bytes, str, bool], ...] = (
 
 
 def _packed(view: View) -> Foreign | None:
-    """Something compressed, and what the beginning of its content is."""
+    """A compressed file, and what its decompressed beginning is."""
     packer = next((packer for packer in _PACKERS if view.head.startswith(packer[1])), None)
     if packer is None:
         return None
     format_, _, command, rescued = packer
-    # One block of bz2 is up to 900 kB unpacked, and nothing comes out before all of it is in.
+    # A block of bz2 is up to 900 kB unpacked, and gives nothing before all of it is read.
     head = view.wide[:SCAN] if format_ == "bzip2" else view.head
     kind = packed_as(head)
     inner = b"".join(unpack(BytesSource(head), kind, UNPACKED)) if kind else b""
-    if format_ == "zlib" and not inner:  # its two bytes occur by chance: there the data must really unpack
+    if format_ == "zlib" and not inner:  # its two bytes occur by chance, so the data must decompress
         return None
-    fix: tuple[str, ...] = (f"Unpack it first: {command} {view.file} > {view.beside('.unpacked')}",)
+    fix: tuple[str, ...] = (f"Unpack it first: {command} {view.file} > {view.with_suffix('.unpacked')}",)
     if not inner:
         if format_ == "zstd" and CHECKPOINT_INSIDE.search(view.path):
-            fix = taken_out(view.path, ".safetensors" if ".safetensors" in view.path else ".pt")
+            fix = rescue_advice(view.path, ".safetensors" if ".safetensors" in view.path else ".pt")
         return Foreign(format_, f"a file compressed with {format_}", (), fix)
     content = Foreign("unknown", "something packed again and again")
     if view.depth < DEEPEST:
         content = _identify(View(BytesSource(inner, view.path + ".unpacked"), depth=view.depth + 1, whole=False))
-    fix = taken_out(view.path, content.holds) if content.holds and rescued else (*fix, *content.fix[:1])
+    fix = rescue_advice(view.path, content.holds) if content.holds and rescued else (*fix, *content.fix[:1])
     return Foreign(format_, f"{format_} around {content.title}", content.details, fix, content.holds)
 
 
@@ -282,44 +283,44 @@ _MAGIC: tuple[tuple[int, bytes | tuple[bytes, ...], str, str, str], ...] = (
     (0, b"MATLAB 5.0 MAT-file", "matlab", "a MATLAB file", "scipy.io.loadmat({path!r})"),
     (0, b"MATLAB 7.3 MAT-file", "matlab", "a MATLAB 7.3 file", "h5py.File({path!r})"),
     (0, b"\x12\x01\0\0\0\0\0\0", "mxnet", "an MXNet parameter file", "mxnet.nd.load({path!r})"),
-    (0, b"\x7fELF", "elf", "a Linux program or library (ELF)", _ASIDE),
-    (0, _MACH_O, "mach-o", "a macOS program or library", _ASIDE),
-    (0, b"\xca\xfe\xba\xbe", "mach-o", "a macOS universal program, or a Java class", _ASIDE),
+    (0, b"\x7fELF", "elf", "a Linux program or library (ELF)", _OTHER_FILE),
+    (0, _MACH_O, "mach-o", "a macOS program or library", _OTHER_FILE),
+    (0, b"\xca\xfe\xba\xbe", "mach-o", "a macOS universal program, or a Java class", _OTHER_FILE),
     (0, b"\x93NUMPY", "npy", "a NumPy array", "numpy.load({path!r}, allow_pickle=False)"),
-    (0, b"%PDF-", "pdf", "a PDF document", _ASIDE),
-    (0, b"\x89PNG\r\n\x1a\n", "image", "a PNG picture", _ASIDE),
-    (0, b"\xff\xd8\xff", "image", "a JPEG picture", _ASIDE),
-    (0, b"GIF8", "image", "a GIF picture", _ASIDE),
-    (8, b"WEBP", "image", "a WebP picture", _ASIDE),
-    (8, b"WAVE", "audio", "a sound file (WAV)", _ASIDE),
-    (0, b"OggS", "audio", "a sound file (Ogg)", _ASIDE),
-    (0, b"fLaC", "audio", "a sound file (FLAC)", _ASIDE),
-    (0, b"ID3", "audio", "a sound file (MP3)", _ASIDE),
-    (4, b"ftyp", "video", "a video (MP4)", _ASIDE),
-    (0, b"\x1aE\xdf\xa3", "video", "a video (Matroska)", _ASIDE),
+    (0, b"%PDF-", "pdf", "a PDF document", _OTHER_FILE),
+    (0, b"\x89PNG\r\n\x1a\n", "image", "a PNG picture", _OTHER_FILE),
+    (0, b"\xff\xd8\xff", "image", "a JPEG picture", _OTHER_FILE),
+    (0, b"GIF8", "image", "a GIF picture", _OTHER_FILE),
+    (8, b"WEBP", "image", "a WebP picture", _OTHER_FILE),
+    (8, b"WAVE", "audio", "a sound file (WAV)", _OTHER_FILE),
+    (0, b"OggS", "audio", "a sound file (Ogg)", _OTHER_FILE),
+    (0, b"fLaC", "audio", "a sound file (FLAC)", _OTHER_FILE),
+    (0, b"ID3", "audio", "a sound file (MP3)", _OTHER_FILE),
+    (4, b"ftyp", "video", "a video (MP4)", _OTHER_FILE),
+    (0, b"\x1aE\xdf\xa3", "video", "a video (Matroska)", _OTHER_FILE),
     (0, b"\0\x05\x16\x07", "apple-double", "a macOS side file (AppleDouble)", "Take the file without ._ in its name."),
     (0, b"book\0\0\0\0mark", "alias", "a macOS alias, not the file", "Copy the file it points to."),
     (0, b"L\0\0\0\x01\x14\x02\0", "alias", "a Windows shortcut, not the file", "Copy the file it points to."),
     (0, b"Salted__", "encrypted", "a file encrypted with OpenSSL", "Decrypt it first: openssl enc -d …"),
     (0, b"age-encryption.org/v1", "encrypted", "a file encrypted with age", "Decrypt it first: age -d {file}"),
     (0, b"-----BEGIN PGP MESSAGE", "encrypted", "a file encrypted with PGP", "Decrypt it first: gpg -d {file}"),
-    (0, b"bplist00", "plist", "an Apple property list", _ASIDE),
+    (0, b"bplist00", "plist", "an Apple property list", _OTHER_FILE),
     (0, b"ORC", "orc", "an ORC table", "pandas.read_orc({path!r})"),
 )
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-# A user block may stand before an HDF5 file; its sizes are powers of two.
+# An HDF5 file may begin with a user block, whose size is a power of two.
 HDF5_OFFSETS = (0, 512, 1024, 2048, 4096)
 # https://github.com/google/leveldb: the last eight bytes of a table.
 TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 
-# The bytes that can be an opcode: what may follow the protocol number of a pickle.
+# The opcodes of pickle, one of which follows the protocol number.
 _OPCODES = frozenset(b"()+.012FGIJKLMNPQRSTUVXabcdeghijlopqrstu]}") | frozenset(range(0x80, 0x99))
 NEWEST_PROTOCOL = 5
 
 
 def _by_magic(view: View) -> Foreign | None:
-    """Formats that their first bytes name."""
+    """Formats with a magic number."""
     head = view.head
     for offset, mark, format_, title, fix in _MAGIC:
         if head.startswith(mark, offset):
@@ -334,8 +335,8 @@ def _by_magic(view: View) -> Foreign | None:
         return Foreign("executorch", "an ExecuTorch program, not a checkpoint", (), (fix,))
     at = int.from_bytes(head[60:64], "little")
     if head[:2] == b"MZ" and head[at : at + 4] == b"PE\0\0":
-        return Foreign("pe", "a Windows program or library, not a checkpoint", (), (_ASIDE,))
-    # A bare pickle, by its protocol mark or, in the oldest protocols, by its shape.
+        return Foreign("pe", "a Windows program or library, not a checkpoint", (), (_OTHER_FILE,))
+    # A bare pickle: it begins with its protocol or, in the oldest protocols, with typical opcodes.
     old = re.match(rb"\(?[dl]p\d+\r?\n|\(?c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n[(pq)]|[\]}]q\0|\([dl]q\0", head)
     if head[:1] == b"\x80" and len(head) > 2 and head[1] <= NEWEST_PROTOCOL and head[2] in _OPCODES:
         protocol = f"protocol {head[1]}"
@@ -357,18 +358,18 @@ _PICKLERS = (
 
 
 def _by_structure(view: View) -> Foreign | None:
-    """Formats without a magic number of their own, so tried last."""
+    """Formats without a magic number."""
     if view.tail.endswith(TABLE_MAGIC):
         fix = "Give tf.train.load_checkpoint the name without .index; PyTorch cannot read it."
         return Foreign("tensorflow", "the index of a TensorFlow checkpoint (or a LevelDB table)", (), (fix,))
-    # ONNX, Core ML and TensorFlow files are detected by which fields of protobuf follow each other.
+    # ONNX, Core ML and TensorFlow files are detected by their protobuf fields.
     fields = _fields(view)
     if fields:
         numbers = {number for number, _, _ in fields}
         first, version, data = fields[0]
         versioned = first == 1 and 1 <= version <= 50
         if versioned and 7 in numbers and numbers <= {*range(1, 9), 14, 20, 25, 26}:
-            # Who wrote an ONNX file: its second and third fields are text.
+            # Fields 2 and 3 are the name and version of the producer.
             said = [clean(raw, 60) for number, _, raw in fields if number in (2, 3) and raw.isascii()]
             by = (f"written by {listed(said)}",) if said else ()
             fix = "Run it with onnxruntime, or convert it with onnx2torch."
@@ -379,11 +380,11 @@ def _by_structure(view: View) -> Foreign | None:
         elif fields[0][:2] == (1, 1) and numbers == {1, 2} and fields[1][2][:1] == b"\x0a":
             kind = ("tensorflow", "a TensorFlow SavedModel (.pb)", "tf.saved_model.load its directory.")
         elif first == 1 and re.match(rb"\x0a.[\w./:-]+\x12.[A-Z]\w+", data, re.DOTALL):
-            # A frozen GraphDef: nodes, each beginning with a name and an operator.
+            # A frozen GraphDef consists of nodes, each of which begins with a name and an operator.
             kind = ("tensorflow", "a frozen TensorFlow graph (.pb)", "Load it with tf.compat.v1.GraphDef.")
         if kind:
             return Foreign(kind[0], f"{kind[1]}, not a PyTorch checkpoint", (), (kind[2],))
-    # Flax writes one map of MessagePack; its first key is text.
+    # Flax writes a MessagePack map whose first key is text.
     found = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", view.head)
     if not found or len(found[2]) < found[1][0] - 0xA0:
         return None
@@ -412,7 +413,7 @@ def _fields(view: View, most: int = 24) -> list[_Field]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A base-128 number and where it ends; ``0, 0`` if there is none."""
+    """A varint and where it ends; ``0, 0`` if there is none."""
     value = 0
     for index, byte in enumerate(data[at : at + 10]):
         value |= (byte & 0x7F) << (7 * index)
@@ -421,16 +422,16 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return 0, 0
 
 
-# A server's answer is a line or two; longer text is a document.
+# A server's error message is a line or two; longer text is a document.
 LONGEST_ANSWER = 512
-# JSON is parsed only while it is short: an answer is, and a longer one is described by its first bytes.
+# Longer JSON is not parsed, but described by its first bytes.
 LONGEST_JSON = 64 * 1024
 
 _DOWNLOAD_AGAIN = "Download it again from the direct link, and compare the size with the one the server lists."
 _LOGIN = "The link wants a login: huggingface-cli login (or hf auth login), or pass a token, then download again."
 _GONE = "The file is not at that address: check the repository, revision and file name."
 
-# What a page or an answer says, and what it means. The first match counts.
+# What a page or an error message contains, and the advice. The first match counts.
 _ANSWERS: tuple[tuple[str, str], ...] = (
     (r"google drive|drive\.google|virus scan", "Google Drive sends a page first: pip install gdown; gdown --fuzzy URL"),
     (r"dropbox", "End the Dropbox link in ?dl=1."),
@@ -460,12 +461,12 @@ def as_text(head: bytes) -> str:
     try:
         found = head.decode(encoding)
     except UnicodeDecodeError as error:
-        # The last character may have been cut in two by where the reading ended.
+        # The last character may be incomplete, because only the first bytes were read.
         if error.start < len(head) - 4:
             return ""
         found = head[: error.start].decode(encoding, "ignore")
     if encoding == "utf-16" and 2 * len(found.encode("latin-1", "ignore")) < len(found):
-        return ""  # almost any bytes are some Chinese in UTF-16
+        return ""  # almost any bytes decode to Chinese in UTF-16
     return "" if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", found) else found
 
 
@@ -481,7 +482,7 @@ _WEIGHTS = ("The weights lie beside it: model.safetensors or pytorch_model.bin."
 
 
 def _text(view: View) -> Foreign | None:
-    """What a text is, if it is one."""
+    """Any kind of text."""
     found = as_text(view.head)
     if not found.strip():
         return None
@@ -509,26 +510,26 @@ def _text(view: View) -> Foreign | None:
         return foreign
     first_line = found.strip().split("\n", 1)[0]
     if found.startswith("#!"):
-        return Foreign("script", f"a script ({clean(first_line, 80)}), not a checkpoint", (), (_ASIDE,))
+        return Foreign("script", f"a script ({clean(first_line, 80)}), not a checkpoint", (), (_OTHER_FILE,))
     lines = re.findall(r"(?m)^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+[(:]|@\w+)", found)
-    if len(lines) >= 2:  # one such line may be prose
-        return Foreign("python", "Python source, not a checkpoint", (clean(lines[0]),), (_ASIDE,))
+    if len(lines) >= 2:  # a single line may be prose
+        return Foreign("python", "Python source, not a checkpoint", (clean(lines[0]),), (_OTHER_FILE,))
     if view.whole and view.size <= LONGEST_ANSWER and found.strip().count("\n") <= 2:  # as servers send
         said = clean(found)
         advice, kind = _advice(said), ", probably a server's answer"
-        if advice == (_DOWNLOAD_AGAIN,):  # words that no server is known for
-            advice, kind = (_ASIDE, f"Or, if it was downloaded: {_DOWNLOAD_AGAIN}"), ""
+        if advice == (_DOWNLOAD_AGAIN,):  # not the words of a known server
+            advice, kind = (_OTHER_FILE, f"Or, if it was downloaded: {_DOWNLOAD_AGAIN}"), ""
         return Foreign("text-answer", f'{view.size:,} bytes of text{kind}: "{said}"', (), advice)
     lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
     shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)
     if len(lines) >= 3 and shaped >= 0.8 * len(lines):  # most lines are keys or items
         return Foreign("yaml", "a YAML document (a configuration?), not a checkpoint", (clean(lines[0]),), _WEIGHTS)
     begins = f"it begins: {clean(first_line)}"
-    return Foreign("text", "a text file, not a checkpoint", (begins,), (_ASIDE,))
+    return Foreign("text", "a text file, not a checkpoint", (begins,), (_OTHER_FILE,))
 
 
 def _json(view: View, found: str) -> Foreign | None:
-    """A document in JSON; only a short one is parsed."""
+    """A JSON document; only a short one is parsed."""
     import json
 
     try:
@@ -536,7 +537,7 @@ def _json(view: View, found: str) -> Foreign | None:
     except (ValueError, RecursionError):
         parsed = None
     fields: dict[str, object] = parsed if isinstance(parsed, dict) else {}
-    # What a server says went wrong, in any of the usual places.
+    # Where servers put their error messages.
     for key in ("error", "errors", "message", "detail", "error_description", "Message", "msg"):
         value = fields.get(key)
         if isinstance(value, list) and value:
@@ -549,7 +550,7 @@ def _json(view: View, found: str) -> Foreign | None:
     if "weight_map" in fields or '"weight_map"' in found:
         return Foreign("index-json", "the index of a sharded checkpoint; the tensors are in other files")
     if "nbformat" in fields:
-        return Foreign("notebook", "a Jupyter notebook, not a checkpoint", (), (_ASIDE,))
+        return Foreign("notebook", "a Jupyter notebook, not a checkpoint", (), (_OTHER_FILE,))
     keys = [str(key) for key in fields]
     details = (f"keys: {listed(keys, 8)}",) if keys else ()
     if "model_type" in fields or "architectures" in fields:
@@ -557,20 +558,20 @@ def _json(view: View, found: str) -> Foreign | None:
     return Foreign("json", "a JSON document, not a checkpoint", details) if keys or view.size > LONGEST_JSON else None
 
 
-# gzip in gzip in gzip … can be made to unpack to itself for ever.
+# A gzip file can decompress to itself.
 DEEPEST = 2
-# Blocks looked at in a file that begins with zeros.
+# How many blocks of a file that begins with zeros are read, and their size.
 SAMPLES = 16
 SAMPLE = 4096
 
-# A shorter run of zeros is how many formats begin.
+# Many formats begin with fewer zeros.
 ZERO_RUN = 512
-# Bytes from a zip record's start to the end of its name, at most: what is looked back over from "data.pkl".
+# The longest header of a zip record up to the end of its name, which ends in "data.pkl".
 RECORD_NAME = 30 + 255 + len("/data.pkl")
 
 
 def identify(source: Source) -> Foreign:
-    r"""What ``source`` is, given that it could not be read as a checkpoint.
+    r"""Identify a source that could not be read as a checkpoint.
 
     >>> identify(BytesSource(b"Entry not found")).title
     '15 bytes of text, probably a server\'s answer: "Entry not found"'
@@ -579,10 +580,9 @@ def identify(source: Source) -> Foreign:
 
 
 def _identify(view: View) -> Foreign:
-    """Each of ``_LOOKS`` in turn."""
     if not view.size:
         return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
-    found = next((foreign for look in _LOOKS if (foreign := look(view)) is not None), None)
+    found = next((foreign for detect in _DETECTORS if (foreign := detect(view)) is not None), None)
     if found is not None:
         return found
     details = [f"first bytes: {view.head[:16].hex(' ')}"]
@@ -595,7 +595,7 @@ _AGAIN = "Save or download it again, and compare the sizes."
 
 
 def _zeros(view: View) -> Foreign | None:
-    """Nothing but zeros, by all samples."""
+    """Nothing but zeros, at least in all samples."""
     if view.head.strip(b"\0") or view.tail.strip(b"\0"):
         return None
     step = max(1, view.size // SAMPLES)
@@ -617,7 +617,7 @@ def _zeros_first(view: View) -> Foreign | None:
 
 
 def _http(view: View) -> Foreign | None:
-    """A response saved with its header, as ``curl -i`` does."""
+    """An HTTP response saved with its header, as ``curl -i`` does."""
     status = re.match(rb"HTTP/\d(?:\.\d)? (\d{3}[^\r\n]{0,80})", view.head)
     if not status:
         return None
@@ -628,19 +628,19 @@ def _http(view: View) -> Foreign | None:
     rest = Slice(view.source, body, view.size - body, view.source.name)
     inner = _identify(View(rest, depth=view.depth + 1, whole=view.whole))
     title = f"an HTTP response ({clean(status[1])}) with its header in front of {inner.title}"
-    cut = f"Cut the first {body:,} bytes off: tail -c +{body + 1} {view.file} > {view.beside('.cut')}"
+    cut = f"Cut the first {body:,} bytes off: tail -c +{body + 1} {view.file} > {view.with_suffix('.cut')}"
     fix = (cut,) if inner.format in ("torch-tar", "pickle") else inner.fix
-    fix = taken_out(view.path, inner.holds) if inner.holds else fix
+    fix = rescue_advice(view.path, inner.holds) if inner.holds else fix
     return Foreign("http", title, inner.details, fix, inner.holds)
 
 
 def mangled(source: Source) -> Foreign | None:
-    """How a checkpoint was spoilt by being copied as text, if it was; such a one still begins like a checkpoint."""
+    """How a file that still begins like a checkpoint was damaged by being copied as text; ``None`` if it was not."""
     return _mangled(View(source))
 
 
 def _mangled(view: View) -> Foreign | None:
-    """A binary file that was copied as text: line ends doubled, or bytes replaced by U+FFFD."""
+    """A binary file that was copied as text: line feeds became CR LF, or bytes became U+FFFD."""
     head = view.head
     zipped_or_pickled = _torch_record(head) == 0 or re.match(rb"\x80[\x02-\x05]", head)
     if zipped_or_pickled and head.count(b"\n") == head.count(b"\r\n") >= 3:  # chance is 1 in 2**24
@@ -649,7 +649,7 @@ def _mangled(view: View) -> Foreign | None:
         return Foreign("crlf", title, (seen,), (_BINARY, *_UNDONE, rescue_command(view.path)), ".pt")
     decoded = ""
     if head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80")):
-        valid = len(head)  # bytes that decode: all but the last character; binary data never does for long
+        valid = len(head)  # bytes that decode as UTF-8: of binary data only a few would
         try:
             head.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -662,7 +662,7 @@ def _mangled(view: View) -> Foreign | None:
         title = "a binary file that was re-encoded from Latin-1 to UTF-8"
         code = "import sys; d = open(sys.argv[1], 'rb').read(); "
         code += "open(sys.argv[2], 'xb').write(d.decode().encode('latin-1'))"
-        undo = f'Or try to undo it: python -c "{code}" {view.file} {view.beside(".mended")}'
+        undo = f'Or try to undo it: python -c "{code}" {view.file} {view.with_suffix(".mended")}'
         return Foreign("utf8", title, (), (_BINARY, undo))
     return None
 
@@ -672,10 +672,10 @@ _UNDONE = ("If there is no other copy, this undoes it.",)
 
 
 def _checkpoint(view: View) -> Foreign | None:
-    """A checkpoint after all: asked about what lies inside something else."""
+    """A checkpoint, inside something else."""
     from transload.formats.safetensors import looks_like
 
-    if view.head.startswith(LEGACY_MAGIC):
+    if view.head.startswith(MAGIC_PICKLE):
         return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)", holds=".pt")
     if looks_like(view.source):
         return Foreign("safetensors", "a safetensors file", holds=".safetensors")
@@ -683,18 +683,18 @@ def _checkpoint(view: View) -> Foreign | None:
 
 
 def _embedded(view: View) -> Foreign | None:
-    """A checkpoint behind foreign bytes: torch looks for its magic at byte 0 only."""
-    starts = [start for start in (_torch_record(view.wide), view.wide.find(LEGACY_MAGIC)) if start > 0]
+    """A checkpoint behind other bytes: torch looks for its magic at byte 0 only."""
+    starts = [start for start in (_torch_record(view.wide), view.wide.find(MAGIC_PICKLE)) if start > 0]
     if not starts:
         return None
     start = min(starts)
     details = (f"it begins: {clean(view.head[: min(start, 60)])}",) if as_text(view.head[: min(start, 1000)]) else ()
     title = f"{start:,} foreign bytes with a checkpoint behind them: it starts at byte {start:,}"
-    return Foreign("prefixed", title, details, taken_out(view.path, ".pt"), ".pt")
+    return Foreign("prefixed", title, details, rescue_advice(view.path, ".pt"), ".pt")
 
 
 def _torch_record(data: bytes) -> int:
-    """Where the zip record of the first ``data.pkl`` begins; -1 if there is none."""
+    """The offset of the zip record of the first ``data.pkl``; -1 if there is none."""
     name = data.find(b"data.pkl")
     while name >= 0:
         start = data.rfind(b"PK\x03\x04", max(0, name - RECORD_NAME), name)
@@ -705,8 +705,8 @@ def _torch_record(data: bytes) -> int:
     return -1
 
 
-# The order matters: what is exact comes first, what is a guess last, and a container before what it may contain.
-_LOOKS: tuple[Callable[[View], Foreign | None], ...] = (
+# Exact tests come first, guesses last, and a container before what it may contain.
+_DETECTORS: tuple[Callable[[View], Foreign | None], ...] = (
     _zeros,
     _http,
     _mangled,
