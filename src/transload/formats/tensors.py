@@ -250,7 +250,7 @@ class StorageTable:
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 
 
-def claimed(pickle: Pickle) -> dict[str, Storage]:
+def declared_storages(pickle: Pickle) -> dict[str, Storage]:
     """The storages a pickle names, by key, with the sizes it claims."""
     table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
     table.enter(pickle.persistent)

@@ -18,7 +18,7 @@ from transload.checkpoint import Checkpoint, Draft, Storage
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem, Problems
 from transload.formats.pickle_machine import run_at
-from transload.formats.tensors import Place, StorageTable, claimed, find_tensors
+from transload.formats.tensors import Place, StorageTable, declared_storages, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
@@ -84,7 +84,7 @@ def read_legacy(source: Source) -> Checkpoint:
     for key in listed if type(listed) is list else ():
         text = key.decode("latin-1") if type(key) is bytes else key
         keys.append(str(text) if type(text) in (str, int) else "")  # what can be no key is one that nothing uses
-    places, end = _places(source, position, keys, claimed(main), problems)
+    places, end = _places(source, position, keys, declared_storages(main), problems)
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
     out.take(*tree)
     if not any(pickle.broken for pickle in pickles):

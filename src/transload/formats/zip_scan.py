@@ -1,11 +1,10 @@
-"""Where the records of a damaged archive are; of one without its directory, what is left of it.
+"""Find the records of an archive that is damaged, or has lost its directory.
 
 Almost everything about a record is in the file twice: its name in its header and in the directory, its size in the
-directory and in the descriptor behind its bytes, its place in the directory and by the end of the record before it.
-Every header is read as if one of its bits may be flipped, and where two copies disagree, the place that most of the
-evidence supports is taken. What is in the file once is found by its content: ``data.pkl`` ends where its pickle ends,
-and a storage is as long as the pickle says. torch.save writes ``data.pkl`` first (from 1.6 on), so a truncated file
-usually still tells what it held.
+directory and in the descriptor behind its bytes, its offset in the directory and as the end of the record before it.
+Any header may have a flipped bit, and where two copies disagree, the offset that most of the evidence supports is
+taken. What is in the file once is found by its content: ``data.pkl`` ends where its pickle ends, and a storage is as
+long as the pickle says. torch.save writes ``data.pkl`` first (from 1.6 on), so a truncated file usually still has it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple
 from transload.checkpoint import Record, Storage
 from transload.findings import Problems
 from transload.formats import pickle_machine
-from transload.formats.tensors import claimed
+from transload.formats.tensors import declared_storages
 from transload.formats.zip import (
     ALIGNMENT,
     ALL32,
@@ -40,7 +39,7 @@ from transload.formats.zip import (
 from transload.io.sources import Source, inflated
 
 HAS_DESCRIPTOR = 8
-"""The zip flag that says that checksum and sizes follow the bytes, in a descriptor."""
+"""The zip flag for checksum and sizes that follow the bytes, in a descriptor."""
 
 _LOCAL = b"PK\x03\x04"
 _CENTRAL = b"PK\x01\x02"
@@ -52,24 +51,24 @@ _BLOCK = 4096
 _TAIL = 1 << 17
 _PICKLE_WINDOW = 1 << 16
 _MAX_NAME = 4096
-"""Bytes of a record's name; those of a program are a hundred or two."""
+"""In bytes. The names in a program have a hundred or two."""
 
 _MAX_EXTRA = 1 << 16
 _MAX_DIRECTORY = 64 << 20
-"""Bytes of a directory: one of half a million records."""
+"""In bytes: enough for half a million records."""
 
 _MAX_ENDS = 8
-"""End records that are looked at: a hostile file can have as many false ones as it likes."""
+"""How many end records are tried: a hostile file can have any number of false ones."""
 
 _MAX_STEPS = 300_000
 """A gigabyte of empty headers would take minutes; 20,000 tensors are 20,006 records."""
 
 _MAX_GAP = 1 << 30
-"""How far the next header is searched for, all searches of one file together."""
+"""Bytes searched for the next header, in all searches of one file together."""
 
 _MIN_SEARCH = 256 << 20
 _MAX_SEARCH = 4
-"""Bytes read in search of the ends of records, all of one file together: so many, and so many times its size."""
+"""Bytes searched for the ends of records, in one file together: ``_MIN_SEARCH``, and so many times its size."""
 
 _MAX_INDEX = 512 << 20
 _MAX_INFLATED = 256 << 20
@@ -77,10 +76,10 @@ _MIN_ZEROS = 512
 
 
 class Header(NamedTuple):
-    """What one of the two headers of a record says: the local one before its bytes, or its entry in the directory.
+    """One of the two headers of a record: the local one before its bytes, or its entry in the directory.
 
-    ``header`` is where the local one is, ``position`` where this one is, and ``end`` where this one ends, if its
-    lengths are right.
+    ``header`` is the offset of the local one; ``position`` and ``end`` are where this one begins and, if its lengths
+    are right, ends.
     """
 
     position: int
@@ -103,13 +102,13 @@ class Header(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether it has a field of sizes in eight bytes; one bit of the length of that may be flipped."""
+        """Whether it has a zip64 field; one bit of the length of that may be flipped."""
         length = int.from_bytes(self.extra[2:4], "little")
         return self.extra[:2] == b"\x01\x00" and any((length ^ right).bit_count() <= 1 for right in (8, 16, 24, 28))
 
 
 class Descriptor(NamedTuple):
-    """What follows the bytes of a record; ``length`` is its own."""
+    """What follows the bytes of a record; ``length`` is that of the descriptor."""
 
     crc32: int
     stored: int
@@ -118,11 +117,11 @@ class Descriptor(NamedTuple):
 
 
 class FoundRecord(NamedTuple):
-    """A record: its headers as they are, where its bytes are, and how many of them the file has.
+    """A record: its headers, the offset of its bytes (``payload``), and how many of them are ``present``.
 
     ``wide`` is whether its descriptor has sizes of eight bytes. ``replaced`` is whether a complete directory does not
-    list it: a newer record took its place. ``endless`` is whether nothing tells where it ends. Once it is checked,
-    ``name`` is its name, and ``settled`` whether the file itself tells that this is right.
+    list it: a newer record took its place. ``endless`` is whether its end is unknown. Once it is checked, ``name`` is
+    its name, and ``name_proven`` whether the file itself proves that.
     """
 
     header: int
@@ -136,17 +135,17 @@ class FoundRecord(NamedTuple):
     replaced: bool = False
     endless: bool = False
     name: bytes = b""
-    settled: bool = True
+    name_proven: bool = True
     method: int = 0
 
     @property
     def end(self) -> int:
-        """Where the next one should begin."""
+        """Where the next record should begin."""
         return self.payload + self.stored + (self.descriptor.length if self.descriptor else 0)
 
     @property
     def names(self) -> list[bytes]:
-        """Its name, or both of them if they differ in more than the length that is given for one."""
+        """Its name, or both names if they differ in more than the length of one."""
         found = [self.entry.name] if self.entry else []
         if self.local and self.local.name:
             here = self.local.name + self.local.extra
@@ -159,7 +158,7 @@ class FoundRecord(NamedTuple):
 
 
 def distance(one: bytes, other: bytes) -> int:
-    """How many bits differ; many if the lengths do."""
+    """The number of bits that differ; many if the lengths do."""
     if one == other:
         return 0
     if len(one) != len(other):
@@ -168,7 +167,7 @@ def distance(one: bytes, other: bytes) -> int:
 
 
 def _is_near(one: bytes, other: bytes) -> bool:
-    r"""Whether two texts are the same but for a flipped bit.
+    r"""Whether at most one bit differs.
 
     >>> _is_near(b"PK\x03\x05", b"PK\x03\x04"), _is_near(b"PK\x01\x02", b"PK\x03\x04")
     (True, False)
@@ -177,12 +176,12 @@ def _is_near(one: bytes, other: bytes) -> bool:
 
 
 def starts_record(source: Source, offset: int = 0) -> bool:
-    """Whether a record begins at an offset, going by the signature alone."""
+    """Whether there is the signature of a record at an offset."""
     return _is_near(source.read(offset, 4), _LOCAL)
 
 
 def _read_local(source: Source, header: int) -> Header | None:
-    """The header at an offset, whatever its signature; ``None`` where the file ends within it."""
+    """The header at an offset, with any signature; ``None`` where the file ends within it."""
     raw = source.read(header, LOCAL.size)
     if len(raw) < LOCAL.size:
         return None
@@ -196,9 +195,9 @@ def _read_local(source: Source, header: int) -> Header | None:
 
 
 def find_header(source: Source, data: bytes, base: int = 0) -> int:
-    """The first plausible header in ``data``, which is at ``base`` of the source; -1 if there is none.
+    """The index of the first plausible header in ``data``, which begins at offset ``base``; -1 if there is none.
 
-    Bytes like a signature occur in weights.
+    The signature alone can occur in weights.
     """
     for match in re.finditer(_LOCAL, data):
         local = _read_local(source, base + match.start())
@@ -225,8 +224,8 @@ def _read_descriptor(source: Source, offset: int, *, wide: bool) -> Descriptor |
 class Directory(NamedTuple):
     """The entries that were found, and where they begin; -1 if there are none.
 
-    ``stated`` is where the end record says the directory begins, ``stated_count`` how many entries it says there are;
-    -1 without an end record. ``complete`` is whether an end record follows the last entry.
+    ``stated`` is where the directory begins according to the end record, ``stated_count`` how many entries it has; -1
+    without an end record. ``complete`` is whether an end record follows the last entry.
     """
 
     entries: list[Header]
@@ -240,12 +239,12 @@ _NO_DIRECTORY = Directory([], -1)
 
 
 def find_directory(source: Source) -> Directory:
-    """The directory that the end of a file leads to; one without entries if nothing there leads to any."""
+    """Find the directory by the end records of a file, or by its entries; one without entries if there is none."""
     base = max(0, source.size - _TAIL)
     tail = source.read(base, _TAIL)
     best = _NO_DIRECTORY
     tried: set[int] = set()
-    ends: list[tuple[int, int, int, int]] = []  # where each end record is, and what it says: size, start, count
+    ends: list[tuple[int, int, int, int]] = []  # the offset of each end record, and its size, start and count
     for signature, form, (size, start, count) in ((_END, END, (5, 6, 4)), (_END64, END64, (8, 9, 7))):
         for match in [*re.finditer(signature, tail)][: -_MAX_ENDS - 1 : -1]:
             if match.start() + form.size <= len(tail):
@@ -263,12 +262,12 @@ def find_directory(source: Source) -> Directory:
                 best = max(best, found, key=lambda each: len(each.entries))
     if best.entries:
         return best
-    found = _find_entries(source, tail, base)  # no end record, or it is there and the first entry is not
+    found = _find_entries(source, tail, base)  # the end record or the first entry is lost
     return found._replace(stated=ends[0][2], stated_count=ends[0][3]) if ends and found.entries else found
 
 
 def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
-    """The directory by its entries alone: the first one in the tail of a file, and those that end where it begins."""
+    """Find the directory by its entries: the first one in the tail of a file, and those that end where it begins."""
     for match in islice(re.finditer(_CENTRAL, tail), _MAX_ENDS):
         found = _read_directory(source, base + match.start())
         if found.entries and (found.complete or found.entries[-1].end + CENTRAL.size >= source.size):
@@ -287,7 +286,7 @@ def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
 
 
 def _read_directory(source: Source, start: int) -> Directory:
-    """The entries from a place on. One that is damaged ends where the next one begins."""
+    """The entries from ``start`` on. A damaged one ends where the next one begins."""
     data = source.read(start, min(_MAX_DIRECTORY, source.size - start))
     entries: list[Header] = []
     at, least = 0, CENTRAL.size + 1
@@ -309,9 +308,9 @@ def _read_directory(source: Source, start: int) -> Directory:
 
 
 def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | None:
-    """The entry at ``at`` of ``data``, which is at ``base`` of the file.
+    """The entry at ``at`` of ``data``, which begins at offset ``base``.
 
-    With a ``length`` the entry is known to be so long, and its name is what is left of it.
+    With a ``length`` the entry is so long, and all of the rest is its name.
     """
     if at + CENTRAL.size > len(data):
         return None
@@ -335,8 +334,8 @@ def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | No
 class Scan:
     """Every record of an archive that begins at byte 0 of a source, in the order of the file.
 
-    Unless it is ``listed``, no directory is looked for, and a record whose end is far away is the last. ``read_index``
-    reads so many bytes at an offset, which should have this checksum. ``missing`` are entries of the directory without
+    Without ``listed`` the directory is not used, and a record whose end is far away is the last. ``read_index`` is
+    called with the source, offset, size and checksum of ``data.pkl``. ``missing`` are entries of the directory without
     a record.
     """
 
@@ -349,10 +348,10 @@ class Scan:
         self.records: list[FoundRecord] = []
         self._position = 0
         directory = find_directory(source) if listed else _NO_DIRECTORY
-        # Whether it is the directory of this archive, not of one inside it: it lists one of its records.
+        # The directory of an archive inside this one lists none of its records.
         first = _read_local(source, 0)
         own = first is not None and any(entry.name == first.name for entry in directory.entries)
-        self._run(directory if own or any(map(self._is_right, directory.entries)) else _NO_DIRECTORY)
+        self._run(directory if own or any(map(self._has_record, directory.entries)) else _NO_DIRECTORY)
         if listed and not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
             self._run(_read_directory(source, self._position))
         directory = self.directory
@@ -361,7 +360,7 @@ class Scan:
         if directory.complete and not self.missing and directory.stated_count == len(directory.entries):
             self.records = [each if each.entry else each._replace(replaced=True) for each in self.records]
 
-    def _is_right(self, entry: Header) -> bool:
+    def _has_record(self, entry: Header) -> bool:
         """Whether an entry of the directory points to a record of its name."""
         local = _read_local(self._source, entry.header) if starts_record(self._source, entry.header) else None
         return local is not None and local.name == entry.name
@@ -373,11 +372,11 @@ class Scan:
         self._position = 0
         self._by_header: dict[int, Header] = {}
         for entry in directory.entries:
-            if entry.header not in self._by_header or self._is_right(entry):
+            if entry.header not in self._by_header or self._has_record(entry):
                 self._by_header[entry.header] = entry
         self._by_name = {entry.name: entry for entry in directory.entries}
         self._headers = sorted(header for header in self._by_header if starts_record(self._source, header))
-        self._slots: dict[str, Storage] = {}
+        self._storages: dict[str, Storage] = {}
         self._index: tuple[int, int, int | None] | None = None
         self._gap_budget = _MAX_GAP if self._listed else 0
         self._search_budget = _MIN_SEARCH + _MAX_SEARCH * self._source.size
@@ -386,7 +385,7 @@ class Scan:
                 break
 
     def _step(self) -> bool:
-        """Take the record at the current position; false where there is none."""
+        """Add the record at the current position; false where there is none."""
         position, directory = self._position, self.directory
         if position == directory.start or position >= self._source.size:
             return False
@@ -395,9 +394,9 @@ class Scan:
         if entry is None and local is None:
             return self._skip()
         if local is not None and (entry is None or local.name != entry.name):
-            # The entry that points here, unless that is one of another record, or the one of this name.
+            # The entry of this name may point elsewhere by mistake, and the entry that points here may be another's.
             named = self._by_name.get(local.name)
-            if named is not None and not self._is_right(named):
+            if named is not None and not self._has_record(named):
                 entry = entry if entry is not None and _is_near(entry.name, named.name) else named
         following = self._next(position)
         if following is None and directory.complete and directory.start > position:
@@ -415,12 +414,12 @@ class Scan:
         return self._skip() if record.endless else record.present == record.stored
 
     def _next(self, position: int) -> int | None:
-        """The next header that the directory knows."""
+        """The next header that the directory lists."""
         index = bisect_right(self._headers, position)
         return self._headers[index] if index < len(self._headers) else None
 
     def _skip(self) -> bool:
-        """Go on at the next header: the next that looks like one, or that the directory knows."""
+        """Move to the next header: the next that looks like one, or that the directory lists."""
         known, directory = self._next(self._position), self.directory
         stop = known or (directory.start if directory.start > 0 else self._source.size)
         at = stop if _is_near(self._source.read(self._position, 4), _CENTRAL) else self._position + 1
@@ -438,9 +437,9 @@ class Scan:
     # -- where the bytes of a record are
 
     def _locate(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
-        """Where the bytes of a record are, by what most of the evidence says."""
+        """Find the bytes of a record; ``following`` is where the next record begins, if that is known."""
         local, entry = record.local, record.entry
-        # Usually everything agrees. Weighing each record anyway makes a rescue of many records 1.5 times as slow.
+        # Usually everything agrees. Weighing the evidence anyway makes a rescue of many records 1.5 times as slow.
         if local is not None and entry is not None and (local.name, local.header) == (entry.name, entry.header):
             described = bool(entry.stored and local.flags & HAS_DESCRIPTOR)
             found = _read_descriptor(self._source, local.end + entry.stored, wide=local.wide) if described else None
@@ -456,15 +455,15 @@ class Scan:
         length = self._size_by_index(local) if entry is None else entry.stored
         left = max(0, self._source.size - local.end)
         record = record._replace(payload=local.end, wide=local.wide)
-        if length is None:  # at least its descriptor is missing, and nothing tells how much more
+        if length is None:  # at least its descriptor is missing, perhaps more
             return record._replace(stored=left + 1, present=left, endless=True)
         return record._replace(stored=length, present=min(length, left))
 
     def _options(self, record: FoundRecord, following: int | None) -> Iterator[tuple[int, FoundRecord]]:
-        """Each place and size the bytes may have, and how much more of the evidence is for it than against it."""
+        """Each offset and size that the bytes may have, with a score: how much more evidence is for it than against."""
         header, local, entry, wide, *_ = record
         names = [each.name for each in (local, entry) if each is not None and each.name]
-        fields = (0, 12, 20) if wide else (0,)  # bytes of a field with an offset or sizes beyond 32 bits
+        fields = (0, 12, 20) if wide else (0,)  # sizes of the zip64 field
         unpadded = {header + LOCAL.size + 4 + len(name) + field for name in names for field in fields}
         padded = {each + int.from_bytes(self._source.read(each - 2, 2), "little") for each in unpadded}
         starts = padded | {each + -each % ALIGNMENT for each in unpadded}
@@ -495,7 +494,7 @@ class Scan:
                     yield 2 * sum(evidence) - len(evidence), option
 
     def _evidence(self, option: FoundRecord, following: int | None) -> Iterator[bool]:
-        """What is for and what is against a place and a size."""
+        """What is for (true) and against (false) an offset and size."""
         source, start, size, descriptor = self._source, option.payload, option.stored, option.descriptor
         local, entry = option.local, option.entry
         cut = descriptor is None and option.end + 24 > source.size  # the file ends within the descriptor
@@ -516,28 +515,28 @@ class Scan:
         elif size and not cut:
             yield local is not None and not local.flags & HAS_DESCRIPTOR
 
-    # -- how long a record is whose header does not say
+    # -- the size of a record whose header does not have it
 
     @property
-    def slots(self) -> dict[str, Storage]:
-        """The storages that the index names, by key. It is read when it is first asked for."""
+    def storages(self) -> dict[str, Storage]:
+        """The storages that the index names, by key. The index is read on first use."""
         if self._index is not None:
             data = self._read_index(self._source, *self._index)
-            self._slots, self._index = claimed(pickle_machine.run(data, name="data.pkl")), None
-        return self._slots
+            self._storages, self._index = declared_storages(pickle_machine.run(data, name="data.pkl")), None
+        return self._storages
 
     def _size_by_index(self, local: Header) -> int | None:
         parts = local.name.decode("utf-8", "backslashreplace").split("/")
         if len(parts) < 2 or parts[-2] not in ("data", "tensors"):
             return None
-        slot = self.slots.get(parts[-1])
-        return None if slot is None else slot.nbytes
+        storage = self.storages.get(parts[-1])
+        return None if storage is None else storage.nbytes
 
     def _measure(self, local: Header, following: int | None) -> int | None:
-        """The stored size of a record; ``None`` if nothing tells."""
+        """The stored size of a record; ``None`` if it cannot be found."""
         if not local.flags & HAS_DESCRIPTOR:
             return local.stored
-        if local.method == DEFLATED:  # deflated bytes tell their own end
+        if local.method == DEFLATED:  # a deflate stream marks its end
             unpack, inflated, at = zlib.decompressobj(-15), 0, local.end
             while at < self._source.size and inflated < _MAX_INFLATED and self._search_budget > 0:
                 data = self._source.read(at, _BLOCK)
@@ -559,7 +558,7 @@ class Scan:
         return size
 
     def _size_by_descriptor(self, local: Header, following: int | None) -> int | None:
-        """The distance to a descriptor that says how many bytes are before it."""
+        """The distance to a descriptor with that size in it."""
         form = DESCRIPTOR64 if local.wide else DESCRIPTOR
         at, stop, step = local.end, following or self._source.size, _BLOCK
         stop = stop if self._listed else min(stop, at + _MIN_SEARCH)
@@ -569,7 +568,7 @@ class Scan:
             for match in re.finditer(_DESCRIPTOR, window[: step + 3]):
                 found = match.start()
                 size = at + found - local.end
-                if found + form.size > len(window):  # the file ends within it: the checksum in it has to be right
+                if found + form.size > len(window):  # the file ends within it: its checksum must be right
                     crc = window[found + 4 : found + 8]
                     known = len(crc) == 4 and size <= _MAX_INDEX
                     content = self._source.read(local.end, size) if known else b""
@@ -585,7 +584,7 @@ class Scan:
 
 
 def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
-    """The records that can be found by going from header to header; the problems of ``broken`` and what was lost."""
+    """Find records by going from header to header; the problems of ``broken`` are kept, and new ones added."""
     scan = Scan(source, lambda source, offset, length, _: source.read(offset, length), listed=False)
     problems = Problems(broken.problems)
     records: dict[str, Record] = {}
@@ -609,14 +608,14 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
                 with suppress(zlib.error):
                     size = sum(map(len, inflated(source, found.payload, found.present, MAX_PAYLOAD)))
         earlier = records.pop(name, None)
-        if earlier is not None:  # it keeps a place under another name, so that both are looked at
+        if earlier is not None:  # keep it under another name, so that both are judged
             problems.add("zip-found-twice", name, f"at byte {earlier.offset} and at byte {found.payload}")
             aside = f"{name}@{earlier.offset}"
             records[aside] = earlier._replace(name=aside)
         reached = source.size if found.endless else found.end
         if name.endswith(".pkl") and not local.method:
-            # What looks like its end may be a part of it, behind which more is to be judged. Then it is the last, or
-            # the bytes that follow could be run once for every record in them.
+            # What looks like its end may be a part of the pickle, and more of it must be judged. Then this record
+            # is the last: otherwise the bytes that follow could be run once for every record in them.
             pickle, end = pickle_machine.run_at(source, found.payload, name, _BLOCK)
             if found.endless or end > found.payload + present:
                 reached = source.size if pickle.broken else end
@@ -631,11 +630,11 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     if not any(record.crc32 for record in records.values()):  # saved with checksums switched off
         records = {name: record._replace(crc32=None) for name, record in records.items()}
     if not scan.records and first is not None and len(first.name) == int.from_bytes(source.read(26, 2), "little"):
-        name = below(first.name)  # all that is left, and it tells what the file was
+        name = below(first.name)  # all that is left, and it shows what the file was
         records[name] = Record(name, None, 0, 0, None, first.method)
     within = f"up to byte {min(reached, source.size)} of {source.size}"
     problems.add("zip-walked", detail=f"{len(records)} records were found without it, {within}")
-    # Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came.
+    # Zeros at the end: a full disk, or a download that reserved the space and never completed.
     tail = source.read(max(0, source.size - _CHUNK), _CHUNK)
     zeros = len(tail) - len(tail.rstrip(b"\0"))
     if zeros >= _MIN_ZEROS:

@@ -228,7 +228,7 @@ def _output(
     if not lost and recovered.exact:
         return recovered.source, "exact"
     if not lost:
-        how = "left-out" if recovered.index_read_again else "rebuilt"
+        how = "left-out" if recovered.index_rebuilt else "rebuilt"
         return rebuilt(recovered, recovered.records) if recovered.records else recovered.source, how
     if fill is not None:
         return filled(recovered, checkpoint, fill), "filled"

@@ -1,8 +1,8 @@
-"""An archive laid out as torch lays it out, and a damaged archive put together again.
+"""Recover a damaged archive, and lay out archives as torch does.
 
 Every byte of an archive written by torch that is not inside a record follows from the names, sizes and checksums of
-its records. So an undamaged copy can be made as soon as those are known, and wherever the copy differs from the file,
-the file is damaged. ``recover_archive`` checks every record, undoes flipped bits, and rebuilds headers and directory.
+its records. Once those are known, an undamaged copy can be made, and wherever it differs from the file, the file is
+damaged. ``recover_archive`` checks every record, undoes flipped bits, and rebuilds headers and directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 
 
 class LostRange(NamedTuple):
-    """Bytes of a recovered file that are not those that were saved, and why."""
+    """Bytes of a recovered file that differ from those that were saved, and why."""
 
     start: int
     end: int
@@ -38,10 +38,11 @@ class LostRange(NamedTuple):
 class Recovered(NamedTuple):
     """A damaged file as it should be, ready to be read.
 
-    ``exact`` is whether it is, as far as can be known, the very file that was saved. ``records`` are those of an
-    archive, from which another archive can be laid out. ``unchecked`` are records without a checksum. ``repaired_at``
-    are the offsets of repaired bytes in the recovered file. ``nbytes`` is the size of the damaged file. ``warnings``
-    say what is uncertain. ``index_read_again`` is whether its index holds what could be read from a damaged one.
+    ``exact`` is whether it is, as far as can be known, byte for byte the file that was saved. ``records`` are those of
+    an archive, from which another archive can be laid out. ``unchecked`` are records without a checksum;
+    ``all_unchecked`` is whether nothing in the file has one. ``repaired_at`` are the offsets of repaired bytes in the
+    recovered file. ``nbytes`` is the size of the damaged file. ``warnings`` say what is uncertain. ``index_rebuilt`` is
+    whether its index was rebuilt from what is left of a damaged one.
     """
 
     source: Source
@@ -56,11 +57,11 @@ class Recovered(NamedTuple):
     repaired_at: tuple[int, ...] = ()
     nbytes: int = 0
     warnings: tuple[str, ...] = ()
-    index_read_again: bool = False
+    index_rebuilt: bool = False
 
 
 class Filler(Assembly):
-    """A pattern repeated over ``size`` bytes, in place of bytes that are lost."""
+    """A pattern repeated over ``size`` bytes, in place of lost bytes."""
 
     def __init__(self, size: int, pattern: bytes = b"\0") -> None:
         super().__init__((), "<filler>")
@@ -79,7 +80,7 @@ def literal(data: bytes) -> Part:
 
 
 def replaced(source: Source, start: int, end: int, others: Iterable[tuple[int, Part]]) -> Iterator[Part]:
-    """The bytes of a source from ``start`` to ``end``, with other parts at some offsets in place of its own bytes."""
+    """The bytes of a source from ``start`` to ``end``, with other parts in place of those at some offsets."""
     at = start
     for offset, part in others:
         if at <= offset < end and part.length:
@@ -102,7 +103,7 @@ def differences(offset: int, here: bytes, right: bytes, certainty: Certainty = "
 
 
 def checksum(parts: Iterable[Part]) -> int:
-    """The CRC-32 of parts one after the other."""
+    """The CRC-32 of the concatenated parts."""
     source, value = Assembly(parts, ""), 0
     for start in range(0, source.size, _CHUNK):
         value = crc32(source.read(start, _CHUNK), value)
@@ -115,10 +116,10 @@ def checksum(parts: Iterable[Part]) -> int:
 class ArchiveRecord(NamedTuple):
     """A record of an archive to be written.
 
-    ``stored`` and ``size`` differ if it is compressed. ``padding`` is that of its header; ``None`` is what aligns its
-    bytes. ``before`` are bytes in front of it that belong to no record. ``order`` is its place in the directory.
-    ``header`` is where it was in the damaged file, -1 if it was not there; ``added`` is whether it was made here.
-    ``lost`` and ``repaired_at`` are as in ``Recovered``, counted from its first byte.
+    ``stored`` and ``size`` differ if it is compressed. ``padding`` is that of its header; with ``None`` its bytes are
+    aligned. ``before`` are bytes in front of it that belong to no record. ``order`` is its index in the directory.
+    ``header`` is its offset in the damaged file, -1 if it was not there; ``added`` is whether it is new. ``lost`` and
+    ``repaired_at`` are as in ``Recovered``, relative to its first byte.
     """
 
     name: bytes
@@ -139,13 +140,13 @@ class ArchiveRecord(NamedTuple):
     repaired_at: tuple[int, ...] = ()
 
 
-def key_of(name: bytes) -> str:
+def name_below_root(name: bytes) -> str:
     """The name of a record without the folder of its archive."""
     return (name.partition(b"/")[2] or name).decode("utf-8", "backslashreplace")
 
 
 def stored_record(name: bytes, part: Part, *, order: int = 0, crc32: int | None = None) -> ArchiveRecord:
-    """A record of these bytes, uncompressed. Their checksum is computed unless it is given."""
+    """An uncompressed record. Its checksum is computed unless it is given."""
     flags = _UTF8 | HAS_DESCRIPTOR if part.length else _UTF8  # torch writes no descriptor behind an empty record
     value = checksum([part]) if crc32 is None else crc32
     return ArchiveRecord(name, (part,), part.length, part.length, value, flags=flags, order=order)
@@ -154,8 +155,8 @@ def stored_record(name: bytes, part: Part, *, order: int = 0, crc32: int | None 
 class Layout(NamedTuple):
     """The parts of an archive, in order.
 
-    ``generated`` are those made here, with their offsets: headers, descriptors, and the directory. ``starts`` is where
-    the bytes of each record begin, by its name.
+    ``generated`` are the headers, descriptors and the directory, with their offsets. ``starts`` is where the bytes of
+    each record begin, by its name.
     """
 
     parts: list[Part]
@@ -164,12 +165,12 @@ class Layout(NamedTuple):
 
 
 def archive(records: Sequence[ArchiveRecord], name: str) -> Assembly:
-    """An archive of these records."""
+    """Lay out an archive of these records."""
     return Assembly(lay_out(records).parts, name)
 
 
 def with_records(made: Recovered, records: Sequence[ArchiveRecord], layout: Layout | None = None) -> Recovered:
-    """A recovered archive of these records, with what is lost and repaired in them."""
+    """A recovered archive with other records, and what is lost and repaired in them."""
     layout = layout or lay_out(records)
     placed = [(layout.starts[record.name], record) for record in records]
     return made._replace(
@@ -198,8 +199,8 @@ def lay_out(records: Iterable[ArchiveRecord], after: Iterable[Part] = ()) -> Lay
 
     for record in records:
         put(record.before)
-        # torch's own writer stores records uncompressed, without a date. Added is what other archives have:
-        # compression, flags, times, and padding that is kept as it was.
+        # torch's writer stores records uncompressed, without a date. Other archives have compression, flags, times, and
+        # another padding, which is kept.
         header = bytearray(local_header(record.name, record.stored, at, ALIGNMENT if record.padding is None else 1))
         if record.padding is not None:
             header[-2:] = record.padding.to_bytes(2, "little") + b"Z" * record.padding
@@ -229,16 +230,16 @@ def lay_out(records: Iterable[ArchiveRecord], after: Iterable[Part] = ()) -> Lay
 # -- a damaged archive
 
 METADATA = frozenset({"version", ".data/serialization_id", ".data/version", ".transload/origin.json"})
-"""Records that say nothing of the content: one can be rebuilt, torch does not need the others."""
+"""Records that do not describe the content: ``version`` can be rebuilt, torch does not need the others."""
 
 _MAX_REPAIRS = 4096
 _MAX_DESCRIPTOR = 24
 _MAX_FLIPPED = 2  # bits in which two copies of a checksum may differ
 _NUMBERS = {"version": 3, ".data/version": 3, ".data/serialization_id": 40}
-"""Records that torch reads as a number of so many digits, and that keep it from loading a file where they are not."""
+"""Records that torch reads as a number of at most so many digits; it refuses the file where they are not one."""
 
 _BYTE_ORDERS = {3: b"big", 6: b"little"}
-"""What the record ``byteorder`` can hold, by its length: that is enough to rebuild it."""
+"""The record ``byteorder`` by its length, which is enough to rebuild it."""
 
 
 def recover_archive(source: Source) -> Recovered | None:
@@ -257,7 +258,7 @@ def recover_archive(source: Source) -> Recovered | None:
     else:
         if not _has_checksums(found.records):
             records = [record._replace(crc32=0) for record in records]
-        # Bytes before the directory that belong to no record, as a retagged file has where its index was before.
+        # Bytes before the directory that belong to no record. A retagged file has some, where its old index was.
         start, stated = found.directory.start, found.directory.stated
         if max((record.end for record in found.records), default=0) <= stated < start:
             start = stated  # its first entries are damaged
@@ -272,15 +273,17 @@ def recover_archive(source: Source) -> Recovered | None:
             records[index] = new._replace(method=0, added=True, lost=())
             lost = [each for each in lost if each.name != "byteorder"]
     records = _with_version(records, notes)
-    lost += [LostRecord(key_of(entry.name), "it is not in the file") for entry in found.missing]
-    # Laid out, the archive is compared with the damaged file.
+    lost += [LostRecord(name_below_root(entry.name), "it is not in the file") for entry in found.missing]
+    # Compare the new archive with the damaged file.
     layout = lay_out(records, after)
     in_place = not lost and {record.header for record in records} <= {offset for offset, _ in layout.generated}
-    repairs = [repair._replace(record=key_of(each.name)) for each, verdict in checked for repair in verdict.repairs]
+    repairs = [
+        repair._replace(record=name_below_root(each.name)) for each, verdict in checked for repair in verdict.repairs
+    ]
     if not found.directory.entries and not in_place:
         notes.insert(0, "the directory of the archive is missing: the records were found one by one")
-    # Headers are no surer than the names in them.
-    certainty: Certainty = "proven" if all(each.settled for each, _ in checked) else "probable"
+    # A header contains the name, so it is no more certain than that.
+    certainty: Certainty = "proven" if all(each.name_proven for each, _ in checked) else "probable"
     for offset, right in layout.generated if in_place else ():
         repairs += differences(offset, source.read(offset, len(right)), right, certainty)
     if len(repairs) > _MAX_REPAIRS:
@@ -294,9 +297,9 @@ def recover_archive(source: Source) -> Recovered | None:
         another = source.read(size, 4) == b"PK\x03\x04"
         what = "another archive begins there" if another else "they belong to no record"
         notes.append(f"{-lack:,} bytes from byte {size:,} on are left out: {what}")
-    unchecked = frozenset(key_of(each.name) for each, it in checked if it.state == "unchecked" and each.stored)
-    mends = tuple(repairs[:_MAX_REPAIRS])
-    made = Recovered(source, in_place, (), mends, tuple(lost), tuple(notes), unchecked=unchecked)
+    unchecked = frozenset(name_below_root(each.name) for each, it in checked if it.state == "unchecked" and each.stored)
+    listed = tuple(repairs[:_MAX_REPAIRS])
+    made = Recovered(source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked)
     return with_records(made, records, layout)
 
 
@@ -304,21 +307,21 @@ def recover_archive(source: Source) -> Recovered | None:
 
 
 def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
-    """Every record that was not replaced, in the order of the file, with its name and a verdict."""
+    """A verdict on every record that was not replaced, in the order of the file, with its name."""
     records = [record for record in found.records if not record.replaced]
     named: dict[bytes, FoundRecord] = {}
-    unsettled: set[bytes] = set()
-    for record, (name, settled) in zip(records, _names(found, records), strict=True):
-        named.pop(name, None)  # of several records of one name the last: a new index is behind the old one
+    unproven: set[bytes] = set()
+    for record, (name, proven) in zip(records, _names(found, records), strict=True):
+        named.pop(name, None)  # the last record of a name counts: a new index is written after the old one
         named[name] = record
-        if not settled:
-            unsettled.add(name)
+        if not proven:
+            unproven.add(name)
     summed = _has_checksums(named.values())
     claims = [claim_of(record, summed=summed) for record in named.values()]
     out: list[tuple[FoundRecord, Verdict]] = []
     for (name, record), claim, first in zip(named.items(), claims, check_records(source, claims), strict=True):
         verdict = first
-        if verdict.state == "damaged" and claim.method:  # perhaps another of the sizes that are given for it is right
+        if verdict.state == "damaged" and claim.method:  # perhaps another of its stated sizes is right
             for size in {each.size for each in (record.entry, record.descriptor) if each is not None} - {claim.size}:
                 other = claim._replace(size=min(size, MAX_RATIO * record.stored + 64))
                 (again,) = check_records(source, [other])
@@ -326,29 +329,29 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
                     verdict = again
         if verdict.state == "damaged" and name.endswith(b"/data.pkl"):
             verdict = repair_index(source, claim, verdict)
-        # Without a checksum, what must follow the bytes has to follow them, or the file to end before. Otherwise the
-        # descriptor was overwritten or is elsewhere, and so may the bytes be.
+        # Without a checksum, a descriptor must follow the bytes if there should be one, unless the file ends before.
+        # Otherwise it was overwritten or is elsewhere, and so may be the bytes.
         followed = record.descriptor or (record.local and not record.local.flags & HAS_DESCRIPTOR)
         ends = record.end + _MAX_DESCRIPTOR >= source.size
         if verdict.state == "unchecked" and record.stored and not followed and not ends:
             verdict = Verdict("damaged")
-        # A storage that no checksum vouches for is as long as the index says. If it is not so long, or does not begin
-        # where its header ends, bytes were inserted or removed, and it is damaged.
+        # A storage without a matching checksum must be as long as the index says, and begin where its header ends.
+        # Otherwise bytes were inserted or removed, and it is damaged.
         folder, _, key = name.decode("utf-8", "backslashreplace").rpartition("/")
         if verdict.state not in ("whole", "mended") and not record.endless and folder.endswith(("/data", "/tensors")):
-            slot = found.slots.get(key)
+            storage = found.storages.get(key)
             placed = record.payload % ALIGNMENT == 0 or (record.local and record.local.end == record.payload)
-            if slot is not None and not (placed and slot.nbytes == record.stored):
-                present = max(0, min(slot.nbytes, source.size - record.payload))
-                record = record._replace(stored=slot.nbytes, present=present)  # noqa: PLW2901 - as it should be
+            if storage is not None and not (placed and storage.nbytes == record.stored):
+                present = max(0, min(storage.nbytes, source.size - record.payload))
+                record = record._replace(stored=storage.nbytes, present=present)  # noqa: PLW2901 - as it should be
                 verdict = Verdict("damaged")
-        record = record._replace(name=name, settled=name not in unsettled, method=claim.method)  # noqa: PLW2901 - as above
+        record = record._replace(name=name, name_proven=name not in unproven, method=claim.method)  # noqa: PLW2901 - as above
         out.append((record, verdict))
     return out
 
 
 def method_of(record: FoundRecord) -> int:
-    """How its bytes are packed, by what most of its headers say."""
+    """Its compression method according to most of its headers."""
     methods = {each.method for each in (record.local, record.entry) if each is not None}
     if len(methods) == 1:
         return methods.pop()
@@ -357,15 +360,15 @@ def method_of(record: FoundRecord) -> int:
 
 
 def _has_checksums(records: Iterable[FoundRecord]) -> bool:
-    """Whether an archive has checksums: torch can write zeros instead."""
+    """Whether an archive has checksums: torch can be configured to write zeros instead."""
     values = [value for record in records if record.stored for value in _checksums(record)]
     return 2 * sum(map(bool, values)) > len(values)
 
 
 def _checksums(record: FoundRecord) -> tuple[int, ...]:
-    """The copies of its checksum: in the directory, behind its bytes, and in its header if that has one.
+    """The copies of its checksum: in the directory, in its descriptor, and in its header if that has one.
 
-    What is next to its bytes moves with them. Where it is another one altogether, and the directory is right about
+    The descriptor moves with the bytes. Where its checksum is a different one, and the directory is right about
     everything else, these are the bytes of another record. An index that was being edited may look the same.
     """
     entry, descriptor, local = record.entry, record.descriptor, record.local
@@ -381,7 +384,7 @@ def _checksums(record: FoundRecord) -> tuple[int, ...]:
 
 
 def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
-    """What the headers say of the bytes of a record; ``summed`` is whether its checksums mean something."""
+    """What the headers say about the bytes of a record; without ``summed`` its checksums are ignored."""
     sizes = [each.size for each in (record.entry, record.descriptor, record.local) if each is not None and each.size]
     method, size = method_of(record), record.stored
     if method:
@@ -406,11 +409,11 @@ _KNOWN_WORDS = frozenset(
 _NUMBERED = re.compile(
     rb"(data/|tensors/|constants/|traced_inputs/|bytecode/|data/weights/weight_|data/constants/tensor_)(\d{1,20})"
 )
-_FACTS = 4  # the first reasons for a name are facts, the others are what names look like
+_FACTS = 4  # the first reasons for a name are facts, the last is only what names usually look like
 
 
 def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, bool]]:
-    """The name of each record, and whether the file itself settles it.
+    """The name of each record, and whether the file itself proves it.
 
     A record has two names where one bit of its header or of the directory was flipped.
     """
@@ -428,14 +431,14 @@ def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes,
         top, _, below = name.partition(b"/")
         last = name.rpartition(b"/")[2]
         numbered = _NUMBERED.fullmatch(below)
-        follows = False  # whether it has a number that comes after that of another record
+        follows = False  # whether its number comes after that of another record
         if numbered is not None:
             digits = numbered[2]
             follows = not int(digits) or name[: -len(digits)] + b"%d" % (int(digits) - 1) in sure
         return (
             top == roots.most_common(1)[0][0] if roots else True,
             name not in sure,
-            below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in found.slots,
+            below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in found.storages,
             below in _KNOWN or follows,
             -sum(known[word] < 2 for word in _words(name)),
         )
@@ -450,7 +453,7 @@ def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes,
 
 
 def _words(name: bytes) -> set[bytes]:
-    """The parts of a path, the words in them, and the endings of the last; all numbers are one word."""
+    """The folders of a path, its stem and suffixes, and the words in them; all numbers are the same word."""
     plain = re.sub(rb"\d+", b"0", name)
     parts = plain.split(b"/")
     stem, dot, ending = parts[-1].partition(b".")
@@ -463,7 +466,7 @@ def _words(name: bytes) -> set[bytes]:
 def _rebuild(
     source: Source, found: Scan, checked: Sequence[tuple[FoundRecord, Verdict]], *, by_torch: bool
 ) -> tuple[list[ArchiveRecord], list[LostRecord]]:
-    """The records of the new archive, and those that are not in it as they were saved."""
+    """The records of the new archive, and those that could not be recovered as they were saved."""
     records: list[ArchiveRecord] = []
     lost: list[LostRecord] = []
     time = date = 0
@@ -471,7 +474,7 @@ def _rebuild(
         headers = [each for record in found.records for each in (record.local, record.entry) if each]
         time, date = Counter((each.time, each.date) for each in headers).most_common(1)[0][0]
     root = Counter(record.name.partition(b"/")[0] for record, _ in checked).most_common(1)[0][0]
-    # In the order of the file, as torch has it, unless the directory has another.
+    # torch's directory has the order of the file. Keep the order of one that has another.
     every = [record for record, _ in checked]
     listed = [record for record in every if record.entry]
     by_entry = sorted(listed, key=lambda record: record.entry.position if record.entry else 0)
@@ -479,16 +482,16 @@ def _rebuild(
     order = {record.name: number for number, record in enumerate(ordered)}
     reached = 0
     for record, verdict in checked:
-        # torch gives printable names, below the folder of all: others are damaged.
+        # torch writes printable names, all in one folder: others are damaged.
         below = record.name[len(root) + 1 :].decode("utf-8", "backslashreplace")
         named = not by_torch or (record.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
         if not verdict.usable:
             why = "the file ends within it" if verdict.state == "cut" else "its bytes are damaged"
-            lost.append(LostRecord(key_of(record.name), why))
+            lost.append(LostRecord(name_below_root(record.name), why))
         elif not named:
-            lost.append(LostRecord(key_of(record.name), "its name is damaged"))
+            lost.append(LostRecord(name_below_root(record.name), "its name is damaged"))
         content = _content(source, record, verdict, keep=by_torch)
-        if content is None or not named or (key_of(record.name) in METADATA and not verdict.usable):
+        if content is None or not named or (name_below_root(record.name) in METADATA and not verdict.usable):
             continue
         stored = sum(part.length for part in content)
         flags = 0x0808 if record.stored else 0x0800
@@ -529,7 +532,7 @@ def _rebuild(
 
 
 def _content(source: Source, record: FoundRecord, verdict: Verdict, *, keep: bool) -> tuple[Part, ...] | None:
-    """The bytes of a record: as they are, repaired, inflated, or filled up; ``None`` if their number is unknown."""
+    """The bytes of a record: unchanged, repaired, inflated, or padded; ``None`` if their number is unknown."""
     if not verdict.usable:
         if record.method or record.endless:
             return None
@@ -547,13 +550,13 @@ def _content(source: Source, record: FoundRecord, verdict: Verdict, *, keep: boo
 
 
 def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveRecord]:
-    """The records below one folder, where torch looks for them, without those that archivers add."""
+    """Move the records into one folder, where torch looks for them, and leave out those that archivers add."""
     names = [record.name for record in records if not is_clutter(record.name)]
     tops = Counter(name.partition(b"/")[0] + b"/" for name in names if b"/" in name)
     prefix = tops.most_common(1)[0][0] if tops else b""
     for index in (b"data.pkl", b"constants.pkl", b"model.json", b"archive_format", b"version"):
         found = [name for name in names if name.rpartition(b"/")[2].lower() == index]
-        if found:  # the folder of the index which is highest
+        if found:  # the folder of the least nested index
             prefix = min(found, key=lambda name: (name.count(b"/"), len(name)))[: -len(index)]
             break
     root = prefix.rstrip(b"/").rpartition(b"/")[2] or b"archive"
@@ -572,23 +575,23 @@ def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveR
 
 
 def is_clutter(name: bytes) -> bool:
-    """Whether a record is a folder, or what macOS puts into every archive."""
+    """Whether a record is a folder, or one that macOS puts into every archive."""
     last = name.rpartition(b"/")[2]
     return not last or name.startswith(b"__MACOSX/") or last == b".DS_Store" or last.startswith(b"._")
 
 
 def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveRecord]:
-    """The records with ``version``, without which torch refuses an archive, and without damaged numbers.
+    """Add ``version`` if it is missing, without which torch refuses an archive, and leave out damaged numbers.
 
-    Where there are no checksums, only their content tells that they are damaged.
+    Without checksums, only their content shows that they are damaged.
     """
     kept: list[ArchiveRecord] = []
     for record in records:
-        digits = _NUMBERS.get(key_of(record.name), 0)
+        digits = _NUMBERS.get(name_below_root(record.name), 0)
         text = Assembly(record.content, "").read(0, 64).strip() if digits and not record.method else b""
         if not digits or record.method or (text.isdigit() and len(text) <= digits):
             kept.append(record)
-    keys = {key_of(record.name): record for record in kept}
+    keys = {name_below_root(record.name): record for record in kept}
     index = keys.get("data.pkl")
     if index is None or "version" in keys or ".data/version" in keys:
         return kept
@@ -601,7 +604,7 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
 
 
 def recover_directory(path: str) -> Recovered | None:
-    """The archive that was unzipped into a directory; ``None`` if it was none. Its files have no checksums."""
+    """The archive that was unzipped into a directory, without checksums; ``None`` if there was none."""
     from transload.formats.directory import open_directory
     from transload.tensors import ReopenedFile
 
@@ -613,7 +616,7 @@ def recover_directory(path: str) -> Recovered | None:
     notes = [f"{problem.where}: {problem.detail}" for problem in problems[:8]]
     top = os.path.realpath(path)
     records: list[ArchiveRecord] = []
-    # The index first, as torch writes it, so that a cut of the new file loses as little as possible.
+    # The index first, as torch writes it, so that a truncated file loses as little as possible.
     for order, file in enumerate(sorted(files, key=lambda file: not file.name.endswith("data.pkl"))):
         name = os.fsencode(f"{os.path.basename(top)}/{file.name}")  # noqa: PTH119 - texts throughout, as given
         content = Part(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above

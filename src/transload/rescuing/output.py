@@ -16,7 +16,7 @@ from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import READERS, Place, StorageTable, Tree, called, claimed, find_tensors
+from transload.formats.tensors import READERS, Place, StorageTable, Tree, called, declared_storages, find_tensors
 from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, below
 from transload.render.words import plural
@@ -27,9 +27,9 @@ from transload.rescuing.archive import (
     Recovered,
     archive,
     checksum,
-    key_of,
     lay_out,
     literal,
+    name_below_root,
     replaced,
     stored_record,
     with_records,
@@ -130,7 +130,7 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
     if not recovered.records or checkpoint.format != "torch-zip":
         return recovered, checkpoint
     if not is_program(checkpoint) and _is_index_damaged(recovered, checkpoint):
-        recovered = _with_index_read_again(recovered)
+        recovered = _with_rebuilt_index(recovered)
         checkpoint = read_source(recovered.source)
     records, name = recovered.records, recovered.source.name
     root = records[0].name.partition(b"/")[0]
@@ -149,7 +149,7 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
             added[key] = made._replace(lost=(LostRange(0, storage.nbytes, _NOT_IN_FILE),) if storage.nbytes else ())
     if not added:
         return recovered, checkpoint
-    lost = tuple(LostRecord(key_of(record.name), _NOT_IN_FILE) for record in added.values() if record.stored)
+    lost = tuple(LostRecord(name_below_root(record.name), _NOT_IN_FILE) for record in added.values() if record.stored)
     other = with_records(recovered, (*records, *added.values()))
     other = other._replace(exact=False, lost_records=recovered.lost_records + lost)
     return other, read_source(other.source)
@@ -176,17 +176,17 @@ def _is_index_damaged(recovered: Recovered, checkpoint: Checkpoint) -> bool:
 
 def _storage_records(records: Sequence[ArchiveRecord]) -> dict[str, ArchiveRecord]:
     """The records of storages that are not compressed, by key."""
-    found = {key_of(record.name): record for record in records if not record.method}
+    found = {name_below_root(record.name): record for record in records if not record.method}
     return {name.partition("/")[2]: record for name, record in found.items() if name.startswith(("data/", "tensors/"))}
 
 
-def _with_index_read_again(recovered: Recovered) -> Recovered:
+def _with_rebuilt_index(recovered: Recovered) -> Recovered:
     """The archive with a new index of what is left of the old one.
 
     A tensor is in it if its storage has a record of the right size. Storages that no tensor uses then become flat
     tensors, called ``storage-12`` after their key.
     """
-    index = next((record for record in recovered.records if key_of(record.name) == _INDEX), None)
+    index = next((record for record in recovered.records if name_below_root(record.name) == _INDEX), None)
     if index is None or index.method or index.stored > _MAX_INDEX:
         return recovered
     found = read_damaged_index(Assembly(index.content, "").read(0, index.stored))
@@ -228,7 +228,7 @@ def _with_index_read_again(recovered: Recovered) -> Recovered:
         notes.append(f"{plural(len(flat), 'storage')} without name and shape became flat tensors: {some}")
     return with_records(recovered, records)._replace(
         exact=False,
-        index_read_again=True,
+        index_rebuilt=True,
         notes=(*recovered.notes, *notes),
         lost_records=(
             *(record for record in recovered.lost_records if record.name != _INDEX),
@@ -326,13 +326,13 @@ def without_lost(
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
         raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.") from error
-    needed = claimed(pickle_machine.run(index, name="data.pkl"))
+    needed = declared_storages(pickle_machine.run(index, name="data.pkl"))
     if checkpoint.format == "torch-legacy":
         return _legacy_of(source, index, [s for s in checkpoint.storages if s.key in needed])
     gone = {record.name for record in recovered.lost_records}
     records: list[ArchiveRecord] = []
     for record in recovered.records:
-        key = key_of(record.name)
+        key = name_below_root(record.name)
         unused = key.startswith(("data/", "tensors/")) and key.partition("/")[2] not in needed
         if key == "data.pkl":
             records.append(_with_content(record, index))

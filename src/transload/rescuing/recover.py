@@ -21,7 +21,7 @@ from transload.errors import RescueError
 from transload.formats.pickle_machine import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
-from transload.formats.tensors import claimed
+from transload.formats.tensors import declared_storages
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
@@ -45,8 +45,8 @@ from transload.rescuing.archive import (
     claim_of,
     differences,
     is_clutter,
-    key_of,
     method_of,
+    name_below_root,
     recover_archive,
     repaired,
 )
@@ -154,7 +154,7 @@ def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
     """Whether a place is in a whole record of an archive, or where a record begins: what is there is a part of it."""
     lost = {record.name for record in outer.lost_records}
     for record in outer.records:
-        places = () if key_of(record.name) in lost else record.content
+        places = () if name_below_root(record.name) in lost else record.content
         if any(part.source is source and part.offset <= offset < part.offset + part.length for part in places):
             return True
     return any(record.payload == offset for record in Scan(source, repaired_bytes).records)
@@ -187,7 +187,7 @@ def _recover_legacy(source: Source) -> Recovered | None:
         return None
     root = pickles[4].root if type(pickles[4].root) is list else []
     keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
-    known = claimed(pickles[3])
+    known = declared_storages(pickles[3])
     if any(key not in known for key in keys):
         return None
     slots, at = [known[key] for key in keys], first
