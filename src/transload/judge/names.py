@@ -1,13 +1,13 @@
-"""What is known of the names a checkpoint can ask a loader to import.
+"""What is known about the names that a checkpoint can make a loader import.
 
-Three lists decide. ``TORCH_DEFAULT`` is what ``torch.load(weights_only=True)`` lets through in torch 2.13; only these
-can be part of a file that is nothing but data, and only in the shapes that ``judge.safety`` allows. ``_HARMLESS`` are
-common names outside that list. The dangerous ones run code, read files, or reach further names: by the rules here, and
-by the words of ``judge.callables``. Everything else is unknown, and unknown is never safe.
+Three lists decide. ``TORCH_DEFAULT`` is what ``torch.load(weights_only=True)`` allows in torch 2.13; only these can be
+in a file that is nothing but data, and only in calls that ``judge.safety`` accepts. ``_HARMLESS`` are common names
+outside that list. Dangerous names run code, read files, or reach further names: by the rules here, and by the tables of
+``judge.callables``. Everything else is unknown, and unknown is never safe.
 
 A line that allows an unknown name is printed only for what may be a part of a model (``can_be_allowed``): a class of a
-stranger's module, and of the standard library, torch and numpy only what is known to be data. A name that begins with
-``torch.`` or ``numpy.`` earns no trust, since both packages contain functions that evaluate text.
+third-party module, and of the standard library, torch and numpy only what is known to be data. A name does not become
+safe by beginning with ``torch.`` or ``numpy.``, since both packages contain functions that evaluate text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _each(groups: dict[str, str]) -> dict[str, str]:
-    """A table by name, in order, from one by what is said of the names."""
+    """Turn a table of names by description into one of descriptions by name."""
     return {name: said for said, names in groups.items() for name in names.split()}
 
 
@@ -34,8 +34,7 @@ _NESTED = "torch.nested._internal.nested_tensor"
 _STORAGES = [name for name, dtype in STORAGES.items() if dtype not in QUANTIZED and "Untyped" not in name]
 _TENSORS = [name.replace("Storage", "Tensor") for name in _STORAGES if not name.startswith("Complex")]
 
-# torch/_weights_only_unpickler.py, _get_allowed_globals(), 2.13.0: 144 names, and four that `import torch` registers
-# beside them.
+# torch/_weights_only_unpickler.py, _get_allowed_globals(), 2.13.0: 144 names, and four that `import torch` adds.
 _DATA = {".".join(key): said for key, said in PURPOSES.items()} | _each(
     {
         "bytes, written as text": "_codecs.encode",
@@ -104,7 +103,7 @@ PLAIN_VALUES = _each(
         "an identifier": "uuid.UUID",
     }
 )
-"""Values that training runs keep beside their weights: ``transload.load`` makes them, torch refuses them."""
+"""Values that training runs save with their weights: ``transload.load`` makes them, torch refuses them."""
 
 ALSO_DATA = frozenset(
     {
@@ -120,8 +119,8 @@ ALSO_DATA = frozenset(
         ),
     }
 )
-"""What torch refuses and need not: the same as today's functions under older names, and values that later protocols of
-pickle write without any name. The plain classes are what a ``defaultdict`` makes."""
+"""What torch refuses without need: today's functions under older names, and values for which later protocols of pickle
+need no name. The plain classes are default factories of a ``defaultdict``."""
 
 _HARMLESS = PLAIN_VALUES | _each(
     {
@@ -145,7 +144,7 @@ _HARMLESS = PLAIN_VALUES | _each(
     }
 )
 
-# The first prefix that matches says what kind of thing an unknown name is.
+# The first prefix that matches describes an unknown name.
 _FAMILIES = _each(
     {
         "something defined in the script that saved the file; it must exist under the same name to be loaded": (
@@ -174,8 +173,8 @@ _FAMILIES = _each(
     }
 )
 
-# The tables below only choose the word "dangerous" over "unknown"; neither is ever safe. A whole package is listed by
-# its first component, a single function in full, a part of a package by its prefix.
+# These tables only distinguish "dangerous" from "unknown"; neither is ever safe. A whole package is listed by its first
+# component, a single function in full, a part of a package by its prefix.
 _DANGEROUS_PACKAGES = _each(
     {
         "reaches the operating system": "os posix nt posixpath ntpath commands popen2",
@@ -245,21 +244,21 @@ _DANGEROUS_PREFIXES = _each(
     }
 )
 
-# Built-in types, and functions that only look at what they are given.
+# Built-in types, and functions without side effects.
 _PLAIN_BUILTINS = _names(
     "Ellipsis NotImplemented bool bytearray bytes complex dict float frozenset int list object range set slice str "
     "tuple type abs all any bin callable chr divmod enumerate hash hex isinstance issubclass len max min oct ord pow "
     "repr reversed round sorted sum zip KeyboardInterrupt StopIteration SystemExit"
 )
 
-# Modules that are never the name of a class or function. Found as an attribute of another module, which imported them
-# for itself, they are reached all the same: `torch.serialization.os`.
+# Modules that no class or function is named after. They can be reached as attributes of modules that import them:
+# `torch.serialization.os`.
 _NEVER_ATTRIBUTES = _names(
     "os posix nt sys subprocess builtins __builtins__ importlib pty socket shutil ctypes runpy pickle cPickle _pickle "
     "marshal multiprocessing imp pkgutil webbrowser urllib requests tempfile codeop pdb"
 )
 
-# Single files of the standard library: somebody's own package may have the same name, and then has modules inside.
+# Modules of the standard library that are single files: a dotted name below one belongs to another package.
 _SINGLE_FILES = _names(
     "bdb cmd code codeop commands doctest fileinput gc glob imp linecache pdb platform profile pstats runpy sched "
     "select shelve shutil signal site socket socketserver tempfile this timeit trace turtle"
@@ -268,17 +267,17 @@ _STDLIB_TESTS = tuple(
     f"test.{name}" for name in ("support", "libregrtest", "regrtest", "test_", "_test", "autotest", "pythoninfo")
 )
 
-# What torch.package writes for programs in a package. They run code of the package, which is code by nature.
+# What torch.package writes for programs in a package. They run code of the package, whose verdict is "code" anyway.
 _OF_PACKAGES = _names("torch.fx.graph_module.reduce_package_graph_module torch.jit._script.unpackage_script_module")
 
-# Packages of the standard library: a module below any other name of it is somebody's own.
+# Packages of the standard library: a dotted name below any other of its modules belongs to another package.
 _STDLIB_PACKAGES = _names(
     "asyncio collections compression concurrent ctypes curses dbm distutils email encodings ensurepip html http "
     "idlelib importlib json lib2to3 logging msilib multiprocessing os pathlib pydoc_data re sqlite3 string "
     "sysconfig tkinter tomllib turtledemo unittest urllib venv wsgiref xml xmlrpc zipfile zoneinfo _pyrepl"
 )
 
-# Libraries whose functions no model is made of. Their classes may be a part of somebody's configuration.
+# Libraries whose functions are not part of models. Their classes may be part of a configuration.
 _LIBRARIES = _names(
     "IPython PIL _pytest absl accelerate asteval bokeh boto3 botocore bs4 celery cv2 Cython dask datasets "
     "diffusers docker docutils dotenv fabric fire flask fsspec git google gradio h5py huggingface_hub hydra "
@@ -289,12 +288,12 @@ _LIBRARIES = _names(
     "tables tensorboard tensorflow timm tokenizers torchaudio torchvision tornado tqdm traitlets transformers "
     "triton typer ultralytics wandb werkzeug wheel xarray xgboost yaml zarr zmq"
 )
-# Those of them that models are made of: the names of their functions are no reason for an alarm.
+# Those of them that define models: the names of their functions are not suspicious.
 _MODEL_LIBRARIES = _names(
     "accelerate datasets diffusers lightning lightning_fabric peft pytorch_lightning stable_baselines3 timm "
     "torchaudio torchvision transformers ultralytics"
 )
-# How the name of a function of the others begins if it reads, runs or fetches something.
+# How the names of functions begin that read, run or fetch something.
 _VERBS = (
     *("call", "check_output", "compile", "construct", "cython_inline", "decode", "download", "dump", "eval", "exec"),
     *("fetch", "from_file", "full_load", "getoutput", "hf_hub", "import", "inline", "install", "lambdify", "load"),
@@ -302,7 +301,7 @@ _VERBS = (
     *("spawn", "sympify", "system", "to_", "unsafe_", "urlopen", "write"),
 )
 
-# Parts of torch and numpy whose classes a model, an optimizer or its data consists of.
+# Modules of torch and numpy with classes that are part of models, optimizers or data.
 _CLASSES = (
     *("torch.nn.", "torch.optim.", "torch.ao.", "torch.quantization.", "torch.distributions.", "torch.nested."),
     *("torch.distributed.tensor.", "torch.distributed._tensor.", "torch.distributed.device_mesh."),
@@ -325,7 +324,7 @@ _NOT_COMPUTES = _names(
     "torch.nn.functional.boolean_dispatch torch.nn.functional.handle_torch_function torch.nn.functional._overload "
     "torch.nn.functional._add_docstr torch.nn.functional._jit_unused torch.nn.init._make_deprecate"
 )
-# What they may have among them: modules that they import.
+# Modules that these import, which can be reached through them.
 _MODULES = sys.stdlib_module_names | _names("torch np grad _VF _Reduction")
 # Single names of either kind.
 _PARTS = _names(
@@ -349,12 +348,12 @@ _NUMPY_SCALARS = _names(
     "void datetime64 timedelta64 number integer floating generic"
 )
 
-# Packages of which it is known that their classes are written as classes are, and their modules as modules.
+# Packages that follow PEP 8: a capitalized name is a class, not a module.
 _KNOWN = sys.stdlib_module_names | _names("torch numpy joblib pandas dill cloudpickle requests")
-# Modules with capital letters, and names under which others have modules: a class is hardly called so.
+# Capitalized names of modules, and aliases under which modules are imported.
 _CAPITAL_MODULES = _names("ET F FPGM_pruner N NX T TF _C _Reduction _VF")
 _REACHES = "reaches another module through this one"
-_MAX_NESTED = 100  # no class is inside so many others, and a file can have a name of a hundred million dots
+_MAX_NESTED = 100  # classes are not nested so deep, and a file can have a name of a hundred million dots
 
 # torch/_utils.py, IMPORT_MAPPING and NAME_MAPPING, 2.13.0
 _TORCH_RENAMES = _names("__builtin__ itertools UserDict UserList UserString")
@@ -362,7 +361,7 @@ _TORCH_MOVES = _names("__builtin__ copy_reg Queue repr _abcoll UserDict UserList
 
 
 def canonical(module: str, name: str) -> tuple[str, str]:
-    """The name a Python 3 loader ends up at: Python 2 spellings translated, ``torch.tensor`` as ``torch._tensor``.
+    """The name that Python 3 imports: Python 2 spellings translated, ``torch.tensor`` as ``torch._tensor``.
 
     >>> canonical("__builtin__", "set"), canonical("copy_reg", "_reconstructor")
     (('builtins', 'set'), ('copyreg', '_reconstructor'))
@@ -407,10 +406,10 @@ def classify(module: str, name: str) -> tuple[str, str]:
 
 
 def can_be_allowed(module: str, name: str) -> bool:
-    """Whether a line may be printed that makes ``torch.load`` accept a name.
+    """Whether to print a line that makes ``torch.load`` accept a name.
 
-    Not for what is dangerous, for what is reached through something that is not a class, for functions of libraries,
-    and of the standard library, torch and numpy for all that is not known to be data or a part of a model.
+    Not for what is dangerous, for what is reached through something that is not a class, or for functions of libraries.
+    In the standard library, torch and numpy only for what is known to be data or a part of a model.
 
     >>> can_be_allowed("torch.nn.modules.linear", "Linear"), can_be_allowed("torch.hub", "load")
     (True, False)
@@ -456,14 +455,14 @@ def _word(module: str, last: str) -> str:
 
 @cache
 def known_words(package: str) -> dict[str, str]:
-    """The table of ``judge.callables``: why a name of the package with this end is dangerous."""
+    """The table of ``judge.callables``: why a name of the package with this last component is dangerous."""
     from transload.judge.callables import WORDS
 
     return _each(WORDS[package])
 
 
 def is_dangerous(module: str, name: str) -> str:
-    """Why a name is on the list that nothing excuses, or an empty text.
+    """Why a name is dangerous; empty if it is not.
 
     >>> is_dangerous("torch.testing", "assert_close"), is_dangerous("numpy", "fromfile")
     ('', 'opens files')
@@ -480,10 +479,10 @@ def is_dangerous(module: str, name: str) -> str:
 
 
 def is_listed(module: str, name: str) -> str:
-    """Why a name is dangerous by the rules of this module alone.
+    """Why a name is dangerous by the rules of this module alone; empty if it is not.
 
-    A name that passes through a module is judged by where it ends, as far as that can be told: ``random`` has the
-    module ``os`` as ``_os``. A pickler writes dots for what is in a class, and for nothing else.
+    A name that leads through a module is judged by what it ends at, as far as that is known: ``random`` imports ``os``
+    as ``_os``. A pickler writes dots only for what is nested in a class.
     """
     if danger := _listed(module, name):
         return danger
@@ -505,7 +504,7 @@ def is_listed(module: str, name: str) -> str:
 
 
 def _listed(module: str, name: str) -> str:
-    """Why a name is dangerous as it stands."""
+    """Why a name is dangerous without looking through modules; empty if it is not."""
     full = f"{module}.{name}"
     if full in _DANGEROUS_NAMES or full in _OF_PACKAGES:
         return _DANGEROUS_NAMES.get(full, "")
@@ -524,12 +523,12 @@ def _listed(module: str, name: str) -> str:
 
 
 def _is_class(part: str) -> bool:
-    """Whether something has the name of a class."""
+    """Whether a name looks like that of a class."""
     return part.lstrip("_")[:1].isupper() and part not in _CAPITAL_MODULES
 
 
 def is_class_path(name: str) -> bool:
-    """Whether a name is that of something in a module, or in a class there: then all before its last dot are classes.
+    """Whether a name is that of something in a module, or nested in classes: all before its last dot are classes.
 
     >>> is_class_path("Net"), is_class_path("Net.Block"), is_class_path("_os.system")
     (True, True, False)

@@ -1,7 +1,7 @@
-"""What could happen if a loader read this: the names a file asks for, how it uses them, and the verdict.
+"""What could happen if a loader read a file: the names it imports, how it uses them, and the verdict.
 
-``judge_pickles`` takes every global and every call of the pickles. ``classify`` of ``names`` judges a name;
-``check_call`` judges how an allowed name is called; pickles that are given to a loader inside are judged, too.
+``judge_pickles`` goes through every global and every call of the pickles. ``classify`` of ``names`` judges a name;
+``check_call`` judges how an allowed name is called. Pickles that a pickle passes to a loader are judged, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def full_name(node: object) -> str:
 
 # -- how an allowed name is called
 
-# One shared object of a million items behind a million calls is a small file: what a rule looks through has an end.
+# A small file can pass one shared object of a million items to a million calls: no more items than these are checked.
 _MAX_ITEMS = 100
 _NJT = "torch.nested._internal.nested_tensor"
 _PARAMETER = "torch.nn.parameter.Parameter"
@@ -44,7 +44,7 @@ _LAYOUTS = ("torch.strided", *(f"torch.sparse_{kind}" for kind in ("coo", "csr",
 
 
 class _Carriers(NamedTuple):
-    """Which arguments of a rebuild function could carry more than numbers, by their position."""
+    """The positions of those arguments of a rebuild function that could contain more than numbers."""
 
     requires_grad: int = 99
     backward_hooks: int = 99
@@ -70,7 +70,7 @@ _CARRIERS = {
     }.items()
 }
 
-# Attributes of a tensor that loading code asks for; those of the file would stand in their place.
+# Attributes of a tensor that loading code uses, and that attributes from the file would shadow.
 _SHADOWED = frozenset(
     {
         *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_version", "clone", "copy_", "cpu"),
@@ -110,7 +110,7 @@ def check_call(name: str, call: Call) -> Complaint:
             if len(keys) == _MAX_ITEMS:
                 return "needs-trust", "an OrderedDict is given more attributes than it can have"
             continue
-        # Flags and hooks, as torch up to 0.3 wrote them. The other state there is would make it another tensor.
+        # Flags and hooks, as torch up to 0.3 wrote them. Any other state would replace the tensor.
         plain = type(state) is tuple and len(state) == 3 and _no_hooks(state[2])
         if not plain or (name != _PARAMETER and name not in _TENSOR_CLASSES):
             return "needs-trust", f"the result of {name} is given a state"
@@ -142,7 +142,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
     if name in ("collections.OrderedDict", "collections.Counter"):
         if not args or (count == 1 and type(first) is Dict):
             return None
-        # [[key, value], …] is how Python 2 writes one. A later one that is not a pair is refused by every loader.
+        # [[key, value], …] is how Python 2 writes one. Every loader refuses what is not a pair, also after these.
         pairs: list[Any] = first[:_MAX_ITEMS] if count == 1 and type(first) is list else [None]
         fine = all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs)
         return None if fine else ("needs-trust", f"a dictionary is made from {kinds}")
@@ -188,10 +188,10 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
             return "needs-trust", f"a tensor of the class {full_name(kind) or 'nobody can name'}"
         return check_call(inside, Call(function, inner, "reduce", 0)) or _check_attributes(state)
     if name.endswith("Storage"):
-        # A file's storages come through persistent ids; a number here is a size that nothing bounds.
+        # Checkpoints refer to storages by persistent ids. A number here is an unbounded size.
         return "dangerous", f"{name} is called: unbounded, uninitialised memory"
     if name in _TENSOR_CLASSES:
-        # a number, a torch.Size, a tensor of one number
+        # a size can be a number, a torch.Size or a tensor
         if count > _MAX_ITEMS or any(type(a) in (int, Call, Global, Persistent) for a in args):
             return "dangerous", f"{name} is called with a size: unbounded, uninitialised memory"
         return ("needs-trust", f"{name} is called with {kinds}") if args else None
@@ -208,7 +208,7 @@ def _no_hooks(hooks: object) -> bool:
 
 
 def _check_attributes(state: object) -> Complaint:
-    """Attributes that are set on a tensor: a dictionary, or a pair of them where the class has slots."""
+    """Check the attributes that are set on a tensor: a dictionary, or a pair of them if the class has slots."""
     parts = state if type(state) is tuple else (state,)
     if len(parts) > 2 or any(type(part) is Dict and len(part.items) > _MAX_ITEMS for part in parts):
         return "unknown", "a tensor is given a state of a size no tensor has"
@@ -227,13 +227,13 @@ def _check_attributes(state: object) -> Complaint:
 # -- all names and calls of some pickles
 
 MAX_DEPTH = 3
-"""Pickles in pickles in pickles; each level costs a run over the bytes of the one outside."""
+"""Pickles nested in pickles; each level costs another run over the same bytes."""
 
 _GETATTR = ("builtins", "getattr")
 _MAX_NESTED = 10  # classes within classes
-_MAX_ARGUMENTS = 8  # enough for any loader; a million, shared by a million calls, would be too many
+_MAX_ARGUMENTS = 8  # of a loader: a million calls may share a million arguments
 _MAX_EVIDENCE = 20
-_MAX_WORDING = 300  # a name in it may be a megabyte
+_MAX_WORDING = 300  # it may contain a name of a megabyte
 _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
     "dangerous": ("dangerous-use", "error", "it uses the loader in a way no checkpoint does"),
     "unknown": ("odd-use", "warning", "it holds calls no loader would accept"),
@@ -242,11 +242,11 @@ _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
 
 
 def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False, load: str = "torch.load") -> Judgement:
-    """Judge streams by what a loader would import, call and set: nothing that any of them asks for is left out.
+    """Judge pickles by everything that a loader would import, call and set.
 
-    ``load`` is the function that reads such a file, for the advice. A call of what ``getattr`` finds is no alarm if
-    that may be a part of a model: a method of a stranger's class. Where a program has allowed ``getattr``, its loader
-    looks at what is found, and no such call is.
+    ``load`` is the function that reads such a file, for the advice. A call of what ``getattr`` returns is accepted if
+    that may be a part of a model: a method of a third-party class. With ``getattr_allowed`` any such call is: the
+    loader then checks what ``getattr`` returns.
     """
     judge = _Judge(getattr_allowed)
     for pickle in pickles:
@@ -256,7 +256,7 @@ def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False, l
 
 
 class _Use:
-    """A name being counted: what becomes a ``GlobalUse``."""
+    """A ``GlobalUse`` while it is counted."""
 
     __slots__ = ("built", "called", "full_name", "imported", "purpose", "spelling", "stream", "verdict")
 
@@ -279,19 +279,19 @@ class _Judge:
         self.inner_names: set[tuple[str, str]] = set()
         self.unloadable = ""
         self.kept: list[Pickle] = []  # so that the ids below stay those of their objects
-        self.looked_through: dict[int, bool] = {}
+        self.checked_items: dict[int, bool] = {}
         self.nested_seen: set[int] = set()
-        # The bytes given to loaders are read once each, and no more of them than the streams outside have a level:
-        # otherwise a megabyte of text named a thousand times would be read a thousand times.
+        # Bytes that are passed to loaders are read once, and at each level no more of them than the outer pickles have:
+        # otherwise a megabyte that is named a thousand times would be read a thousand times.
         self.nested_left = 0
 
     def complain(self, safety: Safety, text: str, pickle: Pickle, position: int) -> None:
-        """Note a use that is not data, once for each wording."""
+        """Note a use that is not plain data, once for each text."""
         where = f"{pickle.name} › byte {position}" if pickle.name else f"byte {position}"
         self.complaints.setdefault(text[:_MAX_WORDING], (safety, where))
 
     def count(self, module: str, name: str, pickle: Pickle, times: int) -> _Use:
-        """Take in a name that a stream imports so many times."""
+        """Add ``times`` imports of a name."""
         use = self.uses.get((module, name))
         if use is None:
             use = self.uses[module, name] = _Use(module, name, pickle.name)
@@ -299,7 +299,7 @@ class _Judge:
         return use
 
     def read(self, pickle: Pickle, depth: int = 0) -> None:
-        """Take in one pickle, and those inside it."""
+        """Go through one pickle, and those inside it."""
         self.kept.append(pickle)
         known: dict[int, _Use] = {}
         for node in pickle.globals.values():
@@ -307,11 +307,11 @@ class _Judge:
             known[id(node)] = use = self.count(*key, pickle, node.count)
             if key != (node.module, node.name):
                 use.spelling = node.full_name
-                # From protocol 3 on Python translates nothing: it would import the old name, whatever has that name
-                # today. And torch.load translates torch.tensor only with weights_only=False.
+                # From protocol 3 on Python does not translate old names, and would import whatever has that name today.
+                # And torch.load translates torch.tensor only with weights_only=False.
                 if pickle.protocol > 2 or node.module == "torch.tensor":
                     self.count(node.module, node.name, pickle, node.count)
-        for known_use, count, purpose in (  # each of their calls was read
+        for known_use, count, purpose in (  # the reader has checked each of their calls
             (pickle.loader, len(pickle.persistent), "makes the storage of a tensor from bytes in the pickle"),
             (pickle.wrapper, len(pickle.raw), "announces a numpy array, whose bytes follow in the file of joblib"),
         ):
@@ -335,7 +335,7 @@ class _Judge:
             if call.states:
                 use.built += 1
             elif use is ordered and call.args == () and not call.appended:
-                continue  # the hooks of every tensor, or a dictionary to be filled with items
+                continue  # the hooks of every tensor, or a dictionary that is filled with items
             if use.verdict == "data":
                 complaint = check_call(use.full_name, call)
                 if complaint:
@@ -362,7 +362,7 @@ class _Judge:
             self.read(inner, depth + 1)
 
     def computed_call(self, callee: object, call: Call, pickle: Pickle) -> None:
-        """A call of something that is not a name in the file."""
+        """Judge a call of something that is not a name in the file."""
         if _is_newobj_ex(callee):
             self.unloadable = self.unloadable or "makes objects with keyword arguments"
         elif (inner := _inner_name(callee)) and (
@@ -379,10 +379,10 @@ class _Judge:
             self.complain("unknown", "it calls something that is not a function", pickle, call.position)
 
     def changed(self, target: object, pickle: Pickle) -> None:
-        """BUILD, or items, on something that the stream did not make: N11 of the known tricks."""
+        """Judge BUILD, or items, on something that the pickle did not make."""
         node = _class_of(target) if type(target) is Persistent else target
         if type(node) is Global:
-            # Attributes set on a class or function outlive the load, and a dotted name reads them back.
+            # Attributes of a class or function outlive the load, and a dotted name can read them.
             text = f"it changes {full_name(node)} itself, for the whole process"
             self.complain("dangerous", text, pickle, pickle.start)
             self.count(*canonical(node.module, node.name), pickle, 0).built += 1
@@ -395,19 +395,19 @@ class _Judge:
             self.complain("unknown", text, pickle, pickle.start)
 
     def sets_dunder(self, state: object) -> bool:
-        """A two-tuple state is set attribute by attribute, so that ``__class__`` in it replaces the class.
+        """Whether a state sets dunder attributes: a pair is set one by one, and ``__class__`` replaces the class.
 
-        Each is looked through once, since a million objects may share it.
+        Each is checked once, since a million objects may share it.
         """
         if type(state) is not tuple or len(state) != 2 or type(state[1]) is not Dict:
             return False
         items = state[1].items
-        if id(items) not in self.looked_through:
-            self.looked_through[id(items)] = any(type(key) is str and key.startswith("__") for key in items[::2])
-        return self.looked_through[id(items)]
+        if id(items) not in self.checked_items:
+            self.checked_items[id(items)] = any(type(key) is str and key.startswith("__") for key in items[::2])
+        return self.checked_items[id(items)]
 
     def nested(self, call: Call, pickle: Pickle, depth: int) -> list[Pickle]:
-        """The pickles that a loader is given; that it is one is an alarm already, this tells what for."""
+        """The pickles that are passed to a loader. Its call is dangerous already; these show what it would do."""
         found: list[Pickle] = []
         skipped = False
         for node in _loader_arguments(call):
@@ -435,11 +435,11 @@ class _Judge:
         return found
 
     def result(self, load: str) -> Judgement:
-        """The verdict over everything taken in."""
+        """The verdict on all pickles."""
         levels: list[Safety] = [safety for safety, _ in self.complaints.values()]
         if _GETATTR in self.uses and "dangerous" not in levels:
             # getattr(SomeEnum, "MEMBER") is how Python 3.11 pickles an enumeration, and any Python a bound method. It
-            # stays a matter of trust, but it is no alarm while nobody calls what it returns.
+            # needs trust, but is not dangerous as long as nothing calls the result.
             excused = self.uses[_GETATTR]
             excused.verdict = "unknown"
             excused.purpose = "an enumeration member or a method, found by name on something named beside it"
@@ -491,12 +491,12 @@ class _Judge:
             elif not dangerous:
                 fixes = safe_globals_lines(trust, sorted(self.inner_names), load)
                 if not fixes and not any(pickle.broken for pickle in self.kept):
-                    fixes = _unallowed(trust)
+                    fixes = _advice_without_lines(trust)
             findings.append(Finding("needs-trust", "warning", title, first_of(evidence, _MAX_EVIDENCE), fixes))
         return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)), as_data)
 
     def _is_data(self, trust: Iterable[GlobalUse]) -> bool:
-        """Whether these names only make plain values, which ``transload.load`` makes itself."""
+        """Whether these names only make plain values, which ``transload.load`` makes without importing them."""
         from transload.formats.arrays import NUMPY_CALLS, is_plain
         from transload.formats.tensors import called
 
@@ -507,8 +507,8 @@ class _Judge:
         return all(use.full_name in known for use in trust) and all(map(is_plain, calls))
 
 
-def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
-    """What to do where no line can be given for some names."""
+def _advice_without_lines(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
+    """The advice where there is no line that allows some of these names."""
     closed = [use.full_name for use in uses if not _is_allowed(use.module, use.name)]
     if not closed or not all(map(str.isidentifier, closed[0].split("."))):
         return ()
@@ -520,7 +520,7 @@ def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
 
 
 def _loader_arguments(call: Call) -> Iterator[object]:
-    """What a loader is called with, and what lies in a buffer it is called with."""
+    """The arguments of a call of a loader, and the content of a buffer among them."""
     for node in call.args[:_MAX_ARGUMENTS] if type(call.args) is tuple else ():
         if type(node) is Call and full_name(node.callee) in ("_io.BytesIO", "io.BytesIO"):
             # BytesIO keeps its bytes in its state
@@ -531,7 +531,7 @@ def _loader_arguments(call: Call) -> Iterator[object]:
 
 
 def _streams(data: bytes, name: str) -> list[Pickle]:
-    """The pickles in some bytes, or in the archive that they are."""
+    """The pickles in some bytes, which may be an archive."""
     from transload.formats.torch_zip import Archive
     from transload.formats.zip import read_index, starts_like_zip
     from transload.io.sources import BytesSource
@@ -552,22 +552,22 @@ def _streams(data: bytes, name: str) -> list[Pickle]:
 
 
 def _holds_module(pickle: Pickle) -> bool:
-    """Whether a persistent id is that of a module."""
+    """Whether one of the persistent ids is that of a module."""
     ids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
     return any(pid[0] in ("module", b"module") or type(pid[0]) is Global for pid in ids)
 
 
 def _class_of(node: Persistent) -> object:
-    """The class in a persistent id of the older formats: a name, or one found inside a named class."""
+    """The class in a persistent id of the older formats: a global, or a class nested in one."""
     if type(node.id) is not tuple or node.id[:1] in (("storage",), (b"storage",)):
         return None
     return module_class(node) or next((part for part in node.id[:2] if _inner_name(part)), None)
 
 
 def _plain_getattr(call: Call) -> bool:
-    """``getattr(Colour, "RED")``, ``getattr(thing, "method")``: one step from something the file names or makes.
+    """Whether it is ``getattr(Colour, "RED")`` or ``getattr(thing, "method")``, of what the file names or makes.
 
-    Or several, through classes in a class that it names.
+    Several steps are fine through nested classes.
     """
     if type(call.args) is not tuple or len(call.args) != 2 or call.states:
         return False
@@ -580,7 +580,7 @@ def _plain_getattr(call: Call) -> bool:
 
 
 def _attribute(node: object) -> tuple[Global, str] | None:
-    """The class and the name of ``getattr(cls, "name")``, of a class that the file names; ``A.b`` if it is nested."""
+    """The class and the name of ``getattr(cls, "name")``, of a class that the file names; ``A.b`` for nested ones."""
     names: list[str] = []
     while type(node) is Call and full_name(node.callee) == "builtins.getattr" and len(names) < _MAX_NESTED:
         args: Any = node.args
@@ -596,10 +596,10 @@ def _attribute(node: object) -> tuple[Global, str] | None:
 
 
 def _inner_name(node: object) -> tuple[str, str] | None:
-    """The module and name of ``getattr(Net, "Block")``: how protocol 2 writes a class that stands in another.
+    """The module and qualified name of ``getattr(Net, "Block")``: how protocol 2 writes a nested class.
 
-    Also that of a method, ``getattr(ZoneInfo, "_unpickle")``, by which a class may pickle its objects. ``None`` for
-    what is dangerous, and for what is in something that is not a class.
+    Also of a method, ``getattr(ZoneInfo, "_unpickle")``, which a class may use to pickle its objects. ``None`` for what
+    is dangerous, and for an attribute of something that is not a class.
     """
     found = _attribute(node)
     if not found or found[1] == "__new__":
@@ -610,19 +610,19 @@ def _inner_name(node: object) -> tuple[str, str] | None:
 
 
 def plain_value(node: object) -> str:
-    """The name of a plain value that ``getattr`` finds in its class, as the zone of a date is made; else empty."""
+    """The name of a plain value that is made by ``getattr`` of a class, as the zone of a date is; else empty."""
     inner = ".".join(_inner_name(node) or ())
     return inner if inner in PLAIN_VALUES else ""
 
 
 def finds_plain_values(pickle: Pickle) -> bool:
-    """Whether all that ``getattr`` finds for a pickle are plain values."""
+    """Whether a pickle uses ``getattr``, and only for plain values."""
     calls = [call for call in pickle.calls if full_name(call.callee) == "builtins.getattr"]
     return bool(calls) and all(map(plain_value, calls))
 
 
 def _is_newobj_ex(callee: object) -> bool:
-    """``partial(cls.__new__, cls, …)()``: how protocol 2 writes an object with keyword arguments."""
+    """Whether it is ``partial(cls.__new__, cls, …)``, with which protocol 2 passes keyword arguments."""
     if type(callee) is not Call or full_name(callee.callee) != "functools.partial":
         return False
     states = callee.states or []
@@ -642,23 +642,23 @@ _MAX_LINES = 500  # names nobody will read one by one
 
 
 def _is_allowed(module: str, name: str) -> bool:
-    """Whether a line may allow a name. With ``getattr`` only where all uses of it were found to be plain."""
+    """Whether a line may allow a name. Odd uses of ``getattr`` are dangerous, and get no lines at all."""
     return (module, name) == _GETATTR or can_be_allowed(module, name)
 
 
 def safe_globals_lines(
     uses: Iterable[GlobalUse], inside: Iterable[tuple[str, str]] = (), load: str = "torch.load"
 ) -> tuple[str, ...]:
-    """The lines that load a file with all of these names allowed, and only while it is loaded; for those who trust it.
+    """The lines that load a file with these names allowed, only while it is loaded; for those who trust it.
 
-    They need torch 2.5. ``inside`` are classes within classes, which a file reaches through the outer one. No lines are
-    given for names that are not identifiers: somebody may paste them. Nor for those that lead through something that is
-    no class: nobody can tell from the name what would be allowed.
+    They need torch 2.5. ``inside`` are nested classes, which a file reaches through the outer one. No lines are given
+    for names that are not identifiers, because somebody may paste them; nor for those that lead through something that
+    is not a class, because the name does not show what would be allowed.
 
     >>> safe_globals_lines([GlobalUse("argparse", "Namespace", "harmless", "")])[2:]
     ('with torch.serialization.safe_globals([Namespace]):', '    obj = torch.load(path)')
     """
-    spelled: dict[tuple[str, str], str] = {}  # by name, what torch will look up, which may be an older name
+    spelled: dict[tuple[str, str], str] = {}  # what torch will look up for each name, which may be an older one
     for use in uses:
         if use.module == "torch.tensor":
             continue
@@ -676,7 +676,7 @@ def safe_globals_lines(
         return ()
     imports: list[str] = []
     entries: list[str] = []
-    # The names that the lines themselves need, and those of Python.
+    # The names that the lines themselves use, and builtins.
     taken = dict.fromkeys(("torch", "numpy", "type"), "")
     taken |= {name.partition(".")[0]: "" for module, name in spelled if module == "builtins"}
     for (module, name), spelling in spelled.items():
@@ -690,8 +690,8 @@ def safe_globals_lines(
                 taken[alias] = f"{module}.{head}"
                 imports.append(f"from {home} import {head}" + (f" as {alias}" if alias != head else ""))
         entry = f"{alias}{dot}{tail}"
-        # torch goes by what an object says of itself. Where that is nothing, or where the file knows the object by an
-        # older name, the name has to stand beside it.
+        # torch looks at the object's __module__ and __qualname__. For an object without them, or with an older name in
+        # the file, the name must be given, too.
         if spelling != f"{home}.{name}" or (module == "builtins" and name in ("Ellipsis", "NotImplemented")):
             entry = f'({entry}, "{spelling}")'
         entries.append(entry)
