@@ -1,8 +1,8 @@
-"""Archives with programs in them: TorchScript, ``torch.package``, and what their readers share with ``torch_export``.
+"""Archives that contain programs: TorchScript, ``torch.package``, and what their readers share with ``torch_export``.
 
-TorchScript code is searched for devices written into it, and for operators that reach beyond tensors. It is never run
-and not compiled either. It is split into tokens as TorchScript's own lexer does it; where the two could differ, too
-much is seen rather than too little. Opening a package runs its Python source; here it is listed.
+TorchScript code is searched for devices and for operators that reach beyond tensors. It is neither run nor compiled,
+but split into tokens as TorchScript's lexer does; where the two could differ, it rather finds too much than too little.
+Opening a package runs its Python source; here that is only listed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from transload.formats.tensors import Tree, find_tensors, moved_storage, moved_t
 from transload.formats.torch_zip import (
     Archive,
     check_storages,
-    note,
-    note_facts,
+    container_facts,
     read_pickle,
     read_tree,
+    record_text,
     storage_table,
     stray_records,
 )
@@ -31,26 +31,26 @@ from transload.nodes import Call, Dict, Global, Persistent, Pickle, below
 
 ALLOWANCE = 256 << 20
 """Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
-same bytes, would otherwise ask for gigabytes of work."""
+same bytes, would otherwise cost gigabytes of work."""
 
 MAX_JSON = 128 << 20
-"""The graph of a program of ten thousand layers is some tens of megabytes; as objects it takes twenty times as much."""
+"""The graph of a program of ten thousand layers has tens of megabytes; as objects it takes twenty times as much."""
 
 MAX_PACKED_JSON = 16 << 20
-"""torch stores JSON as it is. A compressed one is somebody else's work: half a megabyte unpacks to half a gigabyte."""
+"""torch does not compress JSON, and half a megabyte can unpack to half a gigabyte."""
 
 MAX_CODE = 32 << 20
-"""Source searched in one archive. Ten thousand operators are a megabyte; searching goes at five megabytes a second."""
+"""Source searched in one archive. Ten thousand operators are a megabyte, and a second is enough for five megabytes."""
 
 
-class Budget:
+class ReadBudget:
     """How many bytes of records may still be read."""
 
     def __init__(self, nbytes: int) -> None:
         self.left = nbytes
 
     def take(self, record: Record, problems: Problems) -> bool:
-        """Whether to read a record. The first that is too much is noted, and no other is read after it."""
+        """Whether to read a record. After the first that is too large, which is noted, no other is read."""
         before, self.left = self.left, self.left - record.size
         if before >= 0 > self.left:
             detail = "the file unpacks to far more than it holds: this record and others were not looked at"
@@ -59,21 +59,21 @@ class Budget:
 
 
 class Program(Draft):
-    """A checkpoint out of the records of an archive, of which no more bytes are read than the file has, and some."""
+    """A checkpoint while its archive is read: of the records no more bytes than the file has, and ``ALLOWANCE``."""
 
     def __init__(self, archive: Archive, format_: str, problems: Iterable[Problem], path: str, nbytes: int) -> None:
         super().__init__(path, format_, nbytes, problems)
         self.archive = archive
         self.records = tuple(archive.records.values())
-        self.budget = Budget(nbytes + ALLOWANCE)
-        self.code = Budget(MAX_CODE)
+        self.budget = ReadBudget(nbytes + ALLOWANCE)
+        self.code = ReadBudget(MAX_CODE)
 
     def affords(self, record: Record) -> bool:
-        """Whether to read a record; if not, that is noted."""
+        """Whether the budget allows reading a record."""
         return self.budget.take(record, self.problems)
 
     def json(self, name: str) -> Any:
-        """The value of a JSON record; ``None`` if there is no such record, or if it cannot be read, which is noted."""
+        """The value of a JSON record; ``None`` if it does not exist or, with a problem, cannot be read."""
         import json
 
         record = self.archive.find(name)
@@ -99,10 +99,10 @@ class Program(Draft):
         return payload.data
 
     def take_tree(self, tree: Tree, hollow: Iterable[Storage]) -> None:
-        """Add what a tree holds. Its storages get the dtype of the first tensor that looks at each.
+        """Add the content of a tree. Each of its storages gets the dtype of the first tensor that uses it.
 
-        How long one of the ``hollow`` is, which are not there, each tensor has to guess: disputes over that are left
-        out.
+        The size of a ``hollow`` storage, which has no bytes, is only derived from each of its tensors, so conflicts
+        about it are ignored.
         """
         dtypes: dict[str | None, str] = {}
         for tensor in tree.tensors:
@@ -113,14 +113,14 @@ class Program(Draft):
         self.take(tree.tensors, storages, tree.leaves, problems)
 
     def note_strays(self, known: Iterable[str]) -> None:
-        """Note records that nothing reads, beside the ``known``; those that are pickles are kept."""
+        """Note records that are neither ``known`` nor storages; keep those that are pickles."""
         strays, pickles = stray_records(self.archive, self.storages, known)
         self.problems += strays
         self.pickles += pickles
 
 
 def looks_like_pickle(start: bytes) -> bool:
-    """Whether a record begins as a pickle of protocol 2 or later does."""
+    """Whether a record begins like a pickle of protocol 2 or later."""
     return len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
 
 
@@ -128,22 +128,22 @@ def looks_like_pickle(start: bytes) -> bool:
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """A JSON object; an empty one in place of anything else."""
+    """A JSON object; an empty one for anything else."""
     return value if type(value) is dict else {}
 
 
 def entries(value: Any) -> list[Any]:
-    """The members of a JSON array; none of anything else."""
+    """A JSON array; an empty one for anything else."""
     return value if type(value) is list else []
 
 
 def text(value: Any, longest: int = 80) -> str:
-    """A JSON text, not too long; empty for anything else."""
+    """A JSON string, cut to ``longest`` characters; empty for anything else."""
     return value[:longest] if type(value) is str else ""
 
 
 def _number(value: Any) -> Any:
-    """An integer as these files write one: plain, as ``{"as_int": 3}``, or as text. Anything else is left as it is.
+    """An integer, which these files also write as ``{"as_int": 3}`` or as text. Anything else is returned unchanged.
 
     >>> _number(3), _number({"as_int": 3}), _number("3"), _number({"as_expr": "s0"})
     (3, 3, 3, {'as_expr': 's0'})
@@ -161,7 +161,7 @@ _PARAMETER = Global("torch._utils", "_rebuild_parameter", 0)
 _GET_LAYOUT = Global("torch.serialization", "_get_layout", 0)
 
 
-def described(
+def tensor_call(
     archive: Archive,
     name: str,
     dtype: str,
@@ -174,7 +174,7 @@ def described(
 ) -> Call:
     """The rebuild call for a tensor that JSON describes, over the record ``name``, or over ``nbytes`` bytes of it.
 
-    ``layout`` are its offset, sizes and strides. A storage without bytes is taken to be as long as the tensor needs.
+    ``layout`` is its offset, sizes and strides. A storage without bytes gets the size that the tensor needs.
     """
     shape, steps = (tuple(_number(n) for n in entries(part)) for part in layout[1:])
     first = _number(layout[0])
@@ -193,8 +193,8 @@ def described(
 # -- what TorchScript code shows
 
 OPERATORS: dict[str, str] = {
-    # From the operator registry of torch 2.13: those that take a file name or start something elsewhere. With the first
-    # two a program reads or writes any file, and does so inside torch.jit.load if it says so in a __setstate__.
+    # From the operator registry of torch 2.13: those that take a file name or call something elsewhere. With the first
+    # two a program can read or write any file, already inside torch.jit.load if they are in a __setstate__.
     "aten::from_file": "reads or maps a file",
     "aten::save": "writes a file",
     "prim::PythonOp": "calls back into Python",
@@ -212,7 +212,7 @@ OPERATORS: dict[str, str] = {
 _HIDDEN = "a module of operators under another name, which hides what is called"
 
 _DEVICE = re.compile(r"""torch\s*\.\s*device\s*\(\s*["']([\w:]{1,40})["']""")
-# Comments and strings, as torch/csrc/jit/frontend/lexer.h has them: no prefixes, a newline only inside triple quotes.
+# Comments and strings as in torch/csrc/jit/frontend/lexer.h: no prefixes, newlines only inside triple quotes.
 _QUOTED = re.compile(
     r"""#[^\n]*|"{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL
 )
@@ -220,7 +220,7 @@ _DOTTED = re.compile(r"(?<![\w.])(?:torch|ops)\b(?:\s*\.\s*[A-Za-z_]\w*)*")
 
 
 def code_problems(name: str, code: str) -> list[Problem]:
-    """The devices and the far-reaching operators in one source file.
+    """The devices and the dangerous operators in one source file.
 
     >>> [problem.code for problem in code_problems("a.py", 'torch.save(x, "f"); torch.device("cuda:0")')]
     ['script-dangerous-op', 'script-device']
@@ -232,10 +232,10 @@ def code_problems(name: str, code: str) -> list[Problem]:
 
 
 def operators(code: str) -> Counter[str]:
-    """The operators of ``OPERATORS`` that a program names, and any trick to name one out of sight.
+    """The operators of ``OPERATORS`` that a program names, and tricks to hide the name of one.
 
-    The compiler takes ``torch.save``, ``ops.aten.save``, ``t = torch`` and then ``t.save``, ``(torch).save`` and
-    ``getattr(torch, "save")`` alike. What torch itself writes always has a dot after ``torch`` and ``ops``.
+    The compiler accepts ``torch.save``, ``ops.aten.save``, ``t = torch`` and then ``t.save``, ``(torch).save`` and
+    ``getattr(torch, "save")``. In what torch itself writes, a dot always follows ``torch`` and ``ops``.
 
     >>> operators("t = torch; t.save(x, name)")
     Counter({'torch': 1})
@@ -264,17 +264,17 @@ def _operator_problems(where: str, called: Counter[str]) -> list[Problem]:
 # -- TorchScript
 
 MAX_OPERATOR_VERSION = 10
-"""The newest set of operators that torch 2.13 reads (``caffe2/serialize/versions.h``)."""
+"""The newest operator version that torch 2.13 reads (``caffe2/serialize/versions.h``)."""
 
 _MAIN = ("data.pkl", "constants.pkl", "attributes.pkl")
 _SCRIPT_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with the view of another storage, always None
 
 
 def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
-    """A checkpoint out of a TorchScript archive. Its code is looked at, never run."""
+    """Read a TorchScript archive. Its code is searched, never run."""
     out = Program(archive, "torchscript", problems, path, nbytes)
     found = out.problems
-    notes = note_facts(archive, ("version", "byteorder", ".data/serialization_id"), found)
+    notes = container_facts(archive, ("version", "byteorder", ".data/serialization_id"), found)
     out.facts += [("operator version" if name == "version" else name, value) for name, value in notes]
     version = dict(out.facts).get("operator version")
     if version is None:
@@ -284,7 +284,7 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
         found.add("zip-bad-version", "version", detail)
     old = archive.find("data.pkl") is None and archive.find("model.json") is not None
     trees = [_read_old(out)] if old else _read_new(out)
-    # Further pickles: bytecode, debug information, traced inputs; not the files a user put into ``extra/``.
+    # Further pickles: bytecode, debug information, traced inputs; not the user's files in ``extra/``.
     names = (name for name in archive.records if name.endswith((".pkl", ".debug_pkl")) and name not in _MAIN)
     others = [name for name in names if not name.startswith("extra/")]
     affordable = [name for name in others if out.affords(archive.records[name])]
@@ -303,14 +303,14 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
     for tree in trees:
         out.take_tree(tree, [s for s in tree.storages if old and not s.record])
     found += check_storages(out.storages, archive)
-    # Storages of the inputs a program was traced with: torch writes them, empty, and never reads them.
+    # Storages of the inputs a program was traced with: torch writes empty ones and never reads them.
     samples = [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
     out.note_strays({*others, *_MAIN, "model.json", *(part.name for part in out.parts), *samples})
     return out.checkpoint()
 
 
 def _read_code(out: Program) -> None:
-    """The source files, searched, and the files a user has added."""
+    """Search the source files, and list the files that a user has added."""
     for name, record in out.archive.records.items():
         if name.startswith("extra/") and not name.endswith("/"):
             out.parts.append(Part(name, "extra file", record.size))
@@ -325,20 +325,20 @@ def _read_code(out: Program) -> None:
 
 
 def _read_new(out: Program) -> list[Tree]:
-    """From 1.3 on: ``data.pkl`` and ``constants.pkl``."""
+    """Read ``data.pkl`` and ``constants.pkl``, which torch writes from 1.3 on."""
     archive = out.archive
-    big_endian = note(archive, "byteorder", Problems()) == "big"
+    big_endian = record_text(archive, "byteorder", Problems()) == "big"
     main = read_pickle(archive, "data.pkl", out.problems, _SCRIPT_IDS)
     main.main = True
     out.pickles.append(main)
-    tree = read_tree(_plain(archive, "data.pkl"), storage_table(archive, big_endian=big_endian), separator=".")
+    tree = read_tree(_as_torch_save(archive, "data.pkl"), storage_table(archive, big_endian=big_endian), separator=".")
     if archive.find("constants.pkl") is None:
         return [tree]
     out.pickles.append(read_pickle(archive, "constants.pkl", out.problems, _SCRIPT_IDS))
-    held = _plain(archive, "constants.pkl")
+    held = _as_torch_save(archive, "constants.pkl")
     held.root = Dict([part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)])
     more = read_tree(held, storage_table(archive, forms=(("constants/", ""),), big_endian=big_endian), separator=".")
-    # Constants count their storages from zero again, so theirs get other ids.
+    # The storages of constants are also numbered from zero, so they get other ids.
     lead = "constants/"
     tensors = tuple(moved_tensor(tensor, lead) for tensor in more.tensors)
     storages = tuple(moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
@@ -364,11 +364,11 @@ _STORAGES = named("""
 _LAYOUTS = {1: "sparse_coo", 2: "sparse_csr", 3: "sparse_csc", 4: "sparse_bsr", 5: "sparse_bsc"}
 
 
-def _plain(archive: Archive, name: str) -> Pickle:
-    """A pickle once more, with what only torch's C++ pickler writes put as ``torch.save`` would.
+def _as_torch_save(archive: Archive, name: str) -> Pickle:
+    """A second copy of a pickle, with what only torch's C++ pickler writes replaced by what ``torch.save`` would write.
 
-    Lists and dictionaries lose the call that tells their type, storages of the newer dtypes become untyped, and sparse
-    tensors get their arguments in the usual order. The pickle that is judged stays as the file has it.
+    Lists and dictionaries lose the call that sets their type, storages of the newer dtypes become untyped, and sparse
+    tensors get their arguments in the usual order. The pickle that is judged stays unchanged.
     """
     payload = archive.get(name, pickle_machine.MAX_STREAM)
     pickle = pickle_machine.run(payload.data if payload else b"", name=name)
@@ -416,20 +416,20 @@ def _read_old(out: Program) -> Tree:
         key, dtype = text(fields(entry.get("data")).get("key"), 255), _DATA_TYPES.get(text(entry.get("dataType")), "")
         layout = entry.get("offset"), entry.get("dims"), entry.get("strides")
         device, flag = text(entry.get("device")) or "cpu", entry.get("requiresGrad")
-        tensors.append(described(archive, key, dtype, device, layout, requires_grad=flag))
+        tensors.append(tensor_call(archive, key, dtype, device, layout, requires_grad=flag))
     values: list[Any] = []
     if archive.find("attributes.pkl") is not None:
         main = read_pickle(archive, "attributes.pkl", out.problems, _SCRIPT_IDS)
         main.main = True
         out.pickles.append(main)
-        held = _plain(archive, "attributes.pkl")
+        held = _as_torch_save(archive, "attributes.pkl")
         for call in held.calls:
             if type(call.callee) is Global and call.callee.full_name == "torch.jit._pickle.build_tensor_from_id":
                 known = _at(tensors, call.args[0]) if type(call.args) is tuple and call.args else None
                 if known is not None:
                     call.callee, call.args = known.callee, known.args
         values = _members(held.root)
-    # The modules as the objects they would be in today's data.pkl; not by recursion, since JSON may nest deep.
+    # Make of the modules what they would be in today's data.pkl; not by recursion, since JSON may be deeply nested.
     top = Pickle("model.json")
     top.root = _module()
     todo = [(fields(model.get("mainModule")), top.root)]
@@ -460,28 +460,28 @@ def _at(values: list[Any], index: object) -> Any:
 MAX_LIST = 1 << 20
 """``.data/extern_modules`` is a list of module names."""
 
-_PACKAGE_NOTES = (".data/version", ".data/python_version", "byteorder", ".data/serialization_id")
+_PACKAGE_TEXT_RECORDS = (".data/version", ".data/python_version", "byteorder", ".data/serialization_id")
 _SCRIPT = ".data/ts_code/"
 _PACKAGE_IDS: dict[str, tuple[int, ...]] = {"storage": (5,), "reduce_package": (3, 4)}
 
 
 def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
-    """A checkpoint out of a package: the tensors of each pickle are named after it, ``model/model.pkl/fc.weight``."""
+    """Read a package. The names of tensors begin with that of their pickle: ``model/model.pkl/fc.weight``."""
     out = Program(archive, "torch-package", problems, path, nbytes)
-    notes = note_facts(archive, _PACKAGE_NOTES, out.problems)
+    notes = container_facts(archive, _PACKAGE_TEXT_RECORDS, out.problems)
     out.facts += [fact for fact in notes if fact != ("folder", "")]
     payload = archive.get(".data/extern_modules", MAX_LIST)
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:
         out.facts.append(("extern modules", some(modules, 20)))
     _read_pickles(out)
-    told = dict(out.facts)
-    table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=told.get("byteorder") == "big")
+    recorded = dict(out.facts)
+    table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=recorded.get("byteorder") == "big")
     root: list[object] = []
     for pickle in out.pickles:
         plain = pickle
         if pickle.name.startswith(_SCRIPT):
-            plain = _plain(archive, pickle.name)
+            plain = _as_torch_save(archive, pickle.name)
             for held in plain.persistent:
                 # TorchScript calls a storage ``4.storage`` where Python's pickles call it ``4``.
                 pid = held.id
@@ -496,16 +496,16 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
             out.parts.append(Part(name, "source", record.size))
             if name.startswith(_SCRIPT) and out.code.take(record, out.problems):
                 out.problems += code_problems(name, archive.read(record, MAX_CODE).data.decode("utf-8", "replace"))
-        elif not name.startswith(".data/") and not name.endswith((".pkl", "/")) and name not in _PACKAGE_NOTES:
+        elif not name.startswith(".data/") and not name.endswith((".pkl", "/")) and name not in _PACKAGE_TEXT_RECORDS:
             out.parts.append(Part(name, "resource", record.size))
-    python = told.get("python_version")
+    python = recorded.get("python_version")
     return out.checkpoint(written_by=Origin(recorded=(("python", python),) if python else ()))
 
 
 def _read_pickles(out: Program) -> None:
-    """Every pickle of a package. The calls that only its persistent ids make are put among the others."""
+    """Read every pickle of a package. The calls in its persistent ids are added to its other calls."""
     for name, record in out.archive.records.items():
-        # ``save_pickle`` may give a record any name, so the first bytes count too.
+        # ``save_pickle`` accepts any name for a record, so its first bytes count, too.
         named, other = name.endswith((".pkl", ".debug_pkl")), name.endswith((".py", ".storage", "/"))
         is_pickle = named or (not other and looks_like_pickle(out.archive.head(record, 2)))
         if is_pickle and out.affords(record):
@@ -518,7 +518,7 @@ def _read_pickles(out: Program) -> None:
 
 
 def _package_objects(pickle: Pickle) -> list[object]:
-    """Names and objects in turn: the root under the record's name, and what package calls make deeper in, beside it."""
+    """Alternating names and objects: the root under the name of the record, and the results of nested package calls."""
     if pickle.name.endswith(".debug_pkl"):
         return []
     calls = [(held, call) for held in pickle.persistent if (call := _package_call(held))]
@@ -526,7 +526,7 @@ def _package_objects(pickle: Pickle) -> list[object]:
     made: list[object] = [] if top else [pickle.name, pickle.root]
     index = 0
     for _, call in sorted(calls, key=lambda pair: pair[1] is not top):
-        # The object the call makes. A graph module's first argument is its ``__dict__``.
+        # The result of the call. The first argument of a graph module is its ``__dict__``.
         args = call.args if type(call.args) is tuple else ()
         result = Call(call.callee, (), "reduce", call.position)
         if args and type(args[0]) is Dict:
@@ -539,7 +539,7 @@ def _package_objects(pickle: Pickle) -> list[object]:
 
 
 def _package_call(held: Persistent) -> Call | None:
-    """``("reduce_package", id, function, arguments)``, or without the id: a call the importer makes while it loads."""
+    """The call that the importer makes for ``("reduce_package", id, function, arguments)``, or without the id."""
     pid = held.id
     if type(pid) is not tuple or pid[:1] != ("reduce_package",) or len(pid) not in (3, 4):
         return None

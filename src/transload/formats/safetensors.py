@@ -195,7 +195,7 @@ def _at(name: str) -> str:
     return f"header › {_cut(name)}"
 
 
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+_new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 _FIELD_SET = frozenset(FIELDS)
 
 

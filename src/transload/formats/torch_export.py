@@ -1,9 +1,9 @@
 """``.pt2`` packages: programs of ``torch.export``, and those that AOTInductor has compiled.
 
-Of a program: its graph, with devices and targets that no exporter writes, and its tensors. Of a compiled one also its
-libraries and kernels, and which GPU they need. ``read_elf`` reads which processor a library was compiled for and, for
-NVIDIA's (a cubin), which GPU. The numbers are those of LLVM's ``BinaryFormat/ELF.h``; the two layouts of a cubin's
-flags were checked against what ptxas of CUDA 12.8, 12.9 and 13 writes for sm_50 to sm_120.
+Of a program its graph is read, with devices and targets that no exporter writes, and its tensors; of a compiled one
+also its libraries and kernels, and which GPU they need. ``read_elf`` reads the machine that a library was compiled for
+and, of a cubin, the GPU. The numbers are those of LLVM's ``BinaryFormat/ELF.h``; the two layouts of a cubin's flags
+were checked with the output of ptxas of CUDA 12.8, 12.9 and 13 for sm_50 to sm_120.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from transload.formats import pickle_machine
 from transload.formats.programs import (
     OPERATORS,
     Program,
-    described,
     entries,
     fields,
     looks_like_pickle,
+    tensor_call,
     text,
 )
 from transload.formats.tensors import Place, StorageTable, find_tensors, moved_storage, moved_tensor
 from transload.formats.torch_zip import (
     Archive,
     check_storages,
+    container_facts,
     needed_by,
-    note,
-    note_facts,
     pickle_problems,
     read_torch_zip,
+    record_text,
     storage_table,
 )
 from transload.formats.zip import read_index, starts_like_zip
@@ -42,19 +42,19 @@ from transload.frozen import NamedTuple, replace
 from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Dict
 
-# What torch.export writes as the target of a node: operators, and Python's arithmetic on sizes. torch.export.load finds
-# any other text that begins with "torch" by walking attributes from the package torch: "torch.os.system" is a function.
+# What torch.export writes as the target of a node: operators, and arithmetic on sizes. torch.export.load resolves any
+# other text that begins with "torch" as attributes of the package torch: "torch.os.system" is a function.
 _TARGETS = re.compile(
     r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\._?sym_\w+|math\.(trunc|ceil|floor|sqrt|pow)|#[\w:.]+"
     r"|_operator\.(eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|truediv|mod|pow|and_|or_|lshift|rshift|getitem)"
 )
-# Sizes are expressions that sympy evaluates as Python, and guards are compiled and run.
+# sympy evaluates sizes as Python expressions, and guards are compiled and run.
 _ODD_TEXT = re.compile(r"__\w+__|\b(eval|exec|open|import|compile|getattr|lambda)\b")
 _SHOWN = 8
 
 
 def _device(value: Any) -> str:
-    """A device as torch's own JSON writes it.
+    """A device from the JSON of a program.
 
     >>> _device({"type": "cuda", "index": 1}), _device({"type": "cpu", "index": None})
     ('cuda:1', 'cpu')
@@ -82,7 +82,7 @@ def _graph_facts(program: dict[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
-    """Devices, far-reaching operators and odd targets in a program, with the nodes they stand in."""
+    """The devices, dangerous operators and odd targets in a program, with the nodes they are in."""
     devices: Counter[str] = Counter()
     targets: Counter[str] = Counter()
     odd: Counter[str] = Counter()
@@ -104,7 +104,7 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
 
 
 def _is_refused(target: str) -> bool:
-    """Whether a target is not an operator, or one that reaches beyond tensors.
+    """Whether a target is not an operator, or a dangerous one.
 
     >>> [_is_refused(f"torch.{target}") for target in ("ops.aten.add.Tensor", "os.system", "ops.aten.save.default")]
     [False, True, True]
@@ -114,7 +114,7 @@ def _is_refused(target: str) -> bool:
 
 
 def _walk(program: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Every entry of every object in the program, with the target of the node it stands in; not by recursion."""
+    """Every key and value in the program, with the target of its node; not by recursion, since JSON may nest deep."""
     stack: list[tuple[str, Any, str]] = [("", program, "")]
     while stack:
         key, value, target = stack.pop()
@@ -131,15 +131,15 @@ def _walk(program: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
                     stack.append((key, held, target))
 
 
-_NOTES = ("archive_version", ".data/version", "version", "byteorder", ".data/serialization_id")
+_TEXT_RECORDS = ("archive_version", ".data/version", "version", "byteorder", ".data/serialization_id")
 _OLD_PROGRAM = "serialized_exported_program.json"
-# Python's zipfile wrote the old form, without a folder: there, that is how it should be.
-_OLD_IS_SO = frozenset({"zip-no-folder", "zip-two-folders"})
+# Python's zipfile wrote the old form, without a folder.
+_FINE_IN_OLD = frozenset({"zip-no-folder", "zip-two-folders"})
 
 _WEIGHTS, _CONSTANTS, _SAMPLES = "data/weights/", "data/constants/", "data/sample_inputs/"
 
-# Where a program keeps its tensors, and what their paths begin with: tables in JSON, and nested torch.save archives, of
-# which the oldest (2.1 and 2.2) are called JSON and are none.
+# Where a program keeps its tensors, and the start of their paths: tables in JSON, and nested torch.save archives (those
+# of 2.1 and 2.2 have names that end in .json).
 _TABLES: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
     (_WEIGHTS, "_weights_config.json", ()),
     (_CONSTANTS, "_constants_config.json", ("constants",)),
@@ -152,27 +152,27 @@ _NESTED: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
 )
 
 MAX_PACKED = 64 << 20
-"""A compressed record is unpacked whole, so no longer one than this is; torch never compresses."""
+"""The largest compressed record that is unpacked, since that needs memory; torch never compresses."""
 
 
 class _Package(Program):
-    """What the programs of an archive hold, collected record by record; ``known`` are the names of those looked at."""
+    """The content of all programs of an archive; ``known`` are the names of the records that were read."""
 
     def __init__(self, archive: Archive, format_: str, problems: Iterable[Problem], path: str, nbytes: int) -> None:
         super().__init__(archive, format_, problems, path, nbytes)
-        # What the small records say; the old form has no folder.
-        self.facts = [fact for fact in note_facts(archive, _NOTES, self.problems) if fact != ("folder", "")]
+        # The old form has no folder.
+        self.facts = [fact for fact in container_facts(archive, _TEXT_RECORDS, self.problems) if fact != ("folder", "")]
         self.recorded: list[tuple[str, str]] = []
         self.known: set[str] = set()
         names = [name for name in archive.records if name.startswith("models/") and name.endswith(".json")]
         self.models = [name[len("models/") : -len(".json")] for name in names]
 
     def lead(self, model: str, path: tuple[Key, ...]) -> tuple[Key, ...]:
-        """What the paths of a model's tensors begin with: its name, if there are several."""
+        """The path of a model's tensors: it begins with the name of the model if there are several."""
         return (model, *path) if len(self.models) > 1 else path
 
     def open(self, record: Record) -> Source:
-        """The content of a record as a source: where it is stored as it is, read in place."""
+        """The content of a record as a source; an uncompressed one is read in place."""
         if record.method or self.archive.source is None:
             return BytesSource(self.archive.read(record, MAX_PACKED).data, record.name)
         size = 0 if record.offset is None else min(record.size, record.stored)
@@ -181,8 +181,7 @@ class _Package(Program):
     def nested(self, name: str, steps: tuple[Key, ...] = ()) -> Checkpoint | None:
         """The checkpoint in a record: a ``torch.save`` archive, or bare pickles. Its paths begin with ``steps``.
 
-        Its places are those of the outer file. Its pickles and problems are taken in; its tensors are the caller's
-        business.
+        Its offsets are those of the outer file. Its pickles and problems are added here; its tensors are not.
         """
         record = self.archive.find(name)
         if record is None or not record.size or record.name in self.known:
@@ -222,18 +221,18 @@ class _Package(Program):
 
 
 def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
-    """A checkpoint out of an exported program: weights as ``state_dict()`` has them, constants below ``constants``."""
+    """Read an exported program: weights by their names in ``state_dict()``, constants below ``constants``."""
     old = archive.find(_OLD_PROGRAM) is not None
-    found = [problem for problem in problems if not (old and problem.code in _OLD_IS_SO)]
+    found = [problem for problem in problems if not (old and problem.code in _FINE_IN_OLD)]
     out = _Package(archive, "torch-export", found, path, nbytes)
-    _gather(out)
+    _read_programs(out)
     if not out.models and not old:
         out.problems.add("export-no-program", "models/", "no program is in the archive")
     return out.checkpoint(written_by=Origin(recorded=tuple(out.recorded)))
 
 
-def _gather(out: _Package) -> None:
-    """Take in every program: its graph, its weights and constants in whichever form, its sample inputs."""
+def _read_programs(out: _Package) -> None:
+    """Read every program: its graph, its weights and constants in any form, its sample inputs."""
     archive = out.archive
     seen: list[tuple[str, str]] = []
     for name in (*(f"models/{model}.json" for model in out.models), _OLD_PROGRAM):
@@ -254,7 +253,7 @@ def _gather(out: _Package) -> None:
             if name.startswith(prefix) and name.endswith(suffix):
                 out.take_nested(name, out.lead(name.removeprefix(prefix).removesuffix(suffix), path))
         if name.startswith((_SAMPLES, "serialized_example_inputs")):
-            # Inputs somebody once traced the program with. Not weights, but loading the program unpickles them.
+            # The inputs a program was traced with. They are not weights, but loading the program unpickles them.
             inner = out.nested(name)
             held = inner.tensors if inner else ()
             devices = ", ".join(sorted({tensor.device for tensor in held}))
@@ -266,23 +265,23 @@ def _gather(out: _Package) -> None:
         if not any(archive.find(f"{_WEIGHTS}{model}{end}") for end in ("_weights_config.json", ".pt")):
             detail = "its weights are not in the archive: neither a table of them nor a nested file"
             out.problems.add("export-no-program", f"models/{model}.json", detail)
-    # Records that no program speaks of: if they can be loaded all the same, what they name is seen.
+    # Records that no program refers to are read, too, so that their pickles are judged.
     for name in [*archive.records]:
         if name.startswith((_WEIGHTS, _CONSTANTS)) and name not in out.known:
             out.nested(name)
     ours = ("data/", "models/", "extra/", "extra_files/", "serialized_", ".data/")
     known = [name for name in archive.records if name.startswith(ours)]
-    out.note_strays((*known, *_NOTES, "archive_format"))
+    out.note_strays((*known, *_TEXT_RECORDS, "archive_format"))
 
 
 def _read_tables(out: _Package) -> None:
-    """The raw tensors of all tables, read as one tree: programs may share records. Pickled ones are taken at once."""
+    """Read the raw tensors of all tables as one tree, since programs may share records, and add the pickled ones."""
     root = Dict([])
     for prefix, suffix, path in _TABLES:
         for table in [name for name in out.archive.records if name.startswith(prefix) and name.endswith(suffix)]:
             lead = out.lead(table.removeprefix(prefix).removesuffix(suffix), path)
             into = root
-            for key in lead:  # the dictionary at that path, made where there is none
+            for key in lead:  # find or make the dictionary at that path
                 held = into.get(str(key))
                 if type(held) is not Dict:
                     held = Dict([])
@@ -300,8 +299,8 @@ def _read_tables(out: _Package) -> None:
                 dtype = SCALAR_TYPES.get(kind, "") if type(kind) is int else ""
                 layout = meta.get("storage_offset"), meta.get("sizes"), meta.get("strides")
                 flags: Any = {"requires_grad": meta.get("requires_grad"), "parameter": entry.get("is_param") is True}
-                into.items += [name, described(out.archive, record, dtype, device, layout, **flags)]
-    big_endian = note(out.archive, "byteorder", Problems()) == "big"
+                into.items += [name, tensor_call(out.archive, record, dtype, device, layout, **flags)]
+    big_endian = record_text(out.archive, "byteorder", Problems()) == "big"
     tree = find_tensors(root, storage_table(out.archive, forms=(("", ""),), big_endian=big_endian))
     lost = [s for s in tree.storages if not s.record]
     empty = [s for s in tree.storages if s.record and s.nbytes and not out.archive.records[s.record].size]
@@ -323,14 +322,14 @@ _NAMES = "3=i386 21=ppc64 22=s390x 40=arm 62=x86_64 183=aarch64 243=riscv 258=lo
 _MACHINES = {int(number): name for number, _, name in (pair.partition("=") for pair in _NAMES.split())}
 _MACHINES |= {_CUDA: "NVIDIA GPU", 224: "AMD GPU"}
 
-# EI_ABIVERSION 7 keeps the SM number in the low byte of e_flags and the "a" of sm_90a in bit 11. From 8 on (Blackwell,
-# and everything CUDA 13 compiles) it is the second byte and bit 3; CUDA 13 leaves the bit out, so that its sm_90a reads
-# as sm_90. That versions above 8 will keep this layout is a guess.
+# EI_ABIVERSION 7 has the SM number in the low byte of e_flags and the "a" of sm_90a in bit 11. From 8 on (Blackwell,
+# and everything CUDA 13 compiles) they are the second byte and bit 3; CUDA 13 does not set the bit, so that its sm_90a
+# reads as sm_90. It is a guess that versions above 8 keep this layout.
 _SECOND_LAYOUT = 8
 
 
 class Elf(NamedTuple):
-    """What an ELF header says. ``sm`` is the GPU a cubin is for (``"sm_90"``), empty for anything else."""
+    """An ELF header. ``sm`` is the GPU of a cubin (``"sm_90"``), empty for anything else."""
 
     machine: str
     bits: int
@@ -338,7 +337,7 @@ class Elf(NamedTuple):
 
 
 def read_elf(head: bytes) -> Elf | None:
-    r"""The first ``HEADER`` bytes of a file as an ELF header; ``None`` if they are none.
+    r"""Parse the first ``HEADER`` bytes of a file as an ELF header; ``None`` if they are not one.
 
     >>> read_elf(b"\x7fELF" + bytes([2, 1, 1, 0x41, 8]) + bytes(9) + b"\xbe" + bytes(30) + b"\x5a")
     Elf(machine='NVIDIA GPU', bits=64, sm='sm_90')
@@ -359,7 +358,7 @@ def read_elf(head: bytes) -> Elf | None:
 
 
 def capability(sm: str) -> str:
-    """The compute capability of a target, however it is written; the text itself if it is not such a number.
+    """The compute capability of a target; the target itself if it has none.
 
     >>> capability("sm_90a"), capability("120"), capability("gfx942")
     ('9.0', '12.0', 'gfx942')
@@ -371,7 +370,7 @@ def capability(sm: str) -> str:
 
 
 def ptx_target(text: bytes) -> str:
-    r"""The GPU that PTX assembly asks for at least: ``"sm_80"``, or an empty text.
+    r"""The oldest GPU that PTX assembly runs on: ``"sm_80"``, or an empty text.
 
     >>> ptx_target(b".version 8.0\n.target sm_80, debug\n")
     'sm_80'
@@ -388,7 +387,7 @@ def ptx_target(text: bytes) -> str:
 FOLDER = "data/aotinductor/"
 
 MAX_LIBRARY_SCAN = 64 << 20
-"""Bytes of a shared library searched for GPU code: with its weights inside, one can be as large as the model."""
+"""Bytes of a shared library that are searched for GPU code: with weights inside, it can be as large as the model."""
 
 _PTX_HEAD = 4096  # comments, .version and .target come first
 _CUBIN_START = re.compile(rb"\x7fELF\x02\x01\x01[\x33\x41]")  # the two OS/ABI numbers of CUDA
@@ -404,7 +403,7 @@ _KINDS: dict[str, str] = {
     **dict.fromkeys(("c", "cpp", "cu", "h", "py"), "source"),
     "json": "metadata",
 }
-# Keys of *_metadata.json (torch/_inductor/codecache.py), and what they are here.
+# Keys of *_metadata.json (torch/_inductor/codecache.py), and the names of the facts.
 _METADATA: dict[str, str] = {
     "AOTI_DEVICE_KEY": "device",
     "AOTI_COMPUTE_CAPABILITY": "compute capability",
@@ -415,27 +414,27 @@ _METADATA: dict[str, str] = {
 
 
 def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
-    """A checkpoint out of a compiled package: what it was compiled for, and the weights beside its library."""
+    """Read a compiled package: what it was compiled for, and the weights outside its library."""
     out = _Package(archive, "aotinductor", problems, path, nbytes)
     compiled = [name for name in archive.records if name.startswith(FOLDER) and not name.endswith("/")]
     _read_views(out, [name for name in compiled if name.endswith("/weights_config.json")])
     first_facts, out.facts = out.facts, []
-    _gather(out)
+    _read_programs(out)
     parts = [_compiled_part(out, archive.records[name]) for name in compiled]
     out.parts = [*parts, *out.parts]
-    # The environment of the compiler, from every ``*_metadata.json``; several values of a key are all told.
-    told: dict[str, list[str]] = {}
+    # The environment of the compiler, with the values of all ``*_metadata.json``.
+    environment: dict[str, list[str]] = {}
     for name in [name for name in compiled if name.endswith("_metadata.json")]:
         for key, value in fields(out.json(name)).items():
             label, words = _METADATA.get(key), text(value)
-            if label and words and words not in told.setdefault(label, []):
-                told[label].append(capability(words) if label == "compute capability" else words)
-    facts = [(label, ", ".join(dict.fromkeys(values))) for label, values in told.items()]
+            if label and words and words not in environment.setdefault(label, []):
+                environment[label].append(capability(words) if label == "compute capability" else words)
+    facts = [(label, ", ".join(dict.fromkeys(values))) for label, values in environment.items()]
     if any(part.kind == "library" for part in parts):
         there = "the library may hold more" if out.tensors else "inside the compiled library, not listed"
         facts.append(("weights", there))
     out.facts = [*first_facts, *facts, *out.facts]
-    # Machine code of a GPU does not run on another architecture; that of PTX is made anew where it is loaded.
+    # Machine code for a GPU does not run on another architecture; PTX is compiled again where it is loaded.
     targets = sorted({value for part in parts if part.kind == "cubin" for key, value in part.facts if key == "target"})
     if targets:
         shown = ", ".join(f"{target} (compute capability {capability(target)})" for target in targets[:8])
@@ -444,7 +443,7 @@ def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str
 
 
 def _compiled_part(out: _Package, record: Record) -> Part:
-    """A compiled piece, and what it was compiled for."""
+    """A compiled file, and what it was compiled for."""
     kind = _KINDS.get(record.name.rpartition(".")[2].lower(), "file")
     facts: list[tuple[str, str]] = []
     target = ""
@@ -456,7 +455,7 @@ def _compiled_part(out: _Package, record: Record) -> Part:
         if elf and not elf.sm:
             facts.append(("machine", elf.machine))
         if elf and kind == "library" and out.affords(record):
-            # GPU code inside a library, as far as it can be found without taking the library apart.
+            # Look for GPU code inside the library, without parsing it.
             data = out.open(record).read(0, MAX_LIBRARY_SCAN)
             starts = [match.start() for match in _CUBIN_START.finditer(data)]
             elves = [read_elf(data[start : start + HEADER]) for start in starts]
@@ -469,7 +468,7 @@ def _compiled_part(out: _Package, record: Record) -> Part:
 
 
 def _read_views(out: _Package, configs: list[str]) -> None:
-    """Weights kept beside the library: ``weights_config.json`` names views of tensors that were saved one by one."""
+    """Read weights outside the library: ``weights_config.json`` names views of tensors that were saved one by one."""
     bases: dict[str, Checkpoint | None] = {}
     root = Dict([])
     for config in configs:
@@ -484,7 +483,7 @@ def _read_views(out: _Package, configs: list[str]) -> None:
             first = base.tensors[0] if base and base.tensors else None
             dtype, device = (first.dtype, first.device) if first else ("", "unknown")
             nbytes = base.storages[0].nbytes if base and base.storages else None
-            model += [name, described(out.archive, record, dtype, device, (offset, sizes, strides), nbytes=nbytes)]
+            model += [name, tensor_call(out.archive, record, dtype, device, (offset, sizes, strides), nbytes=nbytes)]
         root.items += [config[len(FOLDER) :].rpartition("/")[0], Dict(model)] if len(configs) > 1 else model
 
     def locate(key: str, _: int) -> Place:

@@ -1,7 +1,7 @@
-"""The zip format of ``torch.save``: ``data.pkl``, the storages ``data/0``, ``data/1`` … and small records beside them.
+"""The zip format of ``torch.save``: ``data.pkl``, the storages ``data/0``, ``data/1`` … and a few small records.
 
 An ``Archive`` is the records of a zip file or of an unpacked directory. ``read_torch_zip`` runs the pickle, finds its
-tensors, and compares every storage with its record. The origin that ``transload.save`` records is read, too.
+tensors, and compares every storage with its record. It also reads the origin that ``transload.save`` records.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PLAIN_CALLS = frozenset(
 )
 
 
-def counted(
-    records: Mapping[str, Record], notes: Collection[str], pickle: Pickle
+def list_plain_storages(
+    records: Mapping[str, Record], small: Collection[str], pickle: Pickle
 ) -> tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]] | None:
-    """The storages, and how many tensors have each device tag, of an archive that holds only plain tensors.
+    """The storages, and how many tensors have each device tag, of an archive that contains only plain tensors.
 
-    ``None`` where anything is out of the ordinary: every record must be used or a known note.
+    ``None`` if anything is unusual: every record must be used, or be one of the ``small`` ones.
     """
-    kinds: dict[object, tuple[str, int]] = {}  # the dtype, and the bytes of an element, of each storage class
+    kinds: dict[object, tuple[str, int]] = {}  # dtype and element size of each storage class
     for (module, name), global_ in pickle.globals.items():
         if module == "torch" and name in STORAGES:
             kinds[global_] = STORAGES[name], ITEMSIZE[STORAGES[name]]
@@ -54,7 +54,7 @@ def counted(
             return None
         tags.append(tag)
         if key in found:
-            if ids[key] != pid:  # named again, and otherwise
+            if ids[key] != pid:  # the same key with other values
                 return None
             continue
         record = records.get(f"data/{key}")
@@ -66,29 +66,36 @@ def counted(
             return None
         ids[key] = pid
         found[key] = _new(Storage, (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ()))
-    others = 1 + sum(name in records for name in notes)  # the index itself, and what is said beside it
+    others = 1 + sum(name in records for name in small)  # the index, and the small records
     return (tuple(found.values()), tuple(Counter(tags).items())) if len(records) == len(found) + others else None
 
 
-MAX_NOTE = 4096
-"""``version`` and its like hold a few bytes; a deflated one can unpack to gigabytes."""
+MAX_TEXT_RECORD = 4096
+"""Records such as ``version`` have a few bytes; a deflated one can unpack to gigabytes."""
 
-_NOTES = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id", ".data/version")
+_TEXT_RECORDS = (
+    "version",
+    "byteorder",
+    ".format_version",
+    ".storage_alignment",
+    ".data/serialization_id",
+    ".data/version",
+)
 _NEWEST_VERSION = 10
 
 _STRAY_WINDOWS = (1 << 16, 1 << 20, 16 << 20)
-"""A record that torch.load does not read is run as a pickle while it is one, no further than the last of these."""
+"""How much of a record that torch.load does not read is run as a pickle, in growing steps."""
 
 _MAX_STRAY = 256 << 20
-"""So much of all such records is looked at: an archive may hold a whole data set."""
+"""The limit for all such records together: an archive may contain a whole data set."""
 
 _MAX_PACKED = 16 << 20
-"""A compressed index is read if it unpacks to this, or to 16 times its size. Half a megabyte can unpack to half a
-gigabyte, and that can be a pickle of half a billion dictionaries; one of 160,000 tensors takes 16 MiB."""
+"""A compressed index may unpack to this, or to 16 times its size. Half a megabyte can unpack to half a gigabyte, which
+can be a pickle of half a billion dictionaries; the index of 160,000 tensors takes 16 MiB."""
 
 
 class Archive:
-    """The records of a zip file (``source``) or of an unpacked directory by name, and how to get their bytes."""
+    """The records of a zip file (``source``) or of an unpacked directory by name, and how to read them."""
 
     def __init__(
         self,
@@ -109,7 +116,7 @@ class Archive:
         return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root, source)
 
     def find(self, name: str) -> Record | None:
-        """The record torch would take for a name: letters without regard to case."""
+        """The record that torch would read for a name: it ignores case."""
         record = self.records.get(name)
         if record is None:
             if self._folded is None:
@@ -120,13 +127,13 @@ class Archive:
         return record
 
     def get(self, name: str, limit: int) -> Payload | None:
-        """The bytes of a record, ``None`` if there is no such record."""
+        """The bytes of a record; ``None`` if it does not exist."""
         record = self.find(name)
         return None if record is None else self.read(record, limit)
 
     def head(self, record: Record, count: int) -> bytes:
         """The first bytes of a record, without unpacking the rest."""
-        spare = 4096 if record.method else 0  # packed, they can take more room
+        spare = 4096 if record.method else 0  # compressed bytes can take more room
         size = min(count, record.size) if record.method else min(count, record.size, record.stored)
         return self.read(record._replace(size=size, stored=min(record.stored, size + spare)), count + spare).data
 
@@ -134,46 +141,47 @@ class Archive:
 def read_torch_zip(
     archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int, tree: bool = True
 ) -> Checkpoint:
-    """A checkpoint out of the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
+    """Read the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
     found = Problems(problems)
-    facts = tuple(note_facts(archive, _NOTES, found))
-    # The small records on which torch.load fails before it looks at anything else.
-    told = dict(facts)
-    if "version" not in told:
+    facts = tuple(container_facts(archive, _TEXT_RECORDS, found))
+    # The small records that torch.load checks before it reads anything else.
+    texts = dict(facts)
+    if "version" not in texts:
         found.add("zip-no-version", detail="torch.load refuses an archive without the record `version`")
-    elif not 1 <= _number(told["version"]) <= _NEWEST_VERSION:
-        found.add("zip-bad-version", "version", f"it says {told['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}")
-    order = archive.get("byteorder", MAX_NOTE)
-    if order is not None and order.data not in (b"little", b"big"):  # to the letter, as torch compares
+    elif not 1 <= _number(texts["version"]) <= _NEWEST_VERSION:
+        detail = f"it says {texts['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}"
+        found.add("zip-bad-version", "version", detail)
+    order = archive.get("byteorder", MAX_TEXT_RECORD)
+    if order is not None and order.data not in (b"little", b"big"):  # torch does not strip it, either
         found.add("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}")
-    if _number(told.get("storage_alignment", "64")) < 0:
-        detail = f"it says {told['storage_alignment'][:40]!r}, which is not a number"
+    if _number(texts.get("storage_alignment", "64")) < 0:
+        detail = f"it says {texts['storage_alignment'][:40]!r}, which is not a number"
         found.add("zip-bad-note", ".storage_alignment", detail)
-    if "\\" in told.get("serialization_id", ""):  # bytes that are not text
+    if "\\" in texts.get("serialization_id", ""):  # bytes that are not text
         found.add("zip-bad-note", ".data/serialization_id", "it is not text")
-    big_endian = told.get("byteorder") == "big"
+    big_endian = texts.get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
-    # What ``transload.save`` has recorded; a record that is not one of ours stays a foreign one.
+    # What ``transload.save`` has recorded; any other record of that name stays a foreign one.
     recorded: tuple[tuple[str, str], ...] = ()
     if archive.find(RECORD) is not None:
         from transload.formats.origin_record import MAX_RECORD, read_recorded
 
         payload = archive.get(RECORD, MAX_RECORD)
         recorded = read_recorded(payload.data) if payload is not None and not payload.problem else ()
-    known = (*_NOTES, RECORD) if recorded else _NOTES
+    known = (*_TEXT_RECORDS, RECORD) if recorded else _TEXT_RECORDS
     records = tuple(archive.records.values())
     held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=Origin(recorded=recorded))
     if not (tree or found or big_endian):
-        light = counted(archive.records, known, pickle)
+        light = list_plain_storages(archive.records, known, pickle)
         if light is not None:
             return replace(held, pickles=(pickle,), storages=light[0], counted=light[1])
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
-    if found:  # the problems of records that are storages get the tensors that need them
-        held_by = {storage.record: needed_by(storage) for storage in whole.storages if storage.record}
+    if found:  # add which tensors need the storage that a problem is about
+        users = {storage.record: needed_by(storage) for storage in whole.storages if storage.record}
         for index, problem in enumerate(found):
-            if problem.where in held_by:
-                found[index] = replace(problem, detail=f"{problem.detail}; {held_by[problem.where]}")
+            if problem.where in users:
+                found[index] = replace(problem, detail=f"{problem.detail}; {users[problem.where]}")
     found += whole.problems
     found += check_storages(whole.storages, archive)
     strays, pickles = stray_records(archive, whole.storages, known)
@@ -188,18 +196,18 @@ def read_torch_zip(
 
 
 def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
-    """Tensors and values of a pickle; every storage it names is entered, also those nothing uses."""
+    """Find the tensors and values of a pickle, and every storage it names, including unused ones."""
     from transload.formats.tensors import find_tensors
 
     table.enter(pickle.persistent)
-    # Where there is no pickle there is nothing, not the value None.
+    # An empty stream is not the value None.
     root = () if pickle.root is None and pickle.end == pickle.start else pickle.root
     return find_tensors(root, table, separator=separator)
 
 
-def note(archive: Archive, name: str, problems: Problems) -> str | None:
-    """The text of a small record, stripped; ``None`` without one."""
-    payload = archive.get(name, MAX_NOTE)
+def record_text(archive: Archive, name: str, problems: Problems) -> str | None:
+    """The text of a small record, stripped; ``None`` if it does not exist or cannot be read."""
+    payload = archive.get(name, MAX_TEXT_RECORD)
     if payload is None:
         return None
     if payload.problem:
@@ -208,14 +216,14 @@ def note(archive: Archive, name: str, problems: Problems) -> str | None:
     return payload.data.decode("utf-8", "backslashreplace").strip()
 
 
-def note_facts(archive: Archive, names: Iterable[str], problems: Problems) -> list[tuple[str, str]]:
-    """The folder of an archive, and what its small records say."""
-    notes = ((name.rpartition("/")[2].strip("."), note(archive, name, problems)) for name in names)
-    return [("folder", archive.root), *((name, text) for name, text in notes if text is not None)]
+def container_facts(archive: Archive, names: Iterable[str], problems: Problems) -> list[tuple[str, str]]:
+    """The folder of an archive, and the text of its small records."""
+    texts = ((name.rpartition("/")[2].strip("."), record_text(archive, name, problems)) for name in names)
+    return [("folder", archive.root), *((name, text) for name, text in texts if text is not None)]
 
 
 def _number(text: str) -> int:
-    """A short decimal number; -1 for anything else."""
+    """A decimal number; -1 for anything else."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
 
 
@@ -226,7 +234,7 @@ _ANY_IDS = {"storage": (5, 6), "module": (4,)}
 def read_pickle(
     archive: Archive, name: str, problems: Problems, ids: Mapping[str, tuple[int, ...]] = _ZIP_IDS
 ) -> Pickle:
-    """Run the pickle in a record. What is wrong with the record or the stream, as in ``pickle_problems``, is noted."""
+    """Run the pickle in a record, and note problems of the record and of the pickle (``pickle_problems``)."""
     record = archive.find(name)
     if record is None:
         problems.add("zip-no-pickle", name, "the record that says what the file holds is missing")
@@ -245,7 +253,7 @@ def read_pickle(
 
 
 def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]] = _ANY_IDS) -> list[Problem]:
-    """What is wrong with a stream that ends with its first pickle. ``ids`` are the lengths of the ids it may hold."""
+    """The problems of a pickle that should end after ``size`` bytes. ``ids`` are valid lengths of persistent ids."""
     out = Problems()
     if pickle.broken:
         out.add("pickle-broken", pickle.name, pickle.broken)
@@ -269,7 +277,7 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
             kind = kind.decode("latin-1")
         if type(kind) is not str or len(pid) not in ids.get(kind, ()):
             where = f"{pickle.name} › byte {node.position}"
-            detail = "names no storage" if "reduce_package" not in ids else "no such file has"  # which also name calls
+            detail = "names no storage" if "reduce_package" not in ids else "no such file has"
             out.add("pickle-odd-id", where, f"a persistent id that {detail}")
             break
     return out
@@ -281,7 +289,7 @@ def storage_table(
     forms: tuple[tuple[str, str], ...] = (("data/", ""), ("tensors/", "")),
     big_endian: bool = False,
 ) -> StorageTable:
-    """A table that finds storages in the records of an archive, whose names are keys with one of ``forms`` around."""
+    """A table that finds storages among the records of an archive. ``forms`` are prefixes and suffixes around a key."""
     from transload.formats.tensors import Place, StorageTable
 
     lead, end = forms[0]
@@ -302,11 +310,11 @@ def storage_table(
     return StorageTable(locate, big_endian=big_endian)
 
 
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+_new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 
 
 def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Problem]:
-    """Each storage against its record: there, and of the size the index claims."""
+    """Compare each storage with its record: it must exist, and have the size that the index states."""
     out = Problems()
     packed = 0
     records = archive.records
@@ -334,7 +342,7 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
 
 
 def needed_by(storage: Storage) -> str:
-    """Which tensors are lost without a storage."""
+    """Which tensors need a storage."""
     shown = ", ".join(name or "the root" for name in storage.tensors[:4]) or "no tensor"
     more = len(storage.tensors) - 4
     return f"needed by {shown}" + (f" and {more} more" if more > 0 else "")
@@ -343,12 +351,12 @@ def needed_by(storage: Storage) -> str:
 def stray_records(
     archive: Archive, storages: Iterable[Storage], known: Iterable[str] = ()
 ) -> tuple[list[Problem], list[Pickle]]:
-    """Records that ``torch.load`` does not read: unused storages, and foreign ones. Those that are pickles are read."""
-    used = {storage.record for storage in storages} | {*known, *_NOTES}
+    """The problems and pickles of records that ``torch.load`` does not read: unused storages, and foreign records."""
+    used = {storage.record for storage in storages} | {*known, *_TEXT_RECORDS}
     left_over = [name for name in archive.records if name not in used and not name.endswith("/")]
     strays = [archive.records[name] for name in left_over if name.lower() != "data.pkl"]
     foreign = [record for record in strays if not record.name.startswith(("data/", "tensors/"))]
-    # Other loaders may read those that are pickles even if torch.load does not.
+    # Other loaders may read those that are pickles.
     out = Problems()
     pickles: list[Pickle] = []
     unseen: list[str] = []
@@ -368,11 +376,11 @@ def stray_records(
     return out, pickles
 
 
-_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # archives in it
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # nested archives
 
 
 def _try_pickle(archive: Archive, record: Record) -> tuple[list[Pickle], int, bool]:
-    """The pickles a record begins with, how much of it was read, and whether that was enough to know."""
+    """The pickles a record begins with, how many bytes were read, and whether that was enough to find all."""
     for window in _STRAY_WINDOWS:
         part = record._replace(size=window, stored=window, crc32=None) if window < record.size else record
         payload = archive.read(part if not record.method else record, _STRAY_WINDOWS[-1])

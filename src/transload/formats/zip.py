@@ -59,7 +59,7 @@ _ENCRYPTED = (
 _WINDOW = 4096
 _WIDE_WINDOW = 256 << 10
 _NARROW = 8 << 10  # bytes between headers below which they are read many at a time
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+_new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 
 ALIGNMENT = 64
 """torch's default, at which a mapped file gives tensors that every vector unit reads at full speed."""
