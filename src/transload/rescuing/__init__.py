@@ -2,10 +2,10 @@
 
 The source is never written. torch is not needed, nothing in the file is run, and no name in it becomes a path.
 
-A rescue of one file goes through these modules: `recover` takes off what is around it and, for archives with `archive`,
-makes of it what the reader can read; `damaged_index` reads what is left of an index; `output` finds out which tensors
-are whole and makes the new file. Checkpoints of several files have a table of what is where, so no layout has to be
-guessed: their damaged tensors are found as `verify` finds them, and what is whole is converted into one file.
+A rescue of one file goes through these modules: `recover` removes layers around it and, for archives with `archive`,
+turns it into a file that the reader can read; `damaged_index` reads what is left of an index; `output` finds out which
+tensors are undamaged and makes the new file. Checkpoints of several files list where each tensor is, so no layout has
+to be guessed: damaged tensors are found as by `verify`, and the others are converted into one file.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def rescue(
 
 
 def _refuse_target(src: str, target: str, *, overwrite: bool) -> None:
-    """The source is never written, and nothing else is overwritten unasked, except for the report of another rescue."""
+    """Refuse to write the source, or to overwrite anything unasked except for the report of another rescue."""
     if os.path.isdir(target):  # noqa: PTH112 - as above
         raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
     existing = [path for path in (target, f"{target}.rescue.json") if os.path.lexists(path)]
@@ -127,7 +127,7 @@ def _rescue_file(
             if checkpoint.format in ("gguf", "npz", "npy"):
                 what = f"a rescue does not take files of this format ({FORMATS[checkpoint.format]})"
                 raise RescueError(what, where=checkpoint.path, fix="transload.open reads the tensors that are whole.")
-            # A file keeps its format, and loaders go by the name of this one.
+            # The file keeps its format, and loaders rely on this suffix.
             if target and target.lower().endswith(".safetensors") != (checkpoint.format == "safetensors"):
                 what = f"the rescued file has the format {checkpoint.format}: rescue does not change the format"
                 fix = "Choose a fitting name, then convert it: transload convert RESCUED OTHER."
@@ -169,10 +169,10 @@ def _rescue_file(
 
 
 def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, Recovered]:
-    """The source, and the file it should be."""
+    """Open the source, and recover the file in it."""
     folder, name = os.path.split(path)
     if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
-        # A rank's file is a row of small archives; what they hold is in another file.
+        # A rank's file is a sequence of small archives, which ``.metadata`` describes.
         what = "this is one of the files of a torch.distributed.checkpoint directory"
         raise RescueError(what, where=path, fix=f"Rescue the directory.\n{rescue_command(folder or '.')}")
     source = open_source(src)
@@ -181,12 +181,12 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes:
         raise RescueError("the file is empty", where=source.name)
     inner = (journal_undone(path, source, notes) if path else None) or source
     inner, whole = unwrapped(inner, member, stack, notes)
-    if holds_tensors(inner):  # in which recover would find the stream of the first tensor
+    if holds_tensors(inner):  # recover would find the legacy stream of its first tensor
         what = "it is a plain pickle: nothing in it tells what was lost, or could replace it"
         fix = f"If it is whole, this takes its tensors out: transload convert {quoted(inner.name)} NEW.pt"
         raise RescueError(what, where=inner.name, fix=fix)
     recovered = recover(inner, stack)
-    if recovered is None:  # of another format: what the reader makes of it is all there is
+    if recovered is None:  # another format, which can only be read
         checkpoint = read_source(inner)
         if checkpoint.format not in FORMATS or not checkpoint.tensors:
             raise _nothing_to_rescue(checkpoint, inner.name)
@@ -213,15 +213,15 @@ def _output(
     records: tuple[LostRecord, ...],
     fill: Fill | None,
 ) -> tuple[Source | None, str]:
-    """The file to write, and what it is."""
+    """The file to write, and ``how`` of the ``Rescue``."""
     lost = [outcome for outcome in tensors if outcome.state == "lost"]
     kept = any(outcome.nbytes for outcome in tensors if outcome.state != "lost")
-    # A file without tensors still holds something if its index is whole.
+    # A file without tensors is worth saving if its index is undamaged.
     main = [pickle for pickle in checkpoint.pickles if pickle.main]
     readable = any(not pickle.broken and pickle.end > pickle.start for pickle in main)
     if not kept and (lost or not (readable or checkpoint.format == "safetensors")):
         return None, "nothing"
-    # A program can do without the debug records, which tell where its lines come from.
+    # A program runs without the debug records, which map its lines to the original source.
     runs = all(record.name.endswith((".debug_pkl", "version")) for record in records)
     if kept and checkpoint.format in ("torchscript", "torch-export") and not runs:
         return without_lost(recovered, checkpoint, outcomes, lost), "weights"
@@ -237,7 +237,7 @@ def _output(
 
 
 def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRecord, ...]:
-    """What is lost beside tensors."""
+    """The lost records that are not storages of tensors."""
     used = [storage for storage in checkpoint.storages if storage.tensors]
     held = METADATA | {name for s in used for name in (s.record, f"data/{s.key}", f"tensors/{s.key}")}
     lost = [record for record in recovered.lost_records if record.name not in held]
@@ -253,7 +253,7 @@ def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRec
 
 
 def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) -> list[str]:
-    """What is not sure, or not right, in the new file."""
+    """What is uncertain, or wrong, in the new file."""
     found = [*recovered.warnings]
     if any(record.name == "data.pkl" for record in recovered.lost_records):
         found.append("the index does not match its checksum: names and shapes may be wrong")
@@ -280,19 +280,19 @@ _SHOWN_BY_TENSORS = frozenset(
         *("zip-record-cut", "zip-shifted", "zip-trailing-bytes"),
     }
 )
-"""Problems that show in the tensors they cost: for all others a checksum vouches, or their place."""
+"""Problems that only concern the tensors that are lost: the others have a checksum, or are where they should be."""
 
 _UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"})
-"""Problems that are not in the bytes, and leave something out."""
+"""Problems that do not mean damage, but because of which something was not read."""
 
 
 def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: _Progress) -> Rescue:
-    """Rescue files that belong together, by their directory or index."""
+    """Rescue a checkpoint of several files, given its directory or index."""
     with open_content(path) as content:
         checkpoint = content.checkpoint
         every = records_of(content)
         bad = sum_records(content, every)
-        # Undo flipped bits, where a checksum tells which they are.
+        # Undo flipped bits that checksums identify.
         sources: dict[str, Source] = {}
         repairs: list[Repair] = []
         undone: set[Key] = set()
@@ -311,7 +311,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         bad = {key: problem for key, problem in bad.items() if key not in undone}
         names = [f"{file} › {name}" for file, name, _ in {**bad, **dict.fromkeys(undone)}]
         names += [problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"]
-        # Pickles that were not as they were saved when names and shapes were read from them.
+        # Damaged pickles, from which names and shapes were read.
         indexes = [name for name in dict.fromkeys(names) if name.endswith(".pkl")]
         over = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), content.parts)
         outcomes = tuple(_outcomes(over, every, bad, undone, indexes))
@@ -319,7 +319,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         kept = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in lost)
         warnings = tuple(_file_warnings(checkpoint, lost))
         how = ("left-out" if lost or warnings else "rebuilt") if any(tensor.nbytes for tensor in kept) else "nothing"
-        advice = "; rescue that file by itself first"  # but a row of archives cannot be
+        advice = "; rescue that file by itself first"  # which is not possible for a sequence of archives
         made = Rescue(
             path,
             target,
@@ -350,14 +350,14 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
 def _outcomes(
     content: Content, every: Records, bad: dict[Key, Problem], undone: set[Key], indexes: list[str]
 ) -> Iterator[TensorOutcome]:
-    """What became of each tensor, and of those that a table names and no file has."""
+    """What became of each tensor, including those that an index names and no file has."""
     checkpoint = content.checkpoint
     damaged = {damage.name: damage for damage in damages(content, every, bad, {})}
-    # Storages are called after the file, or the archive within a file, whose pickle names them. Of many damaged pickles
-    # only the first are named; then none is to be believed, and every name begins with an empty one.
+    # The id of a storage begins with its file, or the archive within a file. Of many damaged pickles only the first are
+    # listed. Then none can be trusted, and the empty prefix matches every id.
     unnamed = any(problem.code == "crc-mismatch" and not problem.where for problem in checkpoint.problems)
     distrusted = ("",) if unnamed else tuple(f"{name.partition(' › ')[0]}:" for name in indexes)
-    # A record by its name and by its place: a compressed storage does not know where it is.
+    # Records both by name and by offset: a compressed storage has no offset.
     keys = [key_of(file, record) for file, records in every.items() for record in records if record.crc32 is not None]
     summed = {place for key in keys for place in (key[:2], key[::2])}
     repaired_at = {place for key in undone for place in (key[:2], key[::2])}
@@ -379,7 +379,7 @@ def _outcomes(
 
 
 def _file_warnings(checkpoint: Checkpoint, lost: Container[str]) -> Iterator[str]:
-    """What is wrong with the files and does not show in the tensors that are lost."""
+    """What is wrong with the files, apart from the tensors that are lost."""
     for problem in checkpoint.problems:
         rule = rule_of(problem.code)
         if problem.code in _SHOWN_BY_TENSORS or problem.where in lost:

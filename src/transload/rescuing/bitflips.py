@@ -1,11 +1,10 @@
-"""Whether the bytes of a record have the checksum they were saved with and, if not, which flipped bit explains it.
+"""Compare the bytes of records with their checksums, and find the flipped bit that explains a difference.
 
-CRC-32 is linear: what a flipped bit does to the checksum depends only on how many bits follow it. It is a power of x
-modulo the polynomial of the CRC, which is primitive: for 2^32 - 1 bits all these powers differ. Finding the power
-is a discrete logarithm, which takes the square root of as many steps as there are bits.
+CRC-32 is linear: how a flipped bit changes the checksum depends only on the number of bits that follow it. The change
+is a power of x modulo the polynomial of the CRC, which is primitive: for 2^32 - 1 bits all these powers differ. Finding
+the power is a discrete logarithm, in as many steps as the square root of the number of bits.
 
-The checksum of a deflated record is that of its inflated bytes and says nothing about its own bits. There every bit is
-tried.
+The checksum of a deflated record is that of its inflated bytes, so there every bit is tried.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from transload.io.sources import Source
 from transload.rescuing.result import Certainty, Repair
 
 MAX_RATIO = 1032
-"""No deflated byte inflates to more."""
+"""The most bytes that one deflated byte inflates to."""
 
 _PROVEN = 1 << 20
 _PROBABLE = 100 << 20
 """Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for a megabyte, 1 in 5 for these."""
 
 _MAX_BITS = (1 << 32) - 1
-"""In a record of more bits than these any damage at all looks like a flipped bit."""
+"""In a record of more bits, any damage looks like a flipped bit."""
 
 _MAX_CANDIDATES = 4
 _MAX_REPAIRED = 2000
-"""Records in which a flipped bit is looked for: where there are more, something else has happened."""
+"""Records in which a flipped bit is searched for: if more are damaged, there is another cause."""
 
 _MAX_TRIED = 4 << 30
-"""Bytes inflated in the search for flipped bits of deflated records: for one of 16 KB, all of its bits tried."""
+"""Bytes inflated in the search for flipped bits of deflated records: enough to try all bits of one of 16 KB."""
 
 _MAX_INFLATED = 4 << 30
 _MAX_INFLATED_RATIO = 64
-"""Deflated records are inflated to so many bytes, or so many times the size of the file, all together."""
+"""Deflated records together are inflated to so many bytes, or so many times the size of the file."""
 
 _MAX_IN_MEMORY = 64 << 20
 _EMPTY_BLOCK = b"\0\0\xff\xff"
@@ -54,10 +53,10 @@ _MAX_BLOCKS = 64
 
 
 class Claim(NamedTuple):
-    """Where the bytes of a record are, and what its headers say of them.
+    """What the headers say about the bytes of a record, which begin at ``payload``.
 
     ``present`` is how many of the ``stored`` bytes are in the file. ``size`` is what they inflate to. ``checksums`` are
-    the stored ones, one for each copy.
+    all copies of the stored checksum.
     """
 
     payload: int
@@ -71,8 +70,8 @@ class Claim(NamedTuple):
 class Verdict(NamedTuple):
     """What became of a record.
 
-    ``crc32`` is that of its bytes, inflated and repaired. ``repairs`` are what is to be changed in its source.
-    ``candidates`` are bytes any of which, with one bit flipped, would explain the checksum, where there are several.
+    ``crc32`` is that of its bytes, inflated and repaired. ``repairs`` are changes of the source. ``candidates`` are the
+    offsets of several bytes, if a flipped bit in any of them would explain the checksum.
     """
 
     state: Literal["whole", "mended", "damaged", "cut", "unchecked"]
@@ -83,15 +82,14 @@ class Verdict(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Whether the bytes are those that were saved, as far as can be known."""
+        """Whether the bytes are those that were saved, as far as is known."""
         return self.state in ("whole", "mended", "unchecked")
 
 
 def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, int]]:
-    """The bits of ``length`` bytes any of which alone, flipped, changes their CRC-32 by ``syndrome``.
+    """The bits of ``length`` bytes each of which, if flipped, changes their CRC-32 by ``syndrome``; at most ``most``.
 
-    Each is its byte, and the value of the bit in it. Up to 512 MiB that is one, or none; of more than ``most`` the rest
-    is left out.
+    Each is the index of its byte, and the value of the bit in it. Up to 512 MiB there is one, or none.
 
     >>> from zlib import crc32
     >>> flipped_bits(crc32(b"transload") ^ crc32(b"transloae"), 9)
@@ -108,7 +106,7 @@ def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, i
 
 
 def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
-    """The bytes of ``length`` any of which alone, destroyed, changes their CRC-32 by ``syndrome``, and by which bits.
+    """The bytes of ``length`` each of which, if changed, changes their CRC-32 by ``syndrome``, and the changed bits.
 
     >>> from zlib import crc32
     >>> destroyed_bytes(crc32(b"transload") ^ crc32(b"tran?load"), 9) == [(4, ord("s") ^ ord("?"))]
@@ -118,7 +116,7 @@ def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
     effects = [zlib.crc32(bytes([value])) ^ zero for value in range(256)]
     highest = {effect >> 24: value for value, effect in enumerate(effects)}
     found: list[tuple[int, int]] = []
-    for position in range(length - 1, -1, -1):  # undo what each byte, from the last one on, has done to the change
+    for position in range(length - 1, -1, -1):  # undo the effect of each byte, from the last one on
         value = highest[syndrome >> 24]
         syndrome = (syndrome ^ effects[value]) << 8 | value
         if 0 < syndrome < 256:
@@ -127,7 +125,7 @@ def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
 
 
 def _logarithm(value: int, most: int) -> int | None:
-    """The power of x, below ``most``, that a value is: small steps from 1, large steps from the value."""
+    """The exponent, below ``most``, for which x to its power is ``value``, by baby steps and giant steps."""
     stride = isqrt(most) + 1
     small: dict[int, int] = {}
     step = ONE
@@ -135,7 +133,7 @@ def _logarithm(value: int, most: int) -> int | None:
         small[step] = index
         step = step >> 1 ^ (POLYNOMIAL if step & 1 else 0)
     factor = power_of(_MAX_BITS - stride)
-    tables: list[list[int]] = []  # the product of each byte of a value with the factor: the sum of those of its bits
+    tables: list[list[int]] = []  # the product of the factor with every value of each byte
     for shift in (0, 8, 16, 24):
         table = [0]
         for bit in range(8):
@@ -153,7 +151,7 @@ def _logarithm(value: int, most: int) -> int | None:
 
 
 def repaired_bytes(source: Source, offset: int, length: int, checksum: int | None) -> bytes:
-    """Some bytes of a source, with a flipped bit undone if their checksum tells which it is."""
+    """Some bytes of a source, with a flipped bit undone if the checksum identifies it."""
     data = source.read(offset, length)
     if not checksum or zlib.crc32(data) == checksum:
         return data
@@ -169,9 +167,9 @@ def _flipped(data: bytes, byte: int, bits: int) -> bytes:
 
 
 def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
-    """A verdict on each record; their checksums are computed by as many threads as there are cores."""
+    """A verdict on each record; checksums are computed by as many threads as there are cores."""
     sums = _checksums(source, claims)
-    records, tried = _MAX_REPAIRED, _MAX_TRIED  # what may still be spent on repairs, all records together
+    records, tried = _MAX_REPAIRED, _MAX_TRIED  # the budget for repairs of all records
     verdicts: list[Verdict] = []
     for claim in claims:
         value = sums.get(claim)
@@ -202,7 +200,7 @@ def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, int]:
     allowed = (0, DEFLATED) if inflated <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size) else (0,)
     left = [claim for claim in left if claim.method in allowed]
     sums: dict[Claim, int] = {}
-    while left:  # records that overlap are left out by `checksums`, and summed in the next round
+    while left:  # `checksums` leaves out records that overlap: they are summed in the next round
         found = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in left])
         sums |= {left[index]: value for index, value in found.items() if not isinstance(value, Lost)}
         left = [claim for index, claim in enumerate(left) if index not in found] if found else []
@@ -210,19 +208,19 @@ def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, int]:
 
 
 def _repair_stored(source: Source, claim: Claim, value: int) -> Verdict:
-    """Find the one bit that explains the checksum; by any of the copies of it, if they differ."""
+    """Find the flipped bit that explains the checksum, or any of its copies if they differ."""
     votes = [vote for vote, _ in Counter(claim.checksums).most_common()]
     found = [(vote, *flip) for vote in votes for flip in flipped_bits(value ^ vote, claim.stored, _MAX_CANDIDATES)]
     if len(found) != 1 or 8 * claim.stored >= _MAX_BITS:
         candidates = tuple(claim.payload + byte for _, byte, _ in found)
         return Verdict("damaged", value, size=claim.stored, candidates=candidates)
-    # How sure it is that one bit was flipped, and not more was damaged that looks the same.
+    # How certain it is that one bit was flipped, and that no other damage looks the same.
     certainty: Certainty = "proven" if claim.stored <= _PROVEN else "probable"
     return _repaired(source, claim, *found[0], certainty if claim.stored <= _PROBABLE else "ambiguous")
 
 
 def _repaired(source: Source, claim: Claim, vote: int, byte: int, bits: int, certainty: Certainty) -> Verdict:
-    """The verdict on a record that has the checksum ``vote`` once these bits of a byte are flipped."""
+    """The verdict on a record that has the checksum ``vote`` if these bits of a byte are flipped."""
     place = claim.payload + byte
     old = source.read(place, 1)[0]
     return Verdict("mended", vote, (Repair(place, old, old ^ bits, "", certainty),), claim.size)
@@ -234,7 +232,7 @@ _PROBABLE_BYTE = 3 << 20
 
 
 def repair_index(source: Source, claim: Claim, damaged: Verdict) -> Verdict:
-    """Find the one destroyed byte that explains the checksum of an index, and that makes it a pickle again."""
+    """Find the one changed byte that explains the checksum of an index, and without which it is a valid pickle."""
     if claim.method or damaged.crc32 is None or claim.stored > _PROBABLE_BYTE:
         return damaged
     data = source.read(claim.payload, claim.stored)
@@ -253,9 +251,9 @@ def repair_index(source: Source, claim: Claim, damaged: Verdict) -> Verdict:
 
 
 def _padding_repairs(source: Source, claim: Claim) -> tuple[Repair, ...] | None:
-    """Set bits of a deflated record that mean nothing, and that writers leave zero; ``None`` if it does not end.
+    """Clear padding bits that writers leave zero in a deflated record; ``None`` if the deflate stream does not end.
 
-    They fill up bytes: the last one, and those before blocks that are not compressed, of which writers make empty ones.
+    They pad the last byte, and those before uncompressed blocks, which are empty where a writer has flushed.
     """
     if claim.stored > _PROVEN or claim.size >= _MAX_IN_MEMORY:
         return ()
@@ -279,7 +277,7 @@ def _padding_repairs(source: Source, claim: Claim) -> tuple[Repair, ...] | None:
 
 
 def _inflate_all(data: bytes) -> bytes | None:
-    """What some bytes inflate to, if all of them are needed for it."""
+    """What some bytes inflate to; ``None`` unless all of them are used."""
     unpack = zlib.decompressobj(-15)
     try:
         out = unpack.decompress(data, _MAX_IN_MEMORY)
@@ -289,7 +287,7 @@ def _inflate_all(data: bytes) -> bytes | None:
 
 
 def _repair_deflated(source: Source, claim: Claim) -> Verdict:
-    """Try every bit: one that is flipped makes the record inflate to something of the right size and checksum."""
+    """Try every bit: with the right one flipped, the record inflates to the right size and checksum."""
     data = source.read(claim.payload, claim.stored)
     found: list[tuple[int, int, int]] = []
     prefix, value, size = zlib.decompressobj(-15), 0, 0
@@ -314,7 +312,7 @@ def _repair_deflated(source: Source, claim: Claim) -> Verdict:
     if not found:
         return Verdict("damaged")
     certainty: Certainty = "proven"
-    if len(found) > 1:  # they inflate to the same: one of them may be what zlib makes of that
+    if len(found) > 1:  # all inflate to the same: prefer what zlib would have written
         certainty = "probable"
         content = _inflate_all(_flipped(data, *found[0][1:])) or b""
         packers = [zlib.compressobj(level, wbits=-15) for level in range(1, 10)]

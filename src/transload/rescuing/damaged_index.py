@@ -1,9 +1,9 @@
-"""What is left of a damaged index: the object of a ``data.pkl`` in which some bytes are destroyed.
+"""Read what is left of a damaged index: a ``data.pkl`` in which some bytes are destroyed.
 
-Entries of a state dict that can be found by the shape of their opcodes (a name, then a persistent id inside the call
-that rebuilds a tensor) cut the pickle into parts. A machine runs part after part. One that breaks, or that does not end
-as an entry ends, is undone and left out, and the machine goes on with the next. Memo indexes are written out in the
-protocol that torch uses, so what is behind the damage still finds what was defined before it.
+Entries of a state dict are found by their opcodes (a name, then a persistent id inside the call that rebuilds a
+tensor), and divide the pickle into parts. A machine runs part after part. If one breaks, or does not end as an entry
+should, it is undone and left out, and the machine continues with the next. The protocol that torch uses writes memo
+indexes explicitly, so what is behind the damage can still refer to what was defined before it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from transload.nodes import Call, Dict, Global, Persistent
 _MAX_NAME = 1024
 _MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it
 _MAX_OVERLAP = 4
-"""Texts may take so many times the size of the index: a hostile one has a long text in every five bytes."""
+"""The texts together may be so many times as long as the index: a hostile one has a long text every five bytes."""
 
-_WINDOW = 4096  # bytes of an entry: opcodes with lines search for their ends
+_WINDOW = 4096  # bytes of an entry: opcodes with lines search for the end of the line
 _MAX_DEPTH = 100
-"""Dictionaries in one another; the state of each is kept with every entry, so a deep file would cost its square."""
+"""Nested dictionaries; every entry saves the state of each, so the cost of a deep file would be quadratic."""
 
 _MAX_GAPS = 1000
-"""Entries that break; behind each, the names before it are searched."""
+"""Damaged entries; after each, the names before it are searched."""
 
 _KEPT = 64  # values on top of the stack that are put back when an entry is undone
 _MAX_RETRIES = 16
@@ -50,13 +50,13 @@ _KNOWN = (_REBUILD, _ORDERED, ("torch._utils", "_rebuild_parameter"), *(("torch"
 
 
 class Unread(Call):
-    """Something that is lost: written as ``None`` where it is not left out of a dictionary."""
+    """Something that is lost: removed from dictionaries, and written as ``None`` elsewhere."""
 
     __slots__ = ()
 
 
 class Found(NamedTuple):
-    """What is left of an index: its object, all persistent ids, and the names of entries that are not in the object."""
+    """What is left of an index: its object, all persistent ids, and the names of lost entries."""
 
     root: object
     persistent: list[Persistent]
@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
 
 class _Memo(Sparse):
-    """A memo that has something for every index."""
+    """A memo that has ``Unread`` for every missing index."""
 
     def __getitem__(self, index: int) -> Any:
         try:
@@ -74,7 +74,7 @@ class _Memo(Sparse):
 
 
 def read_damaged_index(data: bytes) -> Found:
-    """Read as much of a damaged index as there is. It always finds something, if only an empty dictionary."""
+    """Read as much of a damaged index as possible; at least an empty dictionary."""
     texts = _texts(data)
     vm = Machine(data, 0, "data.pkl")
     vm.memo = memo = _definitions(data, texts)
@@ -89,8 +89,8 @@ def read_damaged_index(data: bytes) -> Found:
     if not (run_part(vm, data[:first]) and _is_ready(vm)):
         vm.meta[:], vm.stack = [[Dict([])]], []
         _retry(vm, data, later[: bisect_left(later, first)], 0, first, _State(vm), last=False)
-    # The dictionary in which something broke last, one in which what follows may belong to another, and the key of the
-    # last storage.
+    # The dictionary with the last damage; one after whose damage entries may belong to another; and the key of the last
+    # storage.
     gap, doubtful, gaps, last_key = list[Any](), list[Any](), 0, ""
     for start, end in zip(entries, [*entries, stop][1:], strict=True):
         length, name = texts.get(start, (0, ""))
@@ -130,7 +130,7 @@ def read_damaged_index(data: bytes) -> Found:
 
 
 def _texts(data: bytes) -> dict[int, tuple[int, str]]:
-    """Where there can be a short text: its length and the text."""
+    """The offsets of what can be short texts: the length and the text of each."""
     found: dict[int, tuple[int, str]] = {}
     budget = _MAX_OVERLAP * len(data)
     for match in _TEXT.finditer(data):
@@ -147,7 +147,7 @@ def _texts(data: bytes) -> dict[int, tuple[int, str]]:
 
 
 def _definitions(data: bytes, texts: dict[int, tuple[int, str]]) -> _Memo:
-    """A memo with the texts and names that are followed by their index, the first of each."""
+    """A memo with the texts and globals that are followed by a memo index; the first for each index."""
     memo = _Memo({})
     ends = [(start + 5 + length, text) for start, (length, text) in texts.items()]
     found: list[tuple[int, object]] = [*ends]
@@ -167,7 +167,7 @@ def _codes(data: bytes, start: int) -> bytes:
 
 
 def _entry_end(data: bytes, start: int) -> int:
-    """Where the call of an entry ends, and what puts it into the memo."""
+    """Where the call of an entry ends, including the opcode that puts it into the memo."""
     depth, called = 0, False
     for position, code in opcodes(data[start : start + _WINDOW]):
         if called and code not in b"qr":
@@ -186,7 +186,7 @@ def _last_key(vm: Machine) -> str:
 
 
 def _read_ids(vm: Machine, part: bytes) -> None:
-    """Add the persistent ids in a part that broke to those of the machine."""
+    """Add the persistent ids in a damaged part to those of the machine."""
     for match in islice(_MARK.finditer(part), _MAX_RETRIES):
         if re.match(_STORAGE_ID, _codes(part, match.start())):
             end = next(at for at, code in opcodes(part, match.start()) if code == ord("Q")) + 1
@@ -200,7 +200,7 @@ def _read_ids(vm: Machine, part: bytes) -> None:
 
 
 class _State:
-    """The stack of a machine where an entry begins."""
+    """The stack of a machine at the start of an entry, so that it can be restored."""
 
     def __init__(self, vm: Machine) -> None:
         self._frames = [(frame, len(frame), frame[-_KEPT:]) for frame in (*vm.meta, vm.stack)]
@@ -208,7 +208,7 @@ class _State:
         self._holders = [(each, len(each.items or ())) for each in holders if type(each) in (Dict, Call)]
 
     def runs(self, vm: Machine, part: bytes) -> bool:
-        """Run a part; whether it ends as it should, calls only what has a name, and refers to nothing but storages."""
+        """Run a part; whether it succeeds, calls only globals, and refers only to storages."""
         calls, ids = len(vm.out.calls), len(vm.out.persistent)
         return (
             run_part(vm, part)
@@ -217,7 +217,7 @@ class _State:
         )
 
     def restore(self, vm: Machine) -> None:
-        """Put everything back; a failed part reaches no further than ``_KEPT`` values down."""
+        """Restore the stack; a failed part changes no more than its ``_KEPT`` topmost values."""
         for frame, length, top in self._frames:
             frame[max(0, length - len(top)) :] = top
         for holder, length in self._holders:
@@ -227,11 +227,11 @@ class _State:
         vm.stack = self._frames[-1][0]
 
     def is_continued(self, vm: Machine, name: object, last_key: str, key: str) -> bool:
-        """Whether an entry behind a gap belongs to the dictionary that was open before it.
+        """Whether an entry after a gap belongs to the dictionary that was open before it.
 
-        Within the gap that may have ended, and another with the same names begun: those of an optimizer have the same
-        names for every parameter. Then either a name comes again, or the gap hides as many entries as each of them
-        has. torch numbers storages in the order of their entries.
+        In the gap that may have ended, and another with the same names begun: an optimizer has the same names for every
+        parameter. Then either a name is repeated, or the gap hides as many entries as each of them has. torch numbers
+        storages in the order of their entries.
         """
         frame, length, _ = self._frames[-1]
         below: Any = vm.meta[-1][-1] if vm.meta and vm.meta[-1] else None
@@ -243,10 +243,10 @@ class _State:
         return len(vm.meta) <= 1 or (numbered and 0 <= int(key) - int(last_key) - 1 <= len(names))
 
     def has_grown_by(self, name: object) -> bool:
-        """Whether an entry of this name, with the call of a tensor, was put where it belongs."""
+        """Whether an entry of this name, with a call, was added where it belongs."""
         frame, length, top = self._frames[-1]
         added = frame[length : length + 2]
-        if not added and top:  # a dictionary of one entry is filled at once
+        if not added and top:  # SETITEM fills a dictionary of one entry immediately
             target = top[-1]
             items = target.items if type(target) in (Dict, Call) else None
             added = (items or [])[-2:]
@@ -254,7 +254,7 @@ class _State:
 
 
 def _is_ready(vm: Machine, *, last: bool = False) -> bool:
-    """Whether an entry of a dictionary can come next; behind the ``last`` anything may be left."""
+    """Whether an entry of a dictionary can follow; after the ``last``, whether only the root is left."""
     stack, below = vm.stack, vm.meta[-1] if vm.meta else []
     if last:
         return len(stack) == 1 and not vm.meta
@@ -265,7 +265,7 @@ def _is_ready(vm: Machine, *, last: bool = False) -> bool:
 
 
 def _retry(vm: Machine, data: bytes, texts: list[int], start: int, end: int, state: _State, *, last: bool) -> None:
-    """Go on within a part that broke, behind the damage: at a text that can be a key, or where a dictionary ends."""
+    """Continue within a damaged part, after the damage: at a text that can be a key, or where a dictionary ends."""
     for text in texts[:_MAX_RETRIES]:
         at = text
         while at > start and data[at - 1] == ord("u"):
@@ -276,7 +276,7 @@ def _retry(vm: Machine, data: bytes, texts: list[int], start: int, end: int, sta
 
 
 def _closed(vm: Machine) -> object:
-    """The object, with everything that was still open put where it belongs."""
+    """The root object, with the items of unfinished containers added to them."""
     while vm.meta:
         items = vm.stack
         vm.stack = vm.meta.pop()
@@ -293,11 +293,11 @@ def _closed(vm: Machine) -> object:
     return root
 
 
-# -- names that every tensor needs
+# -- names that every tensor uses
 
 
 def _repair_names(vm: Machine) -> None:
-    """Replace what was destroyed and what only one name fits: the words of torch in calls and persistent ids."""
+    """Repair torch's names in calls and persistent ids, where only one fits."""
     every = {id(call.callee): call.callee for call in vm.out.calls if type(call.callee) is Global}
     ids = [(node, node.id) for node in vm.out.persistent if type(node.id) is tuple and len(node.id) in (5, 6)]
     every |= {id(parts[1]): parts[1] for _, parts in ids if type(parts[1]) is Global}

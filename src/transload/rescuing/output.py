@@ -1,4 +1,4 @@
-"""The file that is written: the recovered one as it is, with lost bytes filled, or without the lost tensors."""
+"""The file that a rescue writes: the recovered one, unchanged, with lost bytes filled, or without the lost tensors."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from transload.rescuing.result import Fill, LostRecord, TensorOutcome
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 _NOT_IN_FILE = "its bytes are not in the file"
 _MAX_STORAGE = 1 << 45
-"""Bytes that a missing storage may claim to have; 32 TB are not a storage."""
+"""The largest size of a missing storage that is believed: 32 TB."""
 
 _MAX_INDEX = 64 << 20
-"""Bytes of a damaged index that is read again: one of half a million tensors."""
+"""The largest damaged index that is read: enough for half a million tensors."""
 
 _MAX_GROWTH = 1000
 _MIN_GROWTH_LIMIT = 1 << 30
-"""What is lost may be filled to so many times the size of the file, or to this: a kilobyte can claim petabytes."""
+"""Filling may make the file so many times larger, or this large: a file of a kilobyte can claim petabytes."""
 
 _NAN = {
     **dict.fromkeys(("float64", "complex128"), pack("<d", nan)),
@@ -61,7 +61,7 @@ _NAN = {
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
-    """Whether its tensors belong to a program, from which none can be removed, or to what is left of one."""
+    """Whether its tensors belong to a program, from which none can be removed, even if its code is lost."""
     pickles = [pickle for pickle in checkpoint.pickles if pickle.main]
     scripted = any(name.module.split(".")[0] == "__torch__" for pickle in pickles for name in pickle.globals.values())
     return checkpoint.format in _PROGRAMS or scripted
@@ -78,7 +78,7 @@ class Outcomes:
         self._lost = sorted(recovered.lost_ranges)
         self._repaired_at = sorted(recovered.repaired_at)
         self._unchecked = set(recovered.unchecked)
-        if self._lost:  # no checksum vouches for what is left of a storage
+        if self._lost:  # there is no checksum for what is left of a storage
             self._unchecked |= {
                 storage.record
                 for storage in checkpoint.storages
@@ -111,7 +111,7 @@ class Outcomes:
         return TensorOutcome(tensor.name, "mended" if repaired else "whole", tensor.nbytes, checked)
 
     def _lost_in(self, start: int, end: int) -> LostRange | None:
-        """The first lost range in an interval; the ranges do not overlap."""
+        """The first lost range that overlaps an interval."""
         index = bisect_right(self._lost, start, key=lambda lost: lost.end)
         found = self._lost[index] if index < len(self._lost) else None
         return found if found is not None and found.start < end else None
@@ -121,10 +121,10 @@ class Outcomes:
 
 
 def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoint]:
-    """A recovered file and what the reader finds in it.
+    """A recovered file, with records for missing storages, and its content.
 
-    An archive gets a record for each storage that has none: only the empty ones, unless they will be filled. The
-    tensors of a program whose code is lost are read as those of a program, by name.
+    Without ``fill`` only empty storages get a record. The tensors of a program whose code is lost have the names that
+    they would have in the program.
     """
     checkpoint = read_source(recovered.source)
     if not recovered.records or checkpoint.format != "torch-zip":
@@ -162,10 +162,10 @@ _SHOWN = 8
 
 
 def _is_index_damaged(recovered: Recovered, checkpoint: Checkpoint) -> bool:
-    """Whether the index is damaged, and costs tensors."""
+    """Whether the index is damaged, so that tensors are lost."""
     known = any(record.name == _INDEX for record in recovered.lost_records)
     if not (known or recovered.all_unchecked or _INDEX in recovered.unchecked):
-        return False  # it is as it was saved, whatever is wrong with it
+        return False  # any problem was already there when it was saved
     if any(pickle.main and pickle.broken for pickle in checkpoint.pickles):
         return True
     if not known and all(problem.code != "tensor-broken" for problem in checkpoint.problems):
@@ -175,16 +175,16 @@ def _is_index_damaged(recovered: Recovered, checkpoint: Checkpoint) -> bool:
 
 
 def _storage_records(records: Sequence[ArchiveRecord]) -> dict[str, ArchiveRecord]:
-    """The records of storages that are not compressed, by key."""
+    """The uncompressed records of storages, by key."""
     found = {name_below_root(record.name): record for record in records if not record.method}
     return {name.partition("/")[2]: record for name, record in found.items() if name.startswith(("data/", "tensors/"))}
 
 
 def _with_rebuilt_index(recovered: Recovered) -> Recovered:
-    """The archive with a new index of what is left of the old one.
+    """The archive with a new index, made of what is left of the old one.
 
-    A tensor is in it if its storage has a record of the right size. Storages that no tensor uses then become flat
-    tensors, called ``storage-12`` after their key.
+    It contains each tensor whose storage has a record of the right size. Storages without tensors become flat tensors,
+    named ``storage-12`` after their key.
     """
     index = next((record for record in recovered.records if name_below_root(record.name) == _INDEX), None)
     if index is None or index.method or index.stored > _MAX_INDEX:
@@ -203,7 +203,7 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
         items += ("object", found.root)
     tree = find_tensors(root, StorageTable(locate))
     used = {storage.key for storage in tree.storages if storage.tensors}
-    # Each as if it were the only one: some are misread.
+    # Each with a new table, since some ids are misread, and would conflict.
     slots = filter(None, (StorageTable(locate).resolve(node) for node in found.persistent))
     dtypes = {slot.key: slot.dtype for slot, _, _ in slots if slot.record}
     flat: list[str] = []
@@ -218,7 +218,7 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
         data = dumps(root, expand=(Unread, lambda _: None))
     except CannotPickleGraphError:
         return recovered
-    records = [_with_content(each, data) if each is index else _loose(each) for each in recovered.records]
+    records = [_with_content(each, data) if each is index else _realigned(each) for each in recovered.records]
     names = {tensor.name for tensor in tree.tensors}
     ends = {name.rpartition("/")[2] for name in names}
     gone = [name for name in dict.fromkeys(found.broken) if name not in ends]
@@ -242,11 +242,11 @@ def _is_ordered(node: object) -> TypeGuard[Call]:
     return type(node) is Call and called(node) == "collections.OrderedDict"
 
 
-# -- with everything
+# -- files with all tensors
 
 
 def refuse_growth(nbytes: int, recovered: Recovered) -> None:
-    """Refuse to fill up what the file only claims to hold."""
+    """Refuse to write far more bytes than the damaged file has."""
     if nbytes > max(_MIN_GROWTH_LIMIT, _MAX_GROWTH * recovered.nbytes):
         what = f"the file claims to hold {nbytes:,} bytes and has {recovered.nbytes:,}"
         fix = "The tensor sizes in it are wrong."
@@ -254,7 +254,7 @@ def refuse_growth(nbytes: int, recovered: Recovered) -> None:
 
 
 def rebuilt(recovered: Recovered, records: Sequence[ArchiveRecord]) -> Source:
-    """An archive of these records; the checksums of those that are filled, or have none, are computed now."""
+    """An archive of these records; checksums are computed for those that are filled, or have none."""
     refuse_growth(sum(record.stored for record in records), recovered)
     summed = [
         record if record.crc32 or record.method else record._replace(crc32=checksum(record.content))
@@ -264,8 +264,8 @@ def rebuilt(recovered: Recovered, records: Sequence[ArchiveRecord]) -> Source:
 
 
 def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
-    """The same file with a pattern in the place of every lost byte; an element is filled as a whole."""
-    dtypes: dict[str | None, str] = {}  # that of the first tensor in a storage: newer files name bytes only
+    """The recovered file with a pattern in place of lost bytes; only whole elements are filled."""
+    dtypes: dict[str | None, str] = {}  # of the first tensor in each storage: newer files have untyped storages
     for tensor in checkpoint.tensors:
         dtypes.setdefault(tensor.storage, tensor.dtype)
     fills: list[tuple[int, Part]] = []
@@ -297,13 +297,13 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     return rebuilt(recovered, records)
 
 
-# -- without what is lost
+# -- files without the lost tensors
 
 
 def without_lost(
     recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcomes, lost: Sequence[TensorOutcome]
 ) -> Source:
-    """The same file without the tensors that are lost. Of a program the whole tensors, by name, are what is left."""
+    """The recovered file without the lost tensors. Of a program only a dictionary of the other tensors is left."""
     source, names = recovered.source, {outcome.name for outcome in lost}
     kept = [tensor for tensor in checkpoint.tensors if tensor.name not in names]
     if checkpoint.format == "safetensors":
@@ -337,22 +337,22 @@ def without_lost(
         if key == "data.pkl":
             records.append(_with_content(record, index))
         elif not (key in gone and unused):
-            records.append(_loose(record))
+            records.append(_realigned(record))
     return rebuilt(recovered, records)
 
 
 def _with_content(record: ArchiveRecord, data: bytes) -> ArchiveRecord:
-    """A record with other bytes."""
+    """The record with other bytes."""
     return stored_record(record.name, literal(data), order=record.order)._replace(time=record.time, date=record.date)
 
 
-def _loose(record: ArchiveRecord) -> ArchiveRecord:
-    """A record behind one that has another size now."""
+def _realigned(record: ArchiveRecord) -> ArchiveRecord:
+    """The record without the padding that fitted its old offset."""
     return record._replace(padding=None, before=())
 
 
 def _prune(root: object, locate: Callable[[str, int], Place], is_lost: Callable[[Tree], bool]) -> None:
-    """Mark the lost tensors in a graph, in place, and leave them out of its dictionaries."""
+    """Replace lost tensors in a graph by ``Unread``, in place, and remove them from its dictionaries."""
     every = {id(node): node for node in below([root]) if type(node) in (Call, Dict)}.values()
     for node in every:
         if type(node) is Call and called(node) in READERS:
@@ -369,7 +369,7 @@ def _prune(root: object, locate: Callable[[str, int], Place], is_lost: Callable[
 
 
 def _legacy_of(source: Source, index: bytes, storages: Sequence[Storage]) -> Source:
-    """A legacy stream with another object, the keys it needs, and their storages."""
+    """A legacy stream with another object (``index``), and the storages it needs."""
     position = 0
     for _ in range(3):
         _, position = pickle_machine.run_at(source, position, "")
@@ -401,7 +401,7 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
 def _tensor_call(
     key: str, nbytes: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> Call:
-    """The call that rebuilds a tensor over a storage of so many bytes."""
+    """The rebuild call of a tensor, over a storage of ``nbytes`` bytes."""
     kind, numel = Global("torch", STORAGE_CLASSES[dtype], 0), nbytes // ITEMSIZE[dtype]
     held = Persistent(("storage", kind, key, "cpu", numel), 0)
     hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
@@ -410,7 +410,7 @@ def _tensor_call(
 
 
 def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
-    """A dictionary of tensors by name as ``torch.save`` writes it, on the CPU, sharing storages as they did."""
+    """An archive with a dictionary of tensors by name, on the CPU, which share storages as before."""
     storages = {storage.id: storage for storage in checkpoint.storages}
     plain = [t for t in tensors if t.kind == "strided" and t.dtype in STORAGE_CLASSES and t.storage in storages]
     if not plain:

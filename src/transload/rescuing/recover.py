@@ -1,9 +1,9 @@
-"""A damaged file, whatever its format, as the file it was or as much of it as there is.
+"""Recover a damaged file of any format: the file that was saved, or as much of it as is left.
 
-``unwrapped`` takes off what is around a checkpoint: compression, or an archive it was put into; ``journal_undone``
-undoes a retag that was interrupted. ``recover`` makes of the rest what the reader can read. Legacy streams and
-safetensors files begin with what names their tensors, so what is before a cut is all there. They have no checksums:
-only what is in them twice can be repaired.
+``unwrapped`` decompresses a file, or extracts it from an archive; ``journal_undone`` undoes a retag that was
+interrupted. ``recover`` turns the rest into a file that the reader can read. Legacy streams and safetensors files begin
+with the names of their tensors, so everything before a cut can be read. They have no checksums: only what they contain
+twice can be repaired.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from transload.rescuing.bitflips import MAX_RATIO, check_records, repaired_bytes
 from transload.rescuing.result import Repair
 
 _MAX_SEARCH = 64 << 20
-"""How far the beginning of a checkpoint is searched for behind something else."""
+"""How far a checkpoint is searched for behind other data."""
 
 _CHUNK = 1 << 20
 _LEGACY_OPENING = MAGIC_PICKLE + b"\x80\x02M\xe9\x03."
-"""The magic number and the protocol version, as torch has always written them."""
+"""The magic number and the protocol version, as torch writes them."""
 
 _MAX_FLIPPED = 2  # bits in which the opening, or a count, may differ
 _PICKLES = 5
@@ -66,7 +66,7 @@ _COUNT = 8
 
 
 def recover(source: Source, stack: ExitStack) -> Recovered | None:
-    """The best that can be made of a source; ``None`` if no checkpoint can be seen in it."""
+    """Recover as much as possible of a source; ``None`` if there is no checkpoint in it."""
     best = max(_attempts(source), key=_worth, default=None)
     if best is None or not _worth(best)[0]:
         text = _without_carriage_returns(source, stack)
@@ -89,7 +89,7 @@ def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
 
 
 def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None:
-    """The file without the CR before every LF that a program put in, taking it for text; ``None`` if it did not."""
+    """Undo a copy as text, which inserted a CR before every LF; ``None`` if some LF has none."""
     file = _temporary_file(stack)
     ends, carried = 0, b""
     for at in range(0, source.size, _CHUNK):
@@ -105,9 +105,9 @@ def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None
 
 
 def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
-    """What can be made of a source from an offset on."""
+    """The checkpoints that can be recovered from a source, with the offsets where they begin."""
     first: Recovered | None = None
-    # Archives may begin at the beginning, and where a directory would be right about its place.
+    # Archives may begin at byte 0, and where the offset of the directory would be right.
     starts = [0] if starts_record(source) else []
     directory = find_directory(source)
     if directory.entries and directory.stated >= 0:
@@ -115,7 +115,7 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
         if shift > 0 and starts_record(source, shift):
             starts.append(shift)
     if not starts and directory.entries:
-        starts.append(0)  # its beginning was overwritten
+        starts.append(0)  # its first bytes were overwritten
     for offset in starts:
         if first is not None and _is_within(source, offset, first):
             continue
@@ -132,7 +132,7 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
     if first is not None:
         yield 0, first
         return
-    head = source.read(0, _MAX_SEARCH)  # it begins with something else
+    head = source.read(0, _MAX_SEARCH)  # look behind other data
     table = head.find(b'{"', PREFIX + 1)
     places = (
         (find_header(source, head), recover_archive),
@@ -151,7 +151,7 @@ def _from(source: Source, offset: int) -> Source:
 
 
 def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
-    """Whether a place is in a whole record of an archive, or where a record begins: what is there is a part of it."""
+    """Whether an offset is inside an undamaged record of an archive, or where one begins: it is part of that."""
     lost = {record.name for record in outer.lost_records}
     for record in outer.records:
         places = () if name_below_root(record.name) in lost else record.content
@@ -164,15 +164,14 @@ def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
 
 
 def looks_like_damaged_legacy(source: Source) -> bool:
-    """Whether a source begins like a legacy stream, but for a bit or two."""
+    """Whether a source begins like a legacy stream, with at most two flipped bits."""
     return distance(source.read(0, len(_LEGACY_OPENING)), _LEGACY_OPENING) <= _MAX_FLIPPED
 
 
 def _recover_legacy(source: Source) -> Recovered | None:
-    """The stream as it should be; ``None`` if its pickles are not all there.
+    """Recover a legacy stream; ``None`` if one of its pickles is lost.
 
-    The count before each storage is also in the object. One that is not where it should be tells that bytes were
-    inserted or removed before it.
+    The count before each storage is also in the object. A wrong one shows that bytes were inserted or removed.
     """
     repairs: list[Repair] = []
     if looks_like_damaged_legacy(source):
@@ -192,8 +191,8 @@ def _recover_legacy(source: Source) -> Recovered | None:
         return None
     slots, at = [known[key] for key in keys], first
     end = at + sum(_COUNT + slot.nbytes for slot in slots)
-    # In a file as long as it should be only some counts were overwritten, and a bit or two of one may have flipped.
-    # Otherwise everything behind a wrong one is displaced.
+    # In a file of the right size only some counts were overwritten, or had a bit or two flipped. Otherwise everything
+    # after a wrong one is displaced.
     same_size = end == source.size
     right: list[bool] = []
     for slot in slots:
@@ -210,13 +209,13 @@ def _recover_legacy(source: Source) -> Recovered | None:
             ranges.append(LostRange(start, min(at, source.size), "its bytes are not where they should be"))
     made = _resized(source, end, repairs, ranges, "storage")
     warning = "the file is longer than its counts say: unless the extra bytes are at its end, the last storage is wrong"
-    # Another stream may follow. Whole ones end where they should.
+    # Another stream may follow: then this one ends where it should.
     doubtful = source.size > end and source.read(end, len(_LEGACY_OPENING)) != _LEGACY_OPENING
     return made._replace(warnings=(warning,)) if doubtful else made
 
 
 def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostRange], last: str) -> Recovered:
-    """A file without checksums, repaired, and cut or filled up to the size it should have."""
+    """A file without checksums, repaired, and cut or padded to the size it should have."""
     lack = max(0, end - source.size)
     whole = Assembly([Part(source, 0, end - lack), Part(Filler(lack), 0, lack)], source.name)
     if lack:
@@ -236,12 +235,12 @@ def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostR
 
 
 def _recover_safetensors(source: Source) -> Recovered | None:
-    """The file as it should be; ``None`` if its table is not all there."""
-    # The length of the table is what the file says, or where the table really ends.
+    """Recover a safetensors file; ``None`` if its table is not complete."""
+    # If the stated length of the table is wrong, use the one it really has.
     stated = length = int.from_bytes(source.read(0, PREFIX), "little")
     if not (1 < stated <= min(MAX_HEADER, source.size - PREFIX) and _is_table(source.read(PREFIX, stated))):
         head = source.read(PREFIX, min(MAX_HEADER, source.size - PREFIX))
-        text = head.decode("latin-1")  # one character for each byte; the table itself is read again as what it is
+        text = head.decode("latin-1")  # one character for each byte, so that indexes are offsets
         try:
             _, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
@@ -267,23 +266,23 @@ def _is_table(data: bytes) -> bool:
         return False
 
 
-# -- what is around a checkpoint
+# -- layers around a checkpoint
 
 _MAX_LAYERS = 3
-"""A zip in a zip in a gzip is the most that occurs; a hostile file goes on for ever."""
+"""A zip in a zip in a gzip is the most that occurs; a hostile file can go on forever."""
 
 _MAX_UNPACKED_RATIO = 200
 _MIN_UNPACKED_LIMIT = 4 << 30
-"""A packed file may unpack to so many times its size, or to this: a megabyte of zeros can become a gigabyte."""
+"""A compressed file may decompress to so many times its size, or to this: a megabyte can become a gigabyte."""
 
 _MAX_JOURNAL = 1 << 30
-"""It holds an index and a directory twice, and may have been put beside the file by anybody."""
+"""A journal contains an index and a directory twice. Anybody may have put one beside the file."""
 
-_SIP = 1 << 10
-"""Compressed bytes that are unpacked at once: a kilobyte can unpack to 32 MB."""
+_INPUT = 1 << 10
+"""Compressed bytes that are decompressed at a time: a kilobyte can become 32 MB."""
 
-_GZIP_SIP = 32 << 10
-"""For gzip as many unpack to no more, and each sip costs a copy of its 32 KB window."""
+_GZIP_INPUT = 32 << 10
+"""For gzip these become no more than that, and each time its window of 32 KB is copied."""
 
 _RECORDS = (
     b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
@@ -295,10 +294,7 @@ _SUFFIXES = (b".pt", b".pth", b".ckpt", b".bin", b".safetensors", b".pt2", b".ta
 
 
 def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, bool]:
-    """What is inside a source, layer by layer, and whether it is as it was packed.
-
-    The source itself if there is nothing around it.
-    """
+    """Remove the layers around a checkpoint, if there are any, and return whether they were undamaged."""
     whole = True
     for _ in range(_MAX_LAYERS):
         inner = _decompressed(source, stack, notes) or _extracted(source, member, stack, notes)
@@ -309,7 +305,7 @@ def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -
 
 
 def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None:
-    """The file as it was before a retag that was interrupted, by the journal beside it."""
+    """The file as it was before an interrupted retag, using the journal beside it; ``None`` if there was none."""
     descriptor = getattr(source, "descriptor", -1)
     if not has_journal(path) or descriptor < 0:
         return None
@@ -330,14 +326,14 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
 
 
 def _temporary_file(stack: ExitStack) -> BinaryIO:
-    """A file without a name, which is gone when the rescue is done."""
+    """An anonymous file, deleted when the rescue is done."""
     from tempfile import TemporaryFile  # which imports every compressor Python has
 
     return cast(BinaryIO, stack.enter_context(TemporaryFile()))
 
 
 def _file_source(file: BinaryIO, name: str) -> Source:
-    """What was written into a temporary file, as a source."""
+    """A temporary file as a source."""
     source = ObjectSource(file)
     source.name = name
     return source
@@ -351,7 +347,7 @@ def _unpacked_limit(source: Source) -> int:
 
 
 def _zstd() -> Any:
-    """A decompressor by Python's own module, or one of two others; ``None`` without any."""
+    """A zstd decompressor, from Python 3.14 or a package; ``None`` if none is installed."""
     for name in ("compression.zstd", "backports.zstd", "zstandard"):
         try:
             made = import_module(name).ZstdDecompressor()
@@ -370,7 +366,7 @@ _COMPRESSIONS: tuple[tuple[bytes, str, Callable[[], Any]], ...] = (
 
 
 def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
-    """What a source decompresses to, in a temporary file, and whether that is all; ``None`` if not compressed."""
+    """Decompress a source into a temporary file, and return whether that is all; ``None`` if not compressed."""
     head = source.read(0, 8)
     name, make = next(((name, make) for sign, name, make in _COMPRESSIONS if head.startswith(sign)), ("", None))
     if make is None:
@@ -390,11 +386,11 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
 
 
 def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool:
-    """Unpack as far as it goes; whether that is all. Several compressed streams may follow one another."""
+    """Decompress until the end, or the first damage; whether it is the end. There may be several streams."""
     unpacker, limit, written = make(), _unpacked_limit(source), 0
-    sip = _GZIP_SIP if hasattr(unpacker, "copy") else _SIP
-    for at in range(0, source.size, sip):
-        data = source.read(at, sip)
+    step = _GZIP_INPUT if hasattr(unpacker, "copy") else _INPUT
+    for at in range(0, source.size, step):
+        data = source.read(at, step)
         while data:
             if unpacker.eof:  # padding follows, or another stream
                 data = data.lstrip(b"\0")
@@ -405,13 +401,13 @@ def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool
             try:
                 piece = unpacker.decompress(data)
             except Exception:  # noqa: BLE001 - each of the four modules has errors of its own
-                # It gives nothing of what it was fed when it met the damage. So that is fed to it again byte by byte,
-                # if it can be taken back.
+                # It returns nothing for the input with the damage. If it can be copied, go back, and repeat that input
+                # byte by byte.
                 with suppress(zlib.error):
                     file.writelines(before.decompress(bytes([byte])) for byte in (data if before else b""))
                 return False
             file.write(piece)
-            written += len(piece)  # asking the file takes a system call
+            written += len(piece)  # file.tell() would be a system call
             if written > limit:
                 raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
             data = unpacker.unused_data if unpacker.eof else b""
@@ -422,7 +418,10 @@ def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool
 
 
 def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
-    """The checkpoint in an archive, and whether it is whole; ``None`` if the archive holds none or is one itself."""
+    """Extract the checkpoint from an archive, and return whether it is undamaged.
+
+    ``None`` if there is none in it, or if the archive is a checkpoint itself.
+    """
     if not starts_record(source):
         return None
     records = [record for record in Scan(source, repaired_bytes).records if record.names and not record.replaced]
@@ -442,7 +441,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     record = held[header]
     repairs: tuple[Repair, ...] = ()
     damaged = False
-    if not starts_record(_head(source, record)):  # it has no checksums inside: its own tells of damage
+    if not starts_record(_head(source, record)):  # only the archive has a checksum for it
         (verdict,) = check_records(source, [claim_of(record, summed=True)])
         repairs = verdict.repairs
         if verdict.state == "mended":
@@ -479,7 +478,7 @@ def _head(source: Source, record: FoundRecord) -> Source:
 
 
 def _inflated(packed: Source, record: FoundRecord) -> Iterator[bytes]:
-    """What a deflated record inflates to, up to the first damage and to the size it declares."""
+    """The inflated bytes of a record, up to the first damage, and no more than its stated size."""
     size = record.entry.size if record.entry else record.descriptor.size if record.descriptor else 1 << 62
     with suppress(zlib.error):
         yield from inflated(packed, 0, packed.size, min(size, MAX_RATIO * record.present + 64))
