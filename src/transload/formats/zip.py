@@ -1,14 +1,14 @@
-"""Zip archives: their structures, and the reader of their directory.
+"""Zip archives: their structures, and a reader of their directory.
 
 An archive is
 
     header · bytes · descriptor, for each record; central entry, for each record; end
 
-``read_index`` reads the end record, the central directory and every local header, and compares them: what makes two
-readers see two things is a problem. ``read_payload`` reads one record.
+``read_index`` reads the end record, the central directory and every local header, and compares them: what two readers
+could read differently is a problem. ``read_payload`` reads one record.
 
-An archive has tens of thousands of entries, and in nearly all of them nothing is unusual. So names are first checked
-all at once, and headers are first compared with the one before.
+An archive has tens of thousands of entries, nearly all of them ordinary. So names are first checked all at once, and
+headers are first compared with the one before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transload.findings import Problem, Problems
 from transload.frozen import NamedTuple
 from transload.io.sources import Source, inflated
 
-# The structures, each with its signature.
+# The structures; each begins with its signature.
 LOCAL = Struct("<4s5H3L2H")
 CENTRAL = Struct("<4s6H3L5H2L")
 DESCRIPTOR = Struct("<4s3L")
@@ -32,17 +32,17 @@ END = Struct("<4s4H2LH")
 END64 = Struct("<4sQ2H2L4Q")
 LOCATOR64 = Struct("<4sLQL")
 EXTRA = Struct("<2H")  # tag and length of an extra field
-ALL32 = 0xFFFFFFFF  # the number is in the zip64 field
+ALL32 = 0xFFFFFFFF  # means that the number is in the zip64 field
 DEFLATED = 8
 
-# The same, with what is usually equal from one record to the next in one piece.
+# The same, with the fields that rarely change between records as one.
 _LOCAL_IN_SHORT = Struct("<26s2H")
 _LOCAL_NUMBERS = Struct("<4s5H3L")
 CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
 NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
 
 MAX_PAYLOAD = 512 << 20
-"""No index record of a real checkpoint comes near: 20,000 tensors take 2 MB. Larger ones are not read into memory."""
+"""Larger records are not read into memory. The index of 20,000 tensors takes 2 MB."""
 
 _MAX_ENTRIES = 1_000_000
 """An entry of 47 bytes costs a kilobyte of memory; 20,000 tensors are 20,006 entries."""
@@ -51,18 +51,18 @@ _TAIL = 4096 + 16 * 4093  # torch looks for the end record in steps of 4 KiB, an
 _NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive that says more, torch does not look
 _DOS_DIRECTORY = 0x10
 _UNICODE_PATH = 0x7075
-_SECRET_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them in the directory
+_ENCRYPTION_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them
 _ENCRYPTED = (
     "the archive is protected by a password",
     ("Unpack it with its password (unzip and 7z ask for it), and zip the folder that was in it again without one.",),
 )
 _WINDOW = 4096
 _WIDE_WINDOW = 256 << 10
-_NARROW = 8 << 10  # bytes between headers below which they are read many at a time
+_NARROW = 8 << 10  # if there are fewer bytes between headers, many are read at a time
 _new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 
 ALIGNMENT = 64
-"""torch's default, at which a mapped file gives tensors that every vector unit reads at full speed."""
+"""torch's default, with which every vector unit reads the tensors of a mapped file at full speed."""
 
 
 class Entry(NamedTuple):
@@ -78,12 +78,12 @@ class Entry(NamedTuple):
 
 
 def text_of(raw: bytes) -> str:
-    """A name as text; bytes that are none are spelled out."""
+    """A name as text; bytes that are not UTF-8 are escaped."""
     return raw.decode("utf-8", "backslashreplace")
 
 
 def check_names(entries: list[Entry], problems: Problems) -> None:
-    """Names that readers take for the same, or read in different ways: all at once, or one by one if any is odd."""
+    """Note names that readers could confuse, or read differently: check all at once, or one by one if any is odd."""
     joined = b"\n".join([b"", *[entry[0] for entry in entries]])
     odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
     names = joined.lower().split(b"\n")[1:]
@@ -112,9 +112,9 @@ def _check_each(entries: list[Entry], problems: Problems) -> None:
 
 
 def find_root(entries: list[Entry], problems: Problems) -> str | None:
-    """The folder torch takes all records from, that of the first entry; where it holds no index, one that does.
+    """The folder that torch reads records from: that of the first entry or, if it has no index, one that has.
 
-    ``None`` if the records lie in no folder.
+    ``None`` if the records are not in a folder.
     """
     first = entries[0].raw_name
     folder, slash, _ = first.partition(b"/")
@@ -133,7 +133,7 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
 
 
 def names_below(entries: list[Entry], prefix: str) -> list[str]:
-    """Each name as its path below ``prefix``; those outside it whole, with a slash before them."""
+    """The path of each record below ``prefix``; outside it, the whole path after a slash."""
     joined = b"\n".join([b"", *[entry[0] for entry in entries]])
     names = text_of(joined).split(f"\n{prefix}")
     if joined.count(b"\n") == len(entries) == len(names) - 1:  # as nearly always
@@ -154,9 +154,9 @@ class Payload(NamedTuple):
 class ZipIndex(NamedTuple):
     """The records of an archive by name below the common folder, in directory order.
 
-    ``root`` is that folder as torch determines it, from the first entry. ``by_torch`` is whether the local headers bear
-    the marks of torch's own writer (padding field ``FB``, no date). ``unsummed`` says that all checksums are zero:
-    torch can be told to write none. ``end`` is where the directory begins, so where data ends.
+    ``root`` is that folder, as torch takes it from the first entry. ``by_torch`` is whether torch's writer wrote the
+    local headers (padding field ``FB``, no date). ``unsummed`` is whether all checksums are zero: torch can be
+    configured to write none. ``end`` is where the directory begins, and the data end.
     """
 
     root: str
@@ -169,18 +169,18 @@ class ZipIndex(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The whole names of the records: one that begins with a slash is outside the folder."""
+        """The full names of the records."""
         lead = f"{self.root}/" if self.root else ""
         return [name[1:] if name[:1] == "/" else f"{lead}{name}" for name in self.records]
 
 
 def starts_like_zip(source: Source) -> bool:
-    """torch's own test: the first four bytes and nothing else."""
+    """Whether torch takes it for a zip archive: it only checks the first four bytes."""
     return source.read(0, 4) == b"PK\x03\x04"
 
 
 def ends_like_zip(source: Source) -> bool:
-    """Whether zipfile would open it, wherever the archive in it begins: it has an end record and a directory."""
+    """Whether zipfile would open it: it has an end record and a directory, but may begin with anything."""
     tail = source.read(max(0, source.size - _TAIL), _TAIL)
     at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
     if at < 0:
@@ -196,7 +196,7 @@ def ends_like_zip(source: Source) -> bool:
 
 
 def read_index(source: Source) -> ZipIndex:
-    """Read the central directory and every local header, and compare them. Never raises for what the file holds."""
+    """Read the central directory and every local header, and compare them. Never raises for bad content."""
     problems = Problems()
     try:
         start, size, count = find_directory(source, problems)
@@ -219,7 +219,7 @@ class _NoDirectoryError(Exception):
 
 
 def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
-    """Offset, size and entry count of the central directory as the end record states them: what torch believes."""
+    """Offset, size and entry count of the central directory according to the end record, as torch reads them."""
     base = max(0, source.size - _TAIL)
     tail = source.read(base, _TAIL)
     at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
@@ -242,8 +242,8 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
         problems.add("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that")
     locator = source.read(end - 20, 20) if end >= END64.size + 20 else b""
     if locator[:4] == b"PK\x06\x07":
-        # torch looks for the zip64 end record where the locator says, and believes the plain one if it is not there;
-        # zipfile (before 2025) does not look at what the locator says but right before it.
+        # torch looks for the zip64 end record where the locator says, and uses the plain one if it is not there;
+        # zipfile (before 2025) ignores that offset, and looks right before the locator.
         _, first_disk, stated, disks = LOCATOR64.unpack(locator)
         beside = end - 20 - END64.size
         raw = source.read(stated, END64.size)
@@ -264,7 +264,7 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
                 if narrow not in (wide, full):
                     problems.add("zip-two-sizes", detail=f"the end records say {narrow} and {wide}")
     if start + size != directory_end:
-        # torch looks for it where it is said to be; zipfile where one that ends at the end record begins.
+        # torch uses the stated offset; zipfile assumes that the directory ends at the end record.
         detail = (
             f"the end record puts the directory at {start} (torch reads there), it really ends at {directory_end}, "
         )
@@ -280,13 +280,13 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
 
 
 def _read_directory(source: Source, start: int, size: int, count: int, problems: Problems) -> list[Entry]:
-    """All entries. Most begin with the same sixteen bytes as the one before, and have nothing but a name."""
+    """Read all entries. Most begin with the same sixteen bytes as the one before, and have nothing but a name."""
     if count * CENTRAL.size > size:  # four billion entries claimed in a kilobyte
         problems.add("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes")
     raw = source.read(start, size)
     entries: list[Entry] = []
     position, last = 0, len(raw) - CENTRAL.size
-    plain, flags, method = b"", 0, 0  # how an entry begins in which nothing was odd
+    plain, flags, method = b"", 0, 0  # how the last ordinary entry began
     while position <= last and len(entries) < _MAX_ENTRIES:
         begin, crc, stored, nbytes, n_name, rest, header = CENTRAL_IN_SHORT.unpack_from(raw, position)
         end = position + CENTRAL.size + n_name
@@ -306,7 +306,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
         return entries
     if position != len(raw):
         detail = f"entry {len(entries)} of {count} in the directory is not one"
-        if position < len(raw) and len(entries) < count:  # neither torch nor zipfile reads any of it then
+        if position < len(raw) and len(entries) < count:  # torch and zipfile refuse the archive
             raise _NoDirectoryError(detail)
         problems.add("zip-directory-broken", detail=detail)
     if not entries:
@@ -317,7 +317,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
 
 
 def _read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, int]:
-    """An entry, and where it ends. Noted is what makes torch and zipfile differ about it, or one of them refuse it."""
+    """An entry, and where it ends. Note what torch and zipfile read differently, or one of them refuses."""
     fields = CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
     name_at = position + CENTRAL.size
@@ -332,14 +332,14 @@ def _read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, i
         lacking = 8 * (size, stored, header).count(ALL32)
         if lacking and (len(wide) != 1 or len(wide[0]) < lacking):
             problems.add("zip-headers-differ", name, "its zip64 sizes are missing, or there are several")
-        # zipfile from 3.12 on takes another name from here.
+        # zipfile uses this name from Python 3.12 on.
         names = [data[5:] for tag, _, data in found if tag == _UNICODE_PATH]
         if any(other.partition(b"/")[2] != raw_name.partition(b"/")[2] for other in names):
             problems.add("zip-names-differ", name, f"an extra field calls it {text_of(names[0])[:80]}")
         if lacking:
             size, stored, header = widen(extra, size, stored, header)
-    secret = flags & _SECRET_FLAGS
-    if secret:
+    encrypted = flags & _ENCRYPTION_FLAGS
+    if encrypted:
         problems.append(Problem("zip-unreadable-entry", name, "encrypted; torch refuses it", *_ENCRYPTED))
     elif disk:
         problems.add("zip-unreadable-entry", name, "in another part of a split archive; torch refuses it")
@@ -348,14 +348,14 @@ def _read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, i
     if size and (marks & _DOS_DIRECTORY or raw_name[-1:] == b"/"):
         detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
         problems.add("zip-directory-record", name, detail)
-    if stored != size and (not method or not stored) and not (secret and stored > size):  # 12 bytes say if a key fits
+    if stored != size and (not method or not stored) and not (encrypted and stored > size):  # 12 bytes check the key
         problems.add("zip-headers-differ", name, f"{stored} bytes are stored as they are, but the entry says {size}")
     entry = Entry(raw_name, flags, method, crc, stored, size, header)
     return entry, name_at + n_name + n_extra + n_comment
 
 
 def widen(extra: bytes, *values: int) -> list[int]:
-    """Values of the zip64 field in place of those that are all ones, in the order the format fixes."""
+    """Replace values that are all ones by those of the zip64 field, in order."""
     wide = next((data for tag, _, data in _extra_fields(extra) if tag == 1), b"")
     out: list[int] = []
     for value in values:
@@ -366,7 +366,7 @@ def widen(extra: bytes, *values: int) -> list[int]:
 
 
 def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Tag, stated length and data of each extra field; of one that is cut off, what is left."""
+    """Tag, stated length and data of each extra field; the data may be cut off."""
     position = 0
     while position + 4 <= len(extra):
         tag, length = EXTRA.unpack_from(extra, position)
@@ -377,10 +377,10 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
 def _read_locals(
     source: Source, entries: list[Entry], data_end: int, prefix: str, problems: Problems
 ) -> tuple[dict[str, Record], bool]:
-    """Each record's place, from its local header; and whether torch's writer made the first one.
+    """Each record, with its offset from its local header; and whether torch's writer made the first one.
 
-    Records are named by their path below ``prefix``, those outside it by their whole path and a slash before it. Most
-    headers begin with the same bytes as the one before, which agreed with the directory.
+    Records have the names of ``names_below``. Most headers begin with the same bytes as the one before, which agreed
+    with the directory.
     """
     window, base = b"", 0
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
@@ -420,7 +420,7 @@ def _read_locals(
     spans.sort()
     reach, owner = 0, ""
     for header, end, name in spans:
-        if header < reach:  # one payload behind many names is how a zip bomb is folded (CVE-2024-0450)
+        if header < reach:  # in a zip bomb many names share one payload (CVE-2024-0450)
             problems.add("zip-overlap", name, f"shares bytes with {owner}")
         if end > reach:
             reach, owner = end, name
@@ -433,17 +433,17 @@ def _read_locals(
 def _compare(
     entry: Entry, name: str, begin: bytes, source: Source, extra_at: int, n_extra: int, problems: Problems
 ) -> bool:
-    """Compare a local header with the directory; whether it leaves the numbers to it, as torch's writer does.
+    """Compare a local header with the directory; whether it has no sizes and checksum, as torch's writer does.
 
-    torch and zipfile believe the directory; readers that stream believe the local header. They must agree.
+    torch and zipfile use the directory; readers that stream use the local header. They must agree.
     """
     _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
-    later = flags & 8  # a zero then says that the number follows the data: what torch writes
+    later = flags & 8  # a zero means that the number follows the data, as torch writes it
     if flags == entry.flags and method == entry.method and later and not (crc or stored or size):
         return True
     if ALL32 in (stored, size):
         size, stored = widen(source.read(extra_at, n_extra), size, stored)
-    if (flags ^ entry.flags) & _SECRET_FLAGS or method != entry.method:
+    if (flags ^ entry.flags) & _ENCRYPTION_FLAGS or method != entry.method:
         problems.add("zip-headers-differ", name, "flags or method differ between header and directory")
     if any(mine != theirs and (mine or not later) for mine, theirs in ((stored, entry.stored), (size, entry.size))):
         problems.add("zip-headers-differ", name, "the size differs between header and directory")
@@ -453,7 +453,7 @@ def _compare(
 
 
 def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Payload:
-    """A record's bytes, unpacked if it is deflated, never more than it declares nor than ``limit``."""
+    """Read and inflate a record: no more bytes than it declares, nor than ``limit``."""
     raw, problem = b"", ""
     if record.offset is None:
         problem = "its header is lost"
@@ -463,7 +463,7 @@ def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Pa
         raw = source.read(record.offset, record.stored)
     elif record.method == 8:
         try:
-            # One byte more than declared shows a record that would go on: a bomb stops here.
+            # One byte more than declared is enough to detect a record that is too long.
             raw = b"".join(inflated(source, record.offset, record.stored, record.size + 1))
         except zlib_error as error:
             problem = f"its compressed data is damaged ({error})"

@@ -1,8 +1,8 @@
-r"""Writes an archive record by record: checksums are computed in threads, ahead of the writes that need them.
+r"""Write an archive record by record: threads compute checksums ahead of the writes that need them.
 
 ``local_header``, ``descriptor``, ``central_entry`` and ``end_of_archive`` are the bytes that torch writes around
-records. torch stores every record as it is. Its header does not give its size: size and checksum follow the bytes, in a
-descriptor, so a record can be written before its checksum is known. A padding field in the header aligns the bytes.
+records. torch does not compress records. Size and checksum follow the bytes of a record, in a descriptor, so it can be
+written before its checksum is known. A padding field in the header aligns the bytes.
 
 >>> data = b"3\n"
 >>> start = local_header(b"a/version", len(data), 0)
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
 
 PIECE = 2 << 20
-"""Bytes of a write, about: few enough to be still in the cache when they are written, after their checksum."""
+"""Bytes of a write, about: few enough to be still in the cache when they are written, after they were summed."""
 
 SMALL = 16 << 10
-"""Up to here the bytes of a record are copied beside their header."""
+"""Up to this size the bytes of a record are joined with their header."""
 
 AHEAD = 7
-"""Writes whose checksums are under way while another is written."""
+"""Writes whose checksums are being computed while another is written."""
 
-_MANY = 300  # records of a write: the system takes 1024 buffers at once
+_MANY = 300  # records of a write: writev takes 1024 buffers
 
 
 # -- what torch writes around records
 
 _FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
-_FLAGS_OF_NOTHING = 0x0800  # nothing follows no bytes
+_FLAGS_OF_NOTHING = 0x0800  # an empty record has no descriptor
 _MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
 _NEEDED = 45  # the first version of the specification with 64-bit sizes
 _LOCAL_HEAD = LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, 0, 0)[:26]
@@ -70,9 +70,9 @@ _CENTRAL_HEAD = CENTRAL.pack(b"PK\x01\x02", 0, 0, _FLAGS, *[0] * 13)[:16]
 
 
 def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:
-    """What stands before the bytes of a record, with the padding that brings them to a multiple of ``alignment``.
+    """The header of a record, with padding that aligns the bytes after it to a multiple of ``alignment``.
 
-    ``name`` is the whole name, its folder with it; ``offset`` is where the header begins in the archive.
+    ``name`` includes the folder; ``offset`` is where the header begins in the archive.
     """
     wide = _wide(size, 0, offset)
     padding = -(offset + LOCAL.size + len(name) + len(wide) + EXTRA.size) % alignment
@@ -83,7 +83,7 @@ def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT
 
 
 def descriptor(size: int, crc32: int, offset: int) -> bytes:
-    """What follows the bytes of a record whose header begins at ``offset``: nothing if it has none."""
+    """What follows the bytes of a record whose header begins at ``offset``: nothing if it is empty."""
     if not size:
         return b""
     form = DESCRIPTOR64 if max(size, offset) >= ALL32 else DESCRIPTOR
@@ -91,30 +91,30 @@ def descriptor(size: int, crc32: int, offset: int) -> bytes:
 
 
 def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
-    """The line of the directory for a record whose header begins at ``offset``."""
+    """The directory entry of a record whose header begins at ``offset``."""
     wide = _wide(size, size, offset)
     flags = _FLAGS if size else _FLAGS_OF_NOTHING
-    told = min(size, ALL32)
+    narrow = min(size, ALL32)
     rest = (len(name), len(wide), 0, 0, 0, 0, min(offset, ALL32))
-    head = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, told, told, *rest)
+    head = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, narrow, narrow, *rest)
     return head + name + wide if wide else head + name
 
 
 def end_of_archive(count: int, start: int, size: int) -> bytes:
-    """What follows a directory of ``count`` entries and ``size`` bytes which begins at ``start``; it ends the file."""
+    """The end of an archive: what follows a directory of ``count`` entries and ``size`` bytes at ``start``."""
     end = start + size
     wide = END64.pack(b"PK\x06\x06", END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, size, start)
     locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
-    told = min(count, 0xFFFF)
-    return wide + locator + END.pack(b"PK\x05\x06", 0, 0, told, told, min(size, ALL32), min(start, ALL32), 0)
+    narrow = min(count, 0xFFFF)
+    return wide + locator + END.pack(b"PK\x05\x06", 0, 0, narrow, narrow, min(size, ALL32), min(start, ALL32), 0)
 
 
 def small_records(
     named: Iterable[tuple[bytes, bytes]], offset: int, alignment: int, checksums: list[int]
 ) -> tuple[list[bytes], list[bytes], int]:
-    """The bytes of records from ``offset`` on, those of their directory, and where they end; each in many parts.
+    """The bytes of records from ``offset`` on, those of their directory entries, and where the records end.
 
-    What ``local_header``, ``descriptor`` and ``central_entry`` would make, at a third of the time.
+    What ``local_header``, ``descriptor`` and ``central_entry`` would make, in a third of the time.
     """
     out: list[bytes] = []
     entries: list[bytes] = []
@@ -148,7 +148,7 @@ def small_records(
 
 
 def _wide(size: int, stored: int, offset: int) -> bytes:
-    """The field of what does not fit into 32 bits: empty if all does."""
+    """The zip64 field, with what does not fit into 32 bits; empty if everything does."""
     if size < ALL32 and offset < ALL32:
         return b""
     numbers = [size, stored] if size >= ALL32 else []
@@ -161,7 +161,7 @@ def _wide(size: int, stored: int, offset: int) -> bytes:
 
 
 class Chunk(NamedTuple):
-    """Some bytes of a record. ``ready`` waits until they are there, in a thread; ``done`` hears they are written."""
+    """Some bytes of a record. ``ready`` is called in a thread and waits for them; ``done`` is called once written."""
 
     view: Buffer
     ready: Callable[[], object] | None = None
@@ -169,9 +169,9 @@ class Chunk(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A name in the archive, without its folder, and what is there: bytes, or a function that gives them.
+    """A record: its name without the folder, and its bytes, or a function that yields them in order.
 
-    It gives all of them in order, in chunks of ``PIECE`` at most. A chunk with ``done`` has a write for itself.
+    Chunks have ``PIECE`` bytes at most. A write ends after a chunk with ``done``.
     """
 
     name: bytes
@@ -180,7 +180,7 @@ class Record(NamedTuple):
 
 
 class Bunch(NamedTuple):
-    """Small records, one after the other: names without their folder, and their bytes."""
+    """Small records: their names without the folder, and their bytes."""
 
     records: list[tuple[bytes, bytes]]
 
@@ -189,12 +189,12 @@ class Sink(Protocol):
     """Where an archive goes."""
 
     def write(self, buffers: Sequence[Buffer]) -> None:
-        """Write all of them, in this order."""
+        """Write all buffers, in this order."""
         ...
 
 
 class _Entry:
-    """A record that takes more than one step: its place in the directory, and its checksum so far."""
+    """A record whose checksum is not yet known: its index in the directory, and the checksum so far."""
 
     __slots__ = ("checksum", "index", "name", "number", "offset", "size")
 
@@ -205,13 +205,13 @@ class _Entry:
 
 
 class _Write:
-    """What is written at once."""
+    """The buffers of one call of ``Sink.write``."""
 
     __slots__ = ("buffers", "contents", "nbytes", "parts", "sums")
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        # Chunks with their record; of the last one of a record also where its descriptor goes, else -1.
+        # Chunks with their record, and the index of its descriptor for the last one, else -1.
         self.parts: list[tuple[_Entry, Chunk, int]] = []
         self.nbytes = 0
         self.contents = 0  # bytes of records alone
@@ -224,7 +224,7 @@ class _Write:
 
 
 class _Archive:
-    """The directory, as it grows."""
+    """The archive so far: where it ends, and its directory."""
 
     def __init__(self, root: bytes, alignment: int) -> None:
         self.checksums: list[int] = []
@@ -234,7 +234,7 @@ class _Archive:
         self._entries: list[bytes] = []
 
     def writes(self, records: Iterable[Record | Bunch]) -> Iterator[_Write]:
-        """What is to be written for some records, in order."""
+        """Divide records into writes."""
         write = _Write()
         for record in records:
             if isinstance(record, Bunch) or isinstance(record.content, bytes):
@@ -275,11 +275,11 @@ class _Archive:
             yield write
 
     def complete(self, write: _Write) -> None:
-        """Fill in the descriptors of a write: its checksums are there."""
+        """Wait for the checksums of a write, and fill in its descriptors."""
         try:
             sums = write.sums()
         finally:
-            write.sums = list  # an error refers to this frame, which must not refer back to the error and the chunks
+            write.sums = list  # an error holds this frame, which must not hold the error and the chunks in turn
         for (entry, chunk, slot), checksum in zip(write.parts, sums, strict=True):
             before = entry.checksum  # 0 also where nothing came before
             entry.checksum = combined(before, checksum, len(chunk.view)) if before else checksum
@@ -289,7 +289,7 @@ class _Archive:
                 self.checksums[entry.number] = entry.checksum
 
     def directory(self) -> bytes:
-        """What the file ends with."""
+        """The directory, and the end of the archive."""
         entries = b"".join(self._entries)
         return entries + end_of_archive(len(self.checksums), self.end, len(entries))
 
@@ -304,10 +304,10 @@ def write_archive(
     alignment: int = ALIGNMENT,
     tell: Callable[[int], None] | None = None,
 ) -> None:
-    """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and names the last ones.
+    """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and returns the last ones.
 
-    With an empty ``root``, names are as they are. ``tell`` is called with numbers of bytes of records as they are
-    written, those of the last ones left out.
+    With an empty ``root`` there is no folder. ``tell`` is called with the number of bytes of records in each write,
+    without the last ones.
     """
     archive = _Archive(root, alignment)
     waiting: deque[_Write] = deque()
@@ -337,7 +337,7 @@ def write_archive(
 
 
 def _coalesced(buffers: list[Buffer]) -> list[Buffer]:
-    """The same bytes, with small neighbours put together."""
+    """The same bytes, with adjacent small buffers joined."""
     out: list[Buffer] = []
     small: list[Buffer] = []
     for buffer in buffers:
@@ -354,7 +354,7 @@ def _coalesced(buffers: list[Buffer]) -> list[Buffer]:
 
 
 def _sums(chunks: Sequence[Chunk]) -> list[int]:
-    """The checksum of each chunk, once it is there."""
+    """The checksum of each chunk, once it is ready."""
     compute, sums = fastest_crc32(), []
     for chunk in chunks:
         if chunk.ready is not None:
@@ -364,14 +364,14 @@ def _sums(chunks: Sequence[Chunk]) -> list[int]:
 
 
 class Checksums:
-    """Threads that compute checksums; with none, they are computed when they are asked for.
+    """Threads that compute checksums; without any, the caller computes them when it needs them.
 
-    When it is left, no thread reads anything any more.
+    No thread is left after the ``with`` block.
     """
 
     def __init__(self, threads: int) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        with suppress(RuntimeError):  # this cannot be imported, either, while a program ends
+        with suppress(RuntimeError):  # raised by the import while the interpreter shuts down
             if threads:
                 from concurrent.futures import ThreadPoolExecutor
 
@@ -385,11 +385,11 @@ class Checksums:
             self._pool.shutdown(cancel_futures=kind is not None)
 
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], list[int]]:
-        """Begin with some chunks; what is returned gives their checksums."""
+        """Start computing the checksums of some chunks; the function that is returned waits for them."""
         if self._pool is not None:
             try:
                 return self._pool.submit(_sums, chunks).result
-            except RuntimeError:  # no thread can be started, as while a program ends
+            except RuntimeError:  # no thread can be started while the interpreter shuts down
                 pass
         return partial(_sums, chunks)
 
@@ -400,7 +400,7 @@ _ROOT = b"archive"
 """The folder of all records. torch since 1.13 uses the name of the file, so that files with equal contents differ, and
 reveal the name under which they were saved."""
 
-_LITTLE = 4 << 20  # bytes from which threads are worth starting
+_LITTLE = 4 << 20  # fewer bytes are not worth starting threads
 _MAX_THREADS = 8
 _ALL = (1 << 64) - 1
 
@@ -426,21 +426,21 @@ def write_checkpoint(
     alignment: int = ALIGNMENT,
     tell: Callable[[int], None] | None = None,
 ) -> None:
-    """Write the records of a checkpoint; ``nbytes`` is how many bytes its storages have, about."""
+    """Write the records of a checkpoint; ``nbytes`` is the approximate size of its storages."""
 
     def closing(checksums: list[int]) -> list[Record]:
         from hashlib import blake2b
 
         version = b"3\n"
-        # Two numbers of 64 bits. The second is the one torch would compute of the contents. The first it makes from the
-        # order of a hash table of its own; here the names are known by their number.
+        # Two numbers of 64 bits. The second is the hash that torch would compute of the contents. For the first, torch
+        # hashes the names in the order of a hash table; here it depends on their number.
         content = 0
         for checksum in [*checksums, crc32(version)]:
             if checksum:
                 content ^= (checksum + 0x9E3779B9 + (content << 6 & _ALL) + (content >> 2)) & _ALL
         name = int.from_bytes(blake2b(b"%d" % (len(checksums) + 1), digest_size=8).digest(), "little")
         last = [Record(b"version", 2, version), Record(b".data/serialization_id", 40, b"%020d%020d" % (name, content))]
-        return last if origin is None else [origin, *last]  # it is not part of the id: equal contents have equal ids
+        return last if origin is None else [origin, *last]  # not part of the id: equal contents have equal ids
 
     threads = min(cores() - 1, _MAX_THREADS) if nbytes >= _LITTLE else 0  # beside the one that writes
     records = chain(opening, storages)
