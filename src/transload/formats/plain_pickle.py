@@ -1,14 +1,13 @@
 """Plain pickles, which torch.save did not write: those of ``pickle.dump``, cloudpickle, dill and joblib.
 
-A tensor in one is the call that also stands in a checkpoint, but its storage is a call, too:
-``torch.storage._load_from_bytes(b"…")``, whose bytes are a stream of ``torch.save`` with that one storage. ``_Held``
-reads these streams, so that a pickle of tensors is the checkpoint it is. Bytes that are anything else stay what the
-call makes of them for every loader: code that runs. A pickle without tensors is judged all the same, since something
-may load it.
+A tensor in one is the same call as in a checkpoint, but its storage is a call, too:
+``torch.storage._load_from_bytes(b"…")``, whose bytes are a legacy stream with that one storage. ``_EmbeddedData`` reads
+these streams, so that a pickle of tensors is a checkpoint. A call with any other bytes stays a call that runs code. A
+pickle without tensors is judged, too, since something may load it.
 
-joblib writes the bytes of a numpy array behind the opcodes of a wrapper that describes it, and goes on behind them.
-``pickle`` would read them as opcodes: a file in which both find something to do is an attack. Such files are often
-compressed as a whole: ``unpacked`` has what they hold.
+joblib writes the bytes of a numpy array after the opcodes of a wrapper that describes it, and then continues the
+pickle. ``pickle`` would read them as opcodes: a file that imports or calls something in both readings is an attack.
+Such files are often compressed as a whole: ``unpacked`` decompresses them.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ _RECONSTRUCTING = frozenset(
 )
 _WRAPPED = frozenset({"subclass", "shape", "order", "dtype"})
 _WRAPPED_TOO = frozenset({"allow_mmap", "numpy_array_alignment_bytes"})
-_MAX_CALLS = 4096  # of a dtype with many fields, between a wrapper and its state
+_MAX_CALLS = 4096  # between a wrapper and its state: those of a dtype with many fields
 
 _MAX_UNPACKED_RATIO = 64
 _MIN_UNPACKED_LIMIT = 256 << 20
-"""A compressed file may unpack to so many times its size, or to this: a kilobyte can become a gigabyte."""
+"""A compressed file may decompress to so many times its size, or to this: a kilobyte can become a gigabyte."""
 
 _MAX_BEHIND = 64
-"""From the end of the bytes of a storage to the end of the call that gets them: entries into the memo, the codec, a
-tuple, perhaps the head of a frame."""
+"""Bytes between those of a storage and the end of the call that gets them: for the memo, the codec, a tuple, perhaps
+the header of a frame."""
 
 
 def unpacked(source: Source) -> Source:
-    """What a compressed file holds if that is a plain pickle of tensors, or of arrays; else the source itself."""
+    """The decompressed file if it is a plain pickle of tensors or arrays; else the source itself."""
     kind = packed_as(source.read(0, 8))
     limit = max(_MIN_UNPACKED_LIMIT, _MAX_UNPACKED_RATIO * source.size)
     held = bytearray()
@@ -74,21 +73,20 @@ def unpacked(source: Source) -> Source:
 
 
 def _names_data(held: bytearray) -> bool:
-    """Whether names of torch or joblib stand where a pickle begins."""
+    """Whether the first bytes contain the name of torch or joblib."""
     return held.find(b"torch", 0, 1 << 20) >= 0 or held.find(b"joblib", 0, 1 << 20) >= 0
 
 
 def read_plain_pickle(source: Source) -> Checkpoint | None:
-    """The pickles in a file that begins with one; ``None`` if it does not.
+    """Read a file that begins with a pickle; ``None`` if it does not.
 
-    A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by
-    chance.
+    A broken pickle counts only if it has named a global before: a text file can begin with valid opcodes by chance.
     """
     storages: list[_Storage] = []
-    reader = partial(_Held, offset=0, storages=storages)
+    reader = partial(_EmbeddedData, offset=0, storages=storages)
     first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT, reader)
     if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
-        # It is one, and a long one; where tensors lie in it, as long as they are.
+        # A long pickle. With tensors in it there is no limit.
         data = LOADER in first.globals or _WRAPPERS & first.globals.keys()
         window, most = (source.size, source.size) if data else (1 << 20, MAX_STREAM)
         first, end = run_at(source, 0, "pickle", window, most, reader)
@@ -100,7 +98,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     pickles = [first]
     while end < source.size and len(pickles) <= _MAX_PICKLES and not pickles[-1].broken:
         begin, others = end, list[_Storage]()
-        reader = partial(_Held, offset=begin, storages=others)
+        reader = partial(_EmbeddedData, offset=begin, storages=others)
         pickle, end = run_at(source, begin, f"pickle {len(pickles) + 1}", _WINDOW, reader=reader)
         _excuse(pickle, others)
         _compare_readings(pickle, source, begin)
@@ -144,7 +142,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
 
 
 def holds_tensors(source: Source) -> bool:
-    """Whether a file is a plain pickle of tensors, and no checkpoint of torch.save."""
+    """Whether a file is a plain pickle of tensors, not a checkpoint of torch.save."""
     checkpoint = None if looks_like_legacy(source) else read_plain_pickle(source)
     return checkpoint is not None and checkpoint.pickles[0].data
 
@@ -160,30 +158,30 @@ def _is_pickle(pickle: Pickle, size: int) -> bool:
 
 
 class _Storage(NamedTuple):
-    """A storage that a pickle holds, and its record where its bytes do not lie there as they are."""
+    """A storage in a pickle; it has a record if its bytes are written as text."""
 
     key: str
     place: Place
     record: Record | None
 
 
-class _Held:
-    """The storages that one run of a machine has met, as bytes given to ``LOADER``.
+class _EmbeddedData:
+    """Reads the storages and arrays inside a pickle while a machine runs it.
 
-    The bytes must lie right before the call, and behind the call before: a pickler writes each of them once. So a file
-    cannot have the same bytes read, or made into a storage, any number of times.
+    The bytes of a storage must be right before the call of ``LOADER``, and after the previous call: a pickler writes
+    each storage once. So a file cannot make the same bytes into any number of storages.
     """
 
     def __init__(self, vm: Machine, offset: int, storages: list[_Storage]) -> None:
         self._vm = vm
         self._offset = offset
-        self._behind = 0  # the last of them
-        self._head = MAGIC_PICKLE  # the first three pickles of a stream that was read: they are nearly always the same
-        storages.clear()  # each run begins anew, with more of the data
+        self._behind = 0  # the end of the last call of LOADER
+        self._head = MAGIC_PICKLE  # the first three pickles of the last stream: they are nearly always the same
+        storages.clear()  # each run starts again, with more of the data
         self.storages = storages
 
     def array(self, made: Call) -> Any:
-        """The array whose bytes follow; ``None`` unless a wrapper of joblib was given its state."""
+        """The array whose bytes follow; ``None`` unless ``made`` is a wrapper of joblib that has got its state."""
         vm, args = self._vm, made.args
         kind: Any = made.callee
         plain = made.kind == "newobj" and args == ()
@@ -203,11 +201,11 @@ class _Held:
         plain = plain and type(padded) in (int, type(None)) and type(mapped) is bool
         if not plain or not place or shape is None or dtype is None or not _is_numpy(state["subclass"]):
             raise Broken("an array that joblib does not write so")
-        if vm.pos < vm.frame_end:  # joblib would look for it behind the frame
+        if vm.pos < vm.frame_end:  # joblib would look for it after the frame
             vm.ambiguous("an array begins inside a frame")
         del calls[-place]
         begin, found = vm.pos, None
-        if dtype.objects:  # it follows as a pickle of its own
+        if dtype.objects:  # another pickle follows
             found = run(vm.data, begin, vm.out.name)
             vm.pos = found.end
             vm.out.persistent += found.persistent
@@ -227,12 +225,12 @@ class _Held:
         if found is not None:
             return found.root
         data = bytearray(memoryview(vm.data)[vm.pos - nbytes : vm.pos])
-        # As protocol 5 has it, which every reader of arrays knows.
+        # As in protocol 5, which every reader of arrays knows.
         function = Global("numpy._core.numeric", "_frombuffer", begin)
         return Call(function, (data, state["dtype"], shape, order), "reduce", vm.pos)
 
     def storage(self, args: Any, end: int) -> Persistent | None:
-        """The storage that a call gets whose opcode ends there; ``None`` if it gets anything else."""
+        """The storage in the arguments of a call whose opcode ends at ``end``; ``None`` if it is anything else."""
         node: Any = args[0] if type(args) is tuple and len(args) == 1 else None
         text = _encoded_text(node)
         try:
@@ -251,7 +249,7 @@ class _Held:
             return None
         self._behind, self._vm.pos = end, end
         if text and self._vm.out.calls[-1] is node:
-            self._vm.out.calls.pop()  # it was read with the storage
+            self._vm.out.calls.pop()  # the call that encodes the text
         key = str(len(self.storages))
         name, stored, record = f"storage {key}", max(0, len(data) - start), None
         if text and stored:
@@ -266,7 +264,7 @@ class _Held:
         return storage
 
     def _stream(self, data: bytes) -> tuple[Global, str, int, int] | None:
-        """Class, tag and element count of the one storage that a stream holds, and where its bytes begin.
+        """Class, tag and element count of the only storage in a stream, and where its bytes begin.
 
         ``None`` for a stream of anything else. The last bytes may be missing.
         """
@@ -307,13 +305,13 @@ def _is_numpy(node: object) -> bool:
 
 
 def _is_plain(pickle: Pickle, *, named: bool = False) -> bool:
-    """Whether a pickle is read to its end and makes nothing; only one that is ``named`` may ask for a global."""
+    """Whether a pickle is complete and calls nothing; only with ``named`` may it contain globals and ids."""
     odd = pickle.broken or pickle.irregular or pickle.ambiguous or pickle.calls or pickle.built or pickle.extensions
     return not odd and (named or not (pickle.globals or pickle.persistent))
 
 
 def escaped(text: str) -> bytes:
-    """A text as protocol 0 has it."""
+    """A text as protocol 0 writes it."""
     for character in "\\\0\n\r\x1a":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("raw-unicode-escape")
@@ -323,7 +321,7 @@ _TEXTS: dict[int, Callable[[Any], bytes]] = {AS_TEXT: str.encode, AS_ESCAPED: es
 
 
 def _encoded_text(node: object) -> str:
-    """The text in ``_codecs.encode(text, "latin1")``, as which pickles up to protocol 2 hold bytes."""
+    """The text in ``_codecs.encode(text, "latin1")``, which pickles up to protocol 2 contain for bytes."""
     if type(node) is not Call or called(node) != "_codecs.encode" or node.kind != "reduce":
         return ""
     changed = node.states or node.items or node.appended or node.kwargs
@@ -334,11 +332,11 @@ def _encoded_text(node: object) -> str:
 
 
 def _excuse(pickle: Pickle, storages: list[_Storage]) -> None:
-    """Take ``LOADER`` and the wrapper of arrays from the names of a pickle if each use of them was read here."""
+    """Remove ``LOADER`` and the wrapper of arrays from the globals of a pickle if each of their uses was read."""
     left = {key: node for key, node in pickle.globals.items() if key == LOADER or key in _WRAPPERS}
     if pickle.raw:
         left |= {key: node for key, node in pickle.globals.items() if key in _RECONSTRUCTING}
-    # A persistent id that is not one of ours makes every reader of a plain pickle fail.
+    # Every reader of a plain pickle fails at a persistent id, so all of these must be storages from here.
     if not left or len(pickle.persistent) != len(storages) or pickle.ambiguous:
         return
     for node in below([pickle.root, pickle.calls, *pickle.built]):
@@ -351,7 +349,7 @@ def _excuse(pickle: Pickle, storages: list[_Storage]) -> None:
 
 
 def _compare_readings(pickle: Pickle, source: Source, offset: int) -> None:
-    """Note if the module ``pickle`` would find anything to do in the bytes of arrays, and add that."""
+    """Note it if the module ``pickle`` would import or call anything in the bytes of arrays, and add that."""
     if not pickle.raw:
         return
     begin, end = pickle.raw[0]
@@ -360,7 +358,7 @@ def _compare_readings(pickle: Pickle, source: Source, offset: int) -> None:
     names = {key: node for key, node in other.globals.items() if key not in known}
     calls = [call for call in other.calls if call.position > begin and type(call.callee) in (Global, Call)]
     if any(begin < call.position <= end for call in pickle.calls):
-        # An array of objects is a pickle by itself: read on as this one, its entries of the memo are others.
+        # An array of objects is a separate pickle: read as part of this one, it would refer to other memo entries.
         pickle.globals |= names
         names, calls = {}, [call for call in calls if called(call) == ".".join(LOADER)]
     if names or calls or other.extensions or other.built:

@@ -1,10 +1,10 @@
 """The formats of torch before 1.6: streams of pickles (0.1.10 to 1.5), and tar archives (0.1.1 to 0.1.9).
 
-A stream is five pickles, then the storages end to end: the magic number, the protocol version, facts on the machine,
-the object, the list of storage keys. For each key follow an 8-byte element count and the bytes. There is no index:
-where a storage lies follows from the sizes of all before it. A flag of ``torch.save`` still writes it.
+A stream is five pickles (the magic number, the protocol version, facts about the machine, the object, the list of
+storage keys), then for each key an 8-byte element count and the bytes. There is no index: the offset of a storage
+follows from the sizes of all before it. ``torch.save`` can still write this format.
 
-A tar archive has four members, three of them streams of pickles mixed with raw numbers.
+A tar archive has four members; three of them are streams of pickles mixed with raw numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-# As torch.save writes it when it is given protocol 3, 4 or 5.
+# As torch.save writes it with protocol 3, 4 or 5.
 _OTHER_MAGIC = (
     MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x03"),
     MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
@@ -39,7 +39,7 @@ _OTHER_MAGIC = (
 PROTOCOL = 1001
 _COUNT = Struct("<q")
 MAX_DOUBT = 1 << 24
-"""Bytes to read of what may be no pickle: random ones soon announce a text of gigabytes."""
+"""How many bytes are read of what may not be a pickle: random bytes soon state a text of gigabytes."""
 
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
 _SMALL_WINDOW = 1 << 12
@@ -47,14 +47,14 @@ _IDS = {"storage": (6,), "module": (4,)}
 
 
 def looks_like_legacy(source: Source) -> bool:
-    """torch's own test: the first pickle is the magic number, however it is spelt. Or what is left of it is."""
+    """Whether the first pickle is the magic number, which is torch's test, or the beginning of it."""
     if 4 <= source.size < len(MAGIC_PICKLE):
         return MAGIC_PICKLE.startswith(source.read(0, source.size))
     return run_at(source, 0, _STAGES[0], _SMALL_WINDOW, MAX_DOUBT)[0].root == MAGIC
 
 
 def read_legacy(source: Source) -> Checkpoint:
-    """Read all five pickles and find every storage by adding up sizes."""
+    """Read all five pickles, and find every storage by adding up sizes."""
     out = Draft(source.name, "torch-legacy", source.size)
     problems, pickles = out.problems, out.pickles
     head = source.read(0, 32)
@@ -77,13 +77,13 @@ def read_legacy(source: Source) -> Checkpoint:
         problems.add("zip-inside", detail="zipfile reads the archive at its end, torch the stream before it")
     pids = [node.id for node in main.persistent if type(node.id) is tuple and node.id]
     untyped = sum(type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage") for pid in pids if len(pid) > 1)
-    if untyped:  # newer dtypes have such storages: torch writes them in this format, too, and cannot read them
+    if untyped:  # those of newer dtypes: torch also writes them in this format, but cannot read them
         problems.add("legacy-untyped", main.name, f"{untyped} storages have no type, and torch asks for one")
     listed = pickles[4].root if len(pickles) > 4 and not pickles[4].broken else []
     keys = []
     for key in listed if type(listed) is list else ():
         text = key.decode("latin-1") if type(key) is bytes else key
-        keys.append(str(text) if type(text) in (str, int) else "")  # what can be no key is one that nothing uses
+        keys.append(str(text) if type(text) in (str, int) else "")  # a key that nothing uses
     places, end = _places(source, position, keys, declared_storages(main), problems)
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
     out.take(*tree)
@@ -92,7 +92,7 @@ def read_legacy(source: Source) -> Checkpoint:
         for storage in tree.storages:
             where = f"storage {storage.key}"
             if storage.key not in listed_keys:
-                # torch 2.13 makes the tensor all the same, out of whatever was in memory.
+                # torch 2.13 makes the tensor anyway, from uninitialized memory.
                 problems.add("legacy-unlisted", where, f"its bytes are not in the file; {needed_by(storage)}")
             elif storage.stored < storage.nbytes:
                 detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
@@ -119,7 +119,7 @@ def write_legacy(
     storages: Iterable[Record | Bunch],
     tell: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a stream, storages in the order of their keys, which count from 0; ``numels`` are their element counts."""
+    """Write a stream; the keys of the storages count from 0, and ``numels`` are their element counts."""
     import pickle
 
     from transload.formats.zip_writer import Bunch, Chunk
@@ -151,9 +151,9 @@ def write_legacy(
 def _places(
     source: Source, position: int, keys: list[str], known: dict[str, Storage], problems: Problems
 ) -> tuple[dict[str, Place], int]:
-    """Where each storage lies, as torch finds it: the count before the bytes must agree with the object.
+    """Find each storage as torch does: the count before the bytes must agree with the object.
 
-    Also where the last one ends; that is the end of the file where the rest of it cannot be told.
+    Also returns where the last one ends; after an error that is the end of the file.
     """
     places: dict[str, Place] = {}
     for key in keys:
@@ -185,12 +185,12 @@ _MAX_PAX = 1 << 16
 _EXTENDED = frozenset({b"x", b"g", b"X", b"L", b"K"})
 _WANTED = frozenset({"sys_info", "pickle", "tensors", "storages"})
 
-# What Python's tarfile writes into an extended header for a plain file: its time to the nanosecond, its owner's name.
+# What Python's tarfile writes into an extended header of a plain file: its time in nanoseconds, its owner's name.
 _PLAIN_PAX = frozenset({b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"})
 
 
 class Member(NamedTuple):
-    """A file in a tar archive; ``odd`` says why another reader may see it otherwise."""
+    """A file in a tar archive; ``odd`` says why another reader may read it differently."""
 
     name: str
     offset: int
@@ -199,7 +199,7 @@ class Member(NamedTuple):
 
 
 def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], list[Problem]]:
-    """The members of a tar archive, in order, until its end or its first bad header; and what is wrong there."""
+    """The members of a tar archive until its end or its first bad header, and the problem with that."""
     out: list[Member] = []
     position, odd, always = 0, "", ""
     for _ in range(most):
@@ -225,18 +225,20 @@ def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], lis
 
 
 def _is_plain_pax(line: bytes) -> bool:
-    """A record of an extended header: its own length, a key and a value. A wrong length hides another record in it."""
+    """Whether it is a harmless record of an extended header: length, key and value. A wrong length hides another."""
     length, _, record = line.partition(b" ")
     return length == b"%d" % (len(line) + 1) and record.partition(b"=")[0] in _PLAIN_PAX
 
 
 def _header(block: bytes) -> tuple[str, int, bytes] | None:
-    """Name, size and type of a member; ``None`` where there is no header."""
+    """Name, size and type of a member; ``None`` if it is not a header."""
     if len(block) < _BLOCK or not any(block):
         return None
     size, stated = _octal(block[124:136]), _octal(block[148:156])
     summed = block[:148] + b" " * 8 + block[156:]
-    signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # as some writers add up; tarfile takes both
+    signed = sum(summed) - 256 * sum(
+        byte > 127 for byte in summed
+    )  # some writers add signed bytes; tarfile accepts both
     if size is None or stated not in (sum(summed), signed):
         return None
     prefix, name = block[345:500].split(b"\0")[0], block[:100].split(b"\0")[0]
@@ -244,7 +246,7 @@ def _header(block: bytes) -> tuple[str, int, bytes] | None:
 
 
 def _octal(field: bytes) -> int | None:
-    """A number of a header, exactly as tarfile takes it: torch asks tarfile, and a polyglot lives where we differ."""
+    """A number of a header, exactly as tarfile reads it: torch uses tarfile, and a difference would allow an attack."""
     if field[:1] in (b"\x80", b"\xff"):  # sizes from 8 GiB on are binary
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     try:
@@ -254,11 +256,11 @@ def _octal(field: bytes) -> int | None:
 
 
 def read_tar(source: Source) -> Checkpoint | None:
-    """The checkpoint in a tar archive; ``None`` if it holds none, or is not a tar archive."""
+    """The checkpoint in a tar archive; ``None`` if there is none, or it is not a tar archive."""
     reader = TarReader(source)
     if not {"pickle", "tensors", "storages"} <= reader.found.keys():
         return None
-    # Whatever makes tarfile, inside torch, take other members than these; and members that torch does not read.
+    # Note what could make tarfile, inside torch, read other members; and members that torch does not read.
     problems = reader.problems
     seen: set[str] = set()
     for member in reader.listed:
@@ -273,16 +275,17 @@ def read_tar(source: Source) -> Checkpoint | None:
         problems.add("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read")
     if ends_like_zip(source):
         problems.add("zip-inside", detail="zipfile reads the archive at its end, torch the tar before it")
-    reader.read_tables()
-    for name in ("sys_info", "pickle"):  # the object; beside it what only old readers load
+    reader.read_storages()
+    reader.read_tensors()
+    for name in ("sys_info", "pickle"):  # only old readers load sys_info; pickle is the object
         if name in reader.found:
             main, _ = run_at(reader.part(name), 0, name)
             main.main = name == "pickle"
-            reader.took(main)
-    # The file as a pickle: torch turns to that as soon as tarfile stumbles, and a header may be one, too.
+            reader.add_pickle(main)
+    # torch reads the file as a pickle where tarfile fails, and a tar header can be a valid pickle.
     pickle, _ = run_at(source, 0, "beginning of the file", _SMALL_WINDOW)
     if pickle.globals or pickle.extensions or not pickle.broken:
-        reader.took(pickle)
+        reader.add_pickle(pickle)
         reader.problems.add("tar-ambiguous", pickle.name, "it is a pickle as well as a tar header")
     table = StorageTable(lambda key, _: reader.places.get(key, Place(None, 0)))
     table.enter(reader.storage_ids.values())
@@ -291,7 +294,7 @@ def read_tar(source: Source) -> Checkpoint | None:
 
 
 class TarReader(Draft):
-    """Goes through ``storages`` and ``tensors``, pickles and raw numbers in turn, until it breaks, with a problem."""
+    """Reads ``storages`` and ``tensors``, alternating pickles and raw numbers; stops, with a problem, at an error."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.name, "torch-tar", source.size)
@@ -309,20 +312,20 @@ class TarReader(Draft):
         member = self.found[name]
         return Slice(self._source, member.offset, member.size, name)
 
-    def took(self, pickle: Pickle) -> None:
-        """Keep a pickle if it asks for anything, and note what is wrong with it; its ids are numbers, not storages."""
+    def add_pickle(self, pickle: Pickle) -> None:
+        """Keep a pickle if it imports anything, and note its problems; its persistent ids are numbers."""
         self.problems += [p for p in pickle_problems(pickle, pickle.end) if p.code != "pickle-odd-id"]
         if pickle.main or pickle.globals or pickle.extensions:
             self.pickles.append(pickle)
 
     def _next(self, part: Slice) -> Any:
-        """The value of the next pickle; ``None`` once it is broken."""
+        """The value of the next pickle; ``None`` if it is broken."""
         pickle, self._position = run_at(part, self._position, part.name, _SMALL_WINDOW)
-        self.took(pickle)
+        self.add_pickle(pickle)
         return None if pickle.broken else pickle.root
 
     def _entries(self, part: Slice) -> Iterator[Any]:
-        """The pickles of a member after its first, which counts them. Who takes one moves past the numbers after it."""
+        """The pickles of a member after its first, which counts them. The caller moves past the numbers after each."""
         self._position = 0
         count = self._next(part)
         if type(count) is not int:
@@ -331,13 +334,8 @@ class TarReader(Draft):
         for _ in range(count):
             yield self._next(part)
 
-    def read_tables(self) -> None:
-        """The storages, then the tensors."""
-        self._read_storages()
-        self._read_tensors()
-
-    def _read_storages(self) -> None:
-        """``storages``: for each its id, element count and bytes; then the list of views."""
+    def read_storages(self) -> None:
+        """Read ``storages``: for each its id, element count and bytes; then the list of views."""
         part = self.part("storages")
         for entry in self._entries(part):
             is_entry = type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
@@ -363,8 +361,8 @@ class TarReader(Draft):
             else:
                 self.problems.add("tar-broken", "storages", "a view of no storage")
 
-    def _read_tensors(self) -> None:
-        """``tensors``: for each its id and storage, its rank, sizes, strides and offset."""
+    def read_tensors(self) -> None:
+        """Read ``tensors``: for each its id and storage, its rank, sizes, strides and offset."""
         part = self.part("tensors")
         for entry in self._entries(part):
             if type(entry) is not tuple or len(entry) != 3:
