@@ -190,13 +190,13 @@ class Refusing:
 
     context = 7
 
-    def current(self) -> int:
+    def current_context(self) -> int:
         return self.context
 
-    def enter(self, device: int) -> None:
+    def set_device(self, device: int) -> None:
         self.context = device + 100
 
-    def back(self, context: int) -> None:
+    def set_context(self, context: int) -> None:
         self.context = context
 
     def copy(self, _: object, __: int) -> None:

@@ -1,6 +1,6 @@
-"""The few calls of the CUDA driver that moving bytes takes, without torch between: each a microsecond, not ten.
+"""The few calls of the CUDA driver that copying bytes takes. Made without torch, each costs 1 µs instead of 10.
 
-Streams, events and memory of the driver are those of torch: both use the primary context of a device.
+torch and this module share streams, events and memory, since both use the primary context of a device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _CAN_REGISTER_READ_ONLY = 113
 _NON_BLOCKING = 1
 _NO_TIMING = 2
 _SOURCE_STREAM_ORDERED = 1
-_MANY = 8  # copies from which one call for all of them is faster
+_BATCH = 8  # copies from which one call for all of them is faster
 
 
 class DriverError(LoadError):
-    """A call of the driver that failed, and the number it answered."""
+    """A call of the driver failed."""
 
 
 class _Location(ctypes.Structure):
@@ -32,7 +32,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """How copies of a batch may be done: ``CUmemcpyAttributes``."""
+    """``CUmemcpyAttributes``."""
 
     _fields_ = (
         ("order", ctypes.c_int),
@@ -43,34 +43,34 @@ class _Attributes(ctypes.Structure):
 
 
 def _call(library: Any, name: str, *arguments: Any) -> Callable[..., None]:
-    """A function of the driver that raises where the driver answers with anything but 0."""
+    """A function of the driver that raises ``DriverError`` unless it returns 0."""
     function = getattr(library, name)
     function.argtypes = arguments
 
     def call(*values: Any) -> None:
-        if answer := function(*values):
-            _refuse(answer, name.removesuffix("_v2"))
+        if code := function(*values):
+            _fail(code, name.removesuffix("_v2"))
 
     return call
 
 
-def _refuse(answer: int, call: str) -> NoReturn:
+def _fail(code: int, call: str) -> NoReturn:
     fix = "`transload doctor` looks for the cause; map_location='cpu' leaves the device alone."
-    raise DriverError(f"the CUDA driver answered {answer} to {call}", fix=fix)
+    raise DriverError(f"the CUDA driver answered {code} to {call}", fix=fix)
 
 
-def _made(call: Callable[..., None], *arguments: int) -> int:
-    """What a call writes to where its first argument points."""
+def _handle(call: Callable[..., None], *arguments: int) -> int:
+    """The handle that a call writes through its first argument, a pointer."""
     out = ctypes.c_void_p()
     call(ctypes.byref(out), *arguments)
     return out.value or 0
 
 
 class Driver:
-    """The calls of libcuda that moving bytes takes. Handles of streams, events and contexts are integers.
+    """The calls of libcuda that copying bytes takes. Handles of streams, events and contexts are integers.
 
-    ``back`` lets this thread speak to a context; ``unpin`` undoes ``pin``. ``record`` lets an event happen when all
-    that was started on a stream so far is done; ``wait`` waits for an event, ``finish`` for all of a stream.
+    ``set_context`` makes a context current for this thread. ``record_event`` records an event on a stream;
+    ``wait_event`` and ``wait_stream`` block the host until an event, or all work on a stream, has completed.
     """
 
     def __init__(self, library: Any) -> None:
@@ -79,7 +79,7 @@ class Driver:
         self._contexts: dict[int, int] = {}
         self._primary = _call(library, "cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
         self._get_current = _call(library, "cuCtxGetCurrent", pointer)
-        self.back = _call(library, "cuCtxSetCurrent", handle)
+        self.set_context = _call(library, "cuCtxSetCurrent", handle)
         self._stream_create = _call(library, "cuStreamCreate", pointer, number)
         self._stream_destroy = _call(library, "cuStreamDestroy_v2", handle)
         self._event_create = _call(library, "cuEventCreate", pointer, number)
@@ -87,72 +87,72 @@ class Driver:
         self._register = _call(library, "cuMemHostRegister_v2", handle, size, number)
         self.unpin = _call(library, "cuMemHostUnregister", handle)
         self._copy = _call(library, "cuMemcpyAsync", handle, handle, size, handle)
-        self.record = _call(library, "cuEventRecord", handle, handle)
-        self.wait = _call(library, "cuEventSynchronize", handle)
+        self.record_event = _call(library, "cuEventRecord", handle, handle)
+        self.wait_event = _call(library, "cuEventSynchronize", handle)
         self._stream_wait = _call(library, "cuStreamWaitEvent", handle, handle, number)
-        self.finish = _call(library, "cuStreamSynchronize", handle)
+        self.wait_stream = _call(library, "cuStreamSynchronize", handle)
         self._attribute = library.cuDeviceGetAttribute
         self._attribute.argtypes = (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
         self._batch: Any = getattr(library, "cuMemcpyBatchAsync_v2", None)  # since CUDA 13
 
-    def current(self) -> int:
-        """What this thread speaks to: a context, to come back to."""
-        return _made(self._get_current)
+    def current_context(self) -> int:
+        """The context that is current for this thread, to return to; 0 if there is none."""
+        return _handle(self._get_current)
 
-    def enter(self, device: int) -> None:
-        """Let this thread speak to a device."""
+    def set_device(self, device: int) -> None:
+        """Make the primary context of a device current for this thread."""
         if device not in self._contexts:
-            self._contexts[device] = _made(self._primary, device)
-        self.back(self._contexts[device])
+            self._contexts[device] = _handle(self._primary, device)
+        self.set_context(self._contexts[device])
 
-    def stream(self) -> int:
-        """A stream of its own on the device entered."""
-        return _made(self._stream_create, _NON_BLOCKING)
+    def create_stream(self) -> int:
+        """A new stream on the current device, which does not wait for the default stream."""
+        return _handle(self._stream_create, _NON_BLOCKING)
 
-    def event(self) -> int:
-        """An event on the device entered."""
-        return _made(self._event_create, _NO_TIMING)
+    def create_event(self) -> int:
+        """A new event on the current device."""
+        return _handle(self._event_create, _NO_TIMING)
 
-    def discard(self, streams: Iterable[int], events: Iterable[int]) -> None:
-        """Give streams and events of the device entered back, on which nothing is under way."""
+    def destroy(self, streams: Iterable[int], events: Iterable[int]) -> None:
+        """Destroy idle streams and events of the current device."""
         for stream in streams:
             self._stream_destroy(stream)
         for event in events:
             self._event_destroy(event)
 
     def pin(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """Lock memory, so that devices can read it by themselves."""
+        """Pin memory, so that devices can read it by DMA; ``unpin`` undoes it."""
         self._register(address, nbytes, _PORTABLE | (_READ_ONLY if read_only else 0))
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Start copies between pinned memory and the device: (target, source, bytes)."""
-        if self._batch is None or len(copies) < _MANY:
+        """Start copies between pinned memory and the device, each (target, source, bytes)."""
+        if self._batch is None or len(copies) < _BATCH:
             for target, source, nbytes in copies:
                 self._copy(target, source, nbytes, stream)
             return
         columns = [array("Q", column) for column in zip(*copies, strict=True)]
         targets, sources, sizes = (ctypes.c_void_p(column.buffer_info()[0]) for column in columns)
         attributes, first = _Attributes(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
-        answer = self._batch(
+        code = self._batch(
             targets, sources, sizes, ctypes.c_size_t(len(copies)),
             ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
         )  # fmt: skip
-        if answer:
-            _refuse(answer, "cuMemcpyBatchAsync")
+        if code:
+            _fail(code, "cuMemcpyBatchAsync")
 
-    def follow(self, stream: int, event: int) -> None:
-        """Let what is started on a stream from now on wait for an event."""
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Make later work on a stream wait for an event."""
         self._stream_wait(stream, event, 0)
 
     def can_pin_read_only(self, device: int) -> bool:
-        """Whether pages of a file can be pinned without a right to write them."""
+        """Whether a device can read pinned pages that are mapped read-only, such as those of a file."""
         out = ctypes.c_int()
         return self._attribute(ctypes.byref(out), _CAN_REGISTER_READ_ONLY, device) == 0 and bool(out.value)
 
 
 @cache
 def cuda_driver() -> Driver | None:
-    """The driver that torch uses; ``None`` where it is not NVIDIA's, or lacks what is needed."""
+    """The driver that torch uses; ``None`` if it is not NVIDIA's, or lacks a function used here."""
     import torch
 
     if sys.platform != "linux" or not torch.version.cuda:

@@ -512,7 +512,7 @@ class RingLane:
         turn = self._turn = (self._turn + 1) % SLOTS
         slot = self._slots[turn]
         if slot.busy:
-            driver.wait(slot.busy)
+            driver.wait_event(slot.busy)
             slot.busy = 0
         if not slot.pinned and self._pins:
             try:
@@ -527,30 +527,30 @@ class RingLane:
         addresses = transfer.addresses
         driver.copy([(addresses[want] + at, start + offset, n) for offset, want, at, n in job.runs], stream)
         slot.busy = self._event(turn)
-        driver.record(slot.busy, stream)
+        driver.record_event(slot.busy, stream)
 
     def _enter(self, name: str) -> int:
         """The stream on a device, which waits for the memory there to be free."""
         device = int(name.partition(":")[2] or 0)
         if device != self._device:
             if self._device < 0:
-                self._before = self._driver.current()
-            self._driver.enter(device)
+                self._before = self._driver.current_context()
+            self._driver.set_device(device)
             self._device, self._fence = device, 0
             self._spoken.add(device)
         if device not in self._streams:
-            self._streams[device] = self._driver.stream()
+            self._streams[device] = self._driver.create_stream()
         stream = self._streams[device]
         fence = self.transfer.fences[name]
         if fence != self._fence:
-            self._driver.follow(stream, fence)
+            self._driver.stream_wait_event(stream, fence)
             self._fence = fence
         return stream
 
     def _event(self, turn: int) -> int:
         key = (self._device, turn)
         if key not in self._events:
-            self._events[key] = self._driver.event()
+            self._events[key] = self._driver.create_event()
         return self._events[key]
 
     def _finish(self) -> None:
@@ -565,28 +565,28 @@ class RingLane:
 
     def _wait_for(self, device: int) -> None:
         with suppress(DriverError):  # a device that has failed says so again
-            self._driver.enter(device)
-        self._driver.finish(self._streams[device])
+            self._driver.set_device(device)
+        self._driver.wait_stream(self._streams[device])
 
     def _back(self) -> None:
         """The caller may be the thread of the program, which has a device of its own."""
         if self._device >= 0:
             self._spoken.clear()
             self._device, self._fence = -1, 0
-            self._driver.back(self._before)
+            self._driver.set_context(self._before)
 
     def close(self) -> None:
         """Give everything back, as far as the device does not refuse."""
         driver = self._driver
         with suppress(DriverError), ExitStack() as last:
-            last.callback(driver.back, driver.current())
+            last.callback(driver.set_context, driver.current_context())
             for device, stream in self._streams.items():
-                driver.enter(device)
+                driver.set_device(device)
                 for slot in self._slots:
                     if slot.pinned:
                         slot.pinned = False
                         driver.unpin(slot.address)
-                driver.discard([stream], [event for key, event in self._events.items() if key[0] == device])
+                driver.destroy([stream], [event for key, event in self._events.items() if key[0] == device])
 
 
 class _Idle:
@@ -705,13 +705,13 @@ class MappedLane(RingLane):
         self._made += 1
         addresses = self.transfer.addresses
         self._driver.copy([(addresses[want] + at, part.shift + offset, n) for offset, want, at, n in runs], stream)
-        self._driver.record(part.event, stream)
+        self._driver.record_event(part.event, stream)
         return True
 
     def _fetched(self) -> None:
         """Wait for the oldest part, and let it go."""
         part = self._parts[0]
-        self._driver.wait(part.event)
+        self._driver.wait_event(part.event)
         self._parts.popleft()
         self._let_go(part)
         part.file.check(part.runs)  # it may have been cut meanwhile

@@ -172,12 +172,12 @@ class CudaFetcher:
                 copies.append((to, storage.data_ptr() + start, nbytes))
                 to += nbytes
             try:
-                before = driver.current()
+                before = driver.current_context()
                 try:
-                    driver.enter(self._device.index)
+                    driver.set_device(self._device.index)
                     driver.copy(copies, self.stream.cuda_stream)
                 finally:
-                    driver.back(before)
+                    driver.set_context(before)
             except DriverError as reason:
                 raise SaveError(reason.what, fix="`transload doctor` looks for the cause.") from reason
         event = torch.cuda.Event()

@@ -18,7 +18,10 @@ from queue import SimpleQueue
 from transload.io.cuda_driver import DriverError
 from transload.io.memory import view
 
-__all__ = ["FakeDriver", "Goal"]
+__all__ = ["CALLS", "FakeDriver", "Goal"]
+
+CALLS = ("set_device", "create_stream", "create_event", "stream_wait_event", "copy", "record_event", "wait_event")
+"""The calls that one transfer makes, each of which may fail."""
 
 DEADLINE = 20.0  # seconds after which whoever waits gives up
 LONG = 100_000  # bytes of a copy that takes its time
@@ -134,25 +137,25 @@ class FakeDriver:
 
     # -- the driver
 
-    def current(self) -> int:
+    def current_context(self) -> int:
         return getattr(self._here, "context", 0)
 
-    def back(self, context: int) -> None:
+    def set_context(self, context: int) -> None:
         self._here.context = context
 
-    def enter(self, device: int) -> None:
-        self._call("enter")
+    def set_device(self, device: int) -> None:
+        self._call("set_device")
         self._here.context = CONTEXT + device
 
-    def stream(self) -> int:
-        self._call("stream")
+    def create_stream(self) -> int:
+        self._call("create_stream")
         with self._lock:
             handle = self._handle()
             self._streams[handle] = _Stream(self._entered())
             return handle
 
-    def event(self) -> int:
-        self._call("event")
+    def create_event(self) -> int:
+        self._call("create_event")
         with self._lock:
             handle = self._handle()
             happened = threading.Event()
@@ -160,8 +163,8 @@ class FakeDriver:
             self._events[handle] = (self._entered(), happened)
             return handle
 
-    def discard(self, streams: Iterable[int], events: Iterable[int]) -> None:
-        self._call("discard")
+    def destroy(self, streams: Iterable[int], events: Iterable[int]) -> None:
+        self._call("destroy")
         for handle in streams:
             stream = self._streams.pop(handle)
             if stream.pending or stream.device != self._entered():
@@ -229,8 +232,8 @@ class FakeDriver:
         if self._streams[stream].device != self._entered():
             self.faults.append("a copy is started on a device that was not entered")
 
-    def record(self, event: int, stream: int) -> None:
-        self._call("record")
+    def record_event(self, event: int, stream: int) -> None:
+        self._call("record_event")
         happened = threading.Event()
         with self._lock:
             device, _ = self._events[event]
@@ -239,21 +242,21 @@ class FakeDriver:
             self._events[event] = (device, happened)
         self._streams[stream].start(happened.set)
 
-    def wait(self, event: int) -> None:
-        self._call("wait")
+    def wait_event(self, event: int) -> None:
+        self._call("wait_event")
         assert self._events[event][1].wait(DEADLINE)
 
-    def follow(self, stream: int, event: int) -> None:
-        self._call("follow")
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._call("stream_wait_event")
         happened = self._events[event][1]
         self._followed[stream] = max(event, self._followed.get(stream, 0))
         self._streams[stream].start(lambda: happened.wait(DEADLINE))
 
-    def finish(self, stream: int) -> None:
+    def wait_stream(self, stream: int) -> None:
         done = threading.Event()
         self._streams[stream].start(done.set)
         assert done.wait(DEADLINE)
-        self._call("finish")
+        self._call("wait_stream")
 
     def can_pin_read_only(self, device: int) -> bool:
         del device
@@ -263,14 +266,14 @@ class FakeDriver:
         with self._lock:
             self.calls[name] += 1
             number = self.calls[name]
-        self.contexts.add(self.current())
+        self.contexts.add(self.current_context())
         if number in self.fails.get(name, ()):
             raise DriverError(f"{name} was told to fail")
 
     def _entered(self) -> int:
-        if self.current() < CONTEXT:
+        if self.current_context() < CONTEXT:
             self.faults.append("no device was entered")
-        return self.current() - CONTEXT
+        return self.current_context() - CONTEXT
 
     def _handle(self) -> int:
         self._number += 1

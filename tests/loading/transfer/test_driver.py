@@ -68,13 +68,13 @@ def library() -> Library:
     return Library()
 
 
-def test_a_device_is_entered_and_left(library: Library) -> None:
+def test_a_context_is_set_and_restored(library: Library) -> None:
     cuda = Driver(library)
     library.gives.update(cuCtxGetCurrent=0x77, cuDevicePrimaryCtxRetain=0x100)
-    before = cuda.current()
-    cuda.enter(1)
-    cuda.enter(1)
-    cuda.back(before)
+    before = cuda.current_context()
+    cuda.set_device(1)
+    cuda.set_device(1)
+    cuda.set_context(before)
     assert [call for call in library.calls if call[0] != "cuCtxGetCurrent"] == [
         ("cuDevicePrimaryCtxRetain", (1,)),  # once: it counts
         ("cuCtxSetCurrent", (0x100,)),
@@ -86,7 +86,7 @@ def test_a_device_is_entered_and_left(library: Library) -> None:
 def test_what_is_made_is_given_back(library: Library) -> None:
     cuda = Driver(library)
     library.gives.update(cuStreamCreate=0x10, cuEventCreate=0x20)
-    cuda.discard([cuda.stream()], [cuda.event(), cuda.event()])
+    cuda.destroy([cuda.create_stream()], [cuda.create_event(), cuda.create_event()])
     assert library.calls == [
         ("cuStreamCreate", (1,)),  # it does not wait for the default stream
         ("cuEventCreate", (2,)),  # without timing
@@ -97,8 +97,8 @@ def test_what_is_made_is_given_back(library: Library) -> None:
     ]
 
 
-def test_a_thread_that_speaks_to_nobody(library: Library) -> None:
-    assert Driver(library).current() == 0
+def test_a_thread_without_a_context(library: Library) -> None:
+    assert Driver(library).current_context() == 0
 
 
 def test_memory_is_pinned_for_all_devices(library: Library) -> None:
@@ -115,11 +115,11 @@ def test_memory_is_pinned_for_all_devices(library: Library) -> None:
 
 def test_work_is_started_and_waited_for(library: Library) -> None:
     cuda = Driver(library)
-    cuda.follow(7, 8)
+    cuda.stream_wait_event(7, 8)
     cuda.copy([(1 << 45, 2, 3), (4, 5, 6)], 7)
-    cuda.record(9, 7)
-    cuda.wait(9)
-    cuda.finish(7)
+    cuda.record_event(9, 7)
+    cuda.wait_event(9)
+    cuda.wait_stream(7)
     assert library.calls == [
         ("cuStreamWaitEvent", (7, 8, 0)),
         ("cuMemcpyAsync", (1 << 45, 2, 3, 7)),
@@ -177,16 +177,16 @@ def test_an_answer_that_is_not_zero_is_an_error_of_ours(name: str, library: Libr
 
 
 def _call_all(cuda: Driver) -> None:
-    cuda.current()
-    cuda.enter(0)
-    cuda.discard([cuda.stream()], [cuda.event()])
+    cuda.current_context()
+    cuda.set_device(0)
+    cuda.destroy([cuda.create_stream()], [cuda.create_event()])
     cuda.pin(1, 2)
     cuda.unpin(1)
     cuda.copy([(1, 2, 3)], 4)
-    cuda.record(1, 2)
-    cuda.wait(1)
-    cuda.follow(1, 2)
-    cuda.finish(1)
+    cuda.record_event(1, 2)
+    cuda.wait_event(1)
+    cuda.stream_wait_event(1, 2)
+    cuda.wait_stream(1)
 
 
 class TestWhichDriver:

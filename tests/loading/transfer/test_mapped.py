@@ -9,7 +9,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from tests.loading.transfer.fake import FakeDriver, Goal
+from tests.loading.transfer.fake import CALLS, FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
@@ -172,14 +172,14 @@ def test_a_file_that_is_cut_while_it_is_fetched(
     path.write_bytes(blob)
     source = FileSource(path)
     cut = 5 * CELL + 77 - 5
-    true_wait = FakeDriver.wait
+    true_wait = FakeDriver.wait_event
 
     def later(driver: FakeDriver, event: int) -> None:
         true_wait(driver, event)
-        if driver.calls["wait"] == number:
+        if driver.calls["wait_event"] == number:
             os.truncate(path, cut)
 
-    monkeypatch.setattr(FakeDriver, "wait", later)
+    monkeypatch.setattr(FakeDriver, "wait_event", later)
     with pytest.raises(Ended) as raised:
         bring([source], LARGE, Goal(LARGE, cuda).place)
     assert (raised.value.want, raised.value.came) == (0, 5 * CELL - 5)
@@ -187,7 +187,7 @@ def test_a_file_that_is_cut_while_it_is_fetched(
     source.close()
 
 
-@pytest.mark.parametrize("call", ["enter", "stream", "event", "follow", "copy", "record", "wait"])
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.usefixtures("small_parts")
 def test_a_call_that_fails(call: str, number: int, count: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:

@@ -11,7 +11,7 @@ from random import Random
 from zlib import crc32
 
 import pytest
-from tests.loading.transfer.fake import CONTEXT, FakeDriver, Goal
+from tests.loading.transfer.fake import CALLS, CONTEXT, FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource
@@ -108,7 +108,7 @@ def test_the_thread_of_the_caller_keeps_its_device(
             brought(blob_path, blob, wants, cuda)
     else:
         brought(blob_path, blob, wants, cuda)
-    assert cuda.current() == before
+    assert cuda.current_context() == before
 
 
 # -- lanes that are kept
@@ -122,9 +122,9 @@ def test_lanes_are_kept_and_used_again(blob: bytes, blob_path: Path, cuda: FakeD
         brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
     assert set(engine._idle.lanes) == set(kept)
     assert cuda.calls["pin"] <= 6
-    assert (cuda.calls["unpin"], cuda.calls["discard"]) == (0, 0)
-    assert cuda.calls["stream"] <= 3
-    assert cuda.calls["event"] <= 6
+    assert (cuda.calls["unpin"], cuda.calls["destroy"]) == (0, 0)
+    assert cuda.calls["create_stream"] <= 3
+    assert cuda.calls["create_event"] <= 6
 
 
 def test_a_kept_lane_holds_nothing_of_the_last_load(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
@@ -149,7 +149,7 @@ def test_too_many_are_closed(blob: bytes, blob_path: Path, cuda: FakeDriver, mon
     assert len(engine._idle.lanes) == 2
     assert pinned_slots(cuda) <= 4
     assert cuda.streams <= 2
-    assert cuda.current() == 77
+    assert cuda.current_context() == 77
 
 
 def test_a_child_process_begins_with_none(cuda: FakeDriver, blob: bytes, blob_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_several_loads_at_once(blob: bytes, blob_path: Path, cuda: FakeDriver) -
 # -- what goes wrong
 
 
-@pytest.mark.parametrize("call", ["enter", "stream", "event", "follow", "copy", "record", "wait"])
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_call_that_fails(
@@ -221,7 +221,7 @@ def test_a_call_that_fails(
     except DriverError:
         assert cuda.calls[call] >= number
     else:
-        assert call == "enter" or cuda.calls[call] < number  # at the end it is only to be waited for
+        assert call == "set_device" or cuda.calls[call] < number  # at the end it is only to be waited for
     source.close()
     assert cuda.pending == 0
     cuda.fails.clear()
@@ -230,8 +230,8 @@ def test_a_call_that_fails(
 
 
 def test_a_lane_that_cannot_tell_whether_it_is_done_is_given_up(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
-    cuda.fails["finish"] = [1]
-    with pytest.raises(DriverError, match="finish"):
+    cuda.fails["wait_stream"] = [1]
+    with pytest.raises(DriverError, match="wait_stream"):
         brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
     assert engine._idle.lanes == []
     cuda.fails.clear()
@@ -240,10 +240,10 @@ def test_a_lane_that_cannot_tell_whether_it_is_done_is_given_up(blob: bytes, blo
 
 
 def test_all_devices_are_waited_for_though_one_has_failed(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
-    cuda.fails["finish"] = [1]
-    with pytest.raises(DriverError, match="finish"):
+    cuda.fails["wait_stream"] = [1]
+    with pytest.raises(DriverError, match="wait_stream"):
         brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0"), ReadRequest(0, 2000, 1000, "cuda:1")], cuda)
-    assert cuda.calls["finish"] == 2
+    assert cuda.calls["wait_stream"] == 2
 
 
 def test_a_device_that_has_failed_keeps_nobody_from_going_on(
