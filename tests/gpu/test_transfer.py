@@ -124,7 +124,7 @@ def test_the_device_fetches_where_there_are_few_cores(
     if cuda is None or not cuda.can_pin_read_only(0):
         pytest.skip("this device, or its driver, cannot read pages of files")
     monkeypatch.setattr("transload.io.pool.cores", lambda: cores)
-    monkeypatch.setattr(engine, "cached_share", lambda *_: 1.0)
+    monkeypatch.setattr(engine, "cached_fraction", lambda *_: 1.0)
     for _ in range(3):
         assert_alike(transload.load(mixed, map_location="cuda"), as_torch(mixed))
     assert all(each.mapped for each in chosen)

@@ -19,7 +19,7 @@ from tests.loading.zoo import QUIET, saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.loading import load
-from transload.loading.engine import bring
+from transload.loading.engine import read_ranges
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
 from transload.loading.placement import DeviceMap
@@ -113,7 +113,7 @@ def test_more_files_than_can_be_open(tmp_path: Path) -> None:
     value = {f"{index}": torch.full((3,), float(index)) for index in range(200)}
     with zipfile.ZipFile(io.BytesIO(saved(value))) as archive:
         archive.extractall(tmp_path)
-    load(tmp_path)  # what it imports wants descriptors, too
+    load(tmp_path)  # what it imports needs descriptors, too
     open_(tmp_path).close()
     with descriptors(40):
         made = load(tmp_path)
@@ -257,8 +257,8 @@ def test_a_model_of_a_file_that_is_written_to(tmp_path: Path, monkeypatch: pytes
     def changed(*args: Any, **options: Any) -> Any:
         torch.save({"weight": torch.zeros(8, 8)}, path)
         os.utime(path, ns=(0, 0))
-        return bring(*args, **options)
+        return read_ranges(*args, **options)
 
-    monkeypatch.setattr("transload.loading.into.bring", changed)
+    monkeypatch.setattr("transload.loading.into.read_ranges", changed)
     with pytest.raises(BrokenFileError, match="was changed while it was read"):
         load_into(torch.nn.Linear(8, 8, bias=False), path)

@@ -17,7 +17,7 @@ from tests.loading.equal import same
 from tests.loading.zoo import saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
-from transload.io.pool import Progress, telling
+from transload.io.pool import Progress, progress_counter
 from transload.loading import load
 
 FLOATS = {"w0": torch.arange(4.0), "w1": torch.arange(4.0, 8.0)}
@@ -250,7 +250,7 @@ def test_progress_is_not_written_too_often() -> None:
     for done in range(1000):
         show(done, 1000)
     assert terminal.getvalue().count("\r") < 100
-    assert telling(progress=False, total=10) is None
+    assert progress_counter(progress=False, total=10) is None
 
 
 # -- sharing

@@ -1,4 +1,4 @@
-"""Long work: how many threads are worth starting here, a pool of them that does tasks, and progress."""
+"""Long work: how many threads to start here, a pool that runs tasks in them, and progress."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _GROUP = "/sys/fs/cgroup"
 
 
 def cores(root: str = "") -> int:
-    """Processors this process may use: those it is bound to, and no more than the time its container is given."""
+    """The cores this process may use: its CPU affinity, limited by the CPU quota of its container."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = _words(f"{root}{_GROUP}/cpu.max")
     if len(limit) != 2:
         limit = _words(f"{root}{_GROUP}/cpu/cpu.cfs_quota_us") + _words(f"{root}{_GROUP}/cpu/cpu.cfs_period_us")
     if len(limit) == 2 and all(word.isdigit() for word in limit) and int(limit[1]):  # not "max", or -1
-        bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # of the processors' time, rounded up
+        bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # quota by period, rounded up
     return max(1, bound)
 
 
@@ -32,19 +32,19 @@ def _words(path: str) -> list[str]:
 
 
 _Task = TypeVar("_Task")
-_MOST = 32  # more of them wait for memory, and each has a buffer
+_MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 
 
 def threads() -> int:
-    """How many are worth it here."""
+    """How many threads to start here."""
     return min(cores(), _MOST)
 
 
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:
-    """Do all tasks, in any order; ``worker`` makes for each thread the function that does one.
+    """Run all tasks, in any order, in ``count`` threads; ``worker()`` makes for each thread the function that runs one.
 
-    Tasks are taken by one thread at a time. The first error is raised when all threads have stopped. An interrupt stops
-    them, too.
+    ``tasks`` is advanced by one thread at a time. The first error, or an interrupt, stops all threads and is then
+    raised.
     """
     left = iter(tasks)
     lock = Lock()
@@ -61,7 +61,7 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
                 except StopIteration:
                     return
                 do(task)
-        except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
+        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
             with lock:
                 left = iter(())
             errors.append(error)
@@ -71,7 +71,7 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
         for helper in helpers:
             try:
                 helper.start()
-            except RuntimeError:  # noqa: PERF203 - no more to be had: those that are there do it
+            except RuntimeError:  # noqa: PERF203 - the system has no more threads: those that run do it all
                 break
         work()
     except BaseException:
@@ -85,18 +85,18 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
         try:
             raise min(errors, key=lambda error: isinstance(error, Exception))  # the first, or an interrupt
         finally:
-            errors.clear()  # an error refers to this frame: it must not refer back, and hold what all frames refer to
+            errors.clear()  # or the error would refer to itself through this frame, and keep all frames alive
 
 
 # -- progress, reported to the caller's function or on a terminal
 
 _EVERY = 0.1
-"""Seconds between two lines on a terminal."""
+"""Seconds between two updates of the line."""
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class Progress:
-    """A line on a terminal that is overwritten: bytes done, bytes in all, and the speed.
+    """A line on a terminal that is overwritten: bytes done, the total, and the speed.
 
     It stays when all is done, unless it is ``passing``: then ``end`` removes it.
 
@@ -110,22 +110,22 @@ class Progress:
         self._stream = stream
         self._verb = verb
         self._passing = passing
-        self._begun = self._told = time.monotonic()
+        self._begun = self._shown = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """Write the line, if it is time to, and end it when all is done."""
+        """Update the line, not too often, and end it when all is done."""
         now = time.monotonic()
         is_over = done >= total and not self._passing
-        if self._stream is None or (not is_over and now - self._told < _EVERY):
+        if self._stream is None or (not is_over and now - self._shown < _EVERY):
             return
-        self._told = now
+        self._shown = now
         end = "\n" if is_over else ""
         self._stream.write(f"\r{self.text(done, total, now - self._begun)}\x1b[K{end}")
         self._stream.flush()
 
     def end(self) -> None:
-        """Remove a line that is passing, if there is one."""
-        if self._stream is not None and self._told != self._begun:
+        """Remove a passing line, if one was shown."""
+        if self._stream is not None and self._shown != self._begun:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
@@ -138,12 +138,12 @@ class Progress:
         return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed / step:.1f} {fast}/s"
 
 
-def telling(
+def progress_counter(
     progress: bool | Callable[[int, int], object] | None, total: int, verb: str = "loading"
 ) -> Callable[[int], None] | None:
-    """A function to be called with each number of bytes that came; ``None`` where nobody wants to know.
+    """A function to call with the number of bytes done since the last call; ``None`` if no progress is to be shown.
 
-    ``progress`` gets the sum so far, and the total; on a terminal, ``verb`` says what is done with them.
+    It calls ``progress`` with the sum so far and the total; ``True`` shows them on a terminal, after ``verb``.
     """
     if progress is None or progress is False:
         return None
@@ -151,16 +151,16 @@ def telling(
     if show is True:
         try:
             is_terminal = sys.stderr.isatty()
-        except (AttributeError, ValueError):  # a program without a console has no stderr, another may have closed it
+        except (AttributeError, ValueError):  # there may be no stderr, or it may be closed
             is_terminal = False
         if not is_terminal:
             return None
         show = Progress(sys.stderr, verb)
     done = 0
 
-    def tell(count: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done
         done += count
         show(done, total)
 
-    return tell
+    return advance

@@ -28,7 +28,17 @@ from transload.formats import no_collecting
 from transload.frozen import NamedTuple
 from transload.io.memory import view
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
-from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, Place, ReadRequest, Settings, Sums, is_reached, read_here
+from transload.loading.jobs import (
+    FEW_BYTES,
+    SLOT_PAIR,
+    AddressOf,
+    Checksums,
+    ReadRequest,
+    Settings,
+    ShortReadError,
+    can_read_to,
+    read_single_threaded,
+)
 from transload.loading.placement import DeviceMap, Plan, plan_here
 from transload.loading.signals import Wrong
 from transload.tensors import OpenCheckpoint
@@ -111,12 +121,12 @@ def load(
             checkpoint = opened.checkpoint
             plan = _plan(checkpoint, map_location, mapped=mapped)
             device_map = DeviceMap(plan, map_location, checkpoint.path)
-            tell = None
+            advance = None
             if progress is not None:
-                from transload.io.pool import telling
+                from transload.io.pool import progress_counter
 
-                tell = telling(progress, checkpoint.tensor_nbytes)
-            options = ReadOptions(verify, mapped, tell, settings)
+                advance = progress_counter(progress, checkpoint.tensor_nbytes)
+            options = ReadOptions(verify, mapped, advance, settings)
             try:
                 if trusted:
                     made = _load_trusted(opened, device_map, options, pickle_module, pickle_load_args)
@@ -289,9 +299,9 @@ def _load_trusted(
 #
 # What lies in a file as it will lie in memory, and goes to the host or to a CUDA device, is left to the engine, all at
 # once. The rest is read one by one: what is packed, or in the other byte order, or goes to where only torch, or a
-# function of the caller's, can bring it.
+# function of the caller's, can read_ranges it.
 
-_ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
+_ALIGNED = 8  # where a mapped storage may begin: the alignment of any element, or of a complex pair
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
@@ -303,7 +313,7 @@ class ReadOptions(NamedTuple):
     """Compare every checksum there is."""
     mapped: bool = False
     """Map the file instead of reading it, where the bytes lie as they will lie in memory."""
-    tell: Callable[[int], None] | None = None
+    advance: Callable[[int], None] | None = None
     """Called with numbers of bytes, as they come."""
     settings: Settings = Settings()
 
@@ -323,23 +333,27 @@ def read_storages(
     return {each.id: together.get(each.id) or reader.storage(each) for each in storages}
 
 
-def bring(
+def read_ranges(
     sources: Sequence[Source],
-    wants: Sequence[ReadRequest],
-    place: Place,
+    requests: Sequence[ReadRequest],
+    place: AddressOf,
     *,
     settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
     fresh: bool = True,
-    tell: Callable[[int], None] | None = None,
-    sums: Sums | None = None,
+    advance: Callable[[int], None] | None = None,
+    checksums: Checksums | None = None,
 ) -> None:
-    """``engine.bring``; a little that goes to the host is read in this thread, without the engine."""
-    if settings == Settings() and sum([want[2] for want in wants]) < LITTLE and {want[3] for want in wants} == {"cpu"}:
-        read_here(sources, wants, place, sums, tell)
+    """``engine.read_ranges``; a little that goes to the host is read in this thread, without the engine."""
+    if (
+        settings == Settings()
+        and sum([request[2] for request in requests]) < FEW_BYTES
+        and {request[3] for request in requests} == {"cpu"}
+    ):
+        read_single_threaded(sources, requests, place, checksums, advance)
     else:
-        from transload.loading.engine import bring
+        from transload.loading.engine import read_ranges
 
-        bring(sources, wants, place, settings=settings, fresh=fresh, tell=tell, sums=sums)
+        read_ranges(sources, requests, place, settings=settings, fresh=fresh, advance=advance, checksums=checksums)
 
 
 class _Reader:
@@ -378,12 +392,12 @@ class _Reader:
     def together(self) -> dict[str, torch.UntypedStorage]:
         """The storages that lie in the file as they will in memory, by id: all read at once."""
         plain: list[Storage] = []
-        wants: list[ReadRequest] = []
+        requests: list[ReadRequest] = []
         if self._faked or self._skips or self._map is not None:
             return {}
         storages = self._piece.checkpoint.storages
         known = {tag: self._device_map.known(tag) for tag in {storage.device for storage in storages}}
-        devices = {tag: device if is_reached(device.partition(":")[0]) else "" for tag, device in known.items()}
+        devices = {tag: device if can_read_to(device.partition(":")[0]) else "" for tag, device in known.items()}
         here, all_big = sys.byteorder == "big", self._order == "big"
         opened: list[Source] = []
         numbers: dict[str, int] = {}
@@ -396,32 +410,39 @@ class _Reader:
                     numbers[storage.file] = len(opened)
                     opened.append(self._piece.open(storage.file))
                 plain.append(storage)
-                wants.append(_new(ReadRequest, (numbers[storage.file], offset, nbytes, device)))
+                requests.append(_new(ReadRequest, (numbers[storage.file], offset, nbytes, device)))
         held: dict[int, torch.UntypedStorage] = {}
 
         def place(index: int) -> int:
-            made = held[index] = self._empty(plain[index], wants[index][3])
+            made = held[index] = self._empty(plain[index], requests[index][3])
             return made.data_ptr()  # type: ignore[no-any-return]
 
-        if wants:
-            self._bring(opened, wants, place, plain)
+        if requests:
+            self._read_requests(opened, requests, place, plain)
         return {storage.id: held[index] for index, storage in enumerate(plain)}
 
-    def _bring(
-        self, sources: Sequence[Source], wants: Sequence[ReadRequest], place: Place, storages: Sequence[Storage]
+    def _read_requests(
+        self, sources: Sequence[Source], requests: Sequence[ReadRequest], place: AddressOf, storages: Sequence[Storage]
     ) -> None:
         """Bring the bytes of storages to where there is place for each."""
-        sums = Sums() if self._options.verify else None
+        checksums = Checksums() if self._options.verify else None
         try:
-            bring(sources, wants, place, settings=self._options.settings, tell=self._options.tell, sums=sums)
-        except Ended as end:
-            storage = storages[end.want]
+            read_ranges(
+                sources,
+                requests,
+                place,
+                settings=self._options.settings,
+                advance=self._options.advance,
+                checksums=checksums,
+            )
+        except ShortReadError as end:
+            storage = storages[end.request]
             how = "unpacked they are" if storage.compressed else "the file ends after"
-            raise self._lost(storage, f"{how} {end.came:,} of {storage.nbytes:,} bytes") from end
+            raise self._lost(storage, f"{how} {end.received:,} of {storage.nbytes:,} bytes") from end
         except BrokenFileError as error:  # what is packed, and read by itself, cannot be unpacked
             raise self._lost(storages[0], error.what, "are damaged") from error
-        if sums is not None:
-            for storage, value in zip(storages, sums.whole(len(storages)), strict=True):
+        if checksums is not None:
+            for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
                 self._check_sum(storage, value)
 
     # -- one by one
@@ -467,7 +488,7 @@ class _Reader:
                 raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
             source = packed
         held = self._empty(storage)
-        self._bring([source], [ReadRequest(0, offset, storage.nbytes)], lambda _: held.data_ptr(), [storage])
+        self._read_requests([source], [ReadRequest(0, offset, storage.nbytes)], lambda _: held.data_ptr(), [storage])
         return held
 
     def _check_sum(self, storage: Storage, value: int) -> None:
@@ -491,8 +512,8 @@ class _Reader:
             from zlib import crc32
 
             self._check_sum(storage, crc32(view(part.data_ptr(), part.nbytes())))
-        if self._options.tell is not None:
-            self._options.tell(storage.nbytes)
+        if self._options.advance is not None:
+            self._options.advance(storage.nbytes)
         return part
 
     # -- the other byte order
@@ -545,5 +566,5 @@ def _mapping(piece: Piece) -> torch.UntypedStorage | None:
         shared = bool(ask() == MAP_SHARED)
     try:
         return torch.UntypedStorage.from_file(piece.path, shared, source.size)
-    except RuntimeError:  # a file system without maps, no room for one, or a file that was just cut: reading will tell
+    except RuntimeError:  # no mmap here, no address space, or a file that was just truncated: reading reports which
         return None

@@ -1,9 +1,9 @@
-"""The transfer engine: moves ranges of files into memory, of the host or of CUDA devices, by many threads.
+"""The transfer engine: reads ranges of files into host memory or onto CUDA devices, with many threads.
 
-``choose`` decides how many threads read the ``jobs`` and in which way; ``work`` runs them; ``bring`` puts it together.
-A ``HostLane`` is one thread's work for memory of the host. For CUDA devices a ``RingLane`` reads into slots of pinned
-memory, from which the device fetches. Lanes are kept between loads, since pinning memory takes longer than reading into
-it. A ``MappedLane`` pins pages of the file itself, so that the device fetches from the page cache.
+``read_ranges`` is the entry point. ``choose`` decides how many threads read the ``jobs``, and how; ``run_lanes`` runs a
+thread for each lane. A ``HostLane`` reads into host memory. For CUDA devices a ``RingLane`` reads into slots of pinned
+memory, from which the device copies; these lanes are kept between loads, since pinning memory takes longer than reading
+into it. A ``MappedLane`` pins pages of the file itself, so that the device copies straight from the page cache.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages, libc
 from transload.io.sources import FileSource
 from transload.loading.jobs import (
     CELL,
-    LITTLE,
+    FEW_BYTES,
     SLOT_PAIR,
+    AddressOf,
+    Advance,
+    Checksums,
     File,
     HostLane,
     Job,
-    Place,
+    NextJob,
     ReadRequest,
     Run,
     Settings,
-    Sums,
-    Take,
-    Tell,
     jobs,
 )
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from transload.io.cuda_driver import Driver
     from transload.io.sources import Source
 
-# -- the choice of a way
+# -- how to read
 
 MOST_RING = 12
-"""Lanes to a device. On an H200 at PCIe 5 eight bring 87 % of what the bus carries, twelve 94 %, sixteen no more."""
+"""Lanes to a device. On an H200 with PCIe 5, 8 reach 87 % of the bus's bandwidth, 12 reach 94 %, 16 no more."""
 _MOST_HOST = 16
-_MOST_DIRECT = 8  # readings past the page cache at the same time: they wait for the disk, not for a processor
+_MOST_DIRECT = 8  # reads that bypass the page cache wait for the disk, not for a core: more of them than cores pay
 _FEW_CORES = 2
-"""With so few the device fetches bytes from the page cache itself: 18.8 GB/s with one core, against 7.6 by the ring;
-20.9 with two, against 14.4; with four the ring is faster."""
+"""With so few, the device copies from the page cache itself: 18.8 GB/s with one core, against 7.6 through the ring;
+20.9 with two, against 14.4. With four cores the ring is faster."""
 _COLD = 0.5
 _WARM = 0.95
 _SAMPLES = 64
@@ -64,34 +64,34 @@ class Facts(NamedTuple):
     """What the choice depends on."""
 
     host: int
-    """Bytes that go to the memory of the host."""
+    """Bytes to read into host memory."""
     cuda: int
-    """Bytes that go to CUDA devices."""
+    """Bytes to read onto CUDA devices."""
     cores: int
     cached: float | None
-    """The part of the file that is in the page cache, if the system tells."""
-    plain: bool = True
-    """Whether it is a file of the system, which several threads can read at once."""
+    """The fraction of the file that is in the page cache; ``None`` if the system does not say."""
+    on_disk: bool = True
+    """Whether all sources are files with a descriptor, which several threads can read in parallel."""
     mappable: bool = False
-    """Whether the devices can fetch from the page cache."""
+    """Whether the devices can copy from the page cache."""
     huge: bool = False
     """Whether huge pages are available."""
 
 
 @facts(frozen=True)
 class Choice:
-    """How bytes are moved."""
+    """How bytes are read."""
 
     lanes: int
-    """Threads that read, in all; 1 is the caller's own."""
+    """The number of threads that read; 1 is the calling thread."""
     ring: bool = False
-    """They read into pinned slots, from which devices fetch."""
+    """Whether they read into pinned slots, from which devices copy."""
     mapped: bool = False
-    """One of them lets the device fetch from the page cache instead."""
+    """Whether one of them lets the device copy from the page cache instead."""
     direct: bool = False
-    """They read past the page cache."""
+    """Whether reads bypass the page cache."""
     huge: bool = False
-    """Fresh memory of the host is asked for in huge pages."""
+    """Whether to ask for huge pages in fresh host memory."""
     why: str = ""
 
     @property
@@ -101,7 +101,7 @@ class Choice:
 
 
 def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B008 - a named tuple does not change
-    """The way to move bytes.
+    """Choose how to read.
 
     >>> choose(Facts(host=0, cuda=8 << 30, cores=16, cached=1.0)).why
     '12 threads, pinned 96 MiB, from the page cache'
@@ -111,18 +111,18 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     nbytes = facts.host + facts.cuda
     cold = facts.cached is not None and facts.cached < _COLD
     warm = facts.cached is not None and facts.cached >= _WARM
-    direct = facts.plain and (settings.direct if settings.direct is not None else cold and nbytes >= LITTLE)
+    direct = facts.on_disk and (settings.direct if settings.direct is not None else cold and nbytes >= FEW_BYTES)
     few = facts.cores <= _FEW_CORES and settings.threads is None and settings.pinned is None
-    mapped = facts.mappable and warm and few and facts.cuda >= LITTLE and not direct
+    mapped = facts.mappable and warm and few and facts.cuda >= FEW_BYTES and not direct
     lanes = 1
-    if facts.plain and (settings.threads is not None or nbytes >= LITTLE):
+    if facts.on_disk and (settings.threads is not None or nbytes >= FEW_BYTES):
         most = MOST_RING if facts.cuda else _MOST_HOST
         lanes = min(most, max(facts.cores, _MOST_DIRECT if direct else 1))
         lanes = lanes if settings.threads is None else settings.threads
         if facts.cuda and settings.pinned is not None:
             lanes = min(lanes, settings.pinned // SLOT_PAIR)
-        lanes = max(1, min(lanes, -(-nbytes // CELL)))  # no more than there is work for
-    made = Choice(lanes, facts.cuda > 0, mapped, direct, facts.huge and facts.host >= LITTLE)
+        lanes = max(1, min(lanes, -(-nbytes // CELL)))  # no more than there are cells
+    made = Choice(lanes, facts.cuda > 0, mapped, direct, facts.huge and facts.host >= FEW_BYTES)
     why = ["1 thread" if lanes == 1 else f"{lanes} threads"]
     if made.pinned:
         why.append(f"pinned {made.pinned >> 20} MiB")
@@ -141,22 +141,22 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
 
 
 def forecast(path: str, host: int, cuda: int) -> Choice:
-    """The choice for so many bytes of a file; for a directory, as for a file whose place is not known yet."""
-    if host + cuda < LITTLE:
+    """The choice for so many bytes of a file; for a directory, whether it is cached counts as unknown."""
+    if host + cuda < FEW_BYTES:
         return choose(Facts(host, cuda, 1, None))
     from transload.io.pool import cores
 
     cached = None
     with suppress(CannotReadError), closing(FileSource(path)) as file:
-        cached = cached_share(file.descriptor, 0, file.size)
-    return choose(Facts(host, cuda, cores(), cached, huge=host >= LITTLE and huge_pages_pay(host)))
+        cached = cached_fraction(file.descriptor, 0, file.size)
+    return choose(Facts(host, cuda, cores(), cached, huge=host >= FEW_BYTES and huge_pages_pay(host)))
 
 
-def cached_share(descriptor: int, begin: int, end: int) -> float | None:
-    """The part of a range that is in memory, by samples, from 0 to 1; ``None`` where the system does not say.
+def cached_fraction(descriptor: int, begin: int, end: int) -> float | None:
+    """The fraction of a range that is in the page cache, estimated from samples; ``None`` if the system does not say.
 
-    A read that is told not to wait fails on what would have to be fetched. Files that always lie in memory (tmpfs), and
-    network file systems, do not know such reads.
+    A read with ``RWF_NOWAIT`` fails if it would have to wait for the disk. tmpfs and network file systems do not
+    support it.
     """
     flag = getattr(os, "RWF_NOWAIT", 0)
     if not flag or end <= begin:
@@ -167,60 +167,60 @@ def cached_share(descriptor: int, begin: int, end: int) -> float | None:
         for index in range(count):
             with suppress(BlockingIOError):
                 found += os.preadv(descriptor, [byte], begin + (end - begin) * index // count, flag)
-    except (OSError, OverflowError):  # the second for positions that no file has
+    except (OSError, OverflowError):  # OverflowError for positions that no file has
         return None
     return found / count
 
 
 # -- threads
 
-_TOLD_EVERY = 0.05
+_POLL = 0.05
 """Seconds between two looks at how far the threads are."""
 
 
 class Lane(Protocol):
-    """One thread's work."""
+    """What one thread does."""
 
     done: int
-    """Bytes it has brought in so far."""
+    """Bytes it has read so far."""
 
-    def run(self, take: Take) -> None:
-        """Take jobs, and work, until there are none. When this returns or raises, nothing is under way any more."""
+    def run(self, next_job: NextJob) -> None:
+        """Do jobs until there are no more. When this returns or raises, none is in flight."""
         ...
 
 
-def work(jobs: Iterable[Job], lanes: Sequence[Lane], tell: Tell | None = None) -> None:
-    """Let lanes do all jobs at the same time; a single one does them here. Raises what a lane has raised first.
+def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], advance: Advance | None = None) -> None:
+    """Do all jobs, each lane in a thread; a single lane runs in this one. Raises the first error of a lane.
 
-    ``jobs`` may be made one by one: the first are done while the last are prepared. ``tell`` is called here, in the
-    thread of the caller, with numbers of bytes as they come.
+    ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``advance`` is called in the
+    calling thread.
     """
     if len(lanes) == 1:
-        _work_alone(jobs, lanes[0], tell)
+        _run_lane(jobs, lanes[0], advance)
         return
     queue: SimpleQueue[Job | None] = SimpleQueue()
     news: SimpleQueue[None] = SimpleQueue()
     errors: list[BaseException] = []
-    # Which lanes have begun and ended is noted here, since threads do not tell it reliably: after an interrupted
-    # ``join`` Python before 3.13 takes a thread for dead that is still running.
+    # ``Thread.is_alive`` is not reliable: after an interrupted ``join``, Python before 3.13 takes a running thread for
+    # dead. So these lists say which lanes have begun and ended.
     begun: list[Lane] = []
     ended: list[Lane] = []
     stopped = False
 
-    def take() -> Job | None:
+    def next_job() -> Job | None:
         job = queue.get()
         if job is None or stopped:
-            queue.put(None)  # for the others, and those who ask again
+            queue.put(None)  # for the other lanes, and for another call by this one
             return None
         return job
 
     def run(lane: Lane) -> None:
         nonlocal stopped
-        begun.append(lane)  # before the look at the sign to stop: who comes too late must not touch the lane
+        begun.append(lane)  # before ``stopped`` is read: a thread that starts too late must not touch the lane
         try:
             if not stopped:
-                lane.run(take)
-        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                lane.run(next_job)
+        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
             errors.append(error)
             stopped = True
         finally:
@@ -228,14 +228,14 @@ def work(jobs: Iterable[Job], lanes: Sequence[Lane], tell: Tell | None = None) -
             news.put(None)
 
     def sleep() -> None:
-        """Wait until a thread ends, but not long: a signal must be seen on every system."""
+        """Wait until a thread ends, but briefly: Python handles signals only in between."""
         with suppress(Empty):
-            news.get(timeout=_TOLD_EVERY)
+            news.get(timeout=_POLL)
 
     threads = [Thread(target=run, args=(lane,), daemon=True) for lane in lanes]
-    started = told = 0
+    started = reported = 0
     try:
-        with suppress(RuntimeError):  # a limit of the system, or Python is about to end
+        with suppress(RuntimeError):  # the system's limit on threads, or the interpreter is shutting down
             for thread in threads:
                 thread.start()
                 started += 1
@@ -246,19 +246,19 @@ def work(jobs: Iterable[Job], lanes: Sequence[Lane], tell: Tell | None = None) -
                 queue.put(job)
             queue.put(None)
         else:
-            _work_alone(jobs, lanes[0], tell)
-        while len(ended) < started or told < sum(lane.done for lane in lanes if started):
+            _run_lane(jobs, lanes[0], advance)
+        while len(ended) < started or reported < sum(lane.done for lane in lanes if started):
             if len(ended) < started:
                 sleep()
             done = sum(lane.done for lane in lanes)
-            if tell and done > told and not errors:
-                tell(done - told)
-            told = done
+            if advance and done > reported and not errors:
+                advance(done - reported)
+            reported = done
     finally:
-        # Stop the threads that still run, and wait until they have ended, whoever interrupts.
-        waits = True
-        while waits:
-            with suppress(KeyboardInterrupt):  # what has led here is raised when they have ended
+        # Stop the threads that still run, and wait until they have ended, even if Ctrl-C is pressed again.
+        waiting = True
+        while waiting:
+            with suppress(KeyboardInterrupt):  # what led here is raised when they have ended
                 stopped = True
                 while len(ended) < len(begun):
                     queue.put(None)
@@ -266,75 +266,75 @@ def work(jobs: Iterable[Job], lanes: Sequence[Lane], tell: Tell | None = None) -
                 for thread in threads:
                     if thread.is_alive():
                         thread.join()
-                waits = False
+                waiting = False
     if errors:
         try:
             raise errors[0]
         finally:
-            errors.clear()  # an error that held itself by its frames would hold the memory there, too
+            errors.clear()  # or the error would refer to itself through its frames, and keep their memory alive
 
 
-def _work_alone(jobs: Iterable[Job], lane: Lane, tell: Tell | None) -> None:
+def _run_lane(jobs: Iterable[Job], lane: Lane, advance: Advance | None) -> None:
     waiting = iter(jobs)
-    told = 0
+    reported = 0
 
-    def take() -> Job | None:
-        nonlocal told
-        if tell and lane.done > told:
-            tell(lane.done - told)
-            told = lane.done
+    def next_job() -> Job | None:
+        nonlocal reported
+        if advance and lane.done > reported:
+            advance(lane.done - reported)
+            reported = lane.done
         return next(waiting, None)
 
-    lane.run(take)
+    lane.run(next_job)
 
 
-# -- all of it
+# -- the entry point
 
 
 class DirectFile(File):
-    """A source to read from; after ``go_direct``, past the page cache, by a second descriptor of the same file."""
+    """A source to read from; after ``go_direct``, through a second descriptor that bypasses the page cache."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
-        self._descriptor = -1
+        self._direct_descriptor = -1
 
     def go_direct(self) -> bool:
-        """Read past the page cache from now on; false where the file or the system cannot do that."""
+        """Bypass the page cache from now on; false if the file or the system does not support that."""
         flag = getattr(os, "O_DIRECT", 0)
-        if not flag or self.plain < 0:
+        if not flag or self.descriptor < 0:
             return False
         try:
-            # By its descriptor: the path may lead to another file by now.
-            self._descriptor = os.open(f"/proc/self/fd/{self.plain}", os.O_RDONLY | flag)
+            # Through its descriptor: the path may lead to another file by now.
+            self._direct_descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | flag)
         except OSError:
             return False
         self.direct = True
         return True
 
     def close(self) -> None:
-        """Close what was opened here."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor, self.direct = -1, False
+        """Close the second descriptor."""
+        if self._direct_descriptor >= 0:
+            os.close(self._direct_descriptor)
+            self._direct_descriptor, self.direct = -1, False
 
     def check(self, runs: Sequence[Run]) -> None:
-        """``Ended`` if a file of the system is too short, or has become so, for some parts."""
-        size = os.fstat(self.plain).st_size
+        """``ShortReadError`` if a file on disk is, or has become, too short for some runs."""
+        size = os.fstat(self.descriptor).st_size
         if size < max(run.offset + run.nbytes for run in runs):
             raise self.ended(runs, size)
 
     def read_job(self, job: Job, slot: int) -> int:
-        """Read a whole job into a slot of a cell's size, as ``File`` does; directly if that was asked for."""
+        """As ``File.read_job``; bypasses the page cache after ``go_direct``."""
         start = slot - job.begin // CELL * CELL
         return start if self.direct and self._read_direct(job, start) else super().read_job(job, slot)
 
     def _read_direct(self, job: Job, start: int) -> bool:
-        """Read whole blocks; false if the file system cannot do that after all, or the file ends."""
+        """Read whole blocks; false if the file system refuses after all, or the file ends."""
         position = job.begin // PAGE * PAGE
         end = (job.end + PAGE - 1) // PAGE * PAGE
         while position < job.end:
             try:
-                count = os.preadv(self._descriptor, [view(start + position, end - position)], position)
+                count = os.preadv(self._direct_descriptor, [view(start + position, end - position)], position)
             except (OSError, OverflowError):
                 return False
             position += count
@@ -343,36 +343,36 @@ class DirectFile(File):
         return True
 
 
-def bring(
+def read_ranges(
     sources: Sequence[Source],
-    wants: Sequence[ReadRequest],
-    place: Place,
+    requests: Sequence[ReadRequest],
+    address_of: AddressOf,
     *,
     settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
     fresh: bool = True,
-    tell: Tell | None = None,
-    sums: Sums | None = None,
+    advance: Advance | None = None,
+    checksums: Checksums | None = None,
 ) -> Choice:
-    """Bring requested bytes into memory; how it was done.
+    """Read requested bytes into memory; return how it was done.
 
-    ``place`` gives the address for the request of an index; it is asked once for each, in the order of the file, and
-    the memory must stay until this returns. ``fresh`` says that nobody has touched it yet. All devices but ``cpu`` must
-    be CUDA devices, with an index. ``tell`` is called with numbers of bytes as they come; ``sums`` collects checksums.
-    ``Ended`` names the request that a file is too short for. Whatever is raised, nothing is under way any more then.
+    ``address_of`` is called once for each request, in file order; the memory must stay valid until this returns.
+    ``fresh`` says that the memory is newly allocated. All devices but ``cpu`` must be CUDA devices, with an index.
+    ``ShortReadError`` names a request that its file is too short for. Even if this raises, no read or copy is in flight
+    afterwards.
     """
     files = [DirectFile(source) for source in sources]
-    choice = choose(_facts(files, wants, fresh=fresh), settings)
-    transfer = Transfer(files, wants, place, sums, choice.huge)
+    choice = choose(_facts(files, requests, fresh=fresh), settings)
+    transfer = Transfer(files, requests, address_of, checksums, choice.huge)
     try:
         if choice.direct:
             for file in files:
                 file.go_direct()
         if choice.ring:
             with cuda_lanes(transfer, choice) as lanes:
-                work(transfer.jobs(), lanes, tell)
+                run_lanes(transfer.jobs(), lanes, advance)
         else:
-            hosts = [HostLane(files, transfer.addresses, sums) for _ in range(choice.lanes)]
-            work(transfer.jobs(), hosts, tell)
+            hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
+            run_lanes(transfer.jobs(), hosts, advance)
     finally:
         for file in files:
             file.close()
@@ -381,35 +381,35 @@ def bring(
 
 @dataclass
 class Transfer:
-    """What the lanes of one transfer have in common; where everything goes is filled in while jobs are prepared."""
+    """What the lanes of one ``read_ranges`` share. ``addresses`` and ``fences`` grow while jobs are prepared."""
 
     files: Sequence[DirectFile]
-    wants: Sequence[ReadRequest]
-    place: Place
-    sums: Sums | None
+    requests: Sequence[ReadRequest]
+    address_of: AddressOf
+    checksums: Checksums | None
     huge: bool = False
     addresses: dict[int, int] = field(default_factory=dict)
-    """Where each request goes, known when a job with it is taken."""
+    """The address of each request, known before a job with it is taken."""
     fences: dict[str, int] = field(default_factory=dict)
-    """For each device the event after which its memory may be written."""
+    """For each device, the event after which its memory may be written."""
     _events: list[Any] = field(default_factory=list)
 
     def jobs(self) -> Iterator[Job]:
-        """The jobs, each when there is memory for it."""
-        addresses, wants = self.addresses, self.wants
-        for job in jobs(wants):
+        """The jobs, each after its memory is allocated."""
+        addresses, requests = self.addresses, self.requests
+        for job in jobs(requests):
             known = len(addresses)
             for _, index, _, _ in job.runs:
                 if index not in addresses:
-                    addresses[index] = self.place(index)
+                    addresses[index] = self.address_of(index)
                     if self.huge and job.device == "cpu":
-                        in_huge_pages(addresses[index], wants[index].nbytes)
+                        in_huge_pages(addresses[index], requests[index].nbytes)
             if job.device != "cpu" and (len(addresses) > known or job.device not in self.fences):
                 self._fence(job.device)
             yield job
 
     def _fence(self, device: str) -> None:
-        """Memory may still be in use by what its last owner has started: let the copies wait for that."""
+        """Record an event that copies wait for: kernels of the memory's last owner may still be using it."""
         import torch
 
         event = torch.cuda.Event()
@@ -418,32 +418,38 @@ class Transfer:
         self.fences[device] = event.cuda_event
 
 
-def _facts(files: Sequence[File], wants: Sequence[ReadRequest], *, fresh: bool) -> Facts:
-    cuda = sum(want.nbytes for want in wants if want.device != "cpu")
-    host = sum(want.nbytes for want in wants) - cuda
-    plain = all(file.plain >= 0 for file in files)
-    if host + cuda < LITTLE:
-        return Facts(host, cuda, 1, None, plain)
+def _facts(files: Sequence[File], requests: Sequence[ReadRequest], *, fresh: bool) -> Facts:
+    cuda = sum(request.nbytes for request in requests if request.device != "cpu")
+    host = sum(request.nbytes for request in requests) - cuda
+    on_disk = all(file.descriptor >= 0 for file in files)
+    if host + cuda < FEW_BYTES:
+        return Facts(host, cuda, 1, None, on_disk)
     from transload.io.pool import cores
 
     cached, mappable = None, False
-    if plain:
+    if on_disk:
         spans: dict[int, list[int]] = {}
-        for want in wants:
-            span = spans.setdefault(want.file, [want.offset, 0])
-            span[0] = min(span[0], want.offset)
-            span[1] = max(span[1], want.offset + want.nbytes)
-        # Of the largest file: the others will be alike.
+        for request in requests:
+            span = spans.setdefault(request.file, [request.offset, 0])
+            span[0] = min(span[0], request.offset)
+            span[1] = max(span[1], request.offset + request.nbytes)
+        # Sample the largest file; the others are probably alike.
         largest, (begin, end) = max(spans.items(), key=lambda item: item[1][1] - item[1][0])
-        cached = cached_share(files[largest].plain, begin, end)
-    if cuda and plain:
+        cached = cached_fraction(files[largest].descriptor, begin, end)
+    if cuda and on_disk:
         from transload.io.cuda_driver import cuda_driver
 
         driver = cuda_driver()
-        devices = {want.device for want in wants} - {"cpu"}
+        devices = {request.device for request in requests} - {"cpu"}
         mappable = driver is not None and all(driver.can_pin_read_only(int(name.partition(":")[2])) for name in devices)
     return Facts(
-        host, cuda, cores(), cached, plain, mappable=mappable, huge=fresh and host >= LITTLE and huge_pages_pay(host)
+        host,
+        cuda,
+        cores(),
+        cached,
+        on_disk,
+        mappable=mappable,
+        huge=fresh and host >= FEW_BYTES and huge_pages_pay(host),
     )
 
 
@@ -451,28 +457,28 @@ def _facts(files: Sequence[File], wants: Sequence[ReadRequest], *, fresh: bool) 
 
 
 SLOTS = 2
-"""Slots of a lane: one is read into while the device fetches the other. Four were not faster."""
+"""Slots per lane: one is read into while the device copies from the other. Four were not faster."""
 
 KEPT = 16
-"""Lanes kept between loads at most: 128 MiB."""
+"""The most lanes kept between loads: 128 MiB."""
 
 
 class _Slot:
-    """A cell's worth of pinned memory."""
+    """Pinned memory of a cell's size."""
 
     def __init__(self, address: int) -> None:
         self.address = address
         self.pinned = False
         self.busy = 0
-        """The event that happens when the device has fetched what is in it; 0 if there is nothing."""
+        """The event recorded after the copy from this slot; 0 if no copy is in flight."""
 
 
 class RingLane:
-    """One thread's slots, and its streams and events on each device it has spoken to."""
+    """Reads jobs into pinned slots, from which devices copy; with a stream and events on each device it has used."""
 
     def __init__(self, driver: Driver) -> None:
         self.done = 0
-        self.sound = True
+        self.reusable = True
         self.transfer: Transfer
         self._driver = driver
         self._pages = Pages(SLOTS * CELL)
@@ -481,34 +487,34 @@ class RingLane:
         self._events: dict[tuple[int, int], int] = {}
         self._pins = True
         self._turn = 0
-        self._spoken: set[int] = set()
+        self._used: set[int] = set()
         self._device = -1
         self._before = 0
         self._fence = 0
         self._host: HostLane | None = None
 
-    def run(self, take: Take) -> None:
-        """Take jobs until there are none; then, or when something fails, wait for what the devices still fetch.
+    def run(self, next_job: NextJob) -> None:
+        """Do jobs until there are no more; then, or if something fails, wait for the copies in flight.
 
-        Afterwards the thread speaks to the device it did before.
+        Afterwards the thread's CUDA context is the one it was before.
         """
         with ExitStack() as last:
-            last.callback(self._back)
-            last.callback(self._finish)
-            self._work(take)
+            last.callback(self._restore_context)
+            last.callback(self._drain)
+            self._do_jobs(next_job)
 
-    def _work(self, take: Take) -> None:
-        while (job := take()) is not None:
-            self._bring(job)
+    def _do_jobs(self, next_job: NextJob) -> None:
+        while (job := next_job()) is not None:
+            self._read(job)
             self.done += job.wanted
 
-    def _bring(self, job: Job) -> None:
+    def _read(self, job: Job) -> None:
         transfer, driver = self.transfer, self._driver
         if job.device == "cpu":
-            self._host = self._host or HostLane(transfer.files, transfer.addresses, transfer.sums)
+            self._host = self._host or HostLane(transfer.files, transfer.addresses, transfer.checksums)
             self._host.read(job)
             return
-        stream = self._enter(job.device)
+        stream = self._stream_on(job.device)
         turn = self._turn = (self._turn + 1) % SLOTS
         slot = self._slots[turn]
         if slot.busy:
@@ -518,26 +524,26 @@ class RingLane:
             try:
                 driver.pin(slot.address, CELL)
                 slot.pinned = True
-            except DriverError:  # the driver then copies the memory once more: slower, and right all the same
+            except DriverError:  # copies from pageable memory are slower, and just as correct
                 self._pins = False
         start = transfer.files[job.file].read_job(job, slot.address)
-        if transfer.sums is not None:
+        if transfer.checksums is not None:
             for run in job.runs:
-                transfer.sums.add(run, start + run.offset)
+                transfer.checksums.add(run, start + run.offset)
         addresses = transfer.addresses
-        driver.copy([(addresses[want] + at, start + offset, n) for offset, want, at, n in job.runs], stream)
+        driver.copy([(addresses[request] + at, start + offset, n) for offset, request, at, n in job.runs], stream)
         slot.busy = self._event(turn)
         driver.record_event(slot.busy, stream)
 
-    def _enter(self, name: str) -> int:
-        """The stream on a device, which waits for the memory there to be free."""
+    def _stream_on(self, name: str) -> int:
+        """Make a device current; the lane's stream there, which waits until its memory may be written."""
         device = int(name.partition(":")[2] or 0)
         if device != self._device:
             if self._device < 0:
                 self._before = self._driver.current_context()
             self._driver.set_device(device)
             self._device, self._fence = device, 0
-            self._spoken.add(device)
+            self._used.add(device)
         if device not in self._streams:
             self._streams[device] = self._driver.create_stream()
         stream = self._streams[device]
@@ -553,30 +559,30 @@ class RingLane:
             self._events[key] = self._driver.create_event()
         return self._events[key]
 
-    def _finish(self) -> None:
-        """Wait for all devices, whatever one of them answers. A lane that does not know is not used again."""
-        self.sound, self._host = False, None
+    def _drain(self) -> None:
+        """Wait for all devices, even if one of them fails; the lane is then not reused."""
+        self.reusable, self._host = False, None
         with ExitStack() as all_of_them:
-            for device in self._spoken & self._streams.keys():
+            for device in self._used & self._streams.keys():
                 all_of_them.callback(self._wait_for, device)
         for slot in self._slots:
             slot.busy = 0
-        self.sound = True
+        self.reusable = True
 
     def _wait_for(self, device: int) -> None:
-        with suppress(DriverError):  # a device that has failed says so again
+        with suppress(DriverError):  # a failed device fails again below
             self._driver.set_device(device)
         self._driver.wait_stream(self._streams[device])
 
-    def _back(self) -> None:
-        """The caller may be the thread of the program, which has a device of its own."""
+    def _restore_context(self) -> None:
+        """Restore the thread's context: it may be the program's main thread."""
         if self._device >= 0:
-            self._spoken.clear()
+            self._used.clear()
             self._device, self._fence = -1, 0
             self._driver.set_context(self._before)
 
     def close(self) -> None:
-        """Give everything back, as far as the device does not refuse."""
+        """Release everything, as far as the devices allow."""
         driver = self._driver
         with suppress(DriverError), ExitStack() as last:
             last.callback(driver.set_context, driver.current_context())
@@ -590,7 +596,7 @@ class RingLane:
 
 
 class _Idle:
-    """Lanes that nobody uses at the moment."""
+    """Lanes that no transfer uses at the moment."""
 
     def __init__(self) -> None:
         self.lanes: list[RingLane] = []
@@ -598,18 +604,18 @@ class _Idle:
 
 
 _idle = _Idle()
-if hasattr(os, "register_at_fork"):  # a child process has its parent's memory, but not its place at the driver
-    os.register_at_fork(after_in_child=_idle.__init__)  # type: ignore[misc] # the same object, since others refer to it
+if hasattr(os, "register_at_fork"):  # a forked child cannot use its parent's CUDA context
+    os.register_at_fork(after_in_child=_idle.__init__)  # type: ignore[misc] # in place, since others refer to it
 
 
 @contextmanager
 def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
-    """Lanes for one transfer: kept ones first, then new ones. Sound ones are kept for the next, ``KEPT`` at most."""
+    """Lanes for one transfer: idle ones first, then new ones. Up to ``KEPT`` are kept for the next transfer."""
     from transload.io.cuda_driver import cuda_driver
 
     driver = cuda_driver()
     if driver is None:
-        raise RuntimeError("there is no CUDA driver to speak to")
+        raise RuntimeError("there is no CUDA driver")
     mapped: list[RingLane] = [MappedLane(driver)] if choice.mapped else []
     count = choice.lanes - len(mapped)
     with _idle.lock:
@@ -622,24 +628,24 @@ def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
         yield [*ring, *mapped]
     finally:
         for lane in (*ring, *mapped):
-            vars(lane).pop("transfer", None)  # which holds files and memory
-        sound = [lane for lane in ring if lane.sound]
+            vars(lane).pop("transfer", None)  # which refers to files and memory
+        reusable = [lane for lane in ring if lane.reusable]
         with _idle.lock:
             room = max(0, KEPT - len(_idle.lanes))
-            _idle.lanes += sound[:room]
-        for lane in (*sound[room:], *(lane for lane in mapped if lane.sound)):
+            _idle.lanes += reusable[:room]
+        for lane in (*reusable[room:], *(lane for lane in mapped if lane.reusable)):
             lane.close()
 
 
-_TOGETHER = 8
-"""Jobs pinned at once: 32 MiB."""
+_GROUP = 8
+"""Jobs whose pages are pinned together: 32 MiB."""
 
-_UNDER_WAY = 2
-"""Such parts at a time: the device fetches one while the next is pinned."""
+_IN_FLIGHT = 2
+"""Such groups at a time: the device copies from one while the next is pinned."""
 
 
 class _Part:
-    """Some pages of a file, mapped for reading."""
+    """Pages of a file, mapped read-only."""
 
     def __init__(self, file: DirectFile, runs: Sequence[Run]) -> None:
         begin = runs[0].offset
@@ -648,11 +654,11 @@ class _Part:
         self.file = file
         self.runs = runs
         self.nbytes = (end - start + PAGE - 1) // PAGE * PAGE
-        self.address = libc().mmap(None, self.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, file.plain, start)
+        self.address = libc().mmap(None, self.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, file.descriptor, start)
         if self.address in (None, ctypes.c_void_p(-1).value):
             raise MemoryError
         self.shift = self.address - start
-        """To be added to a position in the file."""
+        """The difference between an address here and its file position."""
         self.event = 0
 
     def close(self) -> None:
@@ -660,37 +666,36 @@ class _Part:
 
 
 class MappedLane(RingLane):
-    """Goes over to pinned slots, as the others have, where pages cannot be pinned."""
+    """Pins pages of the file, from which the device copies; where that fails, it uses slots as other lanes do."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self._parts: deque[_Part] = deque()
         self._made = 0
 
-    def _work(self, take: Take) -> None:
-        """Take some jobs at a time."""
-        while together := list(islice(iter(take, None), _TOGETHER)):
-            for group in _by_place(together):
-                if group[0].device == "cpu" or not self._fetch(group):
+    def _do_jobs(self, next_job: NextJob) -> None:
+        while taken := list(islice(iter(next_job, None), _GROUP)):
+            for group in _neighbours(taken):
+                if group[0].device == "cpu" or not self._copy_from_file(group):
                     for job in group:
-                        self._bring(job)
+                        self._read(job)
                 self.done += sum(job.wanted for job in group)
         while self._parts:
-            self._fetched()
+            self._finish_oldest()
 
-    def _fetch(self, jobs: list[Job]) -> bool:
-        """Let the device fetch; false if it cannot, or if the bytes are to be looked at here.
+    def _copy_from_file(self, jobs: list[Job]) -> bool:
+        """Let the device copy from the file's pages; false if it cannot, or if checksums are wanted.
 
-        Nobody here may touch mapped pages: where somebody else has just cut the file, that ends the process.
+        The host must not touch the mapped pages: if another process has just truncated the file, that is a SIGBUS.
         """
         file = self.transfer.files[jobs[0].file]
-        if file.plain < 0 or file.direct or self.transfer.sums is not None:
+        if file.descriptor < 0 or file.direct or self.transfer.checksums is not None:
             return False
-        stream = self._enter(jobs[0].device)
-        if len(self._parts) == _UNDER_WAY:
-            self._fetched()
+        stream = self._stream_on(jobs[0].device)
+        if len(self._parts) == _IN_FLIGHT:
+            self._finish_oldest()
         runs = [run for job in jobs for run in job.runs]
-        file.check(runs)  # behind its end a page is full of zeros
+        file.check(runs)  # beyond its end a page is all zeros
         try:
             part = _Part(file, runs)
         except MemoryError:
@@ -701,34 +706,36 @@ class MappedLane(RingLane):
             part.close()
             return False
         self._parts.append(part)
-        part.event = self._event(SLOTS + self._made % _UNDER_WAY)
+        part.event = self._event(SLOTS + self._made % _IN_FLIGHT)
         self._made += 1
         addresses = self.transfer.addresses
-        self._driver.copy([(addresses[want] + at, part.shift + offset, n) for offset, want, at, n in runs], stream)
+        self._driver.copy(
+            [(addresses[request] + at, part.shift + offset, n) for offset, request, at, n in runs], stream
+        )
         self._driver.record_event(part.event, stream)
         return True
 
-    def _fetched(self) -> None:
-        """Wait for the oldest part, and let it go."""
+    def _finish_oldest(self) -> None:
+        """Wait for the copies from the oldest part, and release it."""
         part = self._parts[0]
         self._driver.wait_event(part.event)
         self._parts.popleft()
-        self._let_go(part)
-        part.file.check(part.runs)  # it may have been cut meanwhile
+        self._release(part)
+        part.file.check(part.runs)  # the file may have been truncated meanwhile
 
-    def _let_go(self, part: _Part) -> None:
+    def _release(self, part: _Part) -> None:
         self._driver.unpin(part.address)
         part.close()
 
-    def _finish(self) -> None:
-        super()._finish()
+    def _drain(self) -> None:
+        super()._drain()
         with ExitStack() as all_of_them:
             while self._parts:
-                all_of_them.callback(self._let_go, self._parts.popleft())
+                all_of_them.callback(self._release, self._parts.popleft())
 
 
-def _by_place(jobs: list[Job]) -> list[list[Job]]:
-    """Jobs in groups of one file and one device that lie close together."""
+def _neighbours(jobs: list[Job]) -> list[list[Job]]:
+    """Jobs in groups that are close together in one file, and for one device."""
     groups: list[list[Job]] = []
     for job in jobs:
         last = groups[-1][-1] if groups else job

@@ -36,7 +36,7 @@ from transload.io.memory import view
 from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
-from transload.loading.jobs import Ended, ReadRequest, is_reached
+from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Dict, Global, Persistent, below
 from transload.tensors import OpenCheckpoint, Piece
@@ -462,7 +462,7 @@ def read_one(
     wanted = dtype if dtype is not None and own.is_floating_point else own
     if where.type == "meta" or is_fake_mode():
         return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
-    straight = is_reached(where.type) and wanted == own and not _changes(elements) and view.extent <= view.numel
+    straight = can_read_to(where.type) and wanted == own and not _changes(elements) and view.extent <= view.numel
     try:
         stride = view.stride if straight else contiguous(view.shape)
         target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
@@ -545,7 +545,7 @@ def _changes(elements: Elements) -> bool:
 
 def _lies_alike(elements: Elements, dtype: torch.dtype, inner: torch.Tensor) -> bool:
     """Whether the bytes in the file are, in their order, those to be in the memory of a tensor."""
-    alike: bool = inner.dtype == dtype and not _changes(elements) and is_reached(inner.device.type)
+    alike: bool = inner.dtype == dtype and not _changes(elements) and can_read_to(inner.device.type)
     return alike and elements.view.lies_as(tuple(inner.shape), inner.stride())
 
 
@@ -566,16 +566,16 @@ def _read_into(
 
     ``BrokenFileError`` names the place of a tensor that the file is too short for.
     """
-    from transload.loading import bring
+    from transload.loading import read_ranges
 
     try:
         if straight:
             request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
-            bring([elements.source], [request], lambda _: target.data_ptr(), fresh=fresh)
+            read_ranges([elements.source], [request], lambda _: target.data_ptr(), fresh=fresh)
         else:
             _read_staged(elements, dtype, target)
-    except (Ended, EndedError) as end:
-        missing = elements.nbytes - end.came if isinstance(end, Ended) else end.missing
+    except (ShortReadError, EndedError) as end:
+        missing = elements.nbytes - end.received if isinstance(end, ShortReadError) else end.missing
         raise BrokenFileError(f"the file ends {missing:,} bytes before this tensor does", where=place) from end
 
 

@@ -21,7 +21,7 @@ from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
 from transload.findings import some
 from transload.formats import no_collecting
-from transload.loading import bring, check_settings
+from transload.loading import check_settings, read_ranges
 from transload.loading.handles import (
     Destinations,
     build_node,
@@ -34,7 +34,7 @@ from transload.loading.handles import (
     read_one,
     straight,
 )
-from transload.loading.jobs import Ended, Settings
+from transload.loading.jobs import Settings, ShortReadError
 from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
@@ -924,13 +924,13 @@ class _Loading:
         ]
         ready = [(index, *way) for index, way in enumerate(found) if way is not None]
         numbers: dict[Any, int] = {}
-        wants = [want._replace(file=numbers.setdefault(source, len(numbers))) for _, source, want, _ in ready]
+        requests = [want._replace(file=numbers.setdefault(source, len(numbers))) for _, source, want, _ in ready]
         try:
-            if wants:
-                bring(list(numbers), wants, lambda index: ready[index][3], settings=settings, fresh=False)
-        except Ended as end:
-            key = self._tasks[ready[end.want][0]].key
-            what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
+            if requests:
+                read_ranges(list(numbers), requests, lambda index: ready[index][3], settings=settings, fresh=False)
+        except ShortReadError as end:
+            key = self._tasks[ready[end.request][0]].key
+            what = f"the file ends {requests[end.request].nbytes - end.received:,} bytes before {key} does"
             fix = f"Some of the {len(goals):,} tensors are in the model already."
             raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
         for index, _, _, _ in ready:

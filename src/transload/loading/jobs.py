@@ -1,10 +1,10 @@
-"""Requests to read, the jobs made of them, and one thread that does these for memory of the host.
+"""Read requests, the jobs they are split into, and the lane that reads jobs into host memory.
 
-``jobs`` turns read requests into jobs: a file is thought of as cut into cells of equal size, and what is wanted of one
-cell is one job. Small storages that lie together are read at once, a large one in many jobs at the same time, and no
-job is larger than the slot of pinned memory it may have to pass through. As cells begin at multiples of their size, a
-job can also be read past the page cache, which needs positions, lengths and addresses that are multiples of a block.
-``HostLane`` reads jobs; for little, ``read_here`` is all there is to it. More is left to ``engine``.
+``jobs`` divides a file into cells of equal size; all that is requested of one cell is one job. So neighbouring small
+storages are read together, a large storage is read by several jobs in parallel, and a job always fits the slot of
+pinned memory that it may have to pass through. Cells begin at multiples of their size, so jobs can also be read with
+``O_DIRECT``, which needs aligned positions, lengths and addresses. A ``HostLane`` reads jobs. Where there are few bytes
+to read, ``read_single_threaded`` is enough; ``engine`` reads more.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
     from transload.io.sources import Source
 
 CELL = 4 << 20
-"""Bytes of a cell. Measured on an H200 with 16 cores: of 2, 4, 8 and 16 MiB, 4 and 8 fill the bus, and four make the
-smaller ring; with 2 the threads wait for one another."""
+"""Bytes of a cell. Of 2, 4, 8 and 16 MiB, measured on an H200 with 16 cores, 4 and 8 saturate the bus, and 4 takes less
+pinned memory; with 2 the threads wait for one another."""
 
 GAP = 64 << 10
-"""Unwanted bytes that are read to save another call; a call costs about as much as copying these."""
+"""Unrequested bytes that are read to save another system call, which costs about as much as copying this many."""
 
 
 class ReadRequest(NamedTuple):
-    """Bytes of a file to be read into memory: a storage, or what a parameter is filled with."""
+    """Bytes of a file to read into memory on a device: those of a storage, or of a parameter."""
 
     file: int
-    """Which of the open files."""
+    """Index of the open file."""
     offset: int
     nbytes: int
     device: str = "cpu"
 
 
 class Run(NamedTuple):
-    """A part of a job that goes to one place."""
+    """The part of a job that belongs to one request."""
 
     offset: int
     """Where it begins in the file."""
-    want: int
-    """Index of the one who wants it."""
+    request: int
+    """Index of the request."""
     begin: int
-    """Where in the wanted memory it goes."""
+    """Where it begins in the memory of the request."""
     nbytes: int
 
 
 class Job:
-    """One reading: a range of a file no longer than a cell, and where its parts go, all on one device."""
+    """One read: a range of a file within one cell, and the requests it serves, all for one device."""
 
     __slots__ = ("begin", "device", "end", "file", "runs", "wanted")
 
@@ -59,25 +59,25 @@ class Job:
         self.device = device
         self.runs = runs
         self.begin = runs[0].offset
-        """First byte that is wanted."""
+        """The first requested byte."""
         self.end = max([run[0] + run[3] for run in runs])
-        """The byte after the last one that is wanted."""
+        """The end of the last requested byte."""
         self.wanted = sum([run[3] for run in runs])
-        """Bytes that go somewhere."""
+        """The number of requested bytes."""
 
 
-def jobs(wants: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
-    """The jobs that serve all wants, in the order of the files.
+def jobs(requests: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
+    """The jobs that serve all requests, in file order.
 
     >>> for job in jobs([ReadRequest(0, 2, 5), ReadRequest(0, 8, 12)], cell=16):
-    ...     print(job.begin, job.end, [(run.want, run.begin, run.nbytes) for run in job.runs])
+    ...     print(job.begin, job.end, [(run.request, run.begin, run.nbytes) for run in job.runs])
     2 16 [(0, 0, 5), (1, 0, 8)]
     16 20 [(1, 8, 4)]
     """
     together: list[Run] = []
     file, device, start, stop, reach = -1, "", 0, 0, 0
-    for index in sorted(range(len(wants)), key=wants.__getitem__):
-        own_file, offset, nbytes, own_device = wants[index]
+    for index in sorted(range(len(requests)), key=requests.__getitem__):
+        own_file, offset, nbytes, own_device = requests[index]
         begin = 0
         while begin < nbytes:
             at = offset + begin
@@ -96,15 +96,15 @@ def jobs(wants: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iter
         yield Job(file, device, tuple(together))
 
 
-_new = tuple.__new__  # a third of what the class itself takes, and there are as many as tensors
+_new = tuple.__new__  # a third of the time that calling the class takes, once per tensor
 
 
-LITTLE = 16 << 20
-"""Fewer bytes are read by the thread that asks for them: starting others takes longer."""
+FEW_BYTES = 16 << 20
+"""Fewer bytes than this are read by the calling thread: starting others takes longer."""
 
 
-def is_reached(kind: str) -> bool:
-    """Whether bytes can be brought to devices of a kind."""
+def can_read_to(kind: str) -> bool:
+    """Whether bytes can be read into the memory of devices of a kind."""
     if kind != "cuda":
         return kind == "cpu"
     from transload.io.cuda_driver import cuda_driver
@@ -114,145 +114,154 @@ def is_reached(kind: str) -> bool:
 
 SLOT_PAIR = 2 * CELL
 
-Take = Callable[[], "Job | None"]
-Tell = Callable[[int], None]
-Place = Callable[[int], int]
+NextJob = Callable[[], "Job | None"]
+Advance = Callable[[int], None]
+"""Is called with the number of bytes that were read since the last call."""
+AddressOf = Callable[[int], int]
+"""The address where the request of an index is to be read to."""
 
 
 class Settings(NamedTuple):
-    """What the caller has decided; ``None`` leaves it to ``choose``."""
+    """What the caller chose; ``None`` leaves the choice to ``choose``."""
 
     threads: int | None = None
     pinned: int | None = None
-    """Bytes of pinned memory at most."""
+    """The most bytes of pinned memory to use."""
     direct: bool | None = None
-    """Read past the page cache."""
+    """Whether to bypass the page cache."""
 
 
 # -- files
 
 
-class Ended(Exception):  # noqa: N818 - a signal to the caller, who knows the names of storages
-    """A file ends before a request does: the index of the request, and how many bytes of it there are."""
+class ShortReadError(Exception):
+    """A file ends before a request does: the index of the request, and how many of its bytes exist.
 
-    def __init__(self, want: int, came: int) -> None:
-        super().__init__(want, came)
-        self.want = want
-        self.came = came
+    The caller, which knows the name of the storage, turns it into an error for the user.
+    """
+
+    def __init__(self, request: int, received: int) -> None:
+        super().__init__(request, received)
+        self.request = request
+        self.received = received
 
 
 class File:
-    """A source to read from. What ``engine`` reads may also be read past the page cache."""
+    """A source to read from. ``engine.DirectFile`` can also bypass the page cache."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     direct = False
-    """Whether it is read past the page cache."""
+    """Whether reads bypass the page cache."""
 
     @property
-    def plain(self) -> int:
-        """The descriptor, if this is a file of the system; else -1."""
+    def descriptor(self) -> int:
+        """The file descriptor; -1 for a source that is not a file on disk."""
         return getattr(self._source, "descriptor", -1)
 
     def read(self, run: Run, address: int) -> None:
-        """Read a part to an address; ``Ended`` if there is less of it."""
-        came = self._source.readinto(run.offset, view(address, run.nbytes))
-        if came < run.nbytes:
-            raise self.ended([run], run.offset + came)
+        """Read a run to an address; ``ShortReadError`` if the file ends before."""
+        received = self._source.readinto(run.offset, view(address, run.nbytes))
+        if received < run.nbytes:
+            raise self.ended([run], run.offset + received)
 
     def read_job(self, job: Job, slot: int) -> int:
-        """Read a whole job into a slot of a cell's size, by its address; what to add to a position to get there."""
+        """Read a job into a slot of a cell's size; the difference between an address there and its file position."""
         start = slot - job.begin // CELL * CELL
         begin, length = job.begin, job.end - job.begin
-        came = self._source.readinto(begin, view(start + begin, length))
-        if came < length:
-            raise self.ended(job.runs, begin + came)
+        received = self._source.readinto(begin, view(start + begin, length))
+        if received < length:
+            raise self.ended(job.runs, begin + received)
         return start
 
-    def ended(self, runs: Sequence[Run], position: int) -> Ended:
-        """For the first of some parts that reaches beyond a position, where a file ends or has ended before."""
+    def ended(self, runs: Sequence[Run], position: int) -> ShortReadError:
+        """The error for the first run that reaches beyond ``position``, where the file ends."""
         run = next(run for run in runs if run.offset + run.nbytes > position)
-        if self.plain >= 0:
-            position = min(position, os.fstat(self.plain).st_size)
-        return Ended(run.want, max(0, run.begin + position - run.offset))
+        if self.descriptor >= 0:
+            position = min(position, os.fstat(self.descriptor).st_size)
+        return ShortReadError(run.request, max(0, run.begin + position - run.offset))
 
 
-# -- into memory of the host
+# -- into host memory
 
 _SMALL = 32 << 10
-"""Parts shorter than this are read together and copied out: a call for each would take longer."""
+"""Runs shorter than this on average are read together and copied out: a system call for each would take longer."""
 
 
-class Sums:
-    """Checksums of parts as they come by, in any order; ``None`` in the place of one is not to compute any."""
+class Checksums:
+    """Collects the CRC-32 of each run, in any order, and combines them by request."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, int, int, int]] = []
-        """Whose it is, where it begins, its length, its checksum."""
+        """Each run: its request, where it begins there, its length, its checksum."""
 
     def add(self, run: Run, address: int) -> None:
-        """Note the checksum of a part that lies at an address."""
+        """Compute the checksum of a run at an address."""
         from zlib import crc32
 
-        self.parts.append((run.want, run.begin, run.nbytes, crc32(view(address, run.nbytes))))
+        self.parts.append((run.request, run.begin, run.nbytes, crc32(view(address, run.nbytes))))
 
     def whole(self, count: int) -> list[int]:
-        """The checksum of each of so many requests, all of whose parts came by."""
+        """The checksum of each of ``count`` requests, after all their runs were added."""
         from transload.io.checksums import combined
 
         found = [0] * count
-        for want, begin, nbytes, value in sorted(self.parts):
-            found[want] = combined(found[want], value, nbytes) if begin else value
+        for request, begin, nbytes, value in sorted(self.parts):
+            found[request] = combined(found[request], value, nbytes) if begin else value
         return found
 
 
 class HostLane:
-    """Reads jobs into memory at ``addresses``, which are known when a job is taken."""
+    """Reads jobs into host memory. ``addresses`` has those of a job's requests by the time the job is taken."""
 
-    def __init__(self, files: Sequence[File], addresses: Mapping[int, int], sums: Sums | None = None) -> None:
+    def __init__(self, files: Sequence[File], addresses: Mapping[int, int], checksums: Checksums | None = None) -> None:
         self.done = 0
         self._files = files
         self._addresses = addresses
-        self._sums = sums
+        self._sums = checksums
         self._buffer: Pages | None = None
 
-    def run(self, take: Take) -> None:
-        """Take jobs, and read, until there are none."""
-        while (job := take()) is not None:
+    def run(self, next_job: NextJob) -> None:
+        """Read jobs until there are no more."""
+        while (job := next_job()) is not None:
             self.read(job)
             self.done += job.wanted
 
     def read(self, job: Job) -> None:
-        """Read one job: part by part, or through a buffer where the parts are small or the reading is direct."""
-        file, addresses, sums = self._files[job.file], self._addresses, self._sums
+        """Read one job: run by run, or through a buffer if the runs are small or reads bypass the page cache."""
+        file, addresses, checksums = self._files[job.file], self._addresses, self._sums
         if not file.direct and (len(job.runs) == 1 or job.wanted >= len(job.runs) * _SMALL):
             for run in job.runs:
-                address = addresses[run.want] + run.begin
+                address = addresses[run.request] + run.begin
                 file.read(run, address)
-                if sums is not None:
-                    sums.add(run, address)
+                if checksums is not None:
+                    checksums.add(run, address)
             return
         if self._buffer is None:
-            self._buffer = Pages(CELL, huge=job.end - job.begin > CELL // 2)  # little is had faster in small ones
+            self._buffer = Pages(CELL, huge=job.end - job.begin > CELL // 2)  # small pages are faster for little
         start = file.read_job(job, self._buffer.address)
-        for offset, want, begin, nbytes in job.runs:
-            copy(addresses[want] + begin, start + offset, nbytes)
-        if sums is not None:
+        for offset, request, begin, nbytes in job.runs:
+            copy(addresses[request] + begin, start + offset, nbytes)
+        if checksums is not None:
             for run in job.runs:
-                sums.add(run, start + run.offset)
+                checksums.add(run, start + run.offset)
 
 
-def read_here(
-    sources: Sequence[Source], wants: Sequence[ReadRequest], place: Place, sums: Sums | None, tell: Tell | None
+def read_single_threaded(
+    sources: Sequence[Source],
+    requests: Sequence[ReadRequest],
+    address_of: AddressOf,
+    checksums: Checksums | None,
+    advance: Advance | None,
 ) -> None:
-    """Read a little into memory of the host, in this thread; the arguments are those of ``engine.bring``."""
+    """Read into host memory in this thread; the arguments are those of ``engine.read_ranges``."""
     addresses: dict[int, int] = {}
-    lane = HostLane([File(source) for source in sources], addresses, sums)
-    for job in jobs(wants):
+    lane = HostLane([File(source) for source in sources], addresses, checksums)
+    for job in jobs(requests):
         for _, index, _, _ in job.runs:
             if index not in addresses:
-                addresses[index] = place(index)
+                addresses[index] = address_of(index)
         lane.read(job)
-        if tell is not None:
-            tell(job.wanted)
+        if advance is not None:
+            advance(job.wanted)

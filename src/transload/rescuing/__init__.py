@@ -24,7 +24,7 @@ from transload.findings import Problem, quoted, rescue_command
 from transload.formats import no_collecting, read_source
 from transload.formats.plain_pickle import holds_tensors
 from transload.io.atomic import AtomicFile
-from transload.io.pool import telling
+from transload.io.pool import progress_counter
 from transload.io.sources import Assembly, Source, SourceLike, open_source
 from transload.judge import inspect, judge
 from transload.judge.problems import SETS, rule_of
@@ -154,7 +154,7 @@ def _rescue_file(
             (*_warnings(checkpoint, recovered, out), *doubts(recovered.repairs)),
         )
         if made.done and out is not None:
-            tell = telling(progress, out.size, "writing")
+            tell = progress_counter(progress, out.size, "writing")
             with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
                 sink = bundle.add(target)
                 for start in range(0, out.size, _PIECE):

@@ -31,7 +31,7 @@ from transload.formats.torch_legacy import write_legacy
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import Record, Sink, opening_records, write_checkpoint
 from transload.io.atomic import AtomicFile, DirectFile, FileObject, is_atomic
-from transload.io.pool import telling
+from transload.io.pool import progress_counter
 from transload.saving.pickling import Stored, pickled
 from transload.saving.storages import Copy, bloat_words, copied_records, records_of, rings_for
 
@@ -225,7 +225,7 @@ class _Save:
                 last.callback(ring.fetcher.finish)
             records = records_of(self.storages, rings) if self.copies is None else copied_records(self.copies)
             if self.legacy_protocol is not None:
-                tell = telling(self.progress, self.nbytes, "saving")
+                tell = progress_counter(self.progress, self.nbytes, "saving")
                 write_legacy(sink, self.data, self.legacy_protocol, self.numels, records, tell)
                 return
             opening = opening_records(self.data, self.alignment, sys.byteorder)
@@ -238,7 +238,7 @@ class _Save:
                 self.nbytes,
                 origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,
-                tell=telling(self.progress, self.nbytes + sum(record.size for record in opening), "saving"),
+                tell=progress_counter(self.progress, self.nbytes + sum(record.size for record in opening), "saving"),
             )
 
 

@@ -44,7 +44,7 @@ def write_content(
     If this raises, nothing is there that was not before.
     """
     from transload.formats import no_collecting
-    from transload.io.pool import telling
+    from transload.io.pool import progress_counter
 
     begun = time.monotonic()
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
@@ -57,7 +57,7 @@ def write_content(
     with no_collecting():
         plan = Plan(content, format_, options)
     checkpoint = content.checkpoint
-    tell = telling(progress, plan.total(verify=verify), "converting")
+    tell = progress_counter(progress, plan.total(verify=verify), "converting")
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = Job(plan.content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))

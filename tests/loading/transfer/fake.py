@@ -283,15 +283,15 @@ class FakeDriver:
 class Goal:
     """Memory for what is wanted, made when it is asked for; what the file should have brought there."""
 
-    def __init__(self, wants: Sequence[tuple[int, int, int, str]], driver: FakeDriver | None = None) -> None:
+    def __init__(self, requests: Sequence[tuple[int, int, int, str]], driver: FakeDriver | None = None) -> None:
         self.asked: list[int] = []
-        self._wants = wants
+        self._requests = requests
         self._driver = driver
         self._held: dict[int, bytearray] = {}
 
     def place(self, index: int) -> int:
         self.asked.append(index)
-        _, _, nbytes, device = self._wants[index]
+        _, _, nbytes, device = self._requests[index]
         made = self._held[index] = bytearray(b"\xaa" * nbytes)
         address = _address(made)
         if self._driver is not None and device != "cpu":
@@ -310,12 +310,12 @@ class Goal:
         return sum(driver.pending_to(_address(held), len(held)) for held in self._held.values())
 
     def check(self, *files: bytes) -> None:
-        """Every want was asked for once, in the order of the files, and has its bytes."""
+        """Every request was asked for once, in the order of the files, and has its bytes."""
         order = list(self.asked)
-        assert order == sorted(order, key=lambda index: self._wants[index][:2])
-        assert sorted(order) == [index for index, want in enumerate(self._wants) if want[2]]
+        assert order == sorted(order, key=lambda index: self._requests[index][:2])
+        assert sorted(order) == [index for index, request in enumerate(self._requests) if request[2]]
         for index in order:
-            file, offset, nbytes, _ = self._wants[index]
+            file, offset, nbytes, _ = self._requests[index]
             assert self._held[index] == files[file][offset : offset + nbytes], index
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from transload.loading.engine import Choice, Facts, choose
-from transload.loading.jobs import LITTLE, Settings
+from transload.loading.jobs import FEW_BYTES, Settings
 
 GB = 1 << 30
 NONE = Settings()
@@ -19,9 +19,9 @@ TABLE = {
     "more cores than help": (Facts(GB, 0, 128, 1.0), NONE, Choice(16)),
     "tiny": (Facts(1000, 0, 16, 1.0), NONE, Choice(1)),
     "nothing": (Facts(0, 0, 16, 1.0), NONE, Choice(1)),
-    "just too little": (Facts(LITTLE - 1, 0, 16, 0.0), NONE, Choice(1)),
-    "just enough": (Facts(LITTLE, 0, 16, 1.0), NONE, Choice(4)),
-    "a bit more": (Facts(LITTLE + 1, 0, 16, 1.0), NONE, Choice(5)),
+    "just too little": (Facts(FEW_BYTES - 1, 0, 16, 0.0), NONE, Choice(1)),
+    "just enough": (Facts(FEW_BYTES, 0, 16, 1.0), NONE, Choice(4)),
+    "a bit more": (Facts(FEW_BYTES + 1, 0, 16, 1.0), NONE, Choice(5)),
     "huge pages": (Facts(GB, 0, 2, 1.0, huge=True), NONE, Choice(2, huge=True)),
     "huge pages for little": (Facts(1000, 0, 2, 1.0, huge=True), NONE, Choice(1)),
     # the page cache
@@ -30,13 +30,13 @@ TABLE = {
     "half warm": (Facts(GB, 0, 2, 0.5), NONE, Choice(2)),
     "nobody knows": (Facts(GB, 0, 2, None), NONE, Choice(2)),
     "tiny and cold": (Facts(1000, 0, 2, 0.0), NONE, Choice(1)),
-    "no file, and cold": (Facts(GB, 0, 2, 0.0, plain=False), NONE, Choice(1)),
+    "no file, and cold": (Facts(GB, 0, 2, 0.0, on_disk=False), NONE, Choice(1)),
     # to a device
     "to a device": (Facts(0, GB, 16, 1.0), NONE, Choice(12, ring=True)),
     "to a device with four cores": (Facts(0, GB, 4, 1.0), NONE, Choice(4, ring=True)),
     "tiny to a device": (Facts(0, 1000, 16, 1.0), NONE, Choice(1, ring=True)),
     "cold to a device": (Facts(0, GB, 2, 0.0), NONE, Choice(8, ring=True, direct=True)),
-    "no file, to a device": (Facts(0, GB, 16, None, plain=False), NONE, Choice(1, ring=True)),
+    "no file, to a device": (Facts(0, GB, 16, None, on_disk=False), NONE, Choice(1, ring=True)),
     "both": (Facts(GB, GB, 16, 1.0, huge=True), NONE, Choice(12, ring=True, huge=True)),
     "both, a little each": (Facts(1000, 1000, 16, 1.0), NONE, Choice(1, ring=True)),
     # by the device itself
@@ -50,9 +50,9 @@ TABLE = {
     # as the caller wishes
     "three threads": (Facts(GB, 0, 16, 1.0), Settings(threads=3), Choice(3)),
     "more threads than cores": (Facts(GB, 0, 2, 1.0), Settings(threads=40), Choice(40)),
-    "more threads than work": (Facts(9 << 20, 0, 2, 1.0), Settings(threads=40), Choice(3)),
+    "more threads than run_lanes": (Facts(9 << 20, 0, 2, 1.0), Settings(threads=40), Choice(3)),
     "no threads at all": (Facts(GB, 0, 2, 1.0), Settings(threads=0), Choice(1)),
-    "threads for no file": (Facts(GB, 0, 2, None, plain=False), Settings(threads=8), Choice(1)),
+    "threads for no file": (Facts(GB, 0, 2, None, on_disk=False), Settings(threads=8), Choice(1)),
     "threads, cold": (Facts(GB, 0, 2, 0.0), Settings(threads=3), Choice(3, direct=True)),
     "threads are not fetched by": (
         Facts(0, GB, 2, 1.0, mappable=True),
@@ -61,7 +61,7 @@ TABLE = {
     ),
     "direct though warm": (Facts(GB, 0, 2, 1.0), Settings(direct=True), Choice(8, direct=True)),
     "direct though tiny": (Facts(1000, 0, 2, None), Settings(direct=True), Choice(1, direct=True)),
-    "direct of no file": (Facts(GB, 0, 2, None, plain=False), Settings(direct=True), Choice(1)),
+    "direct of no file": (Facts(GB, 0, 2, None, on_disk=False), Settings(direct=True), Choice(1)),
     "not direct though cold": (Facts(GB, 0, 2, 0.0), Settings(direct=False), Choice(2)),
     "direct is not fetched": (
         Facts(0, GB, 2, 1.0, mappable=True),

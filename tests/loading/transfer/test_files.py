@@ -13,7 +13,7 @@ import pytest
 from transload.io.memory import PAGE, Pages, view
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
 from transload.loading.engine import DirectFile
-from transload.loading.jobs import CELL, Ended, Job, ReadRequest, Run, jobs
+from transload.loading.jobs import CELL, Job, ReadRequest, Run, ShortReadError, jobs
 
 
 @pytest.fixture
@@ -82,19 +82,19 @@ def test_what_lies_beside_a_slot_is_not_touched(direct: DirectFile) -> None:
     assert bytes(whole[:CELL]) == bytes(whole[2 * CELL :]) == b"\xaa" * CELL
 
 
-def test_only_a_file_of_the_system_is_plain(blob_path: Path) -> None:
+def test_only_a_file_on_disk_has_a_descriptor(blob_path: Path) -> None:
     source = FileSource(blob_path)
-    assert DirectFile(source).plain == source.descriptor >= 0
+    assert DirectFile(source).descriptor == source.descriptor >= 0
     for other in (BytesSource(b"abc"), ObjectSource(io.BytesIO(b"abc")), Slice(source, 1, 2, "")):
         file = DirectFile(other)
-        assert file.plain == -1
+        assert file.descriptor == -1
         assert not file.go_direct()
     source.close()
-    assert DirectFile(source).plain == -1
+    assert DirectFile(source).descriptor == -1
 
 
 def test_a_second_descriptor_is_closed(blob_path: Path, direct: DirectFile) -> None:
-    descriptor = direct._descriptor
+    descriptor = direct._direct_descriptor
     assert os.fstat(descriptor).st_size == blob_path.stat().st_size
     direct.close()
     direct.close()
@@ -157,12 +157,12 @@ def ended(source: Source, run: Run) -> tuple[int, int]:
     """What is said of a part, read straight and as a job."""
     memory = Pages(CELL)
     file = DirectFile(source)
-    with pytest.raises(Ended) as straight:
+    with pytest.raises(ShortReadError) as straight:
         file.read(run, memory.address)
-    with pytest.raises(Ended) as slotted:
+    with pytest.raises(ShortReadError) as slotted:
         file.read_job(Job(0, "cpu", (run,)), memory.address)
-    assert (straight.value.want, straight.value.came) == (slotted.value.want, slotted.value.came)
-    return straight.value.want, straight.value.came
+    assert (straight.value.request, straight.value.received) == (slotted.value.request, slotted.value.received)
+    return straight.value.request, straight.value.received
 
 
 @pytest.mark.parametrize("kind", ["file", "bytes", "object"])
@@ -192,11 +192,11 @@ def test_the_end_says_so_though_a_later_part_is_read_first(short: Path) -> None:
 
 def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages) -> None:
     source = FileSource(short)
-    wants = [ReadRequest(0, CELL, 2000), ReadRequest(0, CELL + 4000, 2000), ReadRequest(0, CELL + 6500, 10)]
-    (job,) = jobs(wants)
-    with pytest.raises(Ended) as raised:
+    requests = [ReadRequest(0, CELL, 2000), ReadRequest(0, CELL + 4000, 2000), ReadRequest(0, CELL + 6500, 10)]
+    (job,) = jobs(requests)
+    with pytest.raises(ShortReadError) as raised:
         DirectFile(source).read_job(job, slot.address)
-    assert (raised.value.want, raised.value.came) == (1, 1000)
+    assert (raised.value.request, raised.value.received) == (1, 1000)
     source.close()
 
 
@@ -208,9 +208,9 @@ def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, st
     if straight:
         file.go_direct()
     (job, *_) = jobs([ReadRequest(0, offset, 10)])
-    with pytest.raises(Ended) as raised:
+    with pytest.raises(ShortReadError) as raised:
         file.read_job(job, slot.address)
-    assert (raised.value.want, raised.value.came) == (0, 0)
+    assert (raised.value.request, raised.value.received) == (0, 0)
     file.close()
     source.close()
 
@@ -222,9 +222,9 @@ def test_a_file_that_is_cut_after_it_was_opened(short: Path, slot: Pages, *, str
     if straight:
         file.go_direct()
     os.truncate(short, CELL + 100)
-    with pytest.raises(Ended) as raised:
+    with pytest.raises(ShortReadError) as raised:
         file.read_job(Job(0, "cpu", (Run(CELL, 0, 0, 5000),)), slot.address)
-    assert raised.value.came == 100
+    assert raised.value.received == 100
     file.close()
     source.close()
 
@@ -235,7 +235,7 @@ def test_a_file_is_long_enough_or_not(short: Path) -> None:
     runs = [Run(0, 0, 0, 10), Run(CELL, 1, 0, 5000)]
     file.check(runs)
     os.truncate(short, CELL + 4000)
-    with pytest.raises(Ended) as raised:
+    with pytest.raises(ShortReadError) as raised:
         file.check(runs)
-    assert (raised.value.want, raised.value.came) == (1, 4000)
+    assert (raised.value.request, raised.value.received) == (1, 4000)
     source.close()

@@ -20,7 +20,7 @@ import transload
 from transload.errors import BrokenFileError, DoesNotFitError, TransloadError
 from transload.io import cuda_driver as driver
 from transload.loading import engine
-from transload.loading.jobs import LITTLE
+from transload.loading.jobs import FEW_BYTES
 
 if TYPE_CHECKING:
     from tests.loading.transfer.fake import FakeDriver
@@ -51,7 +51,7 @@ def content() -> dict[str, Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("loads") / "model.pt"
     torch.save(content(), path)
-    assert path.stat().st_size > LITTLE
+    assert path.stat().st_size > FEW_BYTES
     return path
 
 
@@ -60,11 +60,11 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many lanes each transfer had."""
     counts: list[int] = []
 
-    def work(jobs: Any, lanes: Any, tell: Any = None) -> None:
+    def run_lanes(jobs: Any, lanes: Any, advance: Any = None) -> None:
         counts.append(len(lanes))
-        work_really(jobs, lanes, tell)
+        work_really(jobs, lanes, advance)
 
-    monkeypatch.setattr(engine, "work", work)
+    monkeypatch.setattr(engine, "run_lanes", run_lanes)
     return counts
 
 
@@ -284,11 +284,11 @@ def test_a_file_cut_while_it_goes_into_a_model(
     torch.save(Model(1).state_dict(), path)
     at = offset_of(path, "wide.weight")
 
-    def cut(jobs: Any, lanes: Any, tell: Any = None) -> None:
+    def cut(jobs: Any, lanes: Any, advance: Any = None) -> None:
         os.truncate(path, at + 5_000_000)
-        work_really(jobs, lanes, tell)
+        work_really(jobs, lanes, advance)
 
-    monkeypatch.setattr(engine, "work", cut)
+    monkeypatch.setattr(engine, "run_lanes", cut)
     with pytest.raises(BrokenFileError, match=r"wide|tall|tied|norms|count"):
         transload.load_into(Model(2), path)
 
@@ -341,7 +341,7 @@ assert torch.equal(made["int"], true["int"]) and torch.equal(made["last"], true[
 print("loaded")
 """
 
-work_really = engine.work  # before a test puts another in its place
+work_really = engine.run_lanes  # before a test puts another in its place
 
 
 def test_it_works_without_what_only_linux_has(saved: Path) -> None:

@@ -14,8 +14,8 @@ from tests.loading.transfer.fake import CALLS, FakeDriver, Goal
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
 from transload.loading import engine
-from transload.loading.engine import Choice, bring
-from transload.loading.jobs import CELL, Ended, ReadRequest, Sums
+from transload.loading.engine import Choice, read_ranges
+from transload.loading.jobs import CELL, Checksums, ReadRequest, ShortReadError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins pages of files")
 
@@ -35,24 +35,26 @@ MIXED = [
 def count(request: pytest.FixtureRequest, set_cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> int:
     """So few processors that pages are mapped, and a file that is in the cache."""
     set_cores(request.param)
-    monkeypatch.setattr(engine, "cached_share", lambda *_: 1.0)
+    monkeypatch.setattr(engine, "cached_fraction", lambda *_: 1.0)
     return int(request.param)
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of one job each: there are many."""
-    monkeypatch.setattr(engine, "_TOGETHER", 1)
+    monkeypatch.setattr(engine, "_GROUP", 1)
 
 
-def brought(path: Path, blob: bytes, wants: list[ReadRequest], cuda: FakeDriver, sums: Sums | None = None) -> Choice:
-    source, goal, told = FileSource(path), Goal(wants, cuda), list[int]()
+def brought(
+    path: Path, blob: bytes, requests: list[ReadRequest], cuda: FakeDriver, checksums: Checksums | None = None
+) -> Choice:
+    source, goal, told = FileSource(path), Goal(requests, cuda), list[int]()
     try:
-        choice = bring([source], wants, goal.place, tell=told.append, sums=sums)
+        choice = read_ranges([source], requests, goal.place, advance=told.append, checksums=checksums)
         goal.check(blob)
     finally:
         source.close()
-    assert sum(told) == sum(want.nbytes for want in wants)
+    assert sum(told) == sum(request.nbytes for request in requests)
     assert cuda.pending == 0
     return choice
 
@@ -67,11 +69,11 @@ def let_go(path: Path, cuda: FakeDriver) -> bool:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("wants", [LARGE, MIXED], ids=["large", "mixed"])
+@pytest.mark.parametrize("requests", [LARGE, MIXED], ids=["large", "mixed"])
 def test_pages_are_pinned_fetched_and_let_go(
-    wants: list[ReadRequest], count: int, blob: bytes, blob_path: Path, cuda: FakeDriver
+    requests: list[ReadRequest], count: int, blob: bytes, blob_path: Path, cuda: FakeDriver
 ) -> None:
-    choice = brought(blob_path, blob, wants, cuda)
+    choice = brought(blob_path, blob, requests, cuda)
     assert (choice.lanes, choice.mapped) == (count, True)
     assert cuda.calls["pin read-only"] > 0
     assert let_go(blob_path, cuda)
@@ -94,13 +96,13 @@ def test_two_parts_are_under_way_at_once(
 ) -> None:
     """A part waits for its own event only: the next one is fetched while a third is pinned."""
     waited: list[tuple[int, int]] = []
-    true_wait = engine.MappedLane._fetched
+    true_wait = engine.MappedLane._finish_oldest
 
     def fetched(lane: engine.MappedLane) -> None:
         waited.append((lane._parts[0].event, lane._parts[-1].event if len(lane._parts) > 1 else 0))
         true_wait(lane)
 
-    monkeypatch.setattr(engine.MappedLane, "_fetched", fetched)
+    monkeypatch.setattr(engine.MappedLane, "_finish_oldest", fetched)
     brought(blob_path, blob, LARGE, cuda)
     assert len(waited) > 2 * count
     assert all(first != last for first, last in waited)
@@ -141,10 +143,12 @@ def test_pages_that_cannot_be_mapped_are_read(
 @pytest.mark.usefixtures("count")
 def test_what_is_to_be_looked_at_is_read(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     """Touching a mapped page of a file that was just cut would end the process."""
-    sums = Sums()
-    brought(blob_path, blob, MIXED, cuda, sums)
+    checksums = Checksums()
+    brought(blob_path, blob, MIXED, cuda, checksums)
     assert cuda.calls["pin read-only"] == 0
-    assert sums.whole(len(MIXED)) == [crc32(blob[want.offset : want.offset + want.nbytes]) for want in MIXED]
+    assert checksums.whole(len(MIXED)) == [
+        crc32(blob[request.offset : request.offset + request.nbytes]) for request in MIXED
+    ]
 
 
 @pytest.mark.parametrize("cut", [3 * CELL + 5, 5 * CELL + 76])
@@ -155,9 +159,9 @@ def test_a_file_that_was_cut(cut: int, blob: bytes, tmp_path: Path, cuda: FakeDr
     path.write_bytes(blob)
     source = FileSource(path)
     os.truncate(path, cut)
-    with pytest.raises(Ended) as raised:
-        bring([source], LARGE, Goal(LARGE, cuda).place)
-    assert (raised.value.want, raised.value.came) == (0, cut - 77)
+    with pytest.raises(ShortReadError) as raised:
+        read_ranges([source], LARGE, Goal(LARGE, cuda).place)
+    assert (raised.value.request, raised.value.received) == (0, cut - 77)
     assert let_go(path, cuda)
     source.close()
 
@@ -165,7 +169,7 @@ def test_a_file_that_was_cut(cut: int, blob: bytes, tmp_path: Path, cuda: FakeDr
 @pytest.mark.usefixtures("small_parts", "count")
 @pytest.mark.parametrize("count", [1], indirect=True)
 @pytest.mark.parametrize("number", [1, 6], ids=["first", "last"])
-def test_a_file_that_is_cut_while_it_is_fetched(
+def test_a_file_that_is_cut_while_it_is_finish_oldest(
     number: int, blob: bytes, tmp_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "cut"
@@ -180,9 +184,9 @@ def test_a_file_that_is_cut_while_it_is_fetched(
             os.truncate(path, cut)
 
     monkeypatch.setattr(FakeDriver, "wait_event", later)
-    with pytest.raises(Ended) as raised:
-        bring([source], LARGE, Goal(LARGE, cuda).place)
-    assert (raised.value.want, raised.value.came) == (0, 5 * CELL - 5)
+    with pytest.raises(ShortReadError) as raised:
+        read_ranges([source], LARGE, Goal(LARGE, cuda).place)
+    assert (raised.value.request, raised.value.received) == (0, 5 * CELL - 5)
     assert let_go(path, cuda)
     source.close()
 
@@ -194,7 +198,7 @@ def test_a_call_that_fails(call: str, number: int, count: int, blob: bytes, blob
     cuda.fails[call] = [number]
     goal, source = Goal(MIXED, cuda), FileSource(blob_path)
     with pytest.raises(DriverError, match="told to fail"):
-        bring([source], MIXED, goal.place)
+        read_ranges([source], MIXED, goal.place)
     source.close()
     assert cuda.pending == 0
     assert let_go(blob_path, cuda)
@@ -210,7 +214,7 @@ def test_pages_that_cannot_be_let_go_stay_and_the_others_do_not(blob: bytes, tmp
     cuda.fails["unpin"] = [1]
     source = FileSource(path)
     with pytest.raises(DriverError, match="unpin was told to fail"):
-        bring([source], LARGE, Goal(LARGE, cuda).place)
+        read_ranges([source], LARGE, Goal(LARGE, cuda).place)
     source.close()
     assert mappings(path) == sum(read_only for _, read_only in cuda.pins.values()) == 1
 
@@ -219,10 +223,10 @@ def test_pages_that_cannot_be_let_go_stay_and_the_others_do_not(blob: bytes, tmp
 def test_the_one_who_is_told_interrupts(blob_path: Path, cuda: FakeDriver) -> None:
     source, goal = FileSource(blob_path), Goal(LARGE, cuda)
 
-    def tell(_: int) -> None:
+    def advance(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bring([source], LARGE, goal.place, tell=tell)
+        read_ranges([source], LARGE, goal.place, advance=advance)
     assert let_go(blob_path, cuda)
     source.close()

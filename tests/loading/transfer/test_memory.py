@@ -44,7 +44,7 @@ def test_pages_begin_where_a_huge_one_does_and_are_all_there(nbytes: int) -> Non
     gc.collect()
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not tell")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not say")
 @pytest.mark.parametrize("huge", [True, False], ids=["huge", "small"])
 def test_pages_are_of_this_process_alone(*, huge: bool) -> None:
     pages = Pages(4 << 20, huge=huge)

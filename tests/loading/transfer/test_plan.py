@@ -25,20 +25,20 @@ WANTS = st.lists(
 
 
 @given(WANTS, CELLS, GAPS)
-def test_every_wanted_byte_comes_once_from_its_place(wants: list[ReadRequest], cell: int, gap: int) -> None:
-    came: Counter[tuple[int, int]] = Counter()
-    for job in jobs(wants, cell, gap):
+def test_every_wanted_byte_comes_once_from_its_place(requests: list[ReadRequest], cell: int, gap: int) -> None:
+    received: Counter[tuple[int, int]] = Counter()
+    for job in jobs(requests, cell, gap):
         for run in job.runs:
-            want = wants[run.want]
-            assert (want.file, want.device) == (job.file, job.device)
-            assert run.offset == want.offset + run.begin
-            came.update((run.want, run.begin + at) for at in range(run.nbytes))
-    assert came == Counter((index, at) for index, want in enumerate(wants) for at in range(want.nbytes))
+            request = requests[run.request]
+            assert (request.file, request.device) == (job.file, job.device)
+            assert run.offset == request.offset + run.begin
+            received.update((run.request, run.begin + at) for at in range(run.nbytes))
+    assert received == Counter((index, at) for index, request in enumerate(requests) for at in range(request.nbytes))
 
 
 @given(WANTS, CELLS, GAPS)
-def test_a_job_lies_in_one_cell(wants: list[ReadRequest], cell: int, gap: int) -> None:
-    for job in jobs(wants, cell, gap):
+def test_a_job_lies_in_one_cell(requests: list[ReadRequest], cell: int, gap: int) -> None:
+    for job in jobs(requests, cell, gap):
         assert job.begin == min(run.offset for run in job.runs)
         assert job.end == max(run.offset + run.nbytes for run in job.runs)
         assert job.begin // cell == (job.end - 1) // cell
@@ -47,8 +47,8 @@ def test_a_job_lies_in_one_cell(wants: list[ReadRequest], cell: int, gap: int) -
 
 
 @given(WANTS, CELLS, GAPS)
-def test_what_nobody_wants_is_read_only_between_neighbours(wants: list[ReadRequest], cell: int, gap: int) -> None:
-    for job in jobs(wants, cell, gap):
+def test_what_nobody_wants_is_read_only_between_neighbours(requests: list[ReadRequest], cell: int, gap: int) -> None:
+    for job in jobs(requests, cell, gap):
         reach = job.begin
         for run in job.runs:
             assert run.offset <= reach + gap
@@ -56,9 +56,9 @@ def test_what_nobody_wants_is_read_only_between_neighbours(wants: list[ReadReque
 
 
 @given(WANTS, CELLS)
-def test_memory_is_asked_for_in_the_order_of_the_files(wants: list[ReadRequest], cell: int) -> None:
-    first = dict.fromkeys(run.want for job in jobs(wants, cell) for run in job.runs)
-    places = [wants[index][:2] for index in first]
+def test_memory_is_asked_for_in_the_order_of_the_files(requests: list[ReadRequest], cell: int) -> None:
+    first = dict.fromkeys(run.request for job in jobs(requests, cell) for run in job.runs)
+    places = [requests[index][:2] for index in first]
     assert places == sorted(places)
 
 
@@ -91,18 +91,23 @@ def test_far_ones_are_read_apart() -> None:
 
 
 def test_neighbours_on_other_devices_are_other_jobs() -> None:
-    wants = [
+    requests = [
         ReadRequest(0, 0, 4),
         ReadRequest(0, 4, 4, "cuda:0"),
         ReadRequest(0, 8, 4, "cuda:1"),
         ReadRequest(1, 12, 4, "cuda:1"),
     ]
-    assert [(job.file, job.device) for job in jobs(wants)] == [(0, "cpu"), (0, "cuda:0"), (0, "cuda:1"), (1, "cuda:1")]
+    assert [(job.file, job.device) for job in jobs(requests)] == [
+        (0, "cpu"),
+        (0, "cuda:0"),
+        (0, "cuda:1"),
+        (1, "cuda:1"),
+    ]
 
 
 def test_those_that_overlap_are_all_served() -> None:
-    wants = [ReadRequest(0, 0, 40), ReadRequest(0, 0, 40), ReadRequest(0, 10, 5), ReadRequest(0, 39, 1)]
-    made = list(jobs(wants, cell=16))
+    requests = [ReadRequest(0, 0, 40), ReadRequest(0, 0, 40), ReadRequest(0, 10, 5), ReadRequest(0, 39, 1)]
+    made = list(jobs(requests, cell=16))
     assert sum(job.wanted for job in made) == 86
     assert all(job.end - job.begin <= 16 for job in made)
 

@@ -16,14 +16,14 @@ from tests.loading.transfer.fake import CALLS, CONTEXT, FakeDriver, Goal
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource
 from transload.loading import engine
-from transload.loading.engine import bring
-from transload.loading.jobs import CELL, Ended, ReadRequest, Settings, Sums
+from transload.loading.engine import read_ranges
+from transload.loading.jobs import CELL, Checksums, ReadRequest, Settings, ShortReadError
 
 SetCores = Callable[[int], None]
 LARGE = [ReadRequest(0, 77, 5 * CELL, "cuda:0")]
 
 
-def wants_of(seed: int, nbytes: int, *devices: str) -> list[ReadRequest]:
+def requests_of(seed: int, nbytes: int, *devices: str) -> list[ReadRequest]:
     dice = Random(seed)  # noqa: S311 - the same every time
     made = [ReadRequest(0, 50_000 + 320 * index, 256, dice.choice(devices)) for index in range(200)]
     for _ in range(6):
@@ -34,15 +34,15 @@ def wants_of(seed: int, nbytes: int, *devices: str) -> list[ReadRequest]:
 
 
 def brought(
-    path: Path, blob: bytes, wants: list[ReadRequest], cuda: FakeDriver, settings: Settings | None = None
+    path: Path, blob: bytes, requests: list[ReadRequest], cuda: FakeDriver, settings: Settings | None = None
 ) -> None:
-    """Bring it, and look whether it came."""
-    source, goal, told = FileSource(path), Goal(wants, cuda), list[int]()
+    """Bring it, and look whether it received."""
+    source, goal, told = FileSource(path), Goal(requests, cuda), list[int]()
     try:
-        bring([source], wants, goal.place, settings=settings or Settings(), tell=told.append)
+        read_ranges([source], requests, goal.place, settings=settings or Settings(), advance=told.append)
         assert goal.pending == 0
         goal.check(blob)
-        assert sum(told) == sum(want.nbytes for want in wants)
+        assert sum(told) == sum(request.nbytes for request in requests)
     finally:
         source.close()
 
@@ -59,25 +59,27 @@ def pinned_slots(cuda: FakeDriver) -> int:
 @pytest.mark.parametrize(
     "devices", [["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:0", "cpu", "cuda:1"]], ids=["one", "two", "and the host"]
 )
-def test_wants_of_all_kinds(
+def test_requests_of_all_kinds(
     devices: list[str], threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver, *, direct: bool
 ) -> None:
-    wants = wants_of(threads, len(blob), *devices)
-    brought(blob_path, blob, wants, cuda, Settings(threads=threads, direct=direct))
+    requests = requests_of(threads, len(blob), *devices)
+    brought(blob_path, blob, requests, cuda, Settings(threads=threads, direct=direct))
     assert pinned_slots(cuda) <= 2 * threads
 
 
 def test_a_source_that_is_no_file(blob: bytes, cuda: FakeDriver) -> None:
     goal = Goal(LARGE, cuda)
-    assert bring([BytesSource(blob)], LARGE, goal.place).lanes == 1
+    assert read_ranges([BytesSource(blob)], LARGE, goal.place).lanes == 1
     goal.check(blob)
 
 
 def test_checksums(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
-    wants = wants_of(3, len(blob), "cuda:0", "cpu")
-    source, goal, sums = FileSource(blob_path), Goal(wants, cuda), Sums()
-    bring([source], wants, goal.place, settings=Settings(threads=3), sums=sums)
-    assert sums.whole(len(wants)) == [crc32(blob[want.offset : want.offset + want.nbytes]) for want in wants]
+    requests = requests_of(3, len(blob), "cuda:0", "cpu")
+    source, goal, checksums = FileSource(blob_path), Goal(requests, cuda), Checksums()
+    read_ranges([source], requests, goal.place, settings=Settings(threads=3), checksums=checksums)
+    assert checksums.whole(len(requests)) == [
+        crc32(blob[request.offset : request.offset + request.nbytes]) for request in requests
+    ]
     source.close()
 
 
@@ -101,13 +103,13 @@ def test_the_thread_of_the_caller_keeps_its_device(
 ) -> None:
     """Else ``torch.cuda.current_device()`` would be another one after a load."""
     cuda.at(before)
-    wants = [ReadRequest(0, 5, 1000, "cuda:0"), ReadRequest(0, 2000, 1000, "cuda:1")]
+    requests = [ReadRequest(0, 5, 1000, "cuda:0"), ReadRequest(0, 2000, 1000, "cuda:1")]
     if fails:
         cuda.fails["copy"] = [2]
         with pytest.raises(DriverError):
-            brought(blob_path, blob, wants, cuda)
+            brought(blob_path, blob, requests, cuda)
     else:
-        brought(blob_path, blob, wants, cuda)
+        brought(blob_path, blob, requests, cuda)
     assert cuda.current_context() == before
 
 
@@ -131,9 +133,9 @@ def test_a_kept_lane_holds_nothing_of_the_last_load(blob: bytes, blob_path: Path
     import weakref
 
     source = FileSource(blob_path)
-    wants = wants_of(1, len(blob), "cuda:0", "cpu")
-    goal = Goal(wants, cuda)
-    bring([source], wants, goal.place, settings=Settings(threads=2))
+    requests = requests_of(1, len(blob), "cuda:0", "cpu")
+    goal = Goal(requests, cuda)
+    read_ranges([source], requests, goal.place, settings=Settings(threads=2))
     source.close()
     held: list[weakref.ref[object]] = [weakref.ref(source), weakref.ref(goal)]
     del source, goal
@@ -188,8 +190,8 @@ def test_several_loads_at_once(blob: bytes, blob_path: Path, cuda: FakeDriver) -
     def load(seed: int) -> None:
         try:
             for turn in range(2):  # the second time with lanes that another load had
-                wants = wants_of(10 * seed + turn, len(blob), "cuda:0", "cuda:1")
-                brought(blob_path, blob, wants, cuda, Settings(threads=2))
+                requests = requests_of(10 * seed + turn, len(blob), "cuda:0", "cuda:1")
+                brought(blob_path, blob, requests, cuda, Settings(threads=2))
         except BaseException as error:  # noqa: BLE001 - told below
             errors.append(error)
 
@@ -217,7 +219,7 @@ def test_a_call_that_fails(
     goal = Goal(LARGE, cuda)
     source = FileSource(blob_path)
     try:
-        bring([source], LARGE, goal.place, settings=Settings(threads=threads))
+        read_ranges([source], LARGE, goal.place, settings=Settings(threads=threads))
     except DriverError:
         assert cuda.calls[call] >= number
     else:
@@ -268,8 +270,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
-    wants = [ReadRequest(0, CELL * index, CELL, "cuda:0") for index in range(7)]
-    goal, source = Goal(wants, cuda), FileSource(blob_path)
+    requests = [ReadRequest(0, CELL * index, CELL, "cuda:0") for index in range(7)]
+    goal, source = Goal(requests, cuda), FileSource(blob_path)
 
     def place(index: int) -> int:
         if index == 5:
@@ -277,11 +279,11 @@ def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path, cuda: Fak
         return goal.place(index)
 
     with pytest.raises(MemoryError, match="full"):
-        bring([source], wants, place, settings=Settings(threads=threads))
+        read_ranges([source], requests, place, settings=Settings(threads=threads))
     assert cuda.pending == 0
     assert len(engine._idle.lanes) == threads
     source.close()
-    brought(blob_path, blob, wants, cuda, Settings(threads=threads))
+    brought(blob_path, blob, requests, cuda, Settings(threads=threads))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -290,9 +292,9 @@ def test_a_file_that_was_cut(threads: int, blob: bytes, tmp_path: Path, cuda: Fa
     path.write_bytes(blob)
     source = FileSource(path)
     os.truncate(path, 3 * CELL + 5)
-    with pytest.raises(Ended) as raised:
-        bring([source], LARGE, Goal(LARGE, cuda).place, settings=Settings(threads=threads))
-    assert (raised.value.want, raised.value.came) == (0, 3 * CELL + 5 - 77)
+    with pytest.raises(ShortReadError) as raised:
+        read_ranges([source], LARGE, Goal(LARGE, cuda).place, settings=Settings(threads=threads))
+    assert (raised.value.request, raised.value.received) == (0, 3 * CELL + 5 - 77)
     assert cuda.pending == 0
     source.close()
 
@@ -301,11 +303,11 @@ def test_a_file_that_was_cut(threads: int, blob: bytes, tmp_path: Path, cuda: Fa
 def test_the_one_who_is_told_interrupts(threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     source, goal = FileSource(blob_path), Goal(LARGE, cuda)
 
-    def tell(_: int) -> None:
+    def advance(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bring([source], LARGE, goal.place, settings=Settings(threads=threads), tell=tell)
+        read_ranges([source], LARGE, goal.place, settings=Settings(threads=threads), advance=advance)
     assert cuda.pending == 0
     source.close()
     brought(blob_path, blob, LARGE, cuda, Settings(threads=threads))
@@ -332,4 +334,4 @@ def test_there_is_no_driver(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(driver, "cuda_driver", lambda: None)
     with pytest.raises(RuntimeError, match="no CUDA driver"):
-        bring([BytesSource(blob)], LARGE, lambda _: 0)
+        read_ranges([BytesSource(blob)], LARGE, lambda _: 0)

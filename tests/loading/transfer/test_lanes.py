@@ -17,8 +17,8 @@ import pytest
 
 import transload
 from transload.loading import engine
-from transload.loading.engine import work
-from transload.loading.jobs import Job, Run, Take
+from transload.loading.engine import run_lanes
+from transload.loading.jobs import Job, NextJob, Run
 
 DEADLINE = 20.0  # seconds after which a test that hangs gives up
 
@@ -41,10 +41,10 @@ class Lane:
         self.left = False
         self._does = does
 
-    def run(self, take: Take) -> None:
+    def run(self, next_job: NextJob) -> None:
         self.thread = threading.get_ident()
         try:
-            while (job := take()) is not None:
+            while (job := next_job()) is not None:
                 self.taken.append(job)
                 self._does(job)
                 self.done += job.wanted
@@ -54,7 +54,7 @@ class Lane:
 
 def done(lanes: list[Lane]) -> list[int]:
     """The numbers of the jobs that were done, in order."""
-    return sorted(job.runs[0].want for lane in lanes for job in lane.taken)
+    return sorted(job.runs[0].request for lane in lanes for job in lane.taken)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_every_job_is_done_once_and_told_of(lanes: int, count: int) -> None:
     crewed = [Lane() for _ in range(lanes)]
     told: list[int] = []
-    work(iter(jobs(count)), crewed, told.append)
+    run_lanes(iter(jobs(count)), crewed, told.append)
     assert done(crewed) == list(range(count))
     assert sum(told) == 10 * count
     assert all(number > 0 for number in told)
@@ -88,20 +88,20 @@ def test_every_job_is_done_once_and_told_of(lanes: int, count: int) -> None:
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_no_jobs(lanes: int) -> None:
     told: list[int] = []
-    work([], [Lane() for _ in range(lanes)], told.append)
+    run_lanes([], [Lane() for _ in range(lanes)], told.append)
     assert told == []
 
 
 def test_a_single_lane_runs_in_the_thread_of_the_caller() -> None:
     lane = Lane()
-    work(jobs(3), [lane])
+    run_lanes(jobs(3), [lane])
     assert lane.thread == threading.get_ident()
 
 
 def test_several_run_in_threads_of_their_own_at_the_same_time() -> None:
     together = threading.Barrier(3, timeout=DEADLINE)
     lanes = [Lane(lambda _: together.wait()) for _ in range(3)]
-    work(jobs(3), lanes)
+    run_lanes(jobs(3), lanes)
     assert len({lane.thread for lane in lanes} - {threading.get_ident()}) == 3
 
 
@@ -114,7 +114,7 @@ def test_the_first_jobs_are_done_while_the_last_are_prepared() -> None:
         until(lambda: sum(lane.done for lane in lanes) == 10)
         yield second
 
-    work(prepared(), lanes)
+    run_lanes(prepared(), lanes)
     assert sum(lane.done for lane in lanes) == 20
 
 
@@ -127,24 +127,24 @@ def test_all_is_told_though_the_lanes_are_done_before_anyone_looks() -> None:
         until(lambda: sum(lane.done for lane in lanes) == 40)
 
     told: list[int] = []
-    work(prepared(), lanes, told.append)
+    run_lanes(prepared(), lanes, told.append)
     assert sum(told) == 40
 
 
 def test_bytes_are_told_while_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_TOLD_EVERY", 0.001)
+    monkeypatch.setattr(engine, "_POLL", 0.001)
     told: list[int] = []
     go_on = threading.Event()
 
     def does(job: Job) -> None:
-        if job.runs[0].want:
+        if job.runs[0].request:
             assert go_on.wait(DEADLINE)
 
-    def tell(count: int) -> None:
+    def advance(count: int) -> None:
         told.append(count)
         go_on.set()
 
-    work(jobs(3), [Lane(does), Lane(does)], tell)
+    run_lanes(jobs(3), [Lane(does), Lane(does)], advance)
     assert len(told) > 1
     assert sum(told) == 30
 
@@ -152,12 +152,12 @@ def test_bytes_are_told_while_they_come(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_lane_that_asks_again_after_the_last_job_gets_none_again(lanes: int) -> None:
     class Asks(Lane):
-        def run(self, take: Take) -> None:
-            super().run(take)
-            self.again = [take(), take()]
+        def run(self, next_job: NextJob) -> None:
+            super().run(next_job)
+            self.again = [next_job(), next_job()]
 
     crewed = [Asks() for _ in range(lanes)]
-    work(jobs(5), crewed)
+    run_lanes(jobs(5), crewed)
     assert [lane.again for lane in crewed] == [[None, None]] * lanes
 
 
@@ -167,13 +167,13 @@ def test_a_lane_that_asks_again_after_the_last_job_gets_none_again(lanes: int) -
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_an_error_in_a_lane_stops_the_others(lanes: int) -> None:
     def does(job: Job) -> None:
-        if job.runs[0].want == 5:
+        if job.runs[0].request == 5:
             raise Broken
 
     crewed = [Lane(does) for _ in range(lanes)]
     endless = (Job(0, "cpu", (Run(10 * index, index, 0, 10),)) for index in range(1 << 60))
     with pytest.raises(Broken):
-        work(endless, crewed)
+        run_lanes(endless, crewed)
     assert all(lane.left for lane in crewed)
 
 
@@ -181,7 +181,7 @@ def test_the_first_error_is_the_one_that_is_raised() -> None:
     first = threading.Event()
 
     def does(job: Job) -> None:
-        if job.runs[0].want:
+        if job.runs[0].request:
             assert first.wait(DEADLINE)
             time.sleep(0.01)
             raise Broken("second")
@@ -197,7 +197,7 @@ def test_the_first_error_is_the_one_that_is_raised() -> None:
         until(lambda: sum(len(lane.taken) for lane in lanes) == 2 or any(lane.left for lane in lanes))
 
     with pytest.raises(Broken, match="first"):
-        work(prepared(), lanes)
+        run_lanes(prepared(), lanes)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -208,7 +208,7 @@ def test_an_error_while_jobs_are_prepared(lanes: int) -> None:
 
     crewed = [Lane() for _ in range(lanes)]
     with pytest.raises(Broken):
-        work(prepared(), crewed)
+        run_lanes(prepared(), crewed)
     assert all(lane.left for lane in crewed if lane.thread)
 
 
@@ -217,14 +217,14 @@ def test_an_error_while_jobs_are_prepared(lanes: int) -> None:
 def test_an_error_of_the_one_who_is_told(
     lanes: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_TOLD_EVERY", 0.001)
+    monkeypatch.setattr(engine, "_POLL", 0.001)
 
-    def tell(_: int) -> None:
+    def advance(_: int) -> None:
         raise error
 
     crewed = [Lane(lambda _: time.sleep(0.002)) for _ in range(lanes)]
     with pytest.raises(error):
-        work(jobs(50), crewed, tell)
+        run_lanes(jobs(50), crewed, advance)
     assert sum(len(lane.taken) for lane in crewed) < 50
     assert all(lane.left for lane in crewed if lane.thread)
 
@@ -242,7 +242,7 @@ def test_an_error_does_not_keep_itself_alive() -> None:
             raise Broken(memory)
 
         try:
-            work(jobs(2), [Lane(does), Lane(does)])
+            run_lanes(jobs(2), [Lane(does), Lane(does)])
         except Broken:
             return weakref.ref(memory)
         raise AssertionError
@@ -259,7 +259,7 @@ def test_an_error_does_not_keep_itself_alive() -> None:
 
 INTERRUPTED = """
 import signal, sys, threading, time
-from transload.loading.engine import work
+from transload.loading.engine import run_lanes
 from transload.loading.jobs import Job, Run
 
 told, times = sys.argv[1] == "told", int(sys.argv[2])
@@ -270,8 +270,8 @@ class Lane:
     done = 0
     left = False
 
-    def run(self, take):
-        while (job := take()) is not None:
+    def run(self, next_job):
+        while (job := next_job()) is not None:
             taken.append(job)
             pressed.wait(10)
             time.sleep(0.1)
@@ -292,7 +292,7 @@ jobs = [Job(0, "cpu", (Run(10 * index, index, 0, 10),)) for index in range(100)]
 presses = threading.Thread(target=press)
 presses.start()
 try:
-    work(jobs, lanes, (lambda _: None) if told else None)
+    run_lanes(jobs, lanes, (lambda _: None) if told else None)
 except KeyboardInterrupt:
     count, all_left = len(written), all(lane.left for lane in lanes)
     presses.join()
@@ -340,7 +340,7 @@ def test_with_fewer_threads_than_wanted_all_is_done_all_the_same(given: int, mon
     monkeypatch.setattr(engine, "Thread", Refused(given))
     lanes = [Lane() for _ in range(4)]
     told: list[int] = []
-    work(jobs(9), lanes, told.append)
+    run_lanes(jobs(9), lanes, told.append)
     assert done(lanes) == list(range(9))
     assert sum(told) == 90
 
@@ -373,7 +373,7 @@ def test_a_thread_that_comes_too_late_does_not_touch_its_lane(monkeypatch: pytes
     monkeypatch.setattr(engine, "Thread", Late)
     lanes = [Lane(), Lane()]
     with pytest.raises(KeyboardInterrupt):
-        work(jobs(3), lanes)
+        run_lanes(jobs(3), lanes)
     for late in made:
         late.begin.set()
         if late.true.ident is not None:
