@@ -19,7 +19,7 @@ from tests.each import each
 from transload.checkpoint import Tensor
 from transload.errors import ContentError
 from transload.tensors import content as axes
-from transload.tensors.content import Allowance, Content, Run, open_content
+from transload.tensors.content import Allowance, Content, FileRange, open_content
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -144,7 +144,7 @@ def test_flags_are_resolved(value: torch.Tensor) -> None:
         tensor = content.checkpoint.tensor("x")
         assert tensor.flags
         assert taken(content, tensor) == plain(value)
-        assert content.run(tensor) is None
+        assert content.file_range(tensor) is None
 
 
 def big_endian(dtype: str, kind: str, numel: int, width: int) -> tuple[bytes, bytes]:
@@ -190,7 +190,7 @@ def test_deflated_records() -> None:
     values = {"x": base(), "y": base().t(), "z": base()[5:]}
     with open_content(deflated(saved(values))) as content:
         for tensor in content.checkpoint.tensors:
-            assert content.run(tensor) is None
+            assert content.file_range(tensor) is None
             assert taken(content, tensor, 512) == plain(values[tensor.name])
 
 
@@ -201,11 +201,11 @@ def test_a_run_is_where_the_bytes_lie(how: dict[str, Any]) -> None:
     with open_content(data) as content:
         for name in ("whole", "rows"):
             tensor = content.checkpoint.tensor(name)
-            run = content.run(tensor)
+            run = content.file_range(tensor)
             assert run is not None
             assert data[run.offset : run.offset + run.nbytes] == taken(content, tensor)
-        assert content.run(content.checkpoint.tensor("columns")) is None
-        empty = content.run(content.checkpoint.tensor("none"))
+        assert content.file_range(content.checkpoint.tensor("columns")) is None
+        empty = content.file_range(content.checkpoint.tensor("none"))
         assert empty is not None
         assert not empty.nbytes
 
@@ -223,8 +223,8 @@ def test_shards_are_read_from_their_files(tmp_path: Path) -> None:
             assert {t.name: taken(content, t) for t in content.checkpoint.tensors} == {
                 name: plain(value) for name, value in values.items()
             }
-            run = content.run(content.checkpoint.tensor("a"))
-            assert isinstance(run, Run)
+            run = content.file_range(content.checkpoint.tensor("a"))
+            assert isinstance(run, FileRange)
             assert run.file == weights["a"]
 
 
@@ -245,7 +245,7 @@ def test_missing_bytes_are_an_error_that_names_the_tensor() -> None:
         with pytest.raises(ContentError, match=last.name):
             taken(content, last)
         assert content.missing(last) == "300 of 400 bytes of its storage are in the file"
-        assert content.run(last) is None
+        assert content.file_range(last) is None
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 def test_what_is_no_run_of_numbers_is_said(value: Callable[[], torch.Tensor]) -> None:
     with open_content(saved({"odd": value()})) as content:
         tensor = content.checkpoint.tensor("odd")
-        assert content.run(tensor) is None
+        assert content.file_range(tensor) is None
         with pytest.raises(ContentError, match="odd is "):
             taken(content, tensor)
 

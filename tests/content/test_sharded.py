@@ -88,6 +88,6 @@ def test_boxes_go_in_row_major_order(shape: tuple[int, ...], most: int) -> None:
     seen = []
     for box in boxes(shape, most):
         assert prod(box.shape) <= most
-        ranges = (range(first, first + size) for first, size in zip(box.first, box.shape, strict=True))
+        ranges = (range(first, first + size) for first, size in zip(box.start, box.shape, strict=True))
         seen += list(itertools.product(*ranges))
     assert seen == list(itertools.product(*map(range, shape)))

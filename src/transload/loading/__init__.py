@@ -139,7 +139,7 @@ def load(
                     continue  # once more, with the tree, which has the names to say what is wrong
                 raise
             opened.check_unchanged()
-            opened.leave_behind_content()
+            opened.seek_past_content()
             break
     if plan.warning or checkpoint.findings:
         from transload.judge.problems import worth_a_warning

@@ -1,8 +1,8 @@
 """``transload.open``: the tensors of a checkpoint, read one by one when they are asked for.
 
-``Handle`` is what users see. ``read_one`` makes a tensor, ``fill`` reads into an existing one; both work on a
-``_Reading``, the place of a strided tensor's bytes. Tensors that are not a plain run of elements are built from their
-parts, or as the whole file would be (``build_node``). ``load_into`` uses the same functions.
+``Handle`` is what users see. ``read_one`` makes a tensor, ``fill`` reads into an existing one; both read ``Elements``,
+which say where a strided tensor's bytes are. Other tensors are made from their parts, or as ``load`` would make them
+(``build_node``). ``load_into`` uses the same functions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Dict, Global, Persistent, below
 from transload.tensors import OpenCheckpoint, Piece
-from transload.tensors.content import Content, Elements, EndedError, View, boxes, placed, select
+from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, select
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +111,8 @@ class Handle(Mapping[str, "torch.Tensor"]):
             if leaf.name in out:
                 continue
             held = opened.node(leaf.path)
-            value = plain(held[1]) if held else NOWHERE
-            if value is NOWHERE:  # what its text says, then
+            value = plain(held[1]) if held else NOT_PLAIN
+            if value is NOT_PLAIN:  # fall back to its text
                 try:
                     value = _VALUES.get(leaf.kind, str)(leaf.text)
                 except ValueError:  # an integer too long to be written out
@@ -149,7 +149,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
         return {tensor.path: tensor for tensor in self.checkpoint.tensors}
 
     def _unknown(self, name: object) -> str:
-        """Why there is no such tensor, and which are close."""
+        """The message for a name that is not a tensor, with similar names."""
         text = "/".join(map(str, name)) if isinstance(name, tuple) else str(name)
         if any(leaf.name == text for leaf in self.checkpoint.leaves):
             return f"{text!r} is not a tensor: its value is in metadata[{text!r}]"
@@ -179,7 +179,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
         return f"<{self.checkpoint.path}: {plural(len(self), 'tensor')}{closed}>"
 
     def __reduce__(self) -> NoReturn:
-        """An open file does not travel between processes."""
+        """Refuse: an open file cannot be sent to another process."""
         fix = "Pass its path, and open it in each process."
         raise UsageError("an open checkpoint is not pickled or copied", where=self.checkpoint.path, fix=fix)
 
@@ -217,7 +217,7 @@ class Lazy:
         return self.shape[0]
 
     def __getitem__(self, index: Index) -> torch.Tensor:
-        return self._handle._read(self._tensor, index)  # noqa: SLF001 - two faces of one object
+        return self._handle._read(self._tensor, index)  # noqa: SLF001 - Handle and Lazy are one interface
 
     def __repr__(self) -> str:
         return f"<{self._tensor.name or 'tensor'}: {self.dtype} {list(self.shape)}, not read>"
@@ -240,16 +240,15 @@ class Opened(OpenCheckpoint):
 
     @cached_property
     def content(self) -> Content:
-        """Where the elements of its tensors lie."""
-        own = proxy(self)  # two objects that hold each other would keep the file open until garbage is collected
-        return Content(self.checkpoint, lambda name: own.file(name))  # noqa: PLW0108 - own.file would hold it
+        """The elements of its tensors."""
+        weak = proxy(self)  # a reference cycle would keep the file open until the garbage collector runs
+        return Content(self.checkpoint, lambda name: weak.file(name))  # noqa: PLW0108 - weak.file is a strong reference
 
 
 def open_checkpoint(f: SourceLike) -> Opened:
-    """Read what a path, bytes or a file object holds, judge it, and keep it open.
+    """Open, read and judge a path, bytes or a file object.
 
-    ``NotACheckpointError`` if it is none; a damaged one opens, so that what is left of it can be read, but not one of
-    which no tensor is left.
+    ``NotACheckpointError`` if it is not a checkpoint. A damaged one opens, as long as it has any tensors.
     """
     with no_collecting():
         opened = Opened(f)
@@ -271,15 +270,15 @@ _VALUES: dict[str, Callable[[str], Any]] = {
 }
 
 
-NOWHERE = object()
-"""What a value is that is not plain."""
+NOT_PLAIN = object()
+"""The result for a value that is not plain data."""
 
 _MAX_PLAIN = 100_000
 _MAX_DEPTH = 8
 
 
 def plain(node: object) -> Any:
-    """The value of a node that is plain data, of a bounded size; ``NOWHERE`` for any other."""
+    """The value of a node that is plain data of bounded size; ``NOT_PLAIN`` for any other node."""
     return _plain(node, [_MAX_PLAIN], _MAX_DEPTH)
 
 
@@ -287,57 +286,59 @@ def _plain(node: Any, left: list[int], depth: int) -> Any:
     kind = type(node)
     if node is None or kind in (bool, int, float, str, bytes):
         return node
-    left[0] -= 1  # what is shared counts each time it is met
+    left[0] -= 1  # shared values count each time they occur
     if left[0] < 0 or not depth:
-        return NOWHERE
+        return NOT_PLAIN
     name = called(node) if kind is Call else ""
     if kind is Dict or (name == "collections.OrderedDict" and not node.states):
         pairs = [(key, _plain(value, left, depth - 1)) for key, value in members(node)]
-        return NOWHERE if any(value is NOWHERE for _, value in pairs) else dict(pairs)
+        return NOT_PLAIN if any(value is NOT_PLAIN for _, value in pairs) else dict(pairs)
     if name == "_codecs.encode":
         match node.args:  # bytes, as protocol 2 writes them
             case (str() as text, "latin1" | "latin-1") if text.isascii() or max(text) <= "\xff":
                 return text.encode("latin1")
     if kind is not list and kind is not tuple:
-        return NOWHERE
+        return NOT_PLAIN
     inner = [_plain(part, left, depth - 1) for part in node]
-    return NOWHERE if any(value is NOWHERE for value in inner) else kind(inner)
+    return NOT_PLAIN if any(value is NOT_PLAIN for value in inner) else kind(inner)
 
 
 class Destinations:
-    """The device for each tag, by a plan that is made when it is first needed.
+    """The device for each tag, from a plan that is made when it is first needed.
 
-    A wish is what ``map_location`` is to ``transload.load``. Whether all of the checkpoint would fit is not asked:
-    tensors are read one at a time, and perhaps not all of them.
+    ``map_location`` is as for ``transload.load``. Memory is not checked, since tensors are read one at a time, and
+    perhaps not all of them.
     """
 
-    def __init__(self, checkpoint: Checkpoint, wish: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, map_location: Any) -> None:
         self._checkpoint = checkpoint
-        self._wish = wish
+        self._map_location = map_location
         self._known: dict[str, str] = {}
         self._warning = ""
         self._lock = Lock()
 
     def device(self, tag: str) -> str:
-        """The device for what is tagged so; ``NoDeviceError`` if it is not here."""
+        """The device for tensors with a tag; ``NoDeviceError`` if this machine does not have it."""
         with self._lock:
             if tag not in self._known:
                 self._known[tag] = self.device_map.device(tag)
                 if self._known[tag] != tag and self._warning:  # once
-                    warnings.warn(f"{self._checkpoint.path}: {self._warning}", LandingWarning, stacklevel=caller())
+                    warnings.warn(
+                        f"{self._checkpoint.path}: {self._warning}", LandingWarning, stacklevel=user_stacklevel()
+                    )
                     self._warning = ""
             return self._known[tag]
 
     @cached_property
     def device_map(self) -> DeviceMap:
-        """How storages get there."""
-        plan = plan_here(self._checkpoint, self._wish, 0, "device")
+        """The map that puts storages there."""
+        plan = plan_here(self._checkpoint, self._map_location, 0, "device")
         self._warning = plan.warning
-        return DeviceMap(plan, self._wish, self._checkpoint.path)
+        return DeviceMap(plan, self._map_location, self._checkpoint.path)
 
 
-def caller() -> int:
-    """How far above the function that asks the first frame is that is not ours: a warning must name the user's line."""
+def user_stacklevel() -> int:
+    """The ``stacklevel`` for a warning that names the user's line: that of the first frame outside transload."""
     level = 1
     frame = sys._getframe(1)  # noqa: SLF001 - warnings has no other way before Python 3.12
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "transload":
@@ -346,11 +347,11 @@ def caller() -> int:
     return level
 
 
-# -- tensors that are built as the whole file would be
+# -- tensors that are not strided
 
 
 def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
-    """The object of a node; ``UnsafeError`` if it takes names that nobody has allowed."""
+    """The object of a node; ``UnsafeError`` if building it needs names that are not allowed."""
     from transload.loading import read_storages
     from transload.loading.build import build_object
     from transload.loading.refusal import Allowed
@@ -376,7 +377,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
 def _read_composite(
     opened: Opened, tensor: Tensor, index: Index, device: str | torch.device, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """A tensor that is not a plain run of elements; read whole, whatever is wanted of it."""
+    """Read a tensor that is not strided; all of it, even if only a part is wanted."""
     import torch
 
     check_one(opened, tensor)
@@ -387,7 +388,7 @@ def _read_composite(
     elif tensor.kind == "sharded":
         made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
         fill(opened, tensor, made)
-    else:  # by the call that makes it, as the whole file would be loaded
+    else:  # by the call in the pickle, as load() would
         found = opened.node(tensor.path)
         if found is None:
             raise LoadError(f"{tensor.name} is not read by itself", where=opened.checkpoint.path)
@@ -402,22 +403,22 @@ def _read_composite(
             what = f"torch cannot take a part of {tensor.name or 'the tensor'}, which is {tensor.kind}: {error}"
             raise LoadError(what, where=opened.checkpoint.path, fix="Read the whole tensor.") from error
     wanted = dtype if dtype is not None and made.dtype.is_floating_point else made.dtype
-    # A class need not know how to be moved where it is already.
+    # A subclass may not support ``.to``, even to where it is already.
     stays = made.is_meta or (made.device, made.dtype) == (torch.device(device), wanted)
     return made if stays else made.to(device, wanted)
 
 
 def check_one(opened: Opened, tensor: Tensor) -> None:
-    """``LoadError`` if it is clear, before a byte is read, that a tensor, or one of its parts, cannot be."""
+    """``LoadError`` if it is known, before a byte is read, that a tensor or one of its parts cannot be read."""
     if tensor.kind == "strided":
         _elements(opened, tensor, ())
         return
     if tensor.kind == "sharded":
         try:
-            ends = [step.stop for part in tensor.parts for step in placed(part, len(tensor.shape)).slices]
+            ends = [step.stop for part in tensor.parts for step in box_of(part, len(tensor.shape)).slices]
         except LookupError:
             ends = [sys.maxsize]
-        # Nothing may be left as it was in memory.
+        # No element may keep what was in memory before.
         outside = any(end > size for end, size in zip(ends, tensor.shape * len(tensor.parts), strict=False))
         if outside or sum(part.numel for part in tensor.parts) != tensor.numel:
             raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=opened.checkpoint.path)
@@ -434,9 +435,9 @@ def check_one(opened: Opened, tensor: Tensor) -> None:
 # -- strided tensors
 
 STAGE = 16 << 20
-"""Bytes of the buffer between the file and memory that cannot be read into."""
+"""Bytes of the buffer between the file and memory that cannot be read into directly."""
 
-_PIN = 1 << 20  # a smaller buffer is not worth the call that pins it
+_PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 
 
 def read_one(
@@ -447,10 +448,10 @@ def read_one(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A tensor of a checkpoint, or what ``index`` names of it, on a device.
+    """Read a tensor of a checkpoint, or the part that ``index`` selects, onto a device.
 
-    ``dtype`` casts what is floating point. The strides are kept where they leave no gaps; else the result is
-    contiguous. ``LoadError`` names the tensor where its bytes are not there.
+    ``dtype`` casts floating-point tensors. Strides without gaps are kept; else the result is contiguous. ``LoadError``
+    names a tensor whose bytes are missing.
     """
     if tensor.kind != "strided":
         return _read_composite(opened, tensor, index, device, dtype)
@@ -462,11 +463,13 @@ def read_one(
     wanted = dtype if dtype is not None and own.is_floating_point else own
     if where.type == "meta" or is_fake_mode():
         return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
-    straight = can_read_to(where.type) and wanted == own and not _changes(elements) and view.extent <= view.numel
+    straight = (
+        can_read_to(where.type) and wanted == own and not _needs_conversion(elements) and view.extent <= view.numel
+    )
     try:
         stride = view.stride if straight else contiguous(view.shape)
         target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
-    except RuntimeError as error:  # torch has no class of its own for the CPU
+    except RuntimeError as error:  # torch has no OutOfMemoryError for the CPU
         short = "the CPU" if where.type == "cpu" else str(where)
         what = f"{short} has no room for its {view.numel * elements.itemsize:,} bytes: {error}"
         raise DoesNotFitError(what, where=_place(opened, tensor)) from error
@@ -475,13 +478,13 @@ def read_one(
 
 
 def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> None:
-    """Read a tensor into the memory of another of the same shape, where it lies; cast if the dtypes differ."""
+    """Read a tensor into an existing one of the same shape, in place; cast if the dtypes differ."""
     import torch
 
     with torch.no_grad():
         if tensor.kind == "sharded" and index == ():
             for part in tensor.parts:
-                fill(opened, part, target[placed(part, len(tensor.shape)).slices])
+                fill(opened, part, target[box_of(part, len(tensor.shape)).slices])
             return
         if tensor.kind != "strided" or not _has_plain_memory(target):
             target.copy_(read_one(opened, tensor, index=index))
@@ -490,29 +493,29 @@ def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index =
         if elements.view.shape != tuple(target.shape):
             raise ValueError(f"{list(elements.view.shape)} does not go into {list(target.shape)}")
         inner, place = target.detach(), _place(opened, tensor)
-        _read_into(inner, elements, dtype, place, straight=_lies_alike(elements, dtype, inner), fresh=False)
-        changed(target)
+        _read_into(inner, elements, dtype, place, straight=_has_same_bytes(elements, dtype, inner), fresh=False)
+        increment_version(target)
 
 
 def straight(
     opened: Opened, tensor: Tensor, target: torch.Tensor, index: Index
 ) -> tuple[Source, ReadRequest, int] | None:
-    """What ``fill`` would read, where nothing but bytes has to be moved and many threads can do it; else ``None``.
+    """The file, the request and the address for reading a tensor straight into the memory of ``target``.
 
-    The file, what is wanted of it, and the address where it goes.
+    ``None`` if the bytes have to be converted or reordered, or are not in a file that several threads can read.
     """
     if tensor.kind != "strided" or not _has_plain_memory(target):
         return None
     elements, dtype = _elements(opened, tensor, index)
     inner = target.detach()
     is_file = getattr(elements.source, "descriptor", -1) >= 0
-    if not elements.nbytes or not is_file or not _lies_alike(elements, dtype, inner):
+    if not elements.nbytes or not is_file or not _has_same_bytes(elements, dtype, inner):
         return None
     return elements.source, ReadRequest(0, elements.offset, elements.nbytes, str(inner.device)), inner.data_ptr()
 
 
-def changed(target: torch.Tensor) -> None:
-    """Tell autograd of bytes written behind its back, as an operation in place would have."""
+def increment_version(target: torch.Tensor) -> None:
+    """Increment autograd's version counter, as an in-place operation would: torch did not see the write."""
     from torch.autograd import graph
 
     if not target.is_inference() and hasattr(graph, "increment_version"):
@@ -520,7 +523,7 @@ def changed(target: torch.Tensor) -> None:
 
 
 def _elements(opened: Opened, tensor: Tensor, index: Index) -> tuple[Elements, torch.dtype]:
-    """Where to read a strided tensor, and its dtype; ``LoadError`` if it is clear now that it cannot be done."""
+    """The elements of a strided tensor, and its dtype; ``LoadError`` if it is known now that they cannot be read."""
     import torch
 
     dtype = getattr(torch, tensor.dtype, None)
@@ -538,33 +541,33 @@ def _place(opened: Opened, tensor: Tensor) -> str:
     return f"{opened.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
-def _changes(elements: Elements) -> bool:
-    """Whether the bytes in the file are not those in memory."""
+def _needs_conversion(elements: Elements) -> bool:
+    """Whether the bytes in the file differ from those torch has in memory."""
     return bool(elements.flags) or (elements.swapped != (sys.byteorder == "big") and elements.itemsize > 1)
 
 
-def _lies_alike(elements: Elements, dtype: torch.dtype, inner: torch.Tensor) -> bool:
-    """Whether the bytes in the file are, in their order, those to be in the memory of a tensor."""
-    alike: bool = inner.dtype == dtype and not _changes(elements) and can_read_to(inner.device.type)
-    return alike and elements.view.lies_as(tuple(inner.shape), inner.stride())
+def _has_same_bytes(elements: Elements, dtype: torch.dtype, inner: torch.Tensor) -> bool:
+    """Whether the bytes in the file, in their order, can be read straight into a tensor's memory."""
+    same: bool = inner.dtype == dtype and not _needs_conversion(elements) and can_read_to(inner.device.type)
+    return same and elements.view.has_layout(tuple(inner.shape), inner.stride())
 
 
 def _has_plain_memory(target: torch.Tensor) -> bool:
-    """Whether a tensor is its elements in memory; what is not is left to torch to copy into."""
+    """Whether a tensor is nothing but its elements in memory; torch copies into any other."""
     import torch
 
     plain = type(target) in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
     if not plain or target.layout is not torch.strided or target.is_quantized:
         return False
-    return not (target.is_conj() or target.is_neg())  # what is in memory is not yet the number
+    return not (target.is_conj() or target.is_neg())  # the numbers in memory are not yet the values
 
 
 def _read_into(
     target: torch.Tensor, elements: Elements, dtype: torch.dtype, place: str, *, straight: bool, fresh: bool = True
 ) -> None:
-    """Read all of a view: ``straight`` to where a tensor begins, on any device that is reached, else through a buffer.
+    """Read a whole view into a tensor: ``straight`` into its memory, else through a buffer.
 
-    ``BrokenFileError`` names the place of a tensor that the file is too short for.
+    ``BrokenFileError`` names the tensor if the file is too short.
     """
     from transload.loading import read_ranges
 
@@ -574,23 +577,23 @@ def _read_into(
             read_ranges([elements.source], [request], lambda _: target.data_ptr(), fresh=fresh)
         else:
             _read_staged(elements, dtype, target)
-    except (ShortReadError, EndedError) as end:
+    except (ShortReadError, MissingBytesError) as end:
         missing = elements.nbytes - end.received if isinstance(end, ShortReadError) else end.missing
         raise BrokenFileError(f"the file ends {missing:,} bytes before this tensor does", where=place) from end
 
 
 def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
-    """Fill a target box by box through a buffer that is read into."""
+    """Fill a target, box by box, through a buffer."""
     import torch
 
     width = elements.itemsize
-    # Rows that do not fit the buffer are cut, but never an element.
+    # Rows that do not fit the buffer are split, but elements never are.
     most = max(1, STAGE // width)
     largest = min(most, elements.view.numel) * width
     pinned = target.device.type == "cuda" and largest >= _PIN
     buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     if target.dtype == dtype:
-        # Bytes are moved as integers of their size: not every dtype can be copied everywhere.
+        # Copy as integers of the same size: not every dtype supports copies on every device.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
         dtype = integers[width]
         target = target.view(dtype)
@@ -600,7 +603,7 @@ def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -
         done = elements.read(box, out)
         if done is not out:
             held = torch.frombuffer(done, dtype=torch.uint8)
-        if sys.byteorder == "big":  # torch has the numbers as this machine has them
+        if sys.byteorder == "big":  # torch's numbers are in native byte order
             component = width // 2 if elements.dtype.startswith("complex") else width
             held = held.view(-1, component).flip(1).contiguous().view(-1)
         target[box.slices].copy_(held.view(dtype).view(box.shape))

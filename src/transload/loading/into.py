@@ -25,14 +25,14 @@ from transload.loading import check_settings, read_ranges
 from transload.loading.handles import (
     Destinations,
     build_node,
-    caller,
-    changed,
     check_one,
     fill,
+    increment_version,
     open_checkpoint,
     plain,
     read_one,
     straight,
+    user_stacklevel,
 )
 from transload.loading.jobs import Settings, ShortReadError
 from transload.nodes import Call, Dict
@@ -854,11 +854,11 @@ class _Loading:
             count = _keys(len(differing))
             notes += (f"left {count} of another shape as in the model: {some(differing, _SHOWN, 1000)}",)
         if notes:
-            warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=caller())
+            warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=user_stacklevel())
         if left := self._left_on_meta():
             note = f"still on the meta device, since the file has no values for them: {some(left, _SHOWN)}"
             fix = "Compute them as the model does when it is made: until then it cannot be run."
-            warnings.warn(f"{path}: {note}. {fix}", LandingWarning, stacklevel=caller())
+            warnings.warn(f"{path}: {note}. {fix}", LandingWarning, stacklevel=user_stacklevel())
             notes += (note,)
         loaded.found, loaded.notes = match.branch.name, notes
         return loaded
@@ -934,7 +934,7 @@ class _Loading:
             fix = f"Some of the {len(goals):,} tensors are in the model already."
             raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
         for index, _, _, _ in ready:
-            changed(goals[index])
+            increment_version(goals[index])
         return [index for index, way in enumerate(found) if way is None]
 
     def _goal_of(self, task: _Task) -> Any:

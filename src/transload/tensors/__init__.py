@@ -1,8 +1,8 @@
-"""The bytes of a checkpoint: the file or files behind it, open as long as anybody reads from them.
+"""An open checkpoint: the file or files behind it, kept open while they are read.
 
-``OpenCheckpoint`` reads and judges what it is given and keeps it open: what was judged is what is read. ``load`` takes
-the ``pieces`` that are built by themselves; others take the bytes of single storages, by the names that storages give
-to files. The elements of a tensor, in order, are in ``tensors.content``.
+``OpenCheckpoint`` reads and judges a checkpoint and keeps its files open, so that what was judged is what is read.
+``load`` builds an object from each of its ``pieces``; others open single files, by ``Storage.file``. The elements of a
+tensor are read by ``tensors.content``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key
 
 
-_WHOLE = "\0"
-"""The name, which no file has, of a file object of which only what follows its position is read."""
+_STREAM = "\0"
+"""The key, which no file has as its name, of a file object that is read from its position on."""
 
 
 class OpenCheckpoint:
-    """Everything opened for one checkpoint.
+    """A checkpoint and its open files.
 
-    ``checkpoint`` is the judged whole, ``pieces`` what is built by itself, in order: the one file, or the shards.
-    ``tree`` is as for ``read_source``. As a context manager it closes what it has opened. May be used from several
-    threads.
+    ``checkpoint`` is the judged whole. ``pieces`` are the parts that are built separately, in order: the one file, or
+    the shards. ``tree`` is as for ``read_source``. As a context manager it closes what it opened. May be used from
+    several threads.
     """
 
     def __init__(self, f: SourceLike, *, tree: bool = True) -> None:
@@ -49,13 +49,13 @@ class OpenCheckpoint:
         self._open: dict[str, Source] = {}
         self._read_files: dict[str, Checkpoint] = {}
         self._tree = tree
-        self._folder: str | None = None  # where the names of files begin, if there are several
+        self._folder: str | None = None  # the folder that file names are relative to, if there are several files
         self._members: dict[int, dict[Key, object]] = {}
         self._lock = Lock()
         try:
             read, self.pieces = self._read(f)
             others = tuple(f"{part.name} › " for part in read.parts if part.kind == "beside the checkpoint")
-            if others:  # files that lie beside the checkpoint may be damaged, or anything else
+            if others:  # files next to the checkpoint may be damaged, or anything else
                 problems = tuple(problem for problem in read.problems if not problem.where.startswith(others))
                 pickles = tuple(pickle for pickle in read.pickles if pickle.main)
                 read = replace(read, problems=problems, pickles=pickles)
@@ -71,7 +71,7 @@ class OpenCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Close every file, and put a file object back to where it stood; twice does no harm."""
+        """Close every file, and restore the position of a file object. May be called twice."""
         with self._lock:
             self.closed = True
             for source in self._open.values():
@@ -79,46 +79,46 @@ class OpenCheckpoint:
             self._open.clear()
 
     def check_open(self) -> None:
-        """``UsageError`` if it was closed."""
+        """Raise ``UsageError`` if it was closed."""
         if self.closed:
             raise UsageError("this checkpoint was closed", where=self.checkpoint.path, fix="Open it again to read.")
 
     def check_unchanged(self) -> None:
-        """``BrokenFileError`` if somebody wrote to a file while it was read: old and new may be mixed in what came."""
+        """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed."""
         for source in self._open.values():
             if isinstance(source, FileSource) and source.is_changed():
                 fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
-    def leave_behind_content(self) -> None:
-        """Leave a file object behind what was read of it: several objects can be written one after the other."""
-        source, whole = self._open.get(""), self._open.get(_WHOLE)
+    def seek_past_content(self) -> None:
+        """Let ``close`` leave a file object behind what was read: several objects may follow one another in it."""
+        source, whole = self._open.get(""), self._open.get(_STREAM)
         if isinstance(whole, ObjectSource) and self.checkpoint.format == "torch-legacy":
             last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
             end = max(last, sum(pickle.end for pickle in self.checkpoint.pickles))
             whole.home = end + (source.offset if isinstance(source, Slice) else 0)
 
     def file(self, name: str = "") -> Source:
-        """One of its files, by the name storages give it; it stays open until all are closed."""
+        """One of its files, by ``Storage.file``; it stays open until all are closed."""
         with self._lock:
             self.check_open()
-            return self._open[""] if self._folder is None else self._beside(_join(self._folder, name))
+            return self._open[""] if self._folder is None else self._open_file(_join(self._folder, name))
 
     @property
     def parts(self) -> tuple[tuple[str, Checkpoint], ...]:
-        """The files that are a checkpoint by themselves, under the names storages give them."""
+        """The files that are complete checkpoints, by ``Storage.file``."""
         if self._folder is None:
             return tuple(("", piece.checkpoint) for piece in self.pieces)
         folder = self._folder or "."
         return tuple((os.path.relpath(piece.path, folder), piece.checkpoint) for piece in self.pieces if piece.path)
 
     def node(self, path: tuple[Key, ...]) -> tuple[Piece, object] | None:
-        """The piece in which a path leads somewhere, and the inert node there; ``None`` if it leads nowhere."""
+        """The piece that has a node at a path, and that node; ``None`` if there is none."""
         for piece in self.pieces:
             node = piece.checkpoint.root
             for step in path:
                 known = self._members.get(id(node))
-                if known is None:  # each container is gone through once
+                if known is None:  # list the members of each container once
                     from transload.formats.tensors import members
 
                     known = self._members[id(node)] = dict(members(node))
@@ -133,10 +133,10 @@ class OpenCheckpoint:
 
     def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
         if not isinstance(f, str | os.PathLike):
-            self._open[_WHOLE] = whole = open_source(f)
+            self._open[_STREAM] = whole = open_source(f)
             return self._single(_next_in_stream(whole), "")
         path = os.fspath(f)
-        if has_journal(path):  # finish or undo a retag of the file that was interrupted
+        if has_journal(path):  # finish or undo an interrupted retag of the file
             from transload.io.journal import recover
 
             recover(path)
@@ -157,35 +157,35 @@ class OpenCheckpoint:
             return checkpoint, tuple(_piece(self._read_files[file], self._open[file], file) for file in files)
         index = "data.pkl"
         if not os.path.exists(_join(path, index)):  # noqa: PTH110 - the same
-            index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder unzipping has made
-        return checkpoint, (Piece(checkpoint, lambda name: self._beside(_join(path, name)), index=index),)
+            index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder that unzip made
+        return checkpoint, (Piece(checkpoint, lambda name: self._open_file(_join(path, name)), index=index),)
 
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
         from transload.formats import read_source, unpacked
 
         self._open[""] = source
         inner = unpacked(source)
-        if inner is not source:  # it is in memory
+        if inner is not source:  # it was compressed, and is now in memory
             source.close()
             self._open[""], source, path = inner, inner, ""
         checkpoint = read_source(source, tree=self._tree)
         return checkpoint, (_piece(checkpoint, source, path),)
 
     def _read_file(self, path: str) -> Checkpoint:
-        """Read a file of a directory, and keep it open."""
+        """Open and read one file of a directory."""
         from transload.formats import read_source
 
-        checkpoint = self._read_files[path] = read_source(self._beside(path))
+        checkpoint = self._read_files[path] = read_source(self._open_file(path))
         return checkpoint
 
-    def _beside(self, path: str) -> Source:
-        """One of many files; kept open, unless so many others are already that the program would have none left."""
+    def _open_file(self, path: str) -> Source:
+        """One of several files; kept open unless that would leave the program too few file descriptors."""
         if path not in self._open:
             most = 256
             if sys.platform != "win32":
                 import resource
 
-                # Half of the files that a process may have open: 512 of Linux' usual 1,024, 128 of macOS' 256.
+                # Half of the limit: 512 of the usual 1,024 on Linux, 128 of 256 on macOS.
                 soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
             self._open[path] = FileSource(path) if len(self._open) < most else ReopenedFile(path)
@@ -194,10 +194,10 @@ class OpenCheckpoint:
 
 @facts(frozen=True)
 class Piece:
-    """A checkpoint that is built by itself, and where its bytes lie: the whole of it, or a shard.
+    """A checkpoint that is built separately, the whole or a shard, and its files.
 
-    ``open`` gives the source for the ``file`` of a storage; ``path`` is set where it is one plain file of the system,
-    ``index`` is the file of its pickle where it is unpacked into many.
+    ``open`` gives the source for a ``Storage.file``. ``path`` is set if it is one regular file; ``index`` is the file
+    of its pickle if it is an archive unpacked into a folder.
     """
 
     checkpoint: Checkpoint
@@ -221,7 +221,7 @@ def _join(folder: str, name: str) -> str:
 
 
 class ReopenedFile(FileSource):
-    """A file of the system that is opened for each reading: there are more of them than a process may have open."""
+    """A file that is opened for each read, where a process cannot have all of them open."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -233,13 +233,13 @@ class ReopenedFile(FileSource):
             return file.read(offset, count)
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        """Fill a buffer from ``offset`` on; return the number of bytes read."""
         with closing(FileSource(self.name)) as file:
             return file.readinto(offset, buffer)
 
 
 def _next_in_stream(source: Source) -> Source:
-    """What follows the position of a file object if that is a checkpoint, the next of several; else all of it."""
+    """What follows the position of a file object, if a checkpoint begins there; else all of it."""
     if not isinstance(source, ObjectSource) or not source.home:
         return source
     from transload.formats.torch_legacy import looks_like_legacy

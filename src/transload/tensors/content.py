@@ -1,8 +1,7 @@
-"""The elements of the tensors of a checkpoint, in row-major order; without torch.
+"""The elements of a checkpoint's tensors, in row-major order; without torch.
 
-``Content.pieces`` is the front. ``Content.elements`` finds where the elements of a strided tensor lie, or of a part of
-it. Elements that lie one after the other are read as they are, others are gathered, and those of a tensor whose parts
-lie in several places are put together from them.
+``Content.pieces`` is the entry point. ``Content.elements`` finds the bytes of a strided tensor, or of a view of it.
+Contiguous elements are read as they are, others are gathered, and a sharded tensor is assembled from its parts.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from transload.io.sources import BytesSource, Source, SourceLike, from_text, inf
 from transload.tensors import OpenCheckpoint
 
 WINDOW = 16 << 20
-"""Bytes of elements put in another order at once."""
+"""Bytes of elements that are reordered in one step."""
 
 _PIECE = 4 << 20
-_MOST_PACKED = 1032  # times its size that anything can be deflated
+_MOST_PACKED = 1032  # the highest compression ratio of deflate
 _LOST = "Fetch the file again; its other tensors can be read."
 
 
 @contextmanager
 def open_content(f: SourceLike, *, tree: bool = True) -> Iterator[Content]:
-    """Read and judge what a path, bytes or a file object holds, and keep it open; ``CannotReadError`` if it cannot be.
+    """Open, read and judge a path, bytes or a file object; ``CannotReadError`` if it cannot be read.
 
     ``tree`` is as for ``read_source``.
 
@@ -50,7 +49,7 @@ def open_content(f: SourceLike, *, tree: bool = True) -> Iterator[Content]:
         yield Content(opened.checkpoint, opened.file, opened.parts)
 
 
-class Run(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of a file; ``file`` is as in ``Storage.file``."""
 
     file: str
@@ -59,10 +58,10 @@ class Run(NamedTuple):
 
 
 class Content:
-    """The elements of the tensors of a checkpoint; ``open_file`` gives the source of a ``Storage.file``.
+    """The elements of a checkpoint's tensors; ``open_file`` gives the source of a ``Storage.file``.
 
-    ``parts`` are its files that are a checkpoint by themselves, by name: itself, or its shards, or none. May be used
-    from several threads.
+    ``parts`` are the files that are complete checkpoints, by name: the file itself, or the shards, or none. May be
+    used from several threads.
     """
 
     def __init__(
@@ -79,27 +78,27 @@ class Content:
         self._last: tuple[str, Source] = ("", BytesSource(b""))
 
     def storage(self, tensor: Tensor) -> Storage | None:
-        """The storage a tensor looks at."""
+        """The storage of a tensor."""
         return self._storages.get(tensor.storage or "")
 
     def pieces(self, tensor: Tensor, size: int = _PIECE) -> Iterator[memoryview]:
-        """The elements of a tensor in row-major order, little-endian, without gaps, as numbers (``flags`` resolved).
+        """The elements of a tensor in row-major order, little-endian, with ``flags`` (conj, neg) resolved.
 
-        Each piece has ``size`` bytes at most, whole elements, and is valid until the next is asked for.
-        ``ContentError`` where bytes are missing, and for what is not a plain run of numbers: quantized, sparse, nested,
-        a subclass.
+        Each piece has at most ``size`` bytes, holds whole elements, and is valid until the next one is read.
+        ``ContentError`` if bytes are missing, or if the tensor is not a dense array of numbers: quantized, sparse,
+        nested, a subclass.
         """
         try:
             yield from self._pieces(tensor, max(16, size - size % 16))
-        except EndedError as end:
+        except MissingBytesError as end:
             raise self._lost(tensor, f"the file ends {end.missing:,} bytes before they do") from end
         except LookupError as error:
             raise self._lost(tensor, f"its parts do not cover it ({error.args[0]})") from error
 
     def missing(self, tensor: Tensor) -> str:
-        """Why the elements of a tensor cannot all be there, as far as that is clear before they are read; else empty.
+        """Why some elements of a tensor are missing, as far as that is known before reading; empty if none are.
 
-        Of one that is made of others, or has no bytes, those are asked.
+        For a tensor that is made of others, the reason of the first of those.
         """
         for part in tensor.parts:
             if why := self.missing(part):
@@ -114,10 +113,10 @@ class Content:
             return error.what.removeprefix(_not_there(tensor))
         return ""
 
-    def run(self, tensor: Tensor) -> Run | None:
-        """Where exactly the bytes that ``pieces`` gives lie in a file, if they do."""
-        if tensor.kind == "device" and _same(tensor):
-            return self.run(tensor.parts[0])
+    def file_range(self, tensor: Tensor) -> FileRange | None:
+        """The bytes of a file that are exactly those ``pieces`` gives; ``None`` if there are none."""
+        if tensor.kind == "device" and _is_its_part(tensor):
+            return self.file_range(tensor.parts[0])
         storage = self.storage(tensor)
         if tensor.kind != "strided" or storage is None or storage.offset is None or storage.compressed:
             return None
@@ -125,14 +124,18 @@ class Content:
             elements = self.elements(tensor)
         except ContentError:
             return None
-        if elements.changes or not elements.view.is_run or elements.offset + elements.nbytes > elements.source.size:
+        if (
+            elements.needs_conversion
+            or not elements.view.is_contiguous
+            or elements.offset + elements.nbytes > elements.source.size
+        ):
             return None
-        return Run(storage.file, storage.offset if elements.nbytes == 0 else elements.offset, elements.nbytes)
+        return FileRange(storage.file, storage.offset if elements.nbytes == 0 else elements.offset, elements.nbytes)
 
     def elements(self, tensor: Tensor, view: View | None = None) -> Elements:
-        """Where the elements of a strided tensor lie, or those of a view of its storage.
+        """The elements of a strided tensor, or of a view of its storage.
 
-        ``ContentError`` if it is clear now that their bytes are not all there.
+        ``ContentError`` if it is known now that some of their bytes are missing.
         """
         storage = self.storage(tensor)
         self._refuse_dtype(tensor)
@@ -150,13 +153,13 @@ class Content:
         return Elements(source, start, view, tensor.dtype, width, swapped, tensor.flags)
 
     def _source(self, tensor: Tensor, storage: Storage) -> tuple[Any, int]:
-        """What holds a storage, and where it begins there."""
+        """The source of a storage, and where the storage begins in it."""
         if storage.offset is None and not storage.compressed:
             raise self._lost(tensor, "where its record begins, the file does not tell")
         source = self.open_file(storage.file)
         if storage.offset is not None:
             return source, storage.offset
-        # Tensors that share a storage are often read one after the other: going on is cheap.
+        # Tensors that share a storage are often read one after the other, and reading on is cheap.
         last, inflating = self._last
         if last != storage.id:
             opened = self.unpacked(storage)
@@ -167,9 +170,9 @@ class Content:
         return inflating, 0
 
     def unpacked(self, storage: Storage) -> Inflating | None:
-        """What a packed storage holds: in a deflated record, or as text in a pickle. ``None`` if torch cannot read it.
+        """A source that decodes a storage: deflated in a record, or text in a pickle. ``None`` if torch cannot read it.
 
-        Each reader needs its own, since going back begins anew.
+        Each reader needs one for itself, since seeking back starts over.
         """
         from transload.formats.zip import read_index
 
@@ -188,7 +191,7 @@ class Content:
             self._refuse_dtype(tensor)
             yield from self._sharded(tensor, ITEMSIZE[tensor.dtype], size)
             return
-        if tensor.kind == "device" and _same(tensor):
+        if tensor.kind == "device" and _is_its_part(tensor):
             yield from self._pieces(tensor.parts[0], size)
             return
         if tensor.kind != "strided":
@@ -196,7 +199,7 @@ class Content:
             parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
             raise self._error(tensor, f"is {kind}, not a plain run of numbers{parts}")
         elements = self.elements(tensor)
-        if not elements.view.is_run:
+        if not elements.view.is_contiguous:
             for box in boxes(tensor.shape, WINDOW // elements.itemsize):
                 done = elements.read(box, memoryview(bytearray(prod(box.shape) * elements.itemsize)))
                 for at in range(0, len(done), size):
@@ -208,29 +211,29 @@ class Content:
             piece = buffer[: min(size, nbytes - at)]
             came = elements.source.readinto(elements.offset + at, piece)
             if came < len(piece):
-                raise EndedError(nbytes - at - came)
+                raise MissingBytesError(nbytes - at - came)
             yield elements.resolved(piece)
 
     def _sharded(self, tensor: Tensor, width: int, size: int) -> Iterator[memoryview]:
         """The elements of a sharded tensor; ``LookupError`` where parts are missing."""
-        parts = [(placed(part, len(tensor.shape)), part) for part in tensor.parts if part.numel]
+        parts = [(box_of(part, len(tensor.shape)), part) for part in tensor.parts if part.numel]
         for box in boxes(tensor.shape, WINDOW // width):
             wanted = prod(box.shape)
             block, inside = memoryview(bytearray(wanted * width)), []
             for where, part in parts:
-                shared = box.common(where)
+                shared = box.intersection(where)
                 if shared is not None:
-                    steps = zip(shared.first, where.first, part.stride, strict=True)
+                    steps = zip(shared.start, where.start, part.stride, strict=True)
                     first = part.offset + sum((a - b) * step for a, b, step in steps)
                     held = b"".join(self.pieces(part._replace(shape=shared.shape, offset=first)))
-                    _lay(held, block, box, shared, width)
+                    _scatter(held, block, box, shared, width)
                     inside.append(shared)
-            # Every element must be in just one part: of two that overlap nobody knows which is right.
+            # Every element must be in exactly one part: where two overlap, either may be right.
             found = sum(prod(part.shape) for part in inside)
             if found == wanted and len(inside) > 1:
                 marks = memoryview(bytearray(wanted))
                 for shared in inside:
-                    _lay(b"\1" * prod(shared.shape), marks, box, shared, 1)
+                    _scatter(b"\1" * prod(shared.shape), marks, box, shared, 1)
                 found = bytes(marks).count(1)
             if found != wanted:
                 raise LookupError(f"{found:,} of {wanted:,} elements")
@@ -241,7 +244,7 @@ class Content:
         whole = tensor.dtype in ITEMSIZE and itemsize(tensor.dtype, 8) == 8 * ITEMSIZE[tensor.dtype]
         if whole:
             return
-        scattered = not View(tensor.shape, tensor.stride).is_run
+        scattered = not View(tensor.shape, tensor.stride).is_contiguous
         if tensor.dtype == "unknown" or tensor.offset or scattered or tensor.flags:
             raise self._error(tensor, f"has elements of {tensor.dtype}, which are not read by themselves")
 
@@ -254,9 +257,9 @@ class Content:
 
 
 class Allowance:
-    """How many bytes may be made of a checkpoint: sixteen times what it holds, and a gigabyte in any case.
+    """A limit on the bytes produced from a checkpoint: 16 times its size, and at least 1 GiB.
 
-    A tensor can claim a trillion elements over a single number (an expanded one does), and so can fifty thousand.
+    An expanded tensor can claim a trillion elements of a single stored number, and a file can have many of those.
     """
 
     TIMES = 16
@@ -270,7 +273,7 @@ class Allowance:
         self.left = max(self.LEAST, self.TIMES * held)
 
     def spend(self, tensor: Tensor) -> None:
-        """Pay for the elements of a tensor; ``ContentError`` if it claims more than is left."""
+        """Subtract the bytes of a tensor; ``ContentError`` if it claims more than is left."""
         if tensor.nbytes > self.left:
             what = f"{_named(tensor)} claims {tensor.nbytes:,} bytes, of a file that holds {self._held:,}"
             raise ContentError(what, where=self._path)
@@ -285,19 +288,19 @@ def _not_there(tensor: Tensor) -> str:
     return f"the bytes of {_named(tensor)} are not all there: "
 
 
-def _same(tensor: Tensor) -> bool:
-    """Whether a tensor that is rebuilt on a device has the elements of its only part."""
+def _is_its_part(tensor: Tensor) -> bool:
+    """Whether a tensor that is rebuilt on a device has the elements of its only part, unconverted."""
     return len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
 
 
 # -- views and boxes: which elements
 
 Index = Any
-"""What may stand between the brackets: numbers, slices, ``...`` and ``None``, one or a tuple of them."""
+"""A basic index: an integer, a slice, ``...`` or ``None``, or a tuple of them."""
 
 
 class View(NamedTuple):
-    """Sizes, strides and first element, all counted in elements of a storage."""
+    """Sizes, strides and storage offset of a tensor, in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -305,12 +308,12 @@ class View(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it shows."""
+        """The number of its elements."""
         return prod(self.shape)
 
     @property
     def extent(self) -> int:
-        """How many elements of the storage lie between its first and its last, both counted.
+        """The number of storage elements from its first to its last, inclusive.
 
         >>> View((2, 3), (10, 1)).extent
         13
@@ -320,35 +323,35 @@ class View(NamedTuple):
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     @property
-    def is_run(self) -> bool:
-        """Whether its elements lie one after the other."""
+    def is_contiguous(self) -> bool:
+        """Whether its elements are adjacent and in row-major order."""
         axes = axes_of(self.shape, self.stride)
         return not axes or 0 in self.shape or (len(axes) == 1 and axes[0].step == 1)
 
-    def lies_as(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-        """Whether a tensor of those sizes and strides has the same order in memory, and neither has gaps."""
-        reached = 1
+    def has_layout(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape and stride has the same memory layout, and neither has gaps."""
+        expected = 1
         for step, size, other in sorted(zip(self.stride, self.shape, stride, strict=False)):
-            if size > 1 and not step == other == reached:  # the stride of a single row means nothing
+            if size > 1 and not step == other == expected:  # the stride of a dimension of size 1 means nothing
                 return False
-            reached *= size
+            expected *= size
         return self.shape == shape
 
 
 def select(view: View, index: Index) -> View:
-    """The part of a view that basic indexing names, as torch would give it.
+    """The part of a view that a basic index selects, as torch would.
 
     >>> select(View((10, 4), (4, 1)), (slice(2, 4), ..., 3))
     View(shape=(2,), stride=(4,), offset=11)
 
-    ``IndexError`` for what lies outside or names too many dimensions, ``TypeError`` for what is not a basic index,
-    ``ValueError`` for a step that is not positive: torch has none.
+    ``IndexError`` for an index that is out of range or has too many dimensions, ``TypeError`` for one that is not
+    basic, ``ValueError`` for a step that is not positive, which torch does not support.
     """
     if type(index) is tuple and not index:
         return view
     given = list(index) if isinstance(index, tuple) else [index]
     for step in given:
-        # A number is whatever Python takes as an index; True would be one, and means another thing to torch.
+        # Anything with ``__index__`` is a number, except True and False, which are masks to torch.
         number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not isinstance(step, bool)
         if not (number or step is None or step is ... or isinstance(step, slice)):
             raise TypeError(f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}")
@@ -357,7 +360,7 @@ def select(view: View, index: Index) -> View:
     dots = [place for place, step in enumerate(given) if step is ...]
     if named > rank or len(dots) > 1:
         raise IndexError(f"too many indices: {named} for {rank} dimensions")
-    # ``...`` and dimensions left out are full slices.
+    # ``...`` and omitted dimensions are full slices.
     at = dots[0] if dots else len(given)
     shape: list[int] = []
     stride: list[int] = []
@@ -367,16 +370,16 @@ def select(view: View, index: Index) -> View:
             shape.append(1)
             stride.append(0)
             continue
-        size, apart = view.shape[dim], view.stride[dim]
+        size, jump = view.shape[dim], view.stride[dim]
         if isinstance(step, slice):
             first, last, every = step.indices(size)
             if every < 1:
                 raise ValueError("a step must be positive, as in torch")
             shape.append(max(0, -(-(last - first) // every)))
-            stride.append(apart * every)
-            offset += apart * first if shape[-1] else 0
+            stride.append(jump * every)
+            offset += jump * first if shape[-1] else 0
         elif -size <= (number := step.__index__()) < size:
-            offset += apart * (number % size)
+            offset += jump * (number % size)
         else:
             raise IndexError(f"index {number} is out of range for dimension {dim} of size {size}")
         dim += 1
@@ -384,19 +387,19 @@ def select(view: View, index: Index) -> View:
 
 
 class Box(NamedTuple):
-    """A part of a whole: where it begins in each dimension, and how far it goes."""
+    """A rectangular part of a tensor: its start in each dimension, and its shape."""
 
-    first: tuple[int, ...]
+    start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index of the whole."""
-        return tuple(slice(first, first + size) for first, size in zip(self.first, self.shape, strict=True))
+        """The box as an index of the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
-    def common(self, other: Box) -> Box | None:
-        """What it shares with another."""
-        edges = zip(self.first, self.shape, other.first, other.shape, strict=True)
+    def intersection(self, other: Box) -> Box | None:
+        """The part that it shares with another; ``None`` if there is none."""
+        edges = zip(self.start, self.shape, other.start, other.shape, strict=True)
         spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
         if any(end <= begin for begin, end in spans):
             return None
@@ -404,9 +407,9 @@ class Box(NamedTuple):
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """A whole in boxes of ``most`` elements at most, in row-major order.
+    """Split a shape into boxes of at most ``most`` elements, in row-major order.
 
-    >>> [box.first for box in boxes((3, 4), 8)]
+    >>> [box.start for box in boxes((3, 4), 8)]
     [(0, 0), (2, 0)]
     """
     if prod(shape) <= most:
@@ -420,8 +423,8 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             yield Box((*outer, index, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
 
 
-def placed(part: Tensor, rank: int) -> Box:
-    """Where a part of a sharded tensor belongs: its path ends in the position of its first element."""
+def box_of(part: Tensor, rank: int) -> Box:
+    """The box of a sharded tensor that a part fills: the path of the part ends in its start."""
     at = part.path[len(part.path) - rank :] if rank else ()
     if len(at) != rank or len(part.shape) != rank or not all(type(step) is int for step in at):
         raise LookupError("a part without a place")
@@ -433,19 +436,19 @@ def placed(part: Tensor, rank: int) -> Box:
 FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 """What ``memoryview.cast`` calls elements of these sizes."""
 
-_HELD = 2 << 20  # bytes read at once to be put in another order: what a processor's cache holds
+_BLOCK = 2 << 20  # bytes read at once to be reordered: they fit a CPU's cache
 _PAGE = 4096
-_SPARSE = 4
-_COPIED = 16  # moving a run of so many elements takes as long as moving one that stands alone
-_LINE = 64  # of a processor's cache: rows a power of two apart would all fall into the same few of them
+_SPARSE_RATIO = 4
+_COPIED = 16  # copying a run of so many elements takes as long as copying a single one
+_LINE = 64  # bytes of a cache line: without this padding, rows a power of two apart would compete for a few lines
 _LONG = 1024
 _MANY = 1 << 18
 _OTHER_SIGN = bytes(value ^ 0x80 for value in range(256))
 _COMPLEX = {"complex32", "bcomplex32", "complex64", "complex128"}
 
 
-class EndedError(Exception):
-    """A file ends before the elements do; so many bytes are missing."""
+class MissingBytesError(Exception):
+    """A file ends before the elements do, by ``missing`` bytes."""
 
     def __init__(self, missing: int) -> None:
         super().__init__(missing)
@@ -453,7 +456,7 @@ class EndedError(Exception):
 
 
 class Elements(NamedTuple):
-    """The elements of a view of a storage, which begins at ``start`` of a source."""
+    """The elements of a view of a storage that begins at ``start`` in a source."""
 
     source: Source
     start: int
@@ -461,34 +464,34 @@ class Elements(NamedTuple):
     dtype: str
     itemsize: int
     swapped: bool
-    """Whether its numbers are big-endian."""
+    """Whether they are big-endian."""
     flags: tuple[str, ...]
 
     @property
     def offset(self) -> int:
-        """Position of the first element in the source."""
+        """The position of the first element in the source."""
         return self.start + self.view.offset * self.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to the last."""
+        """The bytes from the first element to the last, inclusive."""
         return itemsize(self.dtype, self.view.extent)
 
     @property
-    def changes(self) -> bool:
-        """Whether the bytes in the file are not those of the numbers."""
+    def needs_conversion(self) -> bool:
+        """Whether the bytes in the file differ from those of the little-endian numbers."""
         return self.swapped or bool(self.flags)
 
     def read(self, box: Box, out: memoryview) -> memoryview:
         """The elements of a box of the view, in row-major order, as plain little-endian numbers.
 
-        They are read into ``out``, of their size in bytes, which is also what comes back unless they have to change.
+        They are read into ``out``, which has their size in bytes. The result is ``out``, unless they need conversion.
         """
         view = select(self.view, box.slices)
-        if view.is_run:
+        if view.is_contiguous:
             came = self.source.readinto(self.start + view.offset * self.itemsize, out)
             if came < len(out):
-                raise EndedError(len(out) - came)
+                raise MissingBytesError(len(out) - came)
         else:
             width, view = _as_integers(self.itemsize, view)
             gather = _Gather(self.source, self.start, width)
@@ -496,8 +499,8 @@ class Elements(NamedTuple):
         return self.resolved(out)
 
     def resolved(self, data: memoryview) -> memoryview:
-        """Bytes of the file as plain little-endian numbers; ``data`` may be changed for it."""
-        if not self.changes:
+        """Bytes of the file as plain little-endian numbers; may overwrite ``data``."""
+        if not self.needs_conversion:
             return data
         flags, dtype, width = self.flags, self.dtype, _component(self.dtype, self.itemsize)
         if self.swapped:
@@ -519,17 +522,17 @@ class Elements(NamedTuple):
 
 
 def _component(dtype: str, itemsize: int) -> int:
-    """Bytes of one number: a complex element is two of them."""
+    """The bytes of one number; a complex element is two numbers."""
     return itemsize // 2 if dtype in _COMPLEX else itemsize
 
 
 def _change_sign(data: memoryview, first: int, every: int) -> None:
-    """The sign is the highest bit of the last byte of a number."""
+    """Flip the highest bit of the last byte of each number, which is its sign."""
     data[first::every] = data[first::every].tobytes().translate(_OTHER_SIGN)
 
 
 def _as_integers(itemsize: int, view: View) -> tuple[int, View]:
-    """A view as one of integers, which elements are moved as: those wider than any integer are pairs of them.
+    """The item size and view to copy elements as integers; those wider than 8 bytes are two integers each.
 
     >>> _as_integers(16, View((3,), (2,), 5))
     (8, View(shape=(3, 2), stride=(4, 1), offset=10))
@@ -540,51 +543,51 @@ def _as_integers(itemsize: int, view: View) -> tuple[int, View]:
     return itemsize // 2, View((*view.shape, 2), stride, 2 * view.offset)
 
 
-def _lay(held: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
-    """Elements in row-major order to their places in a box."""
-    apart = contiguous(box.shape)
-    first = sum((a - b) * step for a, b, step in zip(shared.first, box.first, apart, strict=True))
+def _scatter(held: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
+    """Copy row-major elements to where they belong in the block of a box."""
+    strides = contiguous(box.shape)
+    first = sum((a - b) * step for a, b, step in zip(shared.start, box.start, strides, strict=True))
     width, here = _as_integers(itemsize, View(shared.shape, contiguous(shared.shape)))
-    _, there = _as_integers(itemsize, View(shared.shape, apart, first))
+    _, there = _as_integers(itemsize, View(shared.shape, strides, first))
     axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
     _Gather(BytesSource(held), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
 
 
 class Axis(NamedTuple):
-    """A dimension: how many, and how far apart in the storage and in the result, in elements."""
+    """A dimension: its size, and its stride in the storage and in the result, in elements."""
 
     size: int
     step: int
-    apart: int
+    out_step: int
 
 
 _ONE = Axis(1, 1, 1)
 
 
 def axes_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Axis]:
-    """A view of row-major order with as few dimensions as it can be said with.
+    """The dimensions of a view that is copied into row-major order, merged into as few as possible.
 
     >>> axes_of((4, 1, 5), (5, 7, 1))
-    [Axis(size=20, step=1, apart=1)]
+    [Axis(size=20, step=1, out_step=1)]
     """
     axes: list[Axis] = []
-    apart = 1
+    out_step = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:
             continue
         last = axes[-1] if axes else None
         if last is not None and step == last.step * last.size:
-            axes[-1] = Axis(last.size * size, last.step, last.apart)
+            axes[-1] = Axis(last.size * size, last.step, last.out_step)
         else:
-            axes.append(Axis(size, step, apart))
-        apart *= size
+            axes.append(Axis(size, step, out_step))
+        out_step *= size
     return axes[::-1]
 
 
 class _Gather:
-    """Reads views of a storage, which begins at ``start`` of a source, into memory where their elements lie in order.
+    """Reads views of a storage that begins at ``start`` in a source, and reorders their elements.
 
-    ``itemsize`` is one of ``FORMATS``. What lies between the elements is read with them, unless it is much.
+    ``itemsize`` is one of ``FORMATS``. Gaps between the elements are read too, unless they are large.
     """
 
     def __init__(self, source: Source, start: int, itemsize: int) -> None:
@@ -592,15 +595,15 @@ class _Gather:
         self._start = start
         self._itemsize = itemsize
         self._format = FORMATS[itemsize]
-        self._window = memoryview(b"")  # kept: new memory for each reading would cost as much as the reading
+        self._window = memoryview(b"")  # kept: allocating memory for each read would cost as much as the read
 
     def fill(self, axes: list[Axis], first: int, out: memoryview, at: int = 0) -> None:
-        """Put the elements of a view, from ``first`` of the storage on, into ``out``, from its element ``at`` on."""
+        """Copy the elements of a view that begins at element ``first`` into ``out``, from element ``at`` on."""
         width = self._itemsize
         outer = max(axes, key=lambda axis: axis.step, default=_ONE)
         rest = [axis for axis in axes if axis is not outer]
-        most, inner = _HELD // width, _span(rest)
-        scattered = outer.step * width >= _PAGE and inner * _SPARSE <= outer.step
+        most, inner = _BLOCK // width, _span(rest)
+        scattered = outer.step * width >= _PAGE and inner * _SPARSE_RATIO <= outer.step
         if not scattered and _span(axes) <= most:
             held = self._memory(_span(axes) * width)
             self._read(first, held)
@@ -609,7 +612,7 @@ class _Gather:
         many = most // inner if scattered else (most - inner) // outer.step + 1
         for index in range(0, outer.size, max(1, many)):
             few = outer._replace(size=max(1, min(many, outer.size - index)))
-            start, into = first + index * outer.step, at + index * outer.apart
+            start, into = first + index * outer.step, at + index * outer.out_step
             if many < 1:
                 self.fill(rest, start, out, into)
             elif scattered:
@@ -618,12 +621,12 @@ class _Gather:
                 self.fill([few, *rest] if few.size > 1 else rest, start, out, into)
 
     def _copy_rows(self, rows: Axis, rest: list[Axis], first: int, out: memoryview, at: int) -> None:
-        """Read what is wanted of each row, with little between the rows, and copy that."""
+        """Read only the needed part of each row, and copy from those parts."""
         width, step = _span(rest) * self._itemsize, _span(rest) + _LINE // self._itemsize
-        apart = step * self._itemsize
-        held = self._memory(rows.size * apart)
+        pitch = step * self._itemsize
+        held = self._memory(rows.size * pitch)
         for row in range(rows.size):
-            self._read(first + row * rows.step, held[row * apart : row * apart + width])
+            self._read(first + row * rows.step, held[row * pitch : row * pitch + width])
         self._copy([rows._replace(step=step), *rest], held.cast(self._format), out, at)
 
     def _memory(self, count: int) -> memoryview:
@@ -634,64 +637,64 @@ class _Gather:
     def _read(self, first: int, into: memoryview) -> None:
         came = self._source.readinto(self._start + first * self._itemsize, into)
         if came < len(into):
-            raise EndedError(len(into) - came)
+            raise MissingBytesError(len(into) - came)
 
     def _copy(self, axes: list[Axis], held: memoryview, out: memoryview, at: int) -> None:
-        """Run by run: of a dimension that is one on both sides, or of the longest there is."""
+        """Copy run by run, along a dimension that is contiguous on both sides, or else the longest."""
         if not axes:
             out[at] = held[0]
             return
-        longest = max(axes, key=lambda axis: axis.size * (_COPIED if axis.step == axis.apart == 1 else 1))
-        # numpy moves much ten times as fast, but long runs not so much that it would be worth its import.
-        long_runs = longest.step == longest.apart == 1 and longest.size >= _LONG
+        longest = max(axes, key=lambda axis: axis.size * (_COPIED if axis.step == axis.out_step == 1 else 1))
+        # numpy copies many elements ten times as fast, but gains too little on long runs to be worth its import.
+        long_runs = longest.step == longest.out_step == 1 and longest.size >= _LONG
         much = len(out) >= _MANY and ("numpy" in sys.modules or not long_runs)
         if much and (numpy := numpy_or_none()) is not None:
             shape, kind, width = [axis.size for axis in axes], f"u{self._itemsize}", self._itemsize
             source = numpy.ndarray(shape, kind, held, 0, [axis.step * width for axis in axes])
-            target = numpy.ndarray(shape, kind, out[at:], 0, [axis.apart * width for axis in axes])
+            target = numpy.ndarray(shape, kind, out[at:], 0, [axis.out_step * width for axis in axes])
             target[...] = source
             return
-        size, step, apart = longest
-        reach, into = (size - 1) * step + 1, (size - 1) * apart + 1
+        size, step, out_step = longest
+        reach, into = (size - 1) * step + 1, (size - 1) * out_step + 1
         others = [axis for axis in axes if axis is not longest]
         for index in product(*(range(axis.size) for axis in others)):
             here = sum(number * axis.step for number, axis in zip(index, others, strict=True))
-            there = at + sum(number * axis.apart for number, axis in zip(index, others, strict=True))
+            there = at + sum(number * axis.out_step for number, axis in zip(index, others, strict=True))
             if step:
                 run = held[here : here + reach : step]
             else:
                 run = memoryview(held[here : here + 1].tobytes() * size).cast(self._format)
-            out[there : there + into : apart] = run
+            out[there : there + into : out_step] = run
 
 
 @cache
 def numpy_or_none() -> Any:
-    """The module, if it is there and works."""
+    """The module numpy, if it is installed and works."""
     try:
         import numpy as np
-    except Exception:  # noqa: BLE001 - broken in whatever way: it goes without
+    except Exception:  # noqa: BLE001 - an installation can be broken in any way
         return None
     return np
 
 
 def _span(axes: list[Axis]) -> int:
-    """Elements of the storage from the first of a view to its last, both counted."""
+    """The number of storage elements from the first of a view to its last, inclusive."""
     return 1 + sum((axis.size - 1) * axis.step for axis in axes)
 
 
-# -- what is packed
+# -- compressed storages
 
 
 _Unpack = Callable[..., Iterator[bytes]]
-_UNPACK: dict[int, _Unpack] = {  # deflated, as every zip tool does it
-    8: inflated,
+_UNPACK: dict[int, _Unpack] = {
+    8: inflated,  # deflate, as zip tools write it
     AS_TEXT: partial(from_text, "utf-8"),
     AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
 }
 
 
 class Inflating(Source):
-    """The content of a packed record. Reading on is cheap; going back begins again at the record's first byte."""
+    """The content of a compressed record. Reading on is cheap; seeking back starts over at the record's first byte."""
 
     def __init__(self, base: Source, offset: int, stored: int, size: int, unpack: _Unpack = inflated) -> None:
         self.name = base.name
@@ -702,8 +705,8 @@ class Inflating(Source):
 
     def _rewind(self) -> None:
         self._pieces = self._begin()
-        self._left = memoryview(b"")  # of the piece that was unpacked last
-        self._position = 0  # where that begins
+        self._left = memoryview(b"")  # the unread rest of the last piece
+        self._position = 0  # where that rest begins
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -712,7 +715,7 @@ class Inflating(Source):
         return bytes(out[:got])
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        """Fill a buffer from ``offset`` on; return the number of bytes read."""
         from zlib import error
 
         end = min(offset + len(buffer), self.size)
@@ -735,7 +738,7 @@ class Inflating(Source):
             except (error, UnicodeError) as reason:
                 self._rewind()
                 raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
-            except BaseException:  # an interrupt, perhaps between unpacking some bytes and counting them
+            except BaseException:  # an interrupt may come between decoding bytes and counting them
                 self._rewind()
                 raise
         return max(0, end - offset)

@@ -1,7 +1,7 @@
-"""Which records and tensors of an open checkpoint are not what was saved.
+"""Which records and tensors of an open checkpoint differ from what was saved.
 
 ``records_of`` lists the records of every file, ``sum_records`` reads them and compares their checksums, ``damages``
-names the tensors that are concerned by what was found. ``misplaced`` checks the indices of sparse tensors.
+names the affected tensors. ``misplaced`` checks the indices of sparse tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transload.tensors.content import Allowance, Content
 
 _PIECE = 1 << 20
 _MAX_INDEX = 100_000_000
-_DESCRIPTOR = 24  # bytes behind a record, at most, that hold its checksum
+_DESCRIPTOR = 24  # the most bytes after a record that hold its checksum
 _NAMED = {"tensor-broken": "broken", "dcp-piece-missing": "missing"}
 _CODES = {"int64": "q", "int32": "i"}
 _COMPRESSED = {"sparse_csr": 1, "sparse_bsr": 1, "sparse_csc": 0, "sparse_bsc": 0}  # the axis plain indices run along
@@ -42,10 +42,10 @@ def key_of(file: str, record: Record) -> Key:
 
 
 class Damage(NamedTuple):
-    """A tensor whose bytes are not those that were saved, and how that shows.
+    """A tensor whose bytes are not those that were saved, and how that was found.
 
-    ``kind`` is ``checksum`` (its record is not what was saved), ``unreadable`` (the disk does not give it), ``cut``
-    (its bytes are not all there), ``missing`` (an index names it, and it is not there) or ``broken`` (what describes it
+    ``kind`` is ``checksum`` (its record is not what was saved), ``unreadable`` (the disk fails to read it), ``cut``
+    (some of its bytes are missing), ``missing`` (an index names it, but it is not there) or ``broken`` (its description
     makes no sense, or its indices point outside of it).
     """
 
@@ -70,7 +70,7 @@ def records_of(content: Content) -> Records:
     out: Records = {}
     for file, inside in storages.items():
         records: Iterable[Record] = known.get(file) or ()
-        # The file of a rank is an archive; one of torch.distributed.checkpoint is a row of them, known by its storages.
+        # A rank's file is an archive; a .distcp file is many archives in a row, known from its storages.
         if not records and content.checkpoint.format in ("deepspeed", "megatron") and not file.endswith(".distcp"):
             source = content.open_file(file)
             records = read_index(source).records.values() if starts_like_zip(source) else ()
@@ -83,7 +83,7 @@ def records_of(content: Content) -> Records:
 def sum_records(
     content: Content, every: Records, skip: Collection[Key] = (), tell: Callable[[int], None] | None = None
 ) -> dict[Key, Problem]:
-    """Read all records but those to ``skip``; those that are not what was saved."""
+    """Read all records except those in ``skip``; return those that are not what was saved."""
     bad: dict[Key, Problem] = {}
     for file, records in every.items():
         todo = [record for record in records if key_of(file, record) not in skip] if skip else records
@@ -102,7 +102,7 @@ def damages(
 ) -> tuple[Damage, ...]:
     """Every damaged tensor once, in the order of the file; then those that are missing altogether.
 
-    ``failed`` are kind and detail of what else was found out, by the name of the tensor.
+    ``failed`` has the kind and detail of other damage, by tensor name.
     """
     checkpoint = content.checkpoint
     if checkpoint.counted and not bad:  # all sizes were compared when the storages were counted
@@ -115,7 +115,7 @@ def damages(
     }
     out: dict[str, Damage] = {}
     for tensor in checkpoint.tensors:
-        if tensor.storage in sound and not failed and not tensor.parts:  # nearly all of them, nearly always
+        if tensor.storage in sound and not failed and not tensor.parts:  # the usual case
             continue
         for part in with_parts(tensor):
             if part.storage in storages:
@@ -143,8 +143,8 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
     """The damage of each storage whose record is not what was saved, or has another length than it should."""
     records = {key_of(file, record): record for file, inside in every.items() for record in inside}
     packed = {key[:2]: key for key in records}  # a compressed storage does not know its position
-    # Files whose storages all had checksums when they were saved: torch writes them all, or none. Rows of archives,
-    # as torch.distributed.checkpoint has them, were all written by one program.
+    # Files whose storages all had checksums when they were saved: torch writes them for all records, or for none. One
+    # program wrote all .distcp files.
     some = {file for file, inside in every.items() if any(record.crc32 is not None for record in inside)}
     rows = {file for file in every if file.endswith(".distcp")}
     summed = some & {name for name, checkpoint in content.parts if checkpoint.records} | (
@@ -173,7 +173,7 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
             storage.file in summed
             and record.crc32 is None
             and record.size
-            # If the file ends before the checksum, all bytes may be there.
+            # If the file ends before the checksum, the record itself may be complete.
             and (record.offset or 0) + record.stored + _DESCRIPTOR <= content.open_file(storage.file).size
         ):
             out[storage.id] = Damage("", "checksum", f"{where}: its checksum is overwritten")
@@ -208,11 +208,11 @@ class _OutsideError(Exception):
 
 
 def misplaced(content: Content) -> dict[str, str]:
-    """The sparse tensors, by name, whose parts do not fit together, and why. Those that cannot be read are left out."""
+    """The reason for each sparse tensor, by name, whose parts do not fit together. Unreadable ones are left out."""
     allowance = Allowance(content.checkpoint)
     wrong: dict[str, str] = {}
     waiting = list(content.checkpoint.tensors)
-    for tensor in waiting:  # which grows meanwhile
+    for tensor in waiting:  # the list grows meanwhile
         if tensor.kind != "sparse_coo" and tensor.kind not in _COMPRESSED:
             waiting += tensor.parts
             continue
@@ -246,7 +246,7 @@ def _check_coordinates(content: Content, tensor: Tensor) -> None:
 
 
 def _check_compressed(content: Content, tensor: Tensor) -> None:
-    """The rows of a CSR tensor; of the others what corresponds to them: columns, or rows and columns of blocks."""
+    """Check the rows of a CSR tensor, or their equivalents: columns, or rows or columns of blocks."""
     compressed, plain, values = tensor.parts
     batch, count = plain.shape[:-1], plain.shape[-1] if plain.shape else 0
     rank = len(batch)

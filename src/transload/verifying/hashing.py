@@ -65,7 +65,7 @@ def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> 
         except ContentError as error:
             entries[place] = entries[place]._replace(note=error.what)
             continue
-        run = content.run(tensor)
+        run = content.file_range(tensor)
         record = records.get((run.file, run.offset)) if run is not None else None
         if run is None or record is None or record.crc32 is None or record.method or record.stored != run.nbytes:
             seen[view] = Job(tensor, [place])

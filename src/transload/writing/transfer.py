@@ -23,7 +23,7 @@ from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.atomic import write_at
 from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import Source, read_at
-from transload.tensors.content import Content, Run, numpy_or_none
+from transload.tensors.content import Content, FileRange, numpy_or_none
 from transload.writing.output import Bundle
 
 _PIECE = 4 << 20
@@ -67,13 +67,13 @@ class Job:
     progress: Callable[[int], None] = lambda _: None
     infinite: dict[str, int] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
-    _runs: dict[int, Run | None] = field(default_factory=dict)
+    _runs: dict[int, FileRange | None] = field(default_factory=dict)
 
-    def run(self, entry: Entry) -> Run | None:
+    def run(self, entry: Entry) -> FileRange | None:
         """Where exactly these bytes lie in a file of the source, if they do."""
         key = id(entry)
         if key not in self._runs:  # asked where it is written, and where its checksum is compared
-            self._runs[key] = None if entry.is_cast else self.content.run(entry.tensor)
+            self._runs[key] = None if entry.is_cast else self.content.file_range(entry.tensor)
         return self._runs[key]
 
     def pieces(self, entry: Entry, size: int = _PIECE) -> Iterator[Any]:
