@@ -34,7 +34,7 @@ from tests.loading.zoo import QUIET
 from transload.errors import LoadError
 from transload.loading import build as building
 from transload.loading import load
-from transload.loading.build import kind_of, ordinary, view
+from transload.loading.build import kind_of, ordinary, tensor_view
 from transload.nodes import Call, Global, Persistent
 
 pytestmark = QUIET
@@ -312,7 +312,7 @@ def test_a_view_is_made_if_it_has_elements_and_they_lie_in_the_storage() -> None
     whole = torch.empty(0).set_(storage).copy_(torch.arange(4.0))
     entry = (storage, 16, kind_of("float32", storage.device))
     for offset, size, stride in VIEWS:
-        made = view(entry, offset, size, stride)
+        made = tensor_view(entry, offset, size, stride)
         last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
         assert (made is not None) == (0 not in size and last < 4 and prod(size) <= 16), (offset, size, stride)
         if made is not None:
@@ -325,10 +325,10 @@ def test_a_view_is_made_if_it_has_elements_and_they_lie_in_the_storage() -> None
 def test_a_storage_of_an_odd_size_is_not_taken_whole() -> None:
     storage = torch.UntypedStorage(18)
     entry = (storage, 18, kind_of("float32", storage.device))
-    made = view(entry, 0, (4,), (1,))
+    made = tensor_view(entry, 0, (4,), (1,))
     assert made is not None
     assert made.shape == (4,)
-    assert view(entry, 0, (5,), (1,)) is None
+    assert tensor_view(entry, 0, (5,), (1,)) is None
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_storage_of_an_odd_size_is_not_taken_whole() -> None:
 def test_kinds_that_are_left_to_the_general_way(dtype: str, device: str) -> None:
     kind = kind_of(dtype, torch.device(device))
     assert kind[0] is None
-    assert view((torch.UntypedStorage(16), 16, kind), 0, (4,), (1,)) is None
+    assert tensor_view((torch.UntypedStorage(16), 16, kind), 0, (4,), (1,)) is None
 
 
 def test_hooks_are_an_empty_dictionary_of_their_own() -> None:

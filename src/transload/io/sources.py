@@ -68,7 +68,7 @@ class FileSource(Source):
         """Whether somebody has written to it since it was opened; not known once it is closed."""
         return self._fd >= 0 and _stamp(os.fstat(self._fd)) != self._stamp
 
-    def is_still(self, path: str) -> bool:
+    def is_same_file(self, path: str) -> bool:
         """Whether the path leads to this very file, and to as much of it."""
         try:
             status, own = os.stat(path), os.fstat(self._fd)  # noqa: PTH116 - pathlib costs ten milliseconds

@@ -1,7 +1,7 @@
 """``transload.load``: loads any checkpoint onto the devices of this machine, with the result ``torch.load`` would give.
 
 A load takes these steps: open and judge the file (``tensors``), refuse what must not be loaded (``refusal``), plan
-where everything goes (``placement``), read the storages (``read_storages`` below; a little by ``jobs``, much by
+where everything goes (``placement``), read the storages (``read_storages`` below; few bytes by ``jobs``, many by
 ``engine``), and build the objects over them (``build``; ``trusted`` with ``weights_only=False``).
 """
 
@@ -40,7 +40,7 @@ from transload.loading.jobs import (
     read_single_threaded,
 )
 from transload.loading.placement import DeviceMap, Plan, plan_here
-from transload.loading.signals import Wrong
+from transload.loading.signals import Malformed
 from transload.tensors import OpenCheckpoint
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def load(
     _check_arguments(pickle_load_args, pickle_module, trusted=trusted)
     mapped = _is_mapped(f, mmap)
     settings = check_settings(threads, pinned_mb, direct)
-    # Ordinary tensors are counted first, without a tree of the pickle; what is wrong in it is found with the tree.
+    # First without the tree of the pickle, where ordinary tensors are only counted; if something is wrong, with it.
     for tree in (True,) if trusted else (False, True):
         with no_collecting(strangers=trusted), OpenCheckpoint(f, tree=tree) as opened:
             _refuse(opened.checkpoint, trusted=trusted)
@@ -135,8 +135,8 @@ def load(
                     make = partial(build_object, device_map=device_map, encoding=encoding)
                     made = _each_piece(opened, device_map, options, make)
             except BrokenFileError as error:
-                if checkpoint.counted and isinstance(error.__cause__, Wrong):
-                    continue  # once more, with the tree, which has the names to say what is wrong
+                if checkpoint.counted and isinstance(error.__cause__, Malformed):
+                    continue  # with the tree, which has the names for the error
                 raise
             opened.check_unchanged()
             opened.seek_past_content()
@@ -159,7 +159,7 @@ def _is_set(variable: str) -> bool:
 
 
 def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> None:
-    """Raise for arguments that this way of loading does not take."""
+    """Raise for arguments that do not go together."""
     known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
     odd = next((name for name in given if name not in known), None)
     if odd is not None:
@@ -183,19 +183,19 @@ def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: b
 
 
 def _is_mapped(f: object, mmap: bool | None) -> bool:
-    """Whether to map the file: as asked, else as the program has told torch; never what has no path."""
+    """Whether to map the file: ``mmap``, else torch's setting; never a file object or bytes."""
     is_path = isinstance(f, str | os.PathLike)
     if mmap and not is_path:
         raise UsageError("mmap=True needs a path", fix="Pass the path of the file instead of a file object or bytes.")
     if mmap is not None or not is_path:
         return bool(mmap)
-    # torch.utils.serialization.config.load.mmap, from torch 2.5 on; nobody can have set it before it is imported.
+    # torch.utils.serialization.config.load.mmap, from torch 2.5 on; it cannot have been set before it is imported.
     config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)
     return bool(config is not None and config.load.mmap)
 
 
 def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Settings:
-    """How bytes are moved, as far as the caller says."""
+    """The settings that the caller gave, checked."""
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise UsageError(f"threads={threads!r} is not a number of threads", fix="Pass 1 or more, or leave it out.")
     least = SLOT_PAIR >> 20
@@ -209,8 +209,8 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
 
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
-    """Raise if the file must not be loaded: in this order, so that what is not a checkpoint is never called unsafe."""
-    # Nothing is looked up for what holds tensors alone, with nothing wrong about it.
+    """Raise if the file must not be loaded; in this order, so that what is not a checkpoint is never called unsafe."""
+    # A sound file with nothing but tensors needs no further checks.
     data = checkpoint.counted or checkpoint.format == "safetensors"
     plain = data and not checkpoint.problems and checkpoint.safety == "data-only"
     if not plain:
@@ -229,7 +229,7 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 
 def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
-    """The plan, if it can be carried out."""
+    """The plan; ``DoesNotFitError`` if a device has too little memory for it."""
     plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
     short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
     if short:
@@ -245,23 +245,23 @@ Make = Callable[["Piece", Any], Any]
 
 
 def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Make) -> Any:
-    """What all pieces hold: one object, or the dictionaries of shards put together."""
+    """The object of the only piece, or the dictionaries of all shards merged."""
     made = []
     import torch
 
-    # Functions of torch and of programs ask torch where things go while a file is loaded.
+    # Rebuild functions, of torch and of programs, ask torch for the map_location of the load in progress.
     state: Any = getattr(torch.serialization, "_serialization_tls", None)
-    told = hasattr(state, "map_location")
-    before = state.map_location if told else None
+    has_state = hasattr(state, "map_location")
+    before = state.map_location if has_state else None
     try:
-        if told:
+        if has_state:
             state.map_location = device_map.locations or None
         for piece in opened.pieces:
             storages = read_storages(piece, device_map, options)
             plain = piece.checkpoint.format in ("safetensors", "gguf", "npz", "npy")
             made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages))
     finally:
-        if told:
+        if has_state:
             state.map_location = before
     path = opened.checkpoint.path
     if opened.checkpoint.format != "sharded":
@@ -280,7 +280,7 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
 def _load_trusted(
     opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, pickle_module: Any, arguments: dict[str, Any]
 ) -> Any:
-    """The object, by the file's own pickle, or as the program it is."""
+    """The object, by running the file's pickle; or the program that the file is."""
     from transload.loading.trusted import load_exported, load_script, load_trusted
 
     if opened.checkpoint.format in ("torchscript", "torch-export"):
@@ -295,14 +295,14 @@ def _load_trusted(
     return _each_piece(opened, device_map, options, make)
 
 
-# -- storages: each read once, into memory that was just made, and put in place
+# -- storages: each is read once, into freshly allocated memory, and put on its device
 #
-# What lies in a file as it will lie in memory, and goes to the host or to a CUDA device, is left to the engine, all at
-# once. The rest is read one by one: what is packed, or in the other byte order, or goes to where only torch, or a
-# function of the caller's, can read_ranges it.
+# Storages whose bytes in the file are those in memory, and that go to the host or to a CUDA device, are read together
+# by the engine. The others are read one by one: those that are compressed, or in the other byte order, or go to a
+# device that only torch, or the caller's map_location function, can copy to.
 
-_ALIGNED = 8  # where a mapped storage may begin: the alignment of any element, or of a complex pair
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+_ALIGNED = 8  # the alignment that any element, or either half of a complex one, needs in a mapped storage
+_new = tuple.__new__  # faster than calling the named tuple's class
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
 
@@ -312,9 +312,9 @@ class ReadOptions(NamedTuple):
     verify: bool = False
     """Compare every checksum there is."""
     mapped: bool = False
-    """Map the file instead of reading it, where the bytes lie as they will lie in memory."""
+    """Map the file instead of reading it, where its bytes are those in memory."""
     advance: Callable[[int], None] | None = None
-    """Called with numbers of bytes, as they come."""
+    """Called with the number of bytes read since the last call."""
     settings: Settings = Settings()
 
 
@@ -343,7 +343,7 @@ def read_ranges(
     advance: Callable[[int], None] | None = None,
     checksums: Checksums | None = None,
 ) -> None:
-    """``engine.read_ranges``; a little that goes to the host is read in this thread, without the engine."""
+    """``engine.read_ranges``; few bytes for host memory are read in this thread, without importing the engine."""
     if (
         settings == Settings()
         and sum([request[2] for request in requests]) < FEW_BYTES
@@ -363,21 +363,21 @@ class _Reader:
         import torch
 
         self._torch = torch
-        self._new = torch.UntypedStorage  # looked up once: there are as many as tensors
+        self._new = torch.UntypedStorage  # looked up once, not for each tensor
         self._piece = piece
         self._device_map = device_map
         self._options = options
         self._faked = is_fake_mode()
-        # torch.serialization.skip_data: storages are made, and not read.
+        # torch.serialization.skip_data: storages are allocated, but not read.
         self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
         self._map = _mapping(piece) if options.mapped else None
-        # The order of the bytes where the archive does not say: little, unless the program has told torch otherwise.
+        # The byte order if the archive does not say: little, unless the program has set another default in torch.
         self._order = "little"
         ask = getattr(torch.serialization, "get_default_load_endianness", None)
         silent = piece.checkpoint.format == "torch-zip" and "byteorder" not in dict(piece.checkpoint.facts)
         if silent and ask is not None:
-            told = ask()
-            named = "little" if told is None else str(told.name).lower()
+            default = ask()
+            named = "little" if default is None else str(default.name).lower()
             self._order = sys.byteorder if named == "native" else named
         self._dtypes: dict[str, str] | None = None
 
@@ -387,10 +387,10 @@ class _Reader:
 
         return Content(self._piece.checkpoint, self._piece.open)
 
-    # -- those that the engine brings
+    # -- read together by the engine
 
     def together(self) -> dict[str, torch.UntypedStorage]:
-        """The storages that lie in the file as they will in memory, by id: all read at once."""
+        """The storages whose bytes in the file are those in memory, by id: all read in one call."""
         plain: list[Storage] = []
         requests: list[ReadRequest] = []
         if self._faked or self._skips or self._map is not None:
@@ -424,7 +424,7 @@ class _Reader:
     def _read_requests(
         self, sources: Sequence[Source], requests: Sequence[ReadRequest], place: AddressOf, storages: Sequence[Storage]
     ) -> None:
-        """Bring the bytes of storages to where there is place for each."""
+        """Read the bytes of storages; ``BrokenFileError`` names one whose bytes are missing or damaged."""
         checksums = Checksums() if self._options.verify else None
         try:
             read_ranges(
@@ -439,7 +439,7 @@ class _Reader:
             storage = storages[end.request]
             how = "unpacked they are" if storage.compressed else "the file ends after"
             raise self._lost(storage, f"{how} {end.received:,} of {storage.nbytes:,} bytes") from end
-        except BrokenFileError as error:  # what is packed, and read by itself, cannot be unpacked
+        except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
             raise self._lost(storages[0], error.what, "are damaged") from error
         if checksums is not None:
             for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
@@ -448,7 +448,7 @@ class _Reader:
     # -- one by one
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
-        """One storage where it belongs."""
+        """One storage on its device."""
         if self._faked or self._device_map.known(storage.device) == "meta":
             return self._meta(storage)
         if self._skips:
@@ -502,7 +502,7 @@ class _Reader:
     # -- mapped ones
 
     def _mapped(self, storage: Storage) -> torch.UntypedStorage | None:
-        """A part of the map of the file; ``None`` where the bytes there are not those to be in memory."""
+        """A part of the mapped file; ``None`` if the bytes there are not those in memory."""
         if storage.offset is None or storage.compressed or storage.offset % _ALIGNED or self._is_swapped(storage):
             return None
         if not storage.nbytes or storage.stored < storage.nbytes or self._map is None:
@@ -522,7 +522,7 @@ class _Reader:
         return (storage.big_endian or self._order == "big") != (sys.byteorder == "big")
 
     def _swap(self, held: torch.UntypedStorage, storage: Storage) -> None:
-        if self._dtypes is None:  # of the tensors in each storage: a storage itself does not know the newer dtypes
+        if self._dtypes is None:  # from the tensors of each storage, since storage classes lack the newer dtypes
             self._dtypes = {}
             waiting = list(reversed(self._piece.checkpoint.tensors))
             while waiting:
@@ -537,7 +537,7 @@ class _Reader:
 
 
 def _named(piece: Piece, storage: Storage) -> str:
-    """The tensors that need a storage."""
+    """The names of a storage's tensors."""
     names = storage.tensors
     for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():  # its tensors were only counted
         from transload.formats.tensors import Place, StorageTable, find_tensors
@@ -550,14 +550,14 @@ def _named(piece: Piece, storage: Storage) -> str:
 
 
 def _mapping(piece: Piece) -> torch.UntypedStorage | None:
-    """The whole file, mapped; ``None`` where it is not a file by itself, or another one has taken its place."""
+    """The whole file, mapped; ``None`` if it is not one file, or if its path now leads to another."""
     import torch
 
     source = piece.open("") if piece.path else None
-    is_still = getattr(source, "is_still", None)
-    if source is None or is_still is None or not source.size or not is_still(piece.path):
+    is_same_file = getattr(source, "is_same_file", None)
+    if source is None or is_same_file is None or not source.size or not is_same_file(piece.path):
         return None
-    # Whether the program has asked torch to map files so that changes go to the file.
+    # Whether the program has set torch's mmap options so that writes go to the file.
     ask = getattr(torch.serialization, "get_default_mmap_options", None)
     shared = False
     if ask is not None and sys.platform != "win32":

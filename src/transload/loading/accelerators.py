@@ -1,4 +1,4 @@
-"""The accelerators that torch can use here, what memory they have free, and how tensors are laid out over several."""
+"""The accelerators that torch can use here, their free memory, and how tensors are spread over several."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _KINDS = ("cuda", "xpu", "hpu", "mtia")
 
 
 def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devices:
-    """All devices of this machine. Free memory is asked of those that tensors for these names may go to."""
+    """All devices of this machine; with free memory for those that tensors saved on ``names`` may go to."""
     import torch
 
-    # torch.cuda and its like, those that work; the one a program computes on first. The last is the kind that a package
-    # from outside has added to torch (npu, mlu …), which torch has no public way to ask for.
+    # torch.cuda and the like, those that work. The last is the backend that a third-party package has registered
+    # (npu, mlu …), which torch has no public function for.
     added = str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001
     modules: dict[str, Any] = {}
     for kind in (*_KINDS, *(() if added == "privateuseone" else (added,))):
@@ -36,7 +36,7 @@ def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devic
         return Devices((host,), rank=rank, absent=why)
     current = next((f"{kind}:{module.current_device()}" for kind, module in modules.items()), "mps")
     silent = Devices((host, *map(Device, here), *alone), current, rank)
-    # The devices whose free memory matters: all of them if what is not here may be laid out over them.
+    # The devices whose free memory matters: all of them if absent ones may be spread over them.
     found = [silent.get(name) for name in names]
     asked = {silent.own, *(device.name for device in found if device)}
     if None in found and len(set(names)) > 1 and rank is None:
@@ -52,17 +52,19 @@ def _card(module: Any, name: str) -> Device:
         return Device(name, label=label)
     try:
         free, total = module.mem_get_info(index)
-        reserve = module.memory_reserved(index) - module.memory_allocated(index)  # can be used, too
-    except RuntimeError:  # some devices do not tell
+        reserve = module.memory_reserved(index) - module.memory_allocated(
+            index
+        )  # torch's cache is free for tensors, too
+    except RuntimeError:  # some devices do not say
         return Device(name, label=label)
     return Device(name, int(free + max(0, reserve)), int(total), label)
 
 
 def spread_over(sizes: Mapping[str, int], devices: Devices) -> dict[str, str]:
-    """The absent devices of a spread checkpoint over those that are here: the largest to where the most room is.
+    """Assign the absent devices of a checkpoint to those that are here: the largest to the one with the most room.
 
-    ``sizes`` are the bytes of each tag, the most first. What stays takes its room first. Where free memory is not
-    known, all are taken to have the same.
+    ``sizes`` are the bytes of each tag, largest first. Tags whose device is here take their memory first. If free
+    memory is unknown, all devices count as equal.
     """
     tags = [tag for tag in sizes if tag != "meta" and split(tag)[0] != "cpu"]
     cards = devices.accelerators

@@ -1,7 +1,7 @@
 """Objects from the inert graph of a pickle, through a fixed table: what a restricted unpickler does, without a pickle.
 
-``build_object`` is the front: a ``_Builder`` walks over the graph. Most tensors of most files are made by ``ordinary``
-here; all others, and rarer values, by a ``Rebuilder``, which is imported when it is first needed.
+``build_object`` is the entry point: a ``_Builder`` walks over the graph. ``ordinary`` makes most tensors of most files;
+a ``Rebuilder``, imported when first needed, makes all others, and rarer values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
 from transload.judge.ordinary import PURPOSES
-from transload.loading.signals import NeedsTrust, Unknown, Wrong
+from transload.loading.signals import Malformed, NeedsTrust, NotInTorch
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 Args = tuple[Any, ...]
 _Steps = Generator[Any, list[Any], None]
-"""Makes one object: yields the nodes it needs, and is sent what they have become."""
+"""Makes one object: yields the nodes it needs, and is sent their objects."""
 _Task = tuple[Any, "_Steps | None", Any]
-"""A node, what makes it (``None`` if that has not begun), and the nodes it needs now."""
+"""A node, its generator (``None`` before it is started), and the nodes it needs now."""
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
@@ -48,9 +48,9 @@ def build_object(
     encoding: str = "utf-8",
     pickle: Pickle | None = None,
 ) -> Any:
-    """The object that a pickle describes, the main one if none is given, over storages that are in place.
+    """The object that a pickle describes, by default the main one, over storages that were read.
 
-    ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that nobody has allowed.
+    ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that is not allowed.
     """
     pickle = pickle or next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
     if pickle is None:
@@ -59,17 +59,19 @@ def build_object(
     builder = _Builder(piece, pickle, storages, device_map, where, encoding)
     try:
         made = builder.run(pickle.root)
-    except Wrong as reason:
+    except Malformed as reason:
         position = getattr(reason.node, "position", None)
         place = where if position is None else f"{where} › byte {position}"
         raise BrokenFileError(f"it holds {reason}", where=place, fix=_GET_AGAIN) from reason
     except NeedsTrust as reason:
-        from transload.loading.refusal import in_phrases
+        from transload.loading.refusal import weights_only_error
 
         fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
-        what = in_phrases(f"it holds {reason}, which is more than plain data", getattr(reason.node, "callee", None))
+        what = weights_only_error(
+            f"it holds {reason}, which is more than plain data", getattr(reason.node, "callee", None)
+        )
         raise UnsafeError(what, where=where, fix=fix) from reason
-    except Unknown as name:
+    except NotInTorch as name:
         what = f"it holds {name}, which this torch does not have"
         raise LoadError(what, where=where, fix="A newer torch may have it.") from name
     except TransloadError:
@@ -81,11 +83,11 @@ def build_object(
 
 
 class _Builder:
-    """One walk over one graph, with a stack of its own: a graph may be deeper than Python's.
+    """One walk over one graph, with an explicit stack, since a graph may be deeper than Python's.
 
-    ``made`` are the objects so far, by the identity of their nodes. Each node that is met is made by a generator, which
-    yields the nodes it needs and is sent what they have become. What can exist before its parts (a list, a dictionary)
-    is made at once and filled later; what cannot (a tuple, the result of a call), when its parts are there.
+    ``made`` has the objects so far, by the identity of their nodes. A generator makes the object of a node: it yields
+    the nodes it needs, and is sent their objects. Lists and dictionaries are made first and filled later, so they may
+    contain themselves; tuples and results of calls are made when their parts are there.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class _Builder:
         self._where = where
         self._encoding = encoding
         self._built = pickle.built
-        # Bytes in a pickle of Python 2 are text that the reader could not decode, and its texts may be wanted as bytes.
+        # In a pickle of Python 2, bytes are text that was not decoded, and encoding="bytes" asks for text as bytes.
         self._texts = pickle.python2_texts if encoding == "bytes" else frozenset()
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
         self._known = entries(piece.checkpoint.storages, storages, device_map)
@@ -112,15 +114,15 @@ class _Builder:
 
     @cached_property
     def _rebuilder(self) -> Rebuilder:
-        """For what is not ordinary."""
+        """Makes what is not ordinary."""
         from transload.loading.rebuild import Rebuilder
 
         return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode(), where=self._where)
 
     def run(self, root: object) -> Any:
-        """The object of a node, with all that it needs; ``Wrong`` if there can be none."""
+        """The object of a node and of all that it refers to; ``Malformed`` if it is malformed."""
         if self._built:
-            raise Wrong("attributes of something that has none")
+            raise Malformed("attributes of something that has none")
         made, atoms, ready = self.made, self._atoms, self._ready
         begun: set[int] = set()
         waiting: dict[int, list[_Task]] = {}  # for something that is not made yet
@@ -145,17 +147,17 @@ class _Builder:
                 if needed is not None:
                     stack.append((node, steps, needed))
                     stack += [(each, None, ()) for each in reversed(needed)]
-        except (Wrong, NeedsTrust) as reason:
+        except (Malformed, NeedsTrust) as reason:
             reason.node = node
             raise
         if waiting:
-            raise Wrong("an object that has to be there before it is made")
+            raise Malformed("an object that has to be there before it is made")
         if "_rebuilder" in vars(self):
             self._rebuilder.check_sparse()
         return root if type(root) in atoms else made[id(root)]
 
     def _ready(self, nodes: Iterable[Any]) -> list[Any] | None:
-        """What nodes have become, or become in one step; ``None`` if some take more than that."""
+        """The objects of nodes that are made, or can be made in one step; ``None`` if any cannot."""
         atoms, made, single = self._atoms, self.made, self._single
         values: list[Any] = []
         append = values.append
@@ -176,7 +178,7 @@ class _Builder:
         return None if missing else values
 
     def _steps(self, node: Any) -> _Steps:
-        """Make what is met for the first time, now or as soon as its parts are there."""
+        """Make the object of a node."""
         ident, kind, made = id(node), type(node), self.made
         if kind is Call:
             yield from self._call(node)
@@ -211,10 +213,10 @@ class _Builder:
             else:
                 made[ident] = self._rebuilder.persistent(node)
         else:
-            raise Wrong(_ODD.get(kind, "something that is not a value"))
+            raise Malformed(_ODD.get(kind, "something that is not a value"))
 
     def _text(self, node: bytes) -> Any:
-        """Text of Python 2 that is not UTF-8."""
+        """Decode text of Python 2 that is not UTF-8."""
         if self._encoding == "bytes":
             return node
         try:
@@ -227,13 +229,13 @@ class _Builder:
     # -- calls
 
     def _call(self, node: Call) -> _Steps:
-        """When its arguments are there; an ordinary tensor at once."""
+        """Make the result of a call, then append to it, set its items and its state."""
         tensor = self._single(node, self._checked)
         if tensor is not None:
             self.made[id(node)] = tensor
             return
         if type(node.args) is not tuple:
-            raise Wrong("a call whose arguments are not a tuple")
+            raise Malformed("a call whose arguments are not a tuple")
         callee = node.callee if type(node.callee) is Global else module_class(node.callee)
         name = (self._names.get(callee) or _name_of(callee)) if type(callee) is Global else ""
         if type(node.callee) is Call and node.kind == "reduce" and (value := _plain_value(node.callee)):
@@ -243,11 +245,11 @@ class _Builder:
         elif type(node.callee) is Call:  # getattr(Outer, "Inner"), which is looked up first
             target, *found = yield (node.callee, *node.args)
             kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
-            made = self._rebuilder.call_found(target, node.kind, tuple(found), kwargs)
+            made = self._rebuilder.call_attribute(target, node.kind, tuple(found), kwargs)
         elif type(callee) is not Global:
-            raise Wrong("a call of something that is not a name")
+            raise Malformed("a call of something that is not a name")
         elif name in _FROM_TYPE:
-            # The function is only named there, and is one of ours where torch has it no more.
+            # Its first argument is a function, which is used by name: torch may no longer have it.
             made = self._rebuilder.from_type(node.args[:1], (yield node.args[1:]))
         elif name.startswith("numpy.") and _makes_array(name):
             from transload.loading.values import from_numpy
@@ -274,19 +276,19 @@ class _Builder:
                 self._rebuilder.set_state(made, state)
 
     def _checked(self, entry: Entry, args: Args) -> Any:
-        """A tensor that is ordinary but for its numbers; ``None`` if this torch does not have its dtype."""
-        from transload.loading.rebuild import own
+        """A tensor whose offset, size or stride needs all checks; ``None`` if this torch does not have its dtype."""
+        from transload.loading.rebuild import fresh_if_empty
 
         dtype = entry[2][3]
         if dtype is None:
             return None
-        made = self._rebuilder.strided(own(entry[0]), dtype, *args[1:4])
+        made = self._rebuilder.strided(fresh_if_empty(entry[0]), dtype, *args[1:4])
         self.made[id(args[5])] = OrderedDict()
         return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
 
 
 def _name_of(node: Global) -> str:
-    """The name under which a global is looked up, also where the file has an older one for it."""
+    """The name under which a global is looked up; the current one if the file has an older name."""
     if (node.module, node.name) in PURPOSES:
         return node.full_name
     from transload.loading.refusal import name_of
@@ -295,7 +297,7 @@ def _name_of(node: Global) -> str:
 
 
 def _plain_value(callee: Call) -> str:
-    """The name of a plain value that ``getattr`` finds in its class; else empty."""
+    """The name of a plain value that a call of ``getattr`` finds in its class; else empty."""
     from transload.judge.safety import plain_value
 
     return plain_value(callee)
@@ -309,7 +311,7 @@ def _makes_array(name: str) -> bool:
 
 
 def _send(steps: _Steps, values: Any) -> Any:
-    """What a generator needs next; ``None`` when it has ended."""
+    """The nodes a generator needs next; ``None`` when it has finished."""
     try:
         return steps.send(values)
     except StopIteration:
@@ -317,7 +319,7 @@ def _send(steps: _Steps, values: Any) -> Any:
 
 
 def _set_items(into: Any, values: list[Any]) -> None:
-    """Put keys and values, in turn, into a dictionary."""
+    """Put alternating keys and values into a dictionary."""
     pairs = zip(values[::2], values[1::2], strict=True)
     try:
         if type(into) in (dict, OrderedDict):  # a Counter would add the values up
@@ -326,22 +328,22 @@ def _set_items(into: Any, values: list[Any]) -> None:
         for key, value in pairs:
             into[key] = value
     except TypeError as error:
-        raise Wrong(f"a key that cannot be one: {error}") from error
+        raise Malformed(f"a key that cannot be one: {error}") from error
 
 
 def _set_attributes(made: OrderedDict[Any, Any], state: Any) -> None:
-    """Attributes such as the ``_metadata`` of a state dict; none that it has already."""
+    """Set attributes such as the ``_metadata`` of a state dict, but none that an OrderedDict has already."""
     if not isinstance(state, Mapping):
-        raise Wrong("an OrderedDict that is given a state which names no attributes")
+        raise Malformed("an OrderedDict that is given a state which names no attributes")
     for name in state:
-        text = name.decode("latin-1") if type(name) is bytes else name  # bytes by encoding="bytes", as in torch
+        text = name.decode("latin-1") if type(name) is bytes else name  # encoding="bytes" makes it bytes, as in torch
         if type(text) is not str or hasattr(OrderedDict, text):
-            raise Wrong(f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already")
+            raise Malformed(f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already")
     vars(made).update(state)
 
 
 def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:
-    """The tensors of a file without objects by name."""
+    """The tensors, by name, of a file that holds nothing but tensors."""
     import torch
 
     checkpoint = piece.checkpoint
@@ -350,7 +352,7 @@ def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], devic
     for tensor in checkpoint.tensors:
         entry = known.get(tensor.storage)
         if entry is not None and entry[2][4] == tensor.dtype:
-            found = view(entry, tensor.offset, tensor.shape, tensor.stride)
+            found = tensor_view(entry, tensor.offset, tensor.shape, tensor.stride)
             if found is not None:
                 made[tensor.name] = found
                 continue
@@ -367,7 +369,7 @@ def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], devic
         rebuilder = Rebuilder(piece, known, device_map, fake=is_fake_mode())
         try:
             made[tensor.name] = rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
-        except Wrong as reason:
+        except Malformed as reason:
             raise BrokenFileError(f"it holds {reason}", where=where) from reason
     return made
 
@@ -375,11 +377,11 @@ def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], devic
 # -- ordinary tensors
 
 Kind = tuple[Any, int, bool, Any, str]
-"""An empty tensor of some dtype and device (``None`` if there is none), the bytes of an element, whether it can have
-gradients; the dtype (``None`` if this torch has it not) and its name. The ``data`` of the empty tensor is a new one
-with a version counter of its own, at a tenth of the price of ``torch.empty``."""
+"""An empty tensor of a dtype on a device (``None`` if it cannot be made), the size of an element, whether it can have
+gradients, the dtype (``None`` if this torch does not have it) and its name. Each ``data`` of the empty tensor is a new
+tensor with a new version counter, in a tenth of the time of ``torch.empty``."""
 Entry = tuple[Any, int, Kind]
-"""An untyped storage, its bytes, and what is in it."""
+"""An untyped storage, its size in bytes, and the kind of tensors in it."""
 
 Make = Callable[..., Any]
 
@@ -392,12 +394,12 @@ _PARAMETER = "torch._utils._rebuild_parameter"
 
 
 def kind_of(name: str, device: torch.device) -> Kind:
-    """The kind of tensors of a dtype, by its name, on a device."""
+    """The kind of tensors of a dtype, given by name, on a device."""
     import torch
 
     dtype = getattr(torch, name, None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
-    if dtype is None or device.type == "meta":  # some releases of torch change a meta storage with every view of it
+    if dtype is None or device.type == "meta":  # some releases of torch resize a meta storage with every view
         return None, 1, False, dtype, name
     try:
         empty = torch.empty((0,), dtype=dtype, device=device)
@@ -411,8 +413,8 @@ def kind_of(name: str, device: torch.device) -> Kind:
 def entries(
     storages: Iterable[Storage], held: Mapping[str, torch.UntypedStorage], device_map: DeviceMap
 ) -> dict[str, Entry]:
-    """What there is to know of each storage, by id."""
-    by_tag = bool(device_map.locations)  # a function of the caller's may put those of one tag on several devices
+    """The entry of each storage, by id."""
+    by_tag = bool(device_map.locations)  # a map_location function may put storages of one tag on several devices
     kinds: dict[tuple[str, Any], Kind] = {}
     found: dict[str, Entry] = {}
     for each in storages:
@@ -425,8 +427,8 @@ def entries(
     return found
 
 
-def view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tensor | None:
-    """A view of a storage, none of it outside; ``None`` where that, or that these are numbers, is not plain to see."""
+def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tensor | None:
+    """A tensor within a storage; ``None`` if a quick check cannot show that the arguments are valid and within it."""
     storage, nbytes, kind = entry
     empty = kind[0]
     if type(size) is not tuple or type(stride) is not tuple or type(offset) is not int or offset < 0 or empty is None:
@@ -443,12 +445,12 @@ def view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tensor | No
         numel *= count
     end = (offset + numel) * kind[1]
     if rank == 1 and end == nbytes and not offset:
-        return empty.data.set_(storage)  # the whole of it, as it lies there
+        return empty.data.set_(storage)  # all of it, as a vector
     return empty.data.set_(storage, offset, size, stride) if end <= nbytes else None
 
 
 def _is_within(entry: Entry, offset: int, size: Any, stride: Any) -> bool:
-    """Whether a view that is not contiguous is one of numbers, has elements, and lies in its storage."""
+    """Whether a view that is not contiguous has valid integers, has elements, and is within its storage."""
     _, nbytes, kind = entry
     last, numel = offset, 1
     for count, step in zip(size, stride, strict=True):
@@ -460,16 +462,16 @@ def _is_within(entry: Entry, offset: int, size: Any, stride: Any) -> bool:
 
 
 def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Make:
-    """A function that makes the tensor of a call, and notes its hooks in ``made``; ``None`` if it is not so ordinary.
+    """A function that makes the tensor of a call, and puts its hooks into ``made``; ``None`` for other calls.
 
-    ``names`` are what the names in the file stand for. With a second argument, that function gets the entry and the
-    arguments of a tensor that is ordinary but for its numbers.
+    ``names`` are the current names of the globals in the file. Its second argument, if given, is called with the entry
+    and the arguments of a tensor whose offset, size or stride needs all checks.
     """
     nodes = {name: node for node, name in names.items()}
     kinds: dict[tuple[str, Any], Kind] = {}
-    v2, v3, hooked = (nodes.get(name, _ABSENT) for name in (_V2, _V3, _ORDERED))
+    v2, v3, ordered_dict = (nodes.get(name, _ABSENT) for name in (_V2, _V3, _ORDERED))
 
-    # A file has this by the ten thousand: taken apart into functions it takes half as long again.
+    # A file may have ten thousand of these: split into functions, this would take half as long again.
     def make(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
         args: Any = node.args if type(node) is Call else None
         if type(args) is not tuple or node.states or node.items or node.appended or node.kwargs is not None:
@@ -484,16 +486,18 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         if type(pid) is not tuple or not (len(pid) == 5 or (len(pid) == 6 and pid[5] is None)):
             return None
         entry = known.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
-        # An empty storage may be named with another class each time.
-        if entry is None or not entry[1] or id(hooks) in made or not _is_fresh(hooks, hooked):
+        # An empty storage may have another class in each id.
+        if entry is None or not entry[1] or id(hooks) in made or not _is_no_hooks(hooks, ordered_dict):
             return None
-        if dtype is not None:  # it is named beside the storage, which does not know the newer ones
+        if dtype is not None:  # the newer dtypes have no storage class, and are an argument
             untyped, nbytes, _ = entry
             key = names.get(dtype, "") if type(dtype) is Global else "", untyped.device
             if key not in kinds:
                 kinds[key] = kind_of(key[0].removeprefix("torch."), untyped.device)
             entry = untyped, nbytes, kinds[key]
-        tensor: Any = view(entry, offset, size, stride) if grad is False or (grad is True and entry[2][2]) else None
+        tensor: Any = (
+            tensor_view(entry, offset, size, stride) if grad is False or (grad is True and entry[2][2]) else None
+        )
         if tensor is None:
             return None if otherwise is None else otherwise(entry, args)
         if grad:
@@ -504,18 +508,18 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
     return _with_parameters(make, made, nodes) if _PARAMETER in nodes else make
 
 
-def _is_fresh(hooks: Any, hooked: object) -> bool:
-    """Whether hooks are none: an empty dictionary that nothing is put into."""
-    if type(hooks) is not Call or hooks.callee is not hooked or hooks.args != () or hooks.kwargs is not None:
+def _is_no_hooks(hooks: Any, ordered_dict: object) -> bool:
+    """Whether hooks are an empty OrderedDict, as torch writes them."""
+    if type(hooks) is not Call or hooks.callee is not ordered_dict or hooks.args != () or hooks.kwargs is not None:
         return False
     return not (hooks.states or hooks.items or hooks.appended)
 
 
 def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Global]) -> Make:
-    """A function that also makes parameters of ordinary tensors."""
+    """``make``, extended to parameters of ordinary tensors."""
     from torch.nn import Parameter
 
-    callee, hooked = nodes[_PARAMETER], nodes.get(_ORDERED, _ABSENT)
+    callee, ordered_dict = nodes[_PARAMETER], nodes.get(_ORDERED, _ABSENT)
 
     def single(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
         if type(node) is not Call or node.callee is not callee:
@@ -524,7 +528,12 @@ def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Globa
         if type(args) is not tuple or len(args) != 3 or node.states or node.items or node.appended:
             return None
         data, grad, hooks = args
-        if type(grad) is not bool or not _is_fresh(hooks, hooked) or id(hooks) in made or node.kwargs is not None:
+        if (
+            type(grad) is not bool
+            or not _is_no_hooks(hooks, ordered_dict)
+            or id(hooks) in made
+            or node.kwargs is not None
+        ):
             return None
         tensor = None if id(data) in made else make(data)
         if tensor is None:
@@ -540,7 +549,7 @@ def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Globa
 
 
 def is_fake_mode() -> bool:
-    """Whether tensors are only pretended at the moment (``FakeTensorMode``)."""
+    """Whether ``FakeTensorMode`` is active."""
     import torch
 
     active = getattr(torch._guards, "active_fake_mode", None)  # noqa: SLF001 - torch has no public way

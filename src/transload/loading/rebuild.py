@@ -1,8 +1,8 @@
-"""What is not ordinary in a pickle: tensors that torch's rebuild functions make, rarer values, calls that are allowed.
+"""What is not ordinary in a pickle: tensors made by torch's rebuild functions, rarer values, allowed calls.
 
-A ``Rebuilder`` does what torch's rebuild functions do after their arguments have been checked. torch trusts those
-arguments. Here a view that reaches beyond its storage (which torch would silently enlarge), parts of a nested tensor
-beyond its buffer, or scales that are fewer than the channels are damage, and are reported.
+A ``Rebuilder`` checks the arguments and then does what torch's rebuild functions do. torch trusts those arguments. Here
+a view that reaches beyond its storage (which torch would silently enlarge), parts of a nested tensor beyond its buffer,
+or fewer scales than channels are reported as damage.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import LoadError, UnsafeError
 from transload.judge.names import can_be_allowed
-from transload.loading.refusal import Allowed, in_phrases, name_of
-from transload.loading.signals import Unknown, Wrong
+from transload.loading.refusal import Allowed, name_of, weights_only_error
+from transload.loading.signals import Malformed, NotInTorch
 from transload.nodes import Global, Persistent
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _MAX_SIZE = 1 << 63
 # -- values
 
 _VALUES = {
-    # what makes a value: what is wrong with arguments that cannot be its own
+    # the function: the error for arguments that it is never saved with
     "_codecs.encode": "a call of _codecs.encode for another codec than latin1",
     "builtins.bytearray": "a byte array made from something other than bytes",
     "builtins.bytes": "bytes that are made from something",
@@ -54,11 +54,11 @@ _FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list
 
 
 def _value(name: str, args: Args) -> Any:
-    """What a name of ``_VALUES`` makes of its arguments."""
+    """Call a function of ``_VALUES`` with checked arguments."""
     import torch
 
     match name, args:
-        case "builtins.bytes", ():  # protocol 2 writes only the empty ones so
+        case "builtins.bytes", ():  # protocol 2 writes empty bytes like this
             return b""
         case "builtins.bytearray", () | (bytes(),):
             return bytearray(*args)
@@ -76,7 +76,7 @@ def _value(name: str, args: Args) -> Any:
             return OrderedDict(*args)
         case "collections.Counter", _ if _are_items(args):
             counted: Counter[Any] = Counter()
-            dict.update(counted, *args)  # its own would count
+            dict.update(counted, *args)  # Counter.update would count
             return counted
         case "collections.defaultdict", () | (None,):
             return defaultdict(*args)
@@ -94,11 +94,11 @@ def _value(name: str, args: Args) -> Any:
             from torch.torch_version import TorchVersion
 
             return TorchVersion(text)
-    raise Wrong(_VALUES[name])
+    raise Malformed(_VALUES[name])
 
 
 def _are_items(args: Args) -> bool:
-    """Nothing, a dictionary, or a list of pairs as Python 2 writes it."""
+    """Whether arguments are nothing, a dictionary, or a list of pairs as Python 2 writes it."""
     content = args[0] if len(args) == 1 else None
     pairs = type(content) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content)
     return not args or type(content) is dict or pairs
@@ -112,15 +112,15 @@ def _latin(text: str) -> bytes:
     try:
         return text.encode("latin1")
     except UnicodeEncodeError:
-        raise Wrong("bytes that are written as text which latin1 does not have") from None
+        raise Malformed("bytes that are written as text which latin1 does not have") from None
 
 
 def _hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
-    """Values as the members of a set; ``Wrong`` if they cannot be."""
+    """A set of values; ``Malformed`` if some are not hashable."""
     try:
         return frozenset(values)
     except TypeError as error:
-        raise Wrong(f"a set of what cannot be in one: {error}") from error
+        raise Malformed(f"a set of what cannot be in one: {error}") from error
 
 
 # -- tensors
@@ -128,7 +128,7 @@ def _hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
 
 def _meta(maker: Rebuilder, dtype: object, size: Any, stride: Any, grad: object) -> torch.Tensor:
     if not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
-        raise Wrong("a meta tensor whose size or stride is not an integer")
+        raise Malformed("a meta tensor whose size or stride is not an integer")
     kind = maker.dtype(dtype)
     return maker.torch.empty_strided(size, stride, dtype=kind, device="meta", requires_grad=grad is True)
 
@@ -137,9 +137,9 @@ def _wrapper(maker: Rebuilder, *args: Any) -> torch.Tensor:
     """(class, dtype, size, stride, offset, layout, device, requires_grad)."""
     kind, dtype, size, stride, offset, layout, device, grad = args
     if not isinstance(kind, type) or not issubclass(kind, maker.torch.Tensor):
-        raise Wrong("a wrapper of a class that is not a tensor class")
+        raise Malformed("a wrapper of a class that is not a tensor class")
     if not are_sizes(size) or not are_sizes(stride):
-        raise Wrong("a wrapper whose size or stride is not an integer")
+        raise Malformed("a wrapper whose size or stride is not an integer")
     made: torch.Tensor = maker.torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as torch.load does
         kind,
         size,
@@ -165,22 +165,22 @@ def _quantized(maker: Rebuilder, *args: Any) -> Any:
     maker.check(*maker.storage(storage), offset, size, stride)
     torch = maker.torch
     if type(quantizer) is not tuple or not quantizer or not isinstance(quantizer[0], torch.qscheme):
-        raise Wrong("a quantized tensor without a quantizer")
+        raise Malformed("a quantized tensor without a quantizer")
     scheme, *numbers = quantizer
     if scheme == torch.per_tensor_affine:
         if [type(number) for number in numbers] != [float, int]:
-            raise Wrong("a quantized tensor whose scale is not a number")
+            raise Malformed("a quantized tensor whose scale is not a number")
     elif scheme not in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) or len(numbers) != 3:
-        raise Wrong("a quantized tensor of no known scheme")
+        raise Malformed("a quantized tensor of no known scheme")
     else:
         *parts, axis = numbers
         if type(axis) is not int or not 0 <= axis < len(size):
-            raise Wrong("a quantized tensor whose axis is not one of its dimensions")
-        for part in parts:  # tensors, or lists as older releases wrote them
+            raise Malformed("a quantized tensor whose axis is not one of its dimensions")
+        for part in parts:  # tensors; lists in files of older releases
             is_list = type(part) is list and all(type(number) in (int, float) for number in part)
             count = len(part) if is_list else maker.tensor(part, "a quantized tensor with a scale").numel()
             if count != size[axis]:
-                raise Wrong("a quantized tensor with more or fewer scales than channels")
+                raise Malformed("a quantized tensor with more or fewer scales than channels")
     made = torch._utils._rebuild_qtensor(storage, offset, size, stride, quantizer, False, hooks)  # noqa: SLF001 - as torch.load does
     return maker.finish(made, grad, hooks)
 
@@ -190,15 +190,15 @@ def _quantized(maker: Rebuilder, *args: Any) -> Any:
 
 def _sparse(maker: Rebuilder, layout: Any, data: Any) -> Any:
     parts = 2 if layout == maker.torch.sparse_coo else 3
-    most = 4  # of a COO tensor perhaps also whether it is coalesced
+    most = 4  # the last item of a COO tensor may be whether it is coalesced
     if type(data) is not tuple or not parts < len(data) <= most or not are_sizes(data[parts]):
-        raise Wrong("a sparse tensor whose parts are missing")
+        raise Malformed("a sparse tensor whose parts are missing")
     for part in data[:parts]:
         maker.tensor(part, "a sparse tensor with a part")
     try:
         made = sparse_tensor(layout, data)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
+        raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
     maker.to_check.append(made)
     return made
 
@@ -219,12 +219,12 @@ def _nested(maker: Rebuilder, buffer: object, sizes: object, strides: object, of
                 last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
                 negative = any(type(number) is not int or number < 0 for number in (*size, *stride, offset))
                 if negative or (0 not in size and last >= held.numel()):
-                    raise Wrong("a nested tensor that reaches beyond its buffer")
+                    raise Malformed("a nested tensor that reaches beyond its buffer")
         except (TypeError, ValueError) as error:
-            raise Wrong("a nested tensor whose parts do not fit together") from error
+            raise Malformed("a nested tensor whose parts do not fit together") from error
     view: Any = getattr(maker.torch, "_nested_view_from_buffer", None)
     if view is None:
-        raise Unknown("torch.nested: a nested tensor")
+        raise NotInTorch("torch.nested: a nested tensor")
     return view(held, *numbers)
 
 
@@ -242,21 +242,21 @@ def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad
     try:
         held = maker.torch.from_numpy(data)
     except TypeError as error:
-        raise Wrong(f"a device tensor that is made of no array: {error}") from error
+        raise Malformed(f"a device tensor that is made of no array: {error}") from error
     return _from_cpu(maker, held, dtype, device, grad)
 
 
-def own(storage: Any) -> Any:
-    """The storage for one tensor: torch makes an empty one anew for each that has one."""
+def fresh_if_empty(storage: Any) -> Any:
+    """The storage for one tensor: like torch, a new one for each tensor if it is empty."""
     import torch
 
     return storage if storage.nbytes() else torch.UntypedStorage(0, device=storage.device)
 
 
 class Rebuilder:
-    """Makes tensors and values for one load; ``make`` by the name of the function, ``persistent`` by an id.
+    """Makes the tensors and values of one load; ``make`` by the name of a function, ``persistent`` by an id.
 
-    ``known`` are the storages that were read, by key. A tar archive also describes tensors beside its pickle.
+    ``known`` are the storages that were read, by key. A tar archive also describes tensors outside its pickle.
     """
 
     def __init__(
@@ -271,23 +271,23 @@ class Rebuilder:
         self._known = known
         self._typed: dict[tuple[str, object], Any] = {}
         self._made: dict[str, Any] = {}
-        # What torch does with a tensor it loads while tensors are only pretended.
+        # What torch does with a loaded tensor under FakeTensorMode.
         self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
         self.to_check: list[torch.Tensor] = []
-        """Sparse tensors: their indices can be checked only when their bytes are there."""
+        """Sparse tensors, whose indices are checked at the end."""
         self._tar_tensors: Mapping[str, Any] = {}
         self._tar_storages: Mapping[str, Any] = {}
         if piece.checkpoint.format == "torch-tar":
             from transload.formats.torch_legacy import TarReader
 
-            reader = TarReader(piece.open(""))  # the same walk that found its tensors
+            reader = TarReader(piece.open(""))  # as when its tensors were found
             reader.read_tables()
             self._tar_tensors, self._tar_storages = reader.tensor_args, reader.storage_ids
 
     # -- calls
 
     def call(self, name: str, callee: Global, how: str, args: Args, kwargs: Any) -> Any:
-        """What a name makes of arguments that are built already."""
+        """The result of a call by name, with arguments that are built already."""
         known = self._allowed.is_known(callee)
         if type(kwargs) is dict and not kwargs:
             if name in _MAKERS or name in _VALUES:
@@ -300,49 +300,51 @@ class Rebuilder:
         target = self._allowed.user(callee)
         if target is None and known:
             if args or not name.endswith("Tensor"):
-                raise Wrong(f"a call of {name}, as no checkpoint has")
-            kind = self.object_of(callee)  # torch.FloatTensor(): empty, to be given its state
+                raise Malformed(f"a call of {name}, as no checkpoint has")
+            kind = self.object_of(callee)  # torch.FloatTensor(), whose state is set later
             return self._run(name, kind.__new__, (kind,))
         return self._invoke(name, target, how, args, kwargs)
 
-    def call_found(self, target: Any, how: str, args: Args, kwargs: Any) -> Any:
-        """A call of what was found by ``getattr``, if the program has allowed that, too."""
+    def call_attribute(self, target: Any, how: str, args: Args, kwargs: Any) -> Any:
+        """The result of calling what ``getattr`` found, if the program has allowed that too."""
         name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
         if not self._allowed.allows(target):
             fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
-            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where, fix=fix)
+            raise UnsafeError(
+                weights_only_error(f"it calls {name}, which nobody has allowed"), where=self._where, fix=fix
+            )
         return self._invoke(name, target, how, args, kwargs)
 
     def make(self, name: str, args: Args) -> Any:
-        """What the function of that name, which is one of ours, makes."""
+        """The result of a function of ``_VALUES`` or ``_MAKERS``, by name."""
         if name in _VALUES:
             return _value(name, args)
         maker, least, most = _MAKERS[name]
         if not least <= len(args) <= most:
-            raise Wrong(f"{name} is called with {len(args)} arguments")
+            raise Malformed(f"{name} is called with {len(args)} arguments")
         return maker(self, *args)
 
     def object_of(self, node: Global) -> Any:
-        """The object of an allowed name."""
+        """The object of an allowed name; ``UnsafeError`` for any other name."""
         found = self._allowed.object_of(node)
         if found is None:
-            what = in_phrases(f"it names {node.full_name}, which nobody has allowed", node)
+            what = weights_only_error(f"it names {node.full_name}, which nobody has allowed", node)
             raise UnsafeError(what, where=self._where)
         return found
 
     def _invoke(self, name: str, target: Any, how: str, args: Args, kwargs: Any) -> Any:
-        """What the program has allowed is called as pickle would call it."""
+        """Call what the program has allowed, as pickle would."""
         if how == "reduce" or target is None:
             return self._run(name, target, args)
         if not isinstance(target, type):
-            raise Wrong(f"an object of {name}, which is not a class")
+            raise Malformed(f"an object of {name}, which is not a class")
         if how in ("newobj", "newobj_ex") or not args:
             return self._run(name, target.__new__, (target, *args), kwargs)
         return self._run(name, target, args)
 
     def _run(self, name: str, target: Any, args: Args, kwargs: Any = None) -> Any:
         if target is None:
-            raise UnsafeError(in_phrases(f"it calls {name}, which nobody has allowed"), where=self._where)
+            raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"), where=self._where)
         try:
             return target(*args, **(kwargs or {}))
         except Exception as error:
@@ -350,14 +352,14 @@ class Rebuilder:
             raise LoadError(what, where=self._where) from error
 
     def append(self, made: Any, values: list[Any]) -> None:
-        """Append to what a call has made."""
+        """Append values to the result of a call."""
         if type(made) not in (list, set, deque):
             self.check_type(made, "are appended to")
         add = getattr(made, "extend", None) or getattr(made, "update", None)
         self._run(f"appending to {type(made).__name__}", add, (values,))
 
     def set_state(self, made: Any, state: Any) -> None:
-        """BUILD, as pickle does it, on what may have it."""
+        """Do what the opcode BUILD does, for values and allowed classes."""
         if type(made) in (self.torch.Tensor, self.torch.nn.Parameter):
             self._set_old_state(made, state)
             return
@@ -365,15 +367,15 @@ class Rebuilder:
 
         if not set_state(made, state):
             self.check_type(made, "are given as state to")
-            self._run(f"the state of {type(made).__name__}", _give_state, (made, state))
+            self._run(f"the state of {type(made).__name__}", _set_object_state, (made, state))
 
     def check_type(self, made: Any, how: str) -> None:
-        """That the program has allowed a class: its methods are about to be called."""
+        """Raise unless the program has allowed a class, whose methods are about to be called."""
         kind = type(made)
         if self._allowed.allows(kind):
             return
         name = f"{kind.__module__}.{kind.__qualname__}"
-        what = in_phrases(f"values {how} an object of {name}, which nobody has allowed")
+        what = weights_only_error(f"values {how} an object of {name}, which nobody has allowed")
         fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
         fix = fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
         raise UnsafeError(what, where=self._where, fix=fix)
@@ -381,18 +383,18 @@ class Rebuilder:
     # -- persistent ids
 
     def is_described(self, node: Persistent) -> bool:
-        """Whether an id names a storage, or a tensor that is described beside the pickle."""
+        """Whether an id names a storage, or a tensor described outside the pickle of a tar archive."""
         pid: Any = node.id
         return _is_storage(pid) if type(pid) is tuple else str(pid) in self._tar_tensors
 
     def persistent(self, node: Persistent) -> Any:
-        """The storage of an id, as torch gives it to a program, or a tensor; the same one each time."""
+        """The typed storage, or tensor, of an id; the same object each time."""
         pid: Any = node.id
         if type(pid) is not tuple and str(pid) in self._tar_tensors:
             name = str(pid)
             if name not in self._made:
                 storage, *rest = self._tar_tensors[name]
-                self._made[name] = _v1(self, self._storage_of(storage), *rest)
+                self._made[name] = _tensor(self, self._storage_of(storage), *rest)
             return self._made[name]
         return self._storage_of(node)
 
@@ -400,29 +402,29 @@ class Rebuilder:
         if type(node) is Persistent and not _is_storage(node.id):
             node = self._tar_storages.get(str(node.id))
         if type(node) is not Persistent or not _is_storage(node.id):
-            raise Wrong("an id that names no storage")
+            raise Malformed("an id that names no storage")
         pid: Any = node.id
         key = pid[2].decode() if type(pid[2]) is bytes else str(pid[2])
         if key not in self._known:
-            raise Wrong(f"an id that names the storage {key[:40]!r}, which is not in the file")
+            raise Malformed(f"an id that names the storage {key[:40]!r}, which is not in the file")
         storage, nbytes, (*_, dtype, name) = self._known[key]
-        if not nbytes:  # an empty one may be seen as several dtypes: each id says as which
+        if not nbytes:  # an empty storage may have several dtypes: each id has one
             if type(pid[1]) is Global:
                 name = STORAGES.get(pid[1].name.rpartition(".")[2], name)
                 dtype = getattr(self.torch, name, None)
             dtype = getattr(pid[1], "dtype", dtype)
         if dtype is None:
-            raise Wrong(f"a storage of {name}, which this torch does not have")
-        view, held = pid[5] if len(pid) == 6 else None, own(storage)
+            raise Malformed(f"a storage of {name}, which this torch does not have")
+        view, held = pid[5] if len(pid) == 6 else None, fresh_if_empty(storage)
         known: tuple[str, object] = ("whole", key)
         if view is not None:
             match view:  # a part of a storage: key, first element, elements
                 case (str() | bytes() as part, int() as first, int() as count) if first >= 0 and count >= 0:
                     width = self.torch.empty((), dtype=dtype, device="meta").element_size()
                 case _:
-                    raise Wrong("a part of a storage that is not described by a key and two numbers")
+                    raise Malformed("a part of a storage that is not described by a key and two numbers")
             if (first + count) * width > storage.nbytes():
-                raise Wrong("a part of a storage that reaches beyond it")
+                raise Malformed("a part of a storage that reaches beyond it")
             known, held = ("view", part), storage[first * width : (first + count) * width]
         if known not in self._typed or not nbytes:
             # The class is going away, and has no public constructor.
@@ -432,44 +434,44 @@ class Rebuilder:
     # -- checked arguments
 
     def storage(self, storage: object) -> tuple[torch.UntypedStorage, torch.dtype]:
-        """A storage and the dtype it has."""
+        """The untyped storage and the dtype of a typed storage."""
         if not isinstance(storage, self.torch.storage.TypedStorage):
-            raise Wrong("a tensor without a storage")
+            raise Malformed("a tensor without a storage")
         return storage._untyped_storage, storage.dtype  # noqa: SLF001 - the public way warns
 
     def dtype(self, dtype: object) -> torch.dtype:
         """A dtype."""
         if not isinstance(dtype, self.torch.dtype):
-            raise Wrong("a tensor whose dtype is none")
+            raise Malformed("a tensor whose dtype is none")
         return dtype
 
     def tensor(self, value: object, what: str) -> torch.Tensor:
         """A tensor."""
         if not isinstance(value, self.torch.Tensor):
-            raise Wrong(f"{what} that is not a tensor")
+            raise Malformed(f"{what} that is not a tensor")
         return value
 
     def check(
         self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
     ) -> torch.device:
-        """That a view lies in a storage; the device of that."""
+        """Raise ``Malformed`` unless a view is within its storage; the device of the storage."""
         if type(offset) is not int or offset < 0 or not are_sizes(size) or not are_sizes(stride):
-            raise Wrong("a tensor whose offset, size or stride is not an integer")
+            raise Malformed("a tensor whose offset, size or stride is not an integer")
         if len(size) != len(stride):
-            raise Wrong(f"a tensor with {len(size)} sizes and {len(stride)} strides")
+            raise Malformed(f"a tensor with {len(size)} sizes and {len(stride)} strides")
         end, numel = offset + 1, 1
         for count, step in zip(size, stride, strict=True):
             numel *= count
             end += (count - 1) * step
         if numel >= _MAX_SIZE:
-            raise Wrong("a tensor with more elements than torch can count")
+            raise Malformed("a tensor with more elements than torch can count")
         device, name = storage.device, str(dtype).removeprefix("torch.")
-        # Of a dtype that is newer than our list, as torch counts them.
+        # The size of a dtype that is newer than our list is torch's.
         known = name in ITEMSIZE
         nbytes = itemsize(name, end) if known else end * self.torch.empty((), dtype=dtype).element_size()
-        # A meta storage has no memory, and older releases of torch change its size with every view of it.
+        # A meta storage has no memory, and older releases of torch resize it with every view.
         if numel and nbytes > storage.nbytes() and device.type != "meta":
-            raise Wrong(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
+            raise Malformed(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
         return device
 
     # -- strided tensors
@@ -477,21 +479,21 @@ class Rebuilder:
     def strided(
         self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
     ) -> torch.Tensor:
-        """A view of a storage, none of it outside."""
+        """A tensor within a storage."""
         empty = self.torch.empty((0,), dtype=dtype, device=self.check(storage, dtype, offset, size, stride))
         return empty.set_(storage, offset, size, stride)
 
     def finish(self, made: Any, grad: object, hooks: object, flags: object = None) -> Any:
-        """Gradients, hooks, and the conjugate and negative bits."""
+        """Set ``requires_grad``, the hooks, and the conjugate and negative bits."""
         if grad is True:
             if not (made.is_floating_point() or made.is_complex()):
-                raise Wrong(f"a tensor of {made.dtype} that asks for gradients")
+                raise Malformed(f"a tensor of {made.dtype} that asks for gradients")
             made.requires_grad = True
         elif grad is not False:
-            raise Wrong("a tensor that does not say whether it wants gradients")
+            raise Malformed("a tensor that does not say whether it wants gradients")
         if flags:
             if type(flags) is not dict or any(type(flag) is not bool for flag in flags.values()):
-                raise Wrong("a tensor with flags that are not true or false")
+                raise Malformed("a tensor with flags that are not true or false")
             self.torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
         made._backward_hooks = hooks  # noqa: SLF001 - the same
         return made if self._faked is None else self._faked(made)
@@ -499,23 +501,23 @@ class Rebuilder:
     # -- attributes and classes
 
     def with_state(self, made: Any, state: object) -> Any:
-        """Attributes of a tensor: a dictionary, or a pair of them where its class has slots."""
+        """Set the attributes of a tensor: a dictionary, or a pair of them if its class has slots."""
         parts = state if type(state) is tuple else (state,)
         if len(parts) > 2 or any(part is not None and type(part) is not dict for part in parts):
-            raise Wrong("a tensor that is given a state which names no attributes")
+            raise Malformed("a tensor that is given a state which names no attributes")
         names = [name for part in parts if part for name in part]
         odd = next((name for name in names if type(name) is not str or name.startswith("__")), None)
         if odd is not None:
-            raise Wrong(f"a tensor that is given the attribute {str(odd)[:60]!r}")
+            raise Malformed(f"a tensor that is given the attribute {str(odd)[:60]!r}")
         return self.torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
 
     def from_type(self, function: Args, values: list[Any]) -> Any:
         """``torch._tensor._rebuild_from_type_v2(function, class, arguments, state)``: a tensor of a subclass."""
         if len(values) != 3 or type(function[0]) is not Global:
-            raise Wrong("a tensor made by something that is not a name")
+            raise Malformed("a tensor made by something that is not a name")
         kind, args, state = values
         if type(args) is not tuple:
-            raise Wrong("a tensor made of arguments that are not a tuple")
+            raise Malformed("a tensor made of arguments that are not a tuple")
         name = name_of(function[0])
         if name in _MAKERS or name in _VALUES:
             made = self.make(name, args)
@@ -523,7 +525,7 @@ class Rebuilder:
             made = self._run(name, self._allowed.user(function[0]), args)
         tensor: Any = self.torch.Tensor
         if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
-            raise Wrong("a tensor of a class that is not a tensor class")
+            raise Malformed("a tensor of a class that is not a tensor class")
         if type(made) is not kind:
             made = made.as_subclass(kind)
         if getattr(kind, "__setstate__", tensor.__setstate__) is tensor.__setstate__:
@@ -532,9 +534,9 @@ class Rebuilder:
         return made
 
     def _set_old_state(self, made: Any, state: Any) -> None:
-        """The state that releases before 0.4 gave to a tensor or parameter."""
+        """Set the state that releases before 0.4 saved for a tensor or parameter."""
         if type(state) is not tuple or len(state) not in (3, 4, 5):
-            raise Wrong("a tensor that is given a state no tensor has")
+            raise Malformed("a tensor that is given a state no tensor has")
         if len(state) == 4:
             storage, dtype = self.storage(state[0])
             self.check(storage, dtype, *state[1:])
@@ -547,17 +549,17 @@ class Rebuilder:
         self.finish(made, state[0], state[2])
 
     def check_sparse(self) -> None:
-        """That the indices of all sparse tensors lie inside them."""
+        """Raise ``Malformed`` if the indices of a sparse tensor are out of range."""
         if self._faked is not None:
             return
         try:
             for made in self.to_check:
-                validate(made)
+                validate_sparse(made)
         except RuntimeError as error:
-            raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
+            raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
 
 
-def _give_state(made: Any, state: Any) -> None:
+def _set_object_state(made: Any, state: Any) -> None:
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
         return
@@ -570,16 +572,16 @@ def _give_state(made: Any, state: Any) -> None:
         setattr(made, name, value)
 
 
-def _v1(maker: Rebuilder, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
+def _tensor(maker: Rebuilder, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
     return maker.strided(*maker.storage(storage), offset, size, stride)
 
 
-def _v2(maker: Rebuilder, *args: Any) -> Any:
+def _tensor_v2(maker: Rebuilder, *args: Any) -> Any:
     """(storage, offset, size, stride, requires_grad, hooks), and perhaps flags."""
-    return maker.finish(_v1(maker, *args[:4]), *args[4:])
+    return maker.finish(_tensor(maker, *args[:4]), *args[4:])
 
 
-def _v3(maker: Rebuilder, *args: Any) -> Any:
+def _tensor_v3(maker: Rebuilder, *args: Any) -> Any:
     """(storage, offset, size, stride, requires_grad, hooks, dtype), and perhaps flags."""
     made = maker.strided(maker.storage(args[0])[0], maker.dtype(args[6]), *args[1:4])
     return maker.finish(made, *args[4:6], *args[7:])
@@ -596,9 +598,9 @@ def _parameter(maker: Rebuilder, data: object, grad: object, hooks: object, stat
 
 _MAKERS: dict[str, tuple[Callable[..., Any], int, int]] = {
     # function: ours, least and most arguments
-    "torch._utils._rebuild_tensor": (_v1, 4, 4),
-    "torch._utils._rebuild_tensor_v2": (_v2, 6, 7),
-    "torch._utils._rebuild_tensor_v3": (_v3, 7, 8),
+    "torch._utils._rebuild_tensor": (_tensor, 4, 4),
+    "torch._utils._rebuild_tensor_v2": (_tensor_v2, 6, 7),
+    "torch._utils._rebuild_tensor_v3": (_tensor_v3, 7, 8),
     "torch._utils._rebuild_parameter": (_parameter, 3, 3),
     "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
     "torch.nn.parameter.Parameter": (_plain_parameter, 1, 2),
@@ -616,10 +618,10 @@ _MAKERS: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 
 def sparse_tensor(layout: Any, data: Any) -> Any:
-    """What ``torch._utils._rebuild_sparse_tensor`` makes, without the list of the whole process that it puts it on.
+    """What ``torch._utils._rebuild_sparse_tensor`` makes, without appending it to torch's global list.
 
-    ``check_invariants`` is as the program has it: any other value turns a switch of the whole process for a while, and
-    two loads at a time would leave it so; left out, torch warns of that.
+    ``check_invariants`` is the program's setting. Any other value sets a global switch for the duration of the call,
+    which two loads at a time could leave set; without the argument, torch warns.
     """
     import torch
 
@@ -630,25 +632,25 @@ def sparse_tensor(layout: Any, data: Any) -> Any:
     return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=switch)
 
 
-def validate(made: Any) -> None:
-    """``RuntimeError`` for a sparse tensor whose parts do not go together; torch has no public way to ask."""
+def validate_sparse(made: Any) -> None:
+    """Raise ``RuntimeError`` for a sparse tensor whose parts do not fit; torch has no public function for it."""
     import torch
 
     if made.device.type == "meta":
         return
     if made.layout == torch.sparse_coo:
-        look = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - the same
+        check_arguments = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - the same
         indices: tuple[Any, ...] = (made._indices(),)  # noqa: SLF001 - the public way wants it coalesced
         rest = (made._values(), made.size(), made.is_coalesced())  # noqa: SLF001 - the same
     else:
-        look = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - the same
+        check_arguments = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - the same
         rows = made.layout in (torch.sparse_csr, torch.sparse_bsr)
         indices = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
         rest = (made.values(), made.size(), made.layout)
     try:
-        look(*indices, *rest, check_pinning=False)  # which would start CUDA
+        check_arguments(*indices, *rest, check_pinning=False)  # checking it would initialise CUDA
     except TypeError:  # older releases have no such argument
-        look(*indices, *rest)
+        check_arguments(*indices, *rest)
 
 
 def _is_storage(pid: object) -> bool:
@@ -657,10 +659,10 @@ def _is_storage(pid: object) -> bool:
 
 
 def are_sizes(value: Any) -> bool:
-    """A tuple of numbers from 0 on (``torch.Size`` is one)."""
+    """Whether a value is a tuple of integers that are not negative (``torch.Size`` is one)."""
     if not isinstance(value, tuple) or len(value) > _MAX_RANK:
         return False
-    for number in value:  # noqa: SIM110 - this runs twice for each tensor, and all() takes twice as long
+    for number in value:  # noqa: SIM110 - it runs twice for each tensor, and all() takes twice as long
         if type(number) is not int or not 0 <= number < _MAX_SIZE:
             return False
     return True

@@ -1,4 +1,4 @@
-"""Whether a file is loaded at all: of a kind that is loaded, and asking for nothing that is not allowed."""
+"""What is not loaded: files of other kinds, and those that need names which are not allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import finds_plain_values, judge_pickles, safe_globals_lines
-from transload.loading.signals import Unknown
+from transload.loading.signals import NotInTorch
 from transload.nodes import Global
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transload.tensors import OpenCheckpoint
 
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
-"""Never allowed, whatever the program says (torch/_weights_only_unpickler.py, and two more)."""
+"""Never allowed, even if the program allows them (torch/_weights_only_unpickler.py, and two more)."""
 
 _REGISTERED_BY = (
     ("torch.nested._internal.nested_tensor.", "torch.nested._internal.nested_tensor"),
@@ -34,7 +34,7 @@ _REGISTERED_BY = (
     ("torch.distributed.device_mesh.", "torch.distributed.tensor"),
     ("torch.distributed.tensor.", "torch.distributed.tensor"),
 )
-"""Modules of torch that allow their own classes as soon as they are imported."""
+"""Modules of torch that allow some classes as soon as they are imported."""
 
 _METHODS = (BuiltinMethodType, MethodType)
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
@@ -42,7 +42,7 @@ _KNOWN = _PLAIN | ALSO_DATA
 
 
 class Allowed:
-    """Looks names up. One is made for each load: a program may change what it allows at any time."""
+    """Which names are allowed. Made for each load, since a program may change what it allows at any time."""
 
     @cached_property
     def _by_program(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Allowed:
         return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN or _full(node) in PLAIN_VALUES
 
     def refused(self, pickles: Iterable[Pickle]) -> list[Global]:
-        """The names in some pickles that nobody has allowed."""
+        """The names in some pickles that are not allowed."""
         nodes = [
             node
             for pickle in pickles
@@ -63,7 +63,7 @@ class Allowed:
         return [node for node in nodes if not self.is_known(node) and self.user(node) is None]
 
     def user(self, node: Global) -> Any:
-        """The object that the program has allowed under a name; ``None`` if it has not."""
+        """The object that the program has allowed under a name; ``None`` if there is none."""
         spellings = (torch_spelling(node.module, node.name), _full(node))
         if spellings[0].partition(".")[0] in _BLOCKED or spellings[1] in _BLOCKED:
             return None
@@ -78,15 +78,15 @@ class Allowed:
         return found
 
     def allows(self, found: object) -> bool:
-        """Whether the program has allowed a class or function, under whatever name.
+        """Whether the program has allowed a class or function, under any name.
 
-        A method is a new object each time that it is looked up, so these are compared.
+        A bound method is a new object each time it is looked up, so methods are compared by ``==``.
         """
         same = [each for each in self._by_program.values() if each is found or type(each) is type(found)]
         return any(each is found or (isinstance(found, _METHODS) and each == found) for each in same)
 
     def object_of(self, node: Global) -> Any:
-        """What a name stands for, where a file holds the name itself: a dtype, a class, a function."""
+        """The object of a name that a file refers to without calling it: a dtype, a class, a function."""
         from importlib import import_module
 
         full = name_of(node)
@@ -102,7 +102,7 @@ class Allowed:
         home = sys.modules.get(module) if module.startswith("torch") else import_module(module)
         found = getattr(home, name, None)
         if found is None:
-            raise Unknown(full)
+            raise NotInTorch(full)
         return found
 
 
@@ -117,12 +117,12 @@ def _full(node: Global) -> str:
 
 
 def registrar(full: str) -> str:
-    """The part of torch that allows a name when it is imported; empty where none does."""
+    """The module of torch that allows a name when it is imported; empty if there is none."""
     return next((module for prefix, module in _REGISTERED_BY if full.startswith(prefix)), "")
 
 
 def _allowed_by_program() -> dict[str, Any]:
-    """What was given to ``torch.serialization.add_safe_globals``, by name; and dtypes newer than our list."""
+    """What the program gave to ``torch.serialization.add_safe_globals``, and dtypes newer than our list, by name."""
     from importlib import import_module
 
     try:
@@ -163,12 +163,12 @@ _DIRECTORIES = {
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor of a file without objects is one to torch."""
+    """Whether torch has tensors like this one."""
     return tensor.dtype in ITEMSIZE and tensor.kind == "strided"
 
 
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
-    """Raise for what is not loaded: directories of ranks, what torch has no dtype for, and programs unless trusted."""
+    """Raise for directories of ranks, files without a dtype that torch has, and programs unless they are trusted."""
     kind = checkpoint.format
     left = next((finding for finding in checkpoint.findings if finding.code in LEFT_OUT), None)
     if left is not None and not any(map(is_plain, checkpoint.tensors)):
@@ -186,7 +186,7 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 
 def leave_out(opened: OpenCheckpoint) -> None:
-    """Leave out what is not a tensor to torch, if there is any; a warning names it."""
+    """Leave out tensors that torch cannot have, if there are any; a warning names them."""
     checkpoint = opened.checkpoint
     if not any(finding.code in LEFT_OUT for finding in checkpoint.findings):
         return
@@ -198,14 +198,14 @@ def leave_out(opened: OpenCheckpoint) -> None:
 
 
 def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
-    """The pickles that loading reads; others lie in records and files that it passes over."""
+    """The pickles that loading reads; others are in records and files that it ignores."""
     if checkpoint.format in ("torch-legacy", "torch-tar"):
         return checkpoint.pickles
     return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
 
 
 def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
-    """Raise, with all of them named at once, if the file asks for names that nobody has allowed; or is an attack."""
+    """Raise if the file needs names that are not allowed, naming all of them; or if it is an attack."""
     pickles = loaded_pickles(checkpoint)
     nodes = allowed.refused(pickles)
     refused = {canonical(node.module, node.name) for node in nodes}
@@ -237,13 +237,13 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
 
 
 def _listed(what: str, lines: list[str], refused: list[Global]) -> str:
-    """All of it; of the names the first, as torch would."""
+    """The message with its list, and, as in torch's message, the first refused name."""
     shown = lines[:_SHOWN] + ([f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-    return in_phrases("\n  ".join([f"{what}:", *shown]), refused[0] if refused else None)
+    return weights_only_error("\n  ".join([f"{what}:", *shown]), refused[0] if refused else None)
 
 
-def in_phrases(what: str, refused: object = None) -> str:
-    """Why a file is not loaded, in the phrases of torch that programs look for; ``refused`` may be a name."""
+def weights_only_error(what: str, refused: object = None) -> str:
+    """A message with the phrases of torch's that programs look for; ``refused`` may be a name."""
     text = f"Weights only load failed: {what}"
     if type(refused) is not Global:
         return text
@@ -252,7 +252,7 @@ def in_phrases(what: str, refused: object = None) -> str:
 
 
 def _without_code(checkpoint: Checkpoint) -> str:
-    """The way to the tensors that needs no trust, if there are any."""
+    """How to get the tensors without trusting the file, if it has any."""
     command = convert_command(checkpoint)
     return f"\n{WITHOUT_CODE}\n{command}" if command else ""
 

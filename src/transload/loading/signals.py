@@ -1,19 +1,19 @@
-"""How building an object ends early: signals inside this room, never seen outside."""
+"""Why building an object stops: raised and caught inside this room."""
 
 from __future__ import annotations
 
 
-class Unknown(Exception):  # noqa: N818 - a signal
+class NotInTorch(Exception):  # noqa: N818 - a signal
     """A name that this torch does not have."""
 
 
-class Wrong(Exception):  # noqa: N818 - a signal
-    """A call that no checkpoint makes; the text says what is wrong with it, ``node`` where that was met."""
+class Malformed(Exception):  # noqa: N818 - a signal
+    """Something that no checkpoint has: the message says what, ``node`` where."""
 
     node: object = None
 
 
 class NeedsTrust(Exception):  # noqa: N818 - a signal
-    """A value that may hold any object; the text says what it is, ``node`` where it was met."""
+    """A value that may hold any object: the message says what it is, ``node`` where."""
 
     node: object = None

@@ -1,6 +1,6 @@
-"""A file that the caller trusts: its own pickle, run by the standard unpickler, over storages that are already placed.
+"""Loading a file that the caller trusts: the standard unpickler runs its pickle, over storages that were already read.
 
-This runs whatever the file asks for. It is reached by ``weights_only=False`` alone.
+This runs any code the file asks for, and only ``weights_only=False`` leads here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transload.errors import (
 from transload.formats.pickle_state import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
-from transload.loading.rebuild import Rebuilder, sparse_tensor, validate
-from transload.loading.signals import Wrong
+from transload.loading.rebuild import Rebuilder, sparse_tensor, validate_sparse
+from transload.loading.signals import Malformed
 from transload.nodes import Persistent
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _BUFFER = 1 << 20
 
 
 class _Stream(io.RawIOBase):
-    """A source as a file, from its beginning."""
+    """A source as a raw file object."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -80,20 +80,20 @@ _DEVICE_AT = {
     "_rebuild_device_tensor_from_cpu_tensor": 2,
     "_rebuild_xla_tensor": 2,
 }
-"""Functions of ``torch._utils`` that get a device by itself, not through a storage, and as which argument."""
+"""Functions of ``torch._utils`` that take a device as an argument, and the position of that."""
 
 
 def unpickler_of(pickle_module: Any) -> type[Any]:
-    """The unpickler of a module, which finds storages and what has moved.
+    """A subclass of a module's ``Unpickler`` that finds storages, and names that have moved.
 
-    Its objects get a ``device_of``, and ``held``, which gives the storages of a plain pickle. The class has none: it is
-    part of a reference cycle, as every class is, and what it refers to lives until the garbage collector finds that.
+    Set ``device_of`` and ``held``, which gives the storages of a plain pickle, on its instances, not on the class: a
+    class is always part of a reference cycle, so what it refers to lives until the garbage collector runs.
     """
     import torch
 
     class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
-            if "Storage" in name:  # a class of storages, whatever module it is said to be in
+            if "Storage" in name:  # a storage class, in any module
                 try:
                     return torch.serialization.StorageType(name)
                 except KeyError:
@@ -111,7 +111,7 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
             device_of = self.device_of
 
             def rebuild(*args: Any) -> Any:
-                """The function, with the device among its arguments replaced by the one where it lands."""
+                """Call the function with the device that the tensor goes to."""
                 device = args[at]
                 return found(*args[:at], type(device)(device_of(str(device))), *args[at + 1 :])
 
@@ -124,7 +124,7 @@ def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
     try:
         return find(module, name)
     except ImportError as error:
-        if f"{module}.".startswith("numpy._core."):  # numpy 1 has it elsewhere
+        if f"{module}.".startswith("numpy._core."):  # numpy 1 has it in numpy.core
             return _imported(find, f"numpy.core{module.removeprefix('numpy._core')}", name)
         missing = error.name or module
         what = f"the file needs {module}.{name}, and `import {module}` fails here: {error}"
@@ -143,14 +143,14 @@ def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
 
 
 def _sparse(layout: Any, data: Any) -> Any:
-    """A sparse tensor, looked at as soon as it is made: its bytes are there already."""
+    """A sparse tensor, validated immediately: its bytes have been read."""
     made = sparse_tensor(layout, data)
-    validate(made)
+    validate_sparse(made)
     return made
 
 
 def class_of(cls: Any, file: Any, source: Any) -> Any:
-    """A class that a stream keeps with its source; a difference from the source here is told, as by torch."""
+    """A class that a legacy file has with its source code; like torch, warn if the source here differs."""
     import inspect
     import warnings
 
@@ -170,15 +170,15 @@ DeviceOf = Callable[[str], str]
 _ZIP = b"PK\x03\x04"
 
 _OPERATORS = {"fbgemm": "fbgemm_gpu", "tensorrt": "torch_tensorrt"}
-"""The package that brings the operators of a namespace, where it has another name."""
+"""The package that has the operators of a namespace, if its name differs."""
 
 
 def load_script(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:
     """What ``torch.jit.load`` makes of a TorchScript archive, with its tensors where ``device_of`` says.
 
-    torch moves the tensors of a program all together or not at all: where some land elsewhere than they were, all go
-    to the accelerator among their destinations. Devices that the code itself names stay as they are. ``path`` is set
-    where the source is a file of the system.
+    torch moves the tensors of a program all together or not at all: if some go to another device, all go to the
+    accelerator among the destinations. Devices named in the code stay as they are. ``path`` is set if the source is a
+    file on disk.
     """
     import torch
 
@@ -193,9 +193,9 @@ def load_script(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = st
 def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:
     """What ``torch.export.load`` makes of a file, as if it had been exported on the devices ``device_of`` gives.
 
-    ``torch.export.load`` has no ``map_location`` and fails where a device is absent. So where something moves, the
-    devices are replaced in a copy of the archive in memory: those of the weights, of the example inputs and in the
-    graph. ``path`` is set where the source is a file of the system.
+    ``torch.export.load`` has no ``map_location``, and fails if a device is absent. So if anything moves, devices are
+    replaced in a copy of the archive in memory: those of the weights, of the example inputs and in the graph. ``path``
+    is set if the source is a file on disk.
     """
     import json
     from zipfile import ZipFile
@@ -214,18 +214,18 @@ def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = 
                 if not data.startswith(_ZIP):
                     _moved_json(json.loads(data), note)
         if any(tag != device for tag, device in landed.items()):
-            return torch.export.load(_moved(source, device_of))
+            return torch.export.load(_moved_archive(source, device_of))
         return torch.export.load(path if path.endswith(".pt2") else as_file(source))
 
 
-def _moved(source: Source, device_of: DeviceOf) -> io.BytesIO:
+def _moved_archive(source: Source, device_of: DeviceOf) -> io.BytesIO:
     """The archive with every device replaced; records keep their names and order."""
     import json
     from zipfile import ZipFile
 
     import torch
 
-    def land(storage: torch.UntypedStorage, tag: str) -> Any:
+    def restore(storage: torch.UntypedStorage, tag: str) -> Any:
         return torch.serialization.default_restore_location(storage, device_of(tag))
 
     out = io.BytesIO()
@@ -233,9 +233,9 @@ def _moved(source: Source, device_of: DeviceOf) -> io.BytesIO:
         for name in old.namelist():
             data = old.read(name)
             if data.startswith(_ZIP):
-                # Example inputs, and in older files the weights, are checkpoints inside, whatever they are called.
+                # Example inputs, and in older files the weights, are checkpoints inside, under any name.
                 inner = io.BytesIO()
-                torch.save(torch.load(io.BytesIO(data), land, weights_only=False), inner)
+                torch.save(torch.load(io.BytesIO(data), restore, weights_only=False), inner)
                 data = inner.getvalue()
             elif name.endswith(".json"):
                 data = json.dumps(_moved_json(json.loads(data), device_of)).encode()
@@ -267,7 +267,7 @@ def _moved_json(value: Any, device_of: DeviceOf) -> Any:
 
 @contextmanager
 def _program_errors(checkpoint: Checkpoint, function: str) -> Iterator[None]:
-    """What torch says when it cannot load a program, with the first of its many lines and what helps."""
+    """Turn an error of torch for a program into a ``LoadError`` with the first of its many lines and a fix."""
     try:
         yield
     except TransloadError:
@@ -294,7 +294,7 @@ def load_trusted(
     pickle_module: Any = None,
     **arguments: Any,
 ) -> Any:
-    """What ``torch.load(weights_only=False)`` makes of a file, over storages that are in place.
+    """What ``torch.load(weights_only=False)`` makes of a file, over storages that were read.
 
     ``pickle_module`` and ``arguments`` (``encoding``, ``errors``, ``fix_imports``) are those of ``torch.load``. The
     file's code may raise anything: it comes as a ``LoadError`` with the original as its cause.
@@ -310,11 +310,11 @@ def load_trusted(
     except ValueError as error:
         raise UsageError(str(error)) from error
     kind, checkpoint, path = unpickler_of(pickle_module or pickle), piece.checkpoint, piece.checkpoint.path
-    source = piece.open(piece.index)  # of an unpacked archive, its pickle
+    source = piece.open(piece.index)  # the pickle of an unpacked archive, else the file
     held: Callable[[bytes], Any] | None = None
 
     def unpickled(file: Any, persistent: Callable[[Any], Any] | None = None) -> Any:
-        """One pickle; the file stands behind it afterwards."""
+        """Load one pickle, and leave the file at its end."""
         unpickler = kind(file, **{"encoding": "utf-8", **arguments})
         unpickler.device_of = device_map.device
         unpickler.held = held
@@ -331,24 +331,24 @@ def load_trusted(
             return unpickled(as_file(TarReader(source).part("pickle")), find)
         if checkpoint.format == "torch-legacy":
             file = as_file(source)
-            for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
+            for _ in range(3):  # skip the magic number, the protocol version and the system info
                 unpickled(file)
             return unpickled(file, find)
         if checkpoint.format == "pickle":
             main = checkpoint.pickles[0]
-            if main.raw:  # the module pickle does not read arrays of joblib, but the same calls as protocol 5 has them
+            if main.raw:  # pickle cannot read joblib's arrays, but the same calls in protocol 5
                 from transload.formats.pickle_writer import dumps
 
                 return unpickled(io.BytesIO(dumps(main.root)), find)
-            if main.loader is not None:  # each call of it is one of the storages, in this order
+            if main.loader is not None:  # its calls give the storages in this order
                 ids = iter([node.id for node in main.persistent])
-                held = lambda _: find(next(ids))  # noqa: E731 - the functions above have it from here
+                held = lambda _: find(next(ids))  # noqa: E731 - used by unpickled() above
             return unpickled(as_file(source))
         return unpickled(io.BytesIO(_main_pickle(source, checkpoint)), find)
     except TransloadError as error:
         error.where = error.where or path
         raise
-    except Wrong as error:
+    except Malformed as error:
         raise BrokenFileError(f"it holds {error}", where=path) from error
     except UnicodeDecodeError as error:
         what = f"a text that Python 2 wrote is not {error.encoding}: {error.reason}"
@@ -362,7 +362,7 @@ def load_trusted(
 
 
 def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
-    """The record data.pkl, which torch finds without regard to case."""
+    """The record data.pkl, whose name is not case-sensitive to torch."""
     from transload.formats.zip import read_payload
 
     records = checkpoint.records
@@ -378,13 +378,13 @@ def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
 
 
 def _by_id(rebuilder: Rebuilder, *, tar: bool) -> Callable[[Any], Any]:
-    """A function that finds what an id stands for: a storage, a class with its source, in tar archives a tensor."""
+    """The ``persistent_load`` of a file: storages, classes with their source, in tar archives tensors."""
 
     def find(pid: Any) -> Any:
         if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
             return class_of(*(pid if tar else pid[1:]))
         if isinstance(pid, tuple) and pid[0] not in ("storage", b"storage"):
-            raise Wrong(f"a persistent id of unknown kind: {pid[0]!r}")
+            raise Malformed(f"a persistent id of unknown kind: {pid[0]!r}")
         return rebuilder.persistent(Persistent(pid, 0))
 
     return find

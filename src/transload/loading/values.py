@@ -1,7 +1,7 @@
-"""Values that training runs keep beside their weights, and that torch refuses: numpy arrays, dates, paths, arguments.
+"""Values that training scripts save beside weights, and that torch refuses: numpy arrays, dates, paths, arguments.
 
-All of them are data. Each is made by a constructor named here, from arguments whose types are checked first; nothing
-that the file names is called. What could hold any object (an array of objects, a structured one) is not made.
+All of them are data. Each is made by a constructor listed here, after the types of its arguments were checked; nothing
+that the file names is called. Arrays that could hold any object (of objects, structured ones) are not made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from transload.errors import LoadError
 from transload.formats.arrays import NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.tensors import called
-from transload.loading.signals import NeedsTrust, Wrong
+from transload.loading.signals import Malformed, NeedsTrust
 from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
@@ -33,7 +33,7 @@ _HELD: dict[type, tuple[str, type]] = {
     UserString: ("data", str),
     ChainMap: ("maps", list),
 }
-"""Classes by the one attribute that they have, and what that is."""
+"""Classes with one attribute: its name and its type."""
 
 
 def has(name: str) -> bool:
@@ -42,32 +42,32 @@ def has(name: str) -> bool:
 
 
 def make(name: str, args: Args) -> Any:
-    """A value by its name; ``Wrong`` if the arguments are not those that Python or numpy writes."""
+    """A value by the name of its class or function; ``Malformed`` for arguments that Python never pickles."""
     maker, *kinds = _VALUES[name]
     if len(args) > len(kinds) or any(not isinstance(*pair) for pair in zip(args, kinds, strict=False)):
-        raise Wrong(f"a call of {name} with arguments that nobody writes")
+        raise Malformed(f"a call of {name} with arguments that nobody writes")
     try:
         return maker(*args)
     except (ValueError, TypeError, OverflowError, ArithmeticError) as error:
-        raise Wrong(f"a call of {name} that fails: {error}") from error
+        raise Malformed(f"a call of {name} that fails: {error}") from error
 
 
 def set_state(made: Any, state: Any) -> bool:
-    """Give an object that was just made its state, as pickle would; ``False`` if it is not one of these."""
+    """Set the state of a new object, as pickle would; ``False`` if it is not one of these values."""
     kind = type(made)
     if kind in (argparse.Namespace, types.SimpleNamespace):
         if type(state) is not dict or any(type(key) is not str for key in state):
-            raise Wrong("a namespace whose values have no names")
+            raise Malformed("a namespace whose values have no names")
         vars(made).update(state)
     elif kind in _HELD:
         name, held = _HELD[kind]
         if type(state) is not dict or [*state] != [name] or type(state[name]) is not held:
-            raise Wrong(f"a {kind.__name__} with a state that Python does not write")
+            raise Malformed(f"a {kind.__name__} with a state that Python does not write")
         vars(made).update(state)
     elif kind is uuid.UUID:
         number = state.get("int") if type(state) is dict else None
         if type(number) is not int or not 0 <= number < 1 << 128:
-            raise Wrong("an identifier that is not a number of 128 bits")
+            raise Malformed("an identifier that is not a number of 128 bits")
         made.__setstate__({"int": number})
     else:
         return False
@@ -89,15 +89,15 @@ def from_numpy(node: Call) -> Any:
         return kind
     raw = raw_bytes(array.data)
     if raw is None or not dtype.itemsize or len(raw) != prod(array.shape) * dtype.itemsize:
-        raise Wrong("an array with more or fewer bytes than its shape has")
+        raise Malformed("an array with more or fewer bytes than its shape has")
     steps = tuple(step * dtype.itemsize for step in array.stride)
     try:
         made = np.ndarray(array.shape, kind, raw or bytearray(), 0, steps)
-        if raw:  # numpy puts the bytes of one that was pickled by its own function into the order of the machine
+        if raw:  # numpy.core.multiarray._reconstruct gives native byte order
             own = np.dtype(dtype.code) if name.endswith("._reconstruct") else kind
             made = made.astype(own, "K") if own != kind else made.copy("K")
-    except ValueError as error:  # an array of none may claim any size along the other dimensions
-        raise Wrong(f"an array that numpy cannot make: {error}") from error
+    except ValueError as error:  # an empty array may claim any size in the other dimensions
+        raise Malformed(f"an array that numpy cannot make: {error}") from error
     return made[()] if name in NUMPY_SCALARS else made
 
 
@@ -105,7 +105,7 @@ def from_numpy(node: Call) -> Any:
 
 
 def _path(kind: str) -> Callable[..., Any]:
-    """A path; of the other system a pure one."""
+    """The class for a path; a pure one for paths of the other system."""
     windows = "Windows" in kind
     if not kind.startswith("Pure") and windows == (os.name == "nt"):
         return pathlib.Path
@@ -113,7 +113,7 @@ def _path(kind: str) -> Callable[..., Any]:
 
 
 def _late(module: str, name: str, *args: Any) -> Any:
-    """By a class of a module that is imported when it is needed."""
+    """Call a class of a module that is imported only now."""
     return getattr(import_module(module), name)(*args)
 
 
@@ -127,7 +127,7 @@ def _zone(key: str, cached: object = True) -> Any:
 
 
 def _bare(kind: Any) -> Callable[..., Any]:
-    """An object that is nothing before it is given its state."""
+    """A function that makes an object whose state is set later."""
     return lambda *_: kind.__new__(kind)
 
 
@@ -155,4 +155,4 @@ _VALUES: dict[str, tuple[Any, ...]] = {
         for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
 }
-"""The function that makes it, and the types of its arguments, which may be fewer."""
+"""For each name the function to call, and the types of its arguments, of which there may be fewer."""
