@@ -85,7 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PAGES_THAT_RUN = [page for page in PAGES if {block.kind for block in blocks_of(page)} & {"python", "shell"}]
 
 
-@pytest.mark.skipif(shutil.which("sh") is None, reason="there is no shell here")
+@pytest.mark.skipif(shutil.which("sh") is None, reason="needs a POSIX shell")
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=[page.stem for page in PAGES_THAT_RUN])
 def test_blocks_do_what_the_page_says(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examine, machine = transload.diagnose.doctor, healthy() if page.name == "api.md" else README_MACHINE

@@ -28,7 +28,7 @@ from tests.fake_driver import (
     switch,
 )
 
-runs = pytest.mark.skipif(not LOADABLE, reason="needs the loader of Linux on x86-64 or aarch64")
+runs = pytest.mark.skipif(not LOADABLE, reason="needs the Linux loader on x86-64 or aarch64")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tests.each import each
 from tests.elf_forge import LOADABLE, loaded
 from tests.fake_driver import NVML_GETTERS, Device, fake_libcuda, fake_nvml, returns
 
-pytestmark = pytest.mark.skipif(not LOADABLE, reason="needs the loader of Linux on x86-64 or aarch64")
+pytestmark = pytest.mark.skipif(not LOADABLE, reason="needs the Linux loader on x86-64 or aarch64")
 
 H200 = Device(memory=151_000_000_000, attributes={16: 132})
 RTX = Device("NVIDIA GeForce RTX 5090", (12, 0), "GPU-12345678-9abc-def0-1234-56789abcdef0", memory=32 << 30)

@@ -57,7 +57,7 @@ def test_a_program_ends_as_it_ends(code: str, answer: int) -> None:
     assert ("ZeroDivisionError" in done.stderr) == ("/ 0" in code)
 
 
-@pytest.mark.skipif(not forks.FORKS, reason="nothing forks here")
+@pytest.mark.skipif(not forks.FORKS, reason="needs os.fork")
 def test_modules_are_there_and_a_shell_can_ask() -> None:
     address = forks.server(*PLAIN)
     shell = f'"{sys.executable}" "{forks.__file__}" ask {address} -c \'import sys; print("json" in sys.modules)\' | cat'
@@ -69,7 +69,7 @@ def test_modules_are_there_and_a_shell_can_ask() -> None:
     assert code == 0
 
 
-@pytest.mark.skipif(not forks.FORKS, reason="nothing forks here")
+@pytest.mark.skipif(not forks.FORKS, reason="needs os.fork")
 def test_a_program_that_nobody_waits_for_is_killed() -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     taken, given = os.pipe()

@@ -206,7 +206,7 @@ def test_metadata_and_source_agree_on_the_version() -> None:
     try:
         installed = metadata.version("transload")
     except metadata.PackageNotFoundError:
-        pytest.skip("transload is on the path but not installed")
+        pytest.skip("transload is importable but not installed")
     assert installed == __version__
 
 

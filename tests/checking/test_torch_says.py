@@ -314,7 +314,7 @@ def test_an_archive_without_its_end(tried: Tried) -> None:
     assert [said.outcome, said.error, said.text] == truth[:3]
 
 
-@pytest.mark.skipif(RELEASE < (2, 13), reason="this torch does not know safetensors")
+@pytest.mark.skipif(RELEASE < (2, 13), reason="this torch cannot load safetensors")
 @pytest.mark.parametrize("name", ["cut in its header.safetensors", "cut.safetensors"])
 def test_a_cut_safetensors_file(name: str, tried: Tried) -> None:
     path, truth = tried[name]

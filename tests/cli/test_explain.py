@@ -106,7 +106,7 @@ def test_the_text_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "The file is cut off" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows only says that it may not be opened")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows only reports that permission is denied")
 def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path)]) == 2
     shown = capsys.readouterr().err

@@ -179,7 +179,7 @@ def on_terminal(arguments: list[str]) -> str:
     return out.decode()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="pipes close otherwise there")
+@pytest.mark.skipif(sys.platform == "win32", reason="closed pipes behave differently on Windows")
 @pytest.mark.parametrize("flags", [["--tensors"], ["--json"]])
 def test_a_closed_pipe_is_no_error(real: str, flags: list[str]) -> None:
     reading, writing = os.pipe()
@@ -191,7 +191,7 @@ def test_a_closed_pipe_is_no_error(real: str, flags: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="file names are text there")
+@pytest.mark.skipif(sys.platform == "win32", reason="file names on Windows are always text")
 def test_a_file_name_that_is_no_text(program: Transload, tmp_path: Path) -> None:
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[2J.pt")
     Path(name).write_bytes(b"<html>")

@@ -116,7 +116,7 @@ def test_interruption_is_quiet(command: Command, capsys: pytest.CaptureFixture[s
 
 def test_a_full_disk_is_told(program: Transload) -> None:
     if not sys.platform.startswith("linux"):
-        pytest.skip("/dev/full is a thing of Linux")
+        pytest.skip("/dev/full is Linux-only")
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = program("--help", stdout=full.fileno())
     assert done.returncode == 2

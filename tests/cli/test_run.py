@@ -121,7 +121,7 @@ def test_a_link_leads_to_the_folder_of_the_script(folder: Path) -> None:
     try:
         (folder / "link.py").symlink_to(folder / "other" / "probe.py")
     except OSError:
-        pytest.skip("no links here")
+        pytest.skip("this system cannot create symbolic links")
     assert str(folder / "other") in same("link.py", cwd=folder).stdout
 
 
@@ -172,7 +172,7 @@ def deep(size: int = 1): raise ValueError("no")
 @pytest.mark.parametrize(("text", "code"), [*ENDS.values(), *POSIX_ENDS.values()], ids=[*ENDS, *POSIX_ENDS])
 def test_a_program_ends_as_ever(tmp_path: Path, text: str, code: int) -> None:
     if os.name != "posix" and (text, code) in POSIX_ENDS.values():
-        pytest.skip("signals are another thing on Windows")
+        pytest.skip("needs POSIX signals")
     (tmp_path / "program.py").write_text(TOP + text, encoding="utf-8")
     assert same("program.py", cwd=tmp_path, stdin="words").returncode == code
 
@@ -211,7 +211,7 @@ def running(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals are another thing on Windows")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_program_handles_its_signals(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys, time\n"
@@ -227,7 +227,7 @@ def test_a_program_handles_its_signals(tmp_path: Path) -> None:
         assert child.wait(300) == 9
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals are another thing on Windows")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_program_is_interrupted_with_its_own_traceback(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import time\nprint(1, flush=True)\ntime.sleep(60)\n", encoding="utf-8")
     with running("program.py", cwd=tmp_path) as child:
@@ -277,7 +277,7 @@ def test_a_program_that_needs_no_torch_does_not_pay_for_it(tmp_path: Path) -> No
 def test_the_zipapp_runs_a_program_too(tmp_path: Path) -> None:
     build = SOURCE.parent / "scripts" / "build_zipapp.py"
     if not build.exists():
-        pytest.skip("not in a checkout")
+        pytest.skip("not run from a checkout")
     subprocess.run([sys.executable, build, tmp_path / "transload.pyz"], check=True, capture_output=True, timeout=300)
     (tmp_path / "program.py").write_text("import sys; print(sys.argv, sys.path[0])\n1 / 0\n", encoding="utf-8")
     done = start("-I", "transload.pyz", "run", "program.py", "x", cwd=tmp_path)
@@ -327,7 +327,7 @@ dist.destroy_process_group()
 def test_under_torchrun(tmp_path: Path, data: Path) -> None:
     torch = pytest.importorskip("torch")
     if not torch.distributed.is_available() or sys.platform != "linux":
-        pytest.skip("no torchrun here")
+        pytest.skip("needs torchrun")
     (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     if forks.FORKS:  # the ranks, too, have torch imported when they begin

@@ -24,7 +24,7 @@ from transload.writing.arrays import numbers_of
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
-UNSIGNED = pytest.mark.skipif(RELEASE < (2, 3), reason="torch has no uint32")
+UNSIGNED = pytest.mark.skipif(RELEASE < (2, 3), reason="this torch has no uint32")
 NOTE = "numpy arrays in the source, now tensors: "
 
 

@@ -93,7 +93,7 @@ def test_both_ways_agree(dtype: str, wanted: str) -> None:
 def test_torch_rounds_as_we_do(dtype: str, wanted: str) -> None:
     torch = pytest.importorskip("torch")
     if dtype == "float64" and wanted != "float32":
-        pytest.skip("torch rounds twice")
+        pytest.skip("torch itself rounds twice here")
     data = samples(dtype)
     made, _ = rounded_slowly(data, dtype, wanted)
     given = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))

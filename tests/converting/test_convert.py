@@ -590,7 +590,7 @@ def test_a_tensor_that_claims_too_much(tmp_path: Path) -> None:
 
 def test_one_storage_under_two_dtypes(tmp_path: Path) -> None:
     if not hasattr(torch, "uint16") or not hasattr(torch, "float8_e5m2"):
-        pytest.skip("an older torch")
+        pytest.skip("needs a newer torch")
     base = torch.arange(256, dtype=torch.uint8).view(torch.uint16)
     value = {"a": base[3:20], "b": base.view(torch.float8_e5m2)[20:60], "c": base[100:]}
     source = save(value, tmp_path / "a.pt")
@@ -622,7 +622,7 @@ NEWER = [
 def test_newer_dtypes(name: str, tmp_path: Path) -> None:
     dtype = getattr(torch, name, None)
     if dtype is None or ("float8" in name and not SAVES_NEW_DTYPES):
-        pytest.skip("an older torch")
+        pytest.skip("needs a newer torch")
     raw = torch.arange(64, dtype=torch.uint8)
     value = {"x": raw.view(dtype).reshape(2, -1)}
     convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
@@ -717,7 +717,7 @@ def test_sources_of_all_kinds(tmp_path: Path) -> None:
 def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     if not hasattr(dcp, "save"):
-        pytest.skip("an older torch")
+        pytest.skip("needs a newer torch")
     value = {"a": torch.randn(6, 4), "b": {"c": torch.arange(5)}}
     import warnings
 
@@ -748,7 +748,7 @@ def test_the_partitions_of_ranks_are_not_put_together_in_silence(tmp_path: Path)
 def test_values_of_a_distributed_checkpoint_are_kept_and_its_own_table_is_not(tmp_path: Path, target: str) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     if not hasattr(dcp, "save"):
-        pytest.skip("this torch has another function for it")
+        pytest.skip("this torch has no dcp.save")
     value = {"w": torch.arange(6.0).view(2, 3), "epoch": 3, "args": {"lr": 0.1, "text": "x" * 500}}
     try:
         dcp.save(value, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -818,7 +818,7 @@ def test_views_that_are_none_any_more_are_named(tmp_path: Path, name: str, dtype
     assert [sorted(note.split(", ")) for note in notes] == ([told.split(", ")] if told else [])
 
 
-@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="an older torch")
+@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="needs a newer torch")
 def test_floating_dtypes_that_are_not_changed_are_told(tmp_path: Path) -> None:
     source = save({"a": torch.ones(4).to(torch.float8_e4m3fn), "b": torch.ones(2)}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.safetensors", dtype="bfloat16")
@@ -900,7 +900,7 @@ def test_what_is_set_on_tensors_is_kept(tmp_path: Path, name: str) -> None:
     assert made.tensors == 3
 
 
-@pytest.mark.skipif(not hasattr(torch, "jagged"), reason="an older torch")
+@pytest.mark.skipif(not hasattr(torch, "jagged"), reason="needs a newer torch")
 def test_what_torch_holds_is_kept_beside_what_it_does_not(tmp_path: Path) -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     packed = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)

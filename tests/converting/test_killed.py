@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and directories that change places")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork and renameat2(RENAME_EXCHANGE)")
 
 # Forks once for every call, in a process without threads; the child ends at that call as a killed one does.
 SCRIPT = r"""

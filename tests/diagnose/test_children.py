@@ -22,7 +22,7 @@ LONG = 60.0  # seconds that no test waits for
 SCRIPTS = ("ask_driver", "ask_torch")
 SRC = Path(children.__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sessions of POSIX")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and sessions")
 
 
 def question(text: str, **environ: str) -> Question:
@@ -105,7 +105,7 @@ def test_there_is_nothing_to_read() -> None:
 def test_no_core_is_dumped() -> None:
     pytest.importorskip("resource")
     if sys.platform != "linux":
-        pytest.skip("only Linux sets a limit from outside")
+        pytest.skip("only Linux has prlimit")
     text = "sys.stdin.read()\nimport resource\nreport.say(core=resource.getrlimit(resource.RLIMIT_CORE)); report.done()"
     assert outcome(text).facts["core"] == (0, 0)
 
@@ -207,7 +207,7 @@ def test_a_child_that_does_nothing_is_given_up_before_its_deadline(monkeypatch: 
     assert not alive(child.pid)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what /proc tells")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_child_works_while_anything_that_it_started_does() -> None:
     text = "import subprocess; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     with Child(question(text), LONG) as child:
@@ -230,7 +230,7 @@ def test_leaving_ends_it() -> None:
     assert not alive(child.pid)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what a pipe signals")
+@pytest.mark.skipif(sys.platform != "linux", reason="tests how Linux signals a closed pipe")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
 def test_it_ends_with_its_parent(tmp_path: Path, number: int) -> None:
     os.mkfifo(tmp_path / "pipe")

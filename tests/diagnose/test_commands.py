@@ -29,7 +29,7 @@ from transload.diagnose.fixes import wheel_platform
 from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import INDEX, index_builds, numbers_of, releases
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands for Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tests commands for Linux")
 
 REAL = ("grep", "tail", "awk", "ls", "cat", "ps", "tee", "rm", "chmod", "uname", "sh")
 """Programs that run as they are, beside bash and pip."""

@@ -80,7 +80,7 @@ def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
 
 def test_the_interpreter_of_a_program() -> None:
     if sys.platform != "linux":
-        pytest.skip("no ELF")
+        pytest.skip("needs an ELF executable")
     elf = read_elf(os.path.realpath(sys.executable))
     assert isinstance(elf, Elf)
     assert "/ld-" in elf.interpreter
@@ -175,7 +175,7 @@ def test_a_library_without_versions_satisfies_any(tmp_path: Path) -> None:
 def torch_library(name: str) -> Elf:
     spec = importlib.util.find_spec("torch")
     if sys.platform != "linux" or spec is None or spec.origin is None:
-        pytest.skip("no torch of Linux")
+        pytest.skip("needs a Linux build of torch")
     elf = read_elf(f"{Path(spec.origin).parent}/lib/{name}")
     if not isinstance(elf, Elf):
         pytest.skip(elf.reason)

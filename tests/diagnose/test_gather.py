@@ -24,7 +24,7 @@ from transload.diagnose.gather import RESULT, Gathering, folder_of, rank_of
 from transload.errors import TransloadError, UsageError
 
 SOURCES = Path(__file__).parents[2] / "src"
-needs_shell = pytest.mark.skipif(shutil.which("sh") is None, reason="there is no shell here")
+needs_shell = pytest.mark.skipif(shutil.which("sh") is None, reason="needs a POSIX shell")
 
 
 def torchrun(folder: Path, nodes: int, ranks: int, script: str) -> list[subprocess.CompletedProcess[str]]:
@@ -174,7 +174,7 @@ def test_a_rank_whom_nobody_hears_says_so(job: Path) -> None:
         Gathering(1, 2, "", 60.0)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="there is no such signal here")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_rank_that_a_launcher_ends_leaves_nothing(job: Path) -> None:
     temporary = job.with_name("tmp")
     temporary.mkdir()

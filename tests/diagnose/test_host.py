@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_unknown_with_a_reason(host: Host, tmp_path: Path
     assert found.reason.startswith(path)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_a_file_of_the_kernel_is_read_to_its_end() -> None:
     text = Host().text("/proc/self/maps")
     assert isinstance(text, str)

@@ -176,7 +176,7 @@ def simulated(root: Path, variables: Mapping[str, str], cwd: Path) -> list[str] 
     return sorted({os.path.realpath(each.path) for each in process.files.values() if str(root) in each.path})
 
 
-@pytest.mark.skipif(not (GLIBC and LOADABLE), reason="the loader is not glibc's, or of a machine we cannot build for")
+@pytest.mark.skipif(not (GLIBC and LOADABLE), reason="needs glibc on an architecture the forge can build for")
 @each("name", LAYOUTS)
 def test_as_the_real_loader(tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
@@ -186,7 +186,7 @@ def test_as_the_real_loader(tmp_path: Path, name: str) -> None:
     assert simulated(root, variables, cwd) == really_mapped(root, variables, cwd)
 
 
-@pytest.mark.skipif(not GLIBC, reason="the loader is not glibc's")
+@pytest.mark.skipif(not GLIBC, reason="needs glibc")
 def test_the_libraries_of_this_very_process() -> None:
     process = Process(Loader(Host()))
     process.start()
@@ -499,11 +499,11 @@ def test_every_prefix_and_every_changed_byte_of_a_cache() -> None:
         assert isinstance(read_cache(changed, "x86_64", ("v2",)), dict)
 
 
-@pytest.mark.skipif(not GLIBC, reason="the loader is not glibc's")
+@pytest.mark.skipif(not GLIBC, reason="needs glibc")
 def test_the_cache_of_this_machine() -> None:
     data = Path("/etc/ld.so.cache").read_bytes() if Path("/etc/ld.so.cache").exists() else b""
     machine = platform.machine()
     if not data or machine not in ("x86_64", "aarch64"):
-        pytest.skip("no cache")
+        pytest.skip("needs /etc/ld.so.cache on x86-64 or aarch64")
     paths = read_cache(data, machine).get("libc.so.6", ())
     assert any(os.path.exists(path) for path in paths)  # noqa: PTH110

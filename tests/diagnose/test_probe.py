@@ -22,7 +22,7 @@ from transload.diagnose.probes import hardware, probe
 from transload.diagnose.saved import machine_from
 from transload.machine import Answer, Hardware, Kernel, to_dict
 
-loadable = pytest.mark.skipif(not LOADABLE, reason="the forge knows no such machine")
+loadable = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
 
 
 def host(
@@ -162,7 +162,7 @@ def test_where_torch_hangs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.fail(f"nobody was told: {told}")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what /proc tells")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_an_idle_torch_is_given_up_though_its_time_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transload.diagnose.children._POLL", 0.05)
     machine = probe(host=host(tmp_path, torch="import time; time.sleep(600)"), timeout=300.0, idle=0.5)

@@ -243,7 +243,7 @@ def diagnosed_as(world: World, text: str, installed: Machine, root: Path) -> Non
 
 def test_without_a_card_a_torch_for_cuda_is_no_fault(installed: Machine) -> None:
     if installed.hardware.present:
-        pytest.skip("this machine has a card")
+        pytest.skip("this machine has an NVIDIA GPU")
     diagnosis = judge_machine(installed)
     assert (diagnosis.status, diagnosis.cause, installed.problems) == ("no-gpu", None, {})
     assert error_of(installed, "init") == f"RuntimeError: {NO_DRIVER}"

@@ -22,7 +22,7 @@ print(json.dumps(mistakes(sys.argv[1], Path(sys.argv[2]))))
 """
 
 
-@pytest.mark.skipif(not LOADABLE, reason="no driver can be forged for this machine")
+@pytest.mark.skipif(not LOADABLE, reason="the forge cannot build a driver for this architecture")
 @pytest.mark.parametrize("name", WORLDS)
 def test_the_cause_is_the_true_one(name: str, tmp_path: Path) -> None:
     done = forks.run("-c", PROGRAM, name, tmp_path, imports=("tests.diagnose.scenarios",))

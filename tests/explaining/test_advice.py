@@ -17,7 +17,7 @@ from torch import nn
 import transload
 
 if RELEASE < (2, 13):
-    pytest.skip("the advice was tried with torch 2.13", allow_module_level=True)
+    pytest.skip("the advice was tested with torch 2.13", allow_module_level=True)
 
 import torch.distributed.checkpoint as dcp
 import torch.distributed.pipelining as pp

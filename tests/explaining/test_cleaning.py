@@ -76,7 +76,7 @@ def test_the_end_of_a_long_pipe_is_read_and_the_rest_is_not_kept() -> None:
     assert read_end(Pipe([b"short"]), 250) == (b"short", False)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such terminals")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 @pytest.mark.parametrize("typed", [f"{CUT_OFF}\n\x04", f"first\n{CUT_OFF}\x04"], ids=["behind a line", "in a line"])
 def test_a_pasted_text_ends_with_one_key(typed: str) -> None:
     ours, theirs = os.openpty()

@@ -171,7 +171,7 @@ def test_lost_weights_are_told() -> None:
 
 
 def test_programs_beside_compiled_code() -> None:
-    pytest.importorskip("torch.export.pt2_archive", reason="this torch writes an older form")
+    pytest.importorskip("torch.export.pt2_archive", reason="this torch writes an older format")
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
     buffer = io.BytesIO()
     torch.export.save(program, buffer)

@@ -139,7 +139,7 @@ def installed(library: checksum._Library) -> str:
     return found[0] if found else pytest.skip(f"no {library.file} here")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libraries have other names elsewhere")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the libraries have other names outside Linux")
 @pytest.mark.parametrize("library", checksum._LIBRARIES, ids=lambda library: library.file)
 def test_the_libraries_of_this_system_are_right(library: checksum._Library) -> None:
     found = checksum._of_library(installed(library), library._replace(least=0))
@@ -149,7 +149,7 @@ def test_the_libraries_of_this_system_are_right(library: checksum._Library) -> N
     assert found(memoryview(NOISE), 0) == crc32(NOISE)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libraries have other names elsewhere")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the libraries have other names outside Linux")
 def test_a_library_from_before_it_was_fast_is_left_alone() -> None:
     library = next(each for each in checksum._LIBRARIES if each.version)
     with pytest.raises(ImportError):

@@ -61,7 +61,7 @@ def test_it_is_as_it_was(saved: bytes, *, before: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_child_process_collects_though_a_thread_of_its_parent_was_loading() -> None:
     begun, done = threading.Event(), threading.Event()
 

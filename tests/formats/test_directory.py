@@ -25,7 +25,7 @@ from transload.judge import inspect
 
 torch = pytest.importorskip("torch")
 
-needs_users = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+needs_users = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root can read everything")
 
 
 def look(path: Path, *, verify: bool = False) -> Checkpoint:
@@ -383,7 +383,7 @@ class TestDistributed:
         pytest.importorskip("safetensors")
         filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
         if not hasattr(filesystem, "SerializationFormat"):
-            pytest.skip("an older torch")
+            pytest.skip("needs a newer torch")
         form = filesystem.SerializationFormat.SAFETENSORS
         writer = filesystem.FileSystemWriter(tmp_path / "s", serialization_format=form)
         with warnings.catch_warnings():
@@ -595,7 +595,7 @@ class TestUnknown:
             (tmp_path / str(n)).touch()
         assert codes(look(tmp_path)) == ["directory-too-long", "directory-unknown"]
 
-    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
     def test_a_pipe_is_not_waited_for(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "model.safetensors")
         assert codes(look(tmp_path)) == ["directory-others", "part-unreadable", "part-unreadable"]

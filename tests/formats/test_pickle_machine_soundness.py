@@ -47,7 +47,7 @@ def fuzz(examples: int) -> settings:
 def bounded_memory() -> Iterator[None]:
     """The C unpickler's memo is an array: an index of 2**30 would make it fill 16 GiB."""
     if sys.platform != "linux":
-        pytest.skip("needs a limit on memory that is kept")
+        pytest.skip("needs an enforced memory limit")
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)

@@ -93,7 +93,7 @@ def test_four_bit_floats_count_pairs_as_torch_does(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     load_file = pytest.importorskip("safetensors.torch").load_file
     if not hasattr(torch, "float4_e2m1fn_x2"):
-        pytest.skip("an older torch")
+        pytest.skip("needs a newer torch")
     data = blob({"a": entry("F4", (2, 8), (0, 8))}, bytes(8))
     (tmp_path / "f4").write_bytes(data)
     ours, theirs = read(data).tensor("a"), load_file(tmp_path / "f4")["a"]

@@ -104,7 +104,7 @@ def test_a_tensor_is_what_torch_makes_of_it(kind: str, zipped: bool) -> None:
     assert (told.safety, told.problems) == ("data-only", ())
 
 
-@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="an older torch")
+@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="needs a newer torch")
 @each("dtype", NEW_DTYPES)
 def test_a_newer_dtype_lies_in_a_storage_without_one(dtype: str) -> None:
     data = saved(torch.zeros(8, dtype=torch.uint8).view(getattr(torch, dtype))[1:3])
@@ -114,7 +114,7 @@ def test_a_newer_dtype_lies_in_a_storage_without_one(dtype: str) -> None:
     assert told.storages[0].nbytes == 8
 
 
-@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="an older torch")
+@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="needs a newer torch")
 @pytest.mark.parametrize("dtype", ["uint16", "float8_e5m2"])
 def test_torch_writes_newer_dtypes_into_the_old_format_and_cannot_read_them(dtype: str) -> None:
     data = saved(torch.zeros(4, dtype=torch.uint8).view(getattr(torch, dtype)), zipped=False)
@@ -170,7 +170,7 @@ def test_a_nested_tensor_is_its_parts(zipped: bool) -> None:
     assert told.safety == "data-only"
 
 
-@pytest.mark.skipif(not hasattr(torch, "jagged"), reason="an older torch")
+@pytest.mark.skipif(not hasattr(torch, "jagged"), reason="needs a newer torch")
 @FORMATS
 def test_a_jagged_tensor_holds_values_and_offsets_and_is_no_alarm(zipped: bool) -> None:
     value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)

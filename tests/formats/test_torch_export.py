@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
 
 
 def saved(program: Any, **more: Any) -> bytes:
-    pytest.importorskip("torch.export.pt2_archive", reason="this torch writes an older form")
+    pytest.importorskip("torch.export.pt2_archive", reason="this torch writes an older format")
     buffer = io.BytesIO()
     torch.export.save(program, buffer, **more)
     return buffer.getvalue()
@@ -132,7 +132,7 @@ def test_devices_in_the_graph_are_told(blob: bytes) -> None:
 
 
 def test_several_programs_in_one_archive(program: Any) -> None:
-    _package = pytest.importorskip("torch.export.pt2_archive._package", reason="this torch writes an older form")
+    _package = pytest.importorskip("torch.export.pt2_archive._package", reason="this torch writes an older format")
     buffer = io.BytesIO()
     _package.package_pt2(buffer, exported_programs={"one": program, "two": program})
     checkpoint = read(buffer.getvalue())
@@ -264,7 +264,7 @@ def test_expressions_are_no_place_for_python(key: str) -> None:
 
 
 def test_a_dynamic_program_is_no_alarm() -> None:
-    pytest.importorskip("torch.export.pt2_archive", reason="this torch writes an older form")
+    pytest.importorskip("torch.export.pt2_archive", reason="this torch writes an older format")
 
     class Dynamic(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transload.formats import directory as unzipped
 from transload.formats import read
 from transload.formats.directory import read_unzipped
 
-links = pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+links = pytest.mark.skipif(os.name == "nt", reason="creating links needs privileges on Windows")
 
 
 @pytest.fixture

@@ -406,7 +406,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("big") / "big.pt"
     forge.sparse_archive(path, FAR, FAR_CRC, big_pickle())
     if not forge.is_sparse(path):
-        pytest.skip("the file system writes holes out")
+        pytest.skip("the file system does not support sparse files")
     return path
 
 

@@ -19,7 +19,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch refuses CUDA in a process whose parent has counted them, and tests run in forks.
     """
     if not item.config.getoption("--gpu"):
-        pytest.skip("runs with --gpu only")
+        pytest.skip("runs only with --gpu")
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
 

@@ -24,7 +24,7 @@ FILES = [
     for path in sorted(H200.iterdir())
     if path.suffix in (".pt", ".pth", ".ckpt") and not path.name.startswith(("torchscript", "whole_custom"))
 ]
-one_gpu = pytest.mark.skipif("torch.cuda.device_count() > 1", reason="cuda:1 is here")
+one_gpu = pytest.mark.skipif("torch.cuda.device_count() > 1", reason="needs a machine without cuda:1")
 
 
 def to_the_one(storage: Any, tag: str) -> Any:

@@ -21,7 +21,7 @@ import transload
 
 H200 = Path(__file__).parents[1] / "data" / "h200"
 SOURCE = Path(transload.__file__).parents[1]
-one_gpu = pytest.mark.skipif("torch.cuda.device_count() > 1", reason="cuda:1 is here")
+one_gpu = pytest.mark.skipif("torch.cuda.device_count() > 1", reason="needs a machine without cuda:1")
 
 
 def python(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -122,7 +122,7 @@ def test_the_device_fetches_where_there_are_few_cores(
     cuda = driver.cuda_driver()
     torch.zeros(1, device="cuda")
     if cuda is None or not cuda.can_pin_read_only(0):
-        pytest.skip("this device, or its driver, cannot read pages of files")
+        pytest.skip("this GPU or its driver cannot read file-backed pages")
     monkeypatch.setattr("transload.io.pool.cores", lambda: cores)
     monkeypatch.setattr(engine, "cached_fraction", lambda *_: 1.0)
     for _ in range(3):
@@ -506,7 +506,7 @@ def test_the_host_needs_no_more_than_the_ring(tmp_path: Path) -> None:
         [sys.executable, "-c", PEAK, str(little), str(much)], capture_output=True, text=True, timeout=200, check=False
     )
     if "clear_refs" in made.stderr:
-        pytest.skip("this system does not let a process forget its peak")
+        pytest.skip("this system cannot reset the peak memory of a process")
     grown, count = map(int, made.stdout.split() or pytest.fail(made.stderr))
     assert count == 256 * MIB
     assert grown < engine.MOST_RING * SLOT_PAIR + 64 * MIB

@@ -116,7 +116,7 @@ json.dump([len(found), [each[:3] for each in found if each.why]], sys.stdout)
 """
 
 
-@pytest.mark.skipif(RELEASE != (2, 13), reason="the table is that of torch 2.13")
+@pytest.mark.skipif(RELEASE != (2, 13), reason="the table is for torch 2.13")
 def test_none_that_can_be_allowed_runs_code_or_opens_files() -> None:
     """As ``scripts/callables.py --check`` does for every module there is."""
     env = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}

@@ -34,13 +34,13 @@ def use_of(checkpoint: Checkpoint, full_name: str) -> GlobalUse:
     return next(use for use in checkpoint.globals if use.full_name == full_name)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is that of torch 2.13")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is for torch 2.13")
 def test_torch_lets_through_what_we_think(alone: Alone) -> None:
     """Names allowed by default, and those that ``import torch`` registers beside them."""
     assert set(alone.allowed) == TORCH_DEFAULT
 
 
-@pytest.mark.skipif(not hasattr(weights_only, "NAME_MAPPING"), reason="this torch translates no names")
+@pytest.mark.skipif(not hasattr(weights_only, "NAME_MAPPING"), reason="this torch has no NAME_MAPPING")
 def test_torch_translates_what_we_think() -> None:
     pairs = {*NAME_MAPPING, *((module, "anything") for module in IMPORT_MAPPING), ("torch.tensor", "x"), ("a.b", "c")}
     for module, name in pairs:

@@ -461,7 +461,7 @@ class Rejecting:
 @contextmanager
 def allowing(*classes: Any) -> Iterator[None]:
     if not hasattr(torch.serialization, "safe_globals"):
-        pytest.skip("this torch has no list of what is allowed")
+        pytest.skip("this torch has no safe_globals")
     with torch.serialization.safe_globals(list(classes)):
         yield
 

@@ -69,7 +69,7 @@ def test_a_file_is_what_torch_makes_of_it(paths: list[Path]) -> None:
     def check(case: tuple[Path, str]) -> None:
         path, wish = case
         if wish == "meta" and path.name.startswith("zoo"):
-            pytest.skip("torch has no quantized tensors there")
+            pytest.skip("torch does not support quantized tensors here")
         readable = FIRST_ZIP.with_name("state_dict_cuda0.pt") if path == FIRST_ZIP else path
         same(by_torch(readable, map_location=WISHES[wish]), load(path, WISHES[wish]))
 

@@ -25,7 +25,7 @@ from transload.loading.into import load_into
 from transload.loading.placement import DeviceMap
 
 SOURCE = Path(__file__).parents[2] / "src"
-POSIX = pytest.mark.skipif(os.name != "posix", reason="the limits of POSIX")
+POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX resource limits")
 
 pytestmark = QUIET
 
@@ -82,7 +82,7 @@ def test_torch_has_nothing_to_warn_of(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = forks.run("-c", strict + code, tmp_path / "sparse.pt", env=env)
     if "implicitly disabled" in done.stderr and forks.run("-c", strict + EXPLICIT).returncode:
-        pytest.skip("this torch warns though it is told")
+        pytest.skip("this torch warns even though warnings are turned off")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -219,7 +219,7 @@ def test_a_file_that_is_written_to(
         load(path, **how)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="an open file cannot be taken away on Windows")
+@pytest.mark.skipif(os.name != "posix", reason="Windows does not let an open file be deleted")
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("change", [unlink, replace])
 def test_a_file_that_is_taken_away(
@@ -234,7 +234,7 @@ def test_a_file_that_is_taken_away(
 def test_a_map_that_would_change_the_file_is_not_made(tmp_path: Path, meanwhile: Any) -> None:
     """A file that is mapped to be written to is made as long as it was wanted."""
     if not hasattr(torch.serialization, "set_default_mmap_options"):
-        pytest.skip("this torch has no such option")
+        pytest.skip("this torch has no set_default_mmap_options")
     from mmap import MAP_SHARED
 
     path = tmp_path / "model.pt"

@@ -101,7 +101,7 @@ def test_directories_of_ranks_are_refused_with_what_gathers_them(tmp_path: Path)
     from torch.distributed import checkpoint as dcp
 
     if not hasattr(dcp, "save"):
-        pytest.skip("this torch has another name for it")
+        pytest.skip("this torch has no dcp.save")
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(LoadError, match=r"torch\.distributed\.checkpoint") as raised:
         load(tmp_path / "dcp")
@@ -318,7 +318,7 @@ def test_the_tensors_beside_a_name_can_be_had_without_it(tmp_path: Path) -> None
     assert raised.value.fix.endswith(f"convert {tmp_path / 'train.ckpt'} {tmp_path / 'train.safetensors'}")
 
 
-@pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="this torch has no such list")
+@pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="this torch has no safe_globals")
 def test_the_lines_that_allow_names_work() -> None:
     from collections import ChainMap
     from ipaddress import IPv4Address
@@ -340,7 +340,7 @@ def test_what_is_allowed_already_is_not_told_again() -> None:
 
     data = saved([IPv4Address("1.2.3.4"), Payload()])
     if not hasattr(torch.serialization, "safe_globals"):
-        pytest.skip("this torch has no such list")
+        pytest.skip("this torch has no safe_globals")
     with torch.serialization.safe_globals([IPv4Address]), pytest.raises(UnsafeError) as raised:
         load(data)
     assert "IPv4Address" not in str(raised.value)

@@ -168,7 +168,7 @@ def current_archive() -> bool:
     return importlib.util.find_spec("torch.export.pt2_archive") is not None
 
 
-@pytest.mark.skipif(not current_archive(), reason="this torch reads older archives only")
+@pytest.mark.skipif(not current_archive(), reason="this torch reads only older archives")
 def test_a_program_of_an_absent_gpu_runs_on_the_cpu() -> None:
     made = load(load_exported, EXPORTED, everything_to("cpu"))
     assert devices(made.state_dict) == {"cpu"}
@@ -194,7 +194,7 @@ def test_an_exported_program_moved_for_good(data: Path, tmp_path: Path) -> None:
     try:
         program = transload.load(path, "cpu", weights_only=False)
     except LoadError:
-        pytest.skip("this torch does not read what that one exported")
+        pytest.skip("this torch cannot read what that release exported")
     torch.export.save(program, moved)
     again = torch.export.load(moved)
     assert {value.device.type for value in again.state_dict.values()} == {"cpu"}

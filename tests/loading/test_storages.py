@@ -121,7 +121,7 @@ def big(data: bytes) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.skipif(sys.byteorder == "big", reason="the other order is meant")
+@pytest.mark.skipif(sys.byteorder == "big", reason="needs a little-endian host")
 @pytest.mark.parametrize("mmap", [False, True])
 def test_files_of_the_other_byte_order(tmp_path: Path, *, mmap: bool) -> None:
     data = saved({"a": torch.randn(5), "b": torch.randn(3, dtype=torch.complex64)})
@@ -130,14 +130,14 @@ def test_files_of_the_other_byte_order(tmp_path: Path, *, mmap: bool) -> None:
     same(torch.load(io.BytesIO(data)), load(path))
 
 
-@pytest.mark.skipif(sys.byteorder == "big" or not hasattr(torch, "uint32"), reason="the other order is meant")
+@pytest.mark.skipif(sys.byteorder == "big" or not hasattr(torch, "uint32"), reason="needs a little-endian host")
 def test_newer_dtypes_of_the_other_byte_order() -> None:
     """Their storages have no dtype: torch leaves them as they are, which is wrong."""
     data = saved({"a": torch.arange(4).to(torch.uint32)})
     assert load(big(data))["a"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.skipif(sys.byteorder == "big", reason="the other order is meant")
+@pytest.mark.skipif(sys.byteorder == "big", reason="needs a little-endian host")
 def test_the_default_order_of_torch_is_honoured() -> None:
     data = saved({"a": torch.arange(4.0)})
     silent = big(data).replace(b"archive/byteorder", b"archive/nothing_x")

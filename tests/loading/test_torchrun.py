@@ -17,12 +17,12 @@ from tests.loading.zoo import Net, saved
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only"),
+    pytest.mark.skipif(sys.platform != "linux", reason="tested on Linux only"),
     pytest.mark.skipif(
         not (torch.distributed.is_available() and torch.distributed.is_gloo_available())
         if hasattr(torch.distributed, "is_gloo_available")
         else not torch.distributed.is_available(),
-        reason="this torch has no gloo",
+        reason="this torch was built without gloo",
     ),
 ]
 

@@ -237,7 +237,7 @@ def test_meta_views(trusted: bool) -> None:
     assert ours == theirs
 
 
-no_accelerator = pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is an accelerator to land on")
+no_accelerator = pytest.mark.skipif(torch.backends.mps.is_available(), reason="an accelerator is available")
 
 
 @no_accelerator

@@ -574,7 +574,7 @@ class TestDtypes:
         try:
             file = file_of({"w": wanted})
         except KeyError:
-            pytest.skip("this release does not save it")
+            pytest.skip("this torch cannot save it")
         for stride in ((4, 1), (1, 3), (8, 2)):
             module = nn.Module()
             module.register_buffer("w", torch.empty_strided((3, 4), stride, dtype=dtype))
@@ -879,7 +879,7 @@ class TestModulesWithTheirOwnWay:
             return torch.ao.quantization.quantize_dynamic(plain, {nn.Linear}, dtype=torch.qint8)
 
         if not working_engine():
-            pytest.skip("this torch does not compute with them")
+            pytest.skip("this torch has no quantized engine")
         monkeypatch.setattr(torch.backends.quantized, "engine", working_engine())
         model, source = net(), net()
         assert load_into(model, file_of({"model": source.state_dict()})) == ([], [])
@@ -937,7 +937,7 @@ class TestForms:
 
     def test_a_distributed_checkpoint(self, tmp_path: Path) -> None:
         if not hasattr(dcp := pytest.importorskip("torch.distributed.checkpoint"), "save"):
-            pytest.skip("this release saves them otherwise")
+            pytest.skip("this torch has no dcp.save")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({"model": made().state_dict(), "step": 1}, checkpoint_id=tmp_path / "x")

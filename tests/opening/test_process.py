@@ -59,7 +59,7 @@ def test_tensors_that_are_only_pretended() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     if not hasattr(torch._guards, "active_fake_mode"):
-        pytest.skip("this torch does not say whether it pretends")
+        pytest.skip("this torch has no active_fake_mode")
     data = io.BytesIO(saved({"weight": VALUE}))
     with FakeTensorMode():
         model = torch.nn.Linear(8, 8, bias=False)

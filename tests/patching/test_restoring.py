@@ -38,7 +38,7 @@ LOCATIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ["h200/state_dict_cuda1.pt", "h200/state_dict_cuda0_legacy.pth"])
 def test_what_is_absent_lands_however_it_is_named(data: Path, name: str, location: Any) -> None:
     if not hasattr(torch.UntypedStorage, "to") and location is LOCATIONS["function-to-device"]:
-        pytest.skip("storages have no method to in this release")
+        pytest.skip("this torch has no UntypedStorage.to")
     state = torch.load(data / name, map_location=location)
     assert devices(state) == {"cpu"}
     there = torch.load(data / name, map_location="cpu")
@@ -89,7 +89,7 @@ def test_a_tensor_in_a_plain_pickle_lands_too(data: Path) -> None:
 
 
 beyond_hpu = pytest.mark.skipif(
-    torch.__version__.startswith(("2.0.", "2.1.")), reason="the entry for hpu asks for its module whatever the tag"
+    torch.__version__.startswith(("2.0.", "2.1.")), reason="this torch asks for the hpu module whatever the tag"
 )
 
 

@@ -297,7 +297,7 @@ retag(sys.argv[1], sys.argv[2])
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no kill -9")
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize("case", ["patch", "append"])
 def test_a_process_is_killed(case: str, tmp_path: Path) -> None:
     path, to = made(case, tmp_path)

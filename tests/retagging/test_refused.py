@@ -220,7 +220,7 @@ def test_a_folder_that_takes_no_journal(path: Path, monkeypatch: pytest.MonkeyPa
     assert path.read_bytes() == old
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="nothing is forbidden to root")
+@pytest.mark.skipif(os.getuid() == 0, reason="root bypasses file permissions")
 def test_a_folder_of_somebody_else(path: Path) -> None:
     path.parent.chmod(0o555)
     try:
@@ -325,7 +325,7 @@ def leases(folder: Path) -> bool:
 
 def test_a_file_that_somebody_has_open_for_writing(path: Path) -> None:
     if not leases(path.parent):
-        pytest.skip("the file system does not tell")
+        pytest.skip("the file system does not support leases")
     with path.open("ab"):
         error = refused(path)
         assert isinstance(error, BusyFileError)

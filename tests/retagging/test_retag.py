@@ -253,7 +253,7 @@ def test_beyond_four_gigabytes(to: str, tmp_path: Path) -> None:
     body = forge.pickled(forge.ordered({key: forge.tensor(storage=storage) for key, storage in held.items()}))
     forge.sparse_archive(path, nbytes, 1, body)
     if not forge.is_sparse(path):
-        pytest.skip("the file system has no holes")
+        pytest.skip("the file system does not support sparse files")
     made = retag(path, to)
     assert made.method == ("patch" if to == "cuda:1" else "append")
     assert forge.is_sparse(path)
@@ -274,7 +274,7 @@ def test_torch_maps_what_lies_beyond_four_gigabytes(tmp_path: Path) -> None:
     body = forge.pickled(forge.ordered({key: forge.tensor(storage=storage) for key, storage in held.items()}))
     forge.sparse_archive(path, nbytes, 1, body)
     if not forge.is_sparse(path):
-        pytest.skip("the file system has no holes")
+        pytest.skip("the file system does not support sparse files")
     retag(path, "privateuseone:0")
     record = next(record for record in inspect(path).records if record.name == "data.pkl")
     assert record.offset is not None
@@ -394,7 +394,7 @@ def test_a_journal_that_came_with_a_download_changes_nothing(tmp_path: Path) -> 
     assert names_in(copy.parent) == [copy.name]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="files of others can only be made by root")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can create files of other users")
 def test_the_journal_of_a_stranger_changes_nothing(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", keep_undo=True)
@@ -403,7 +403,7 @@ def test_the_journal_of_a_stranger_changes_nothing(tmp_path: Path) -> None:
     try:
         os.chown(journal, 12345, 12345)
     except OSError:
-        pytest.skip("here root may not give files away, as in a container without such users")
+        pytest.skip("root cannot change file owners here, as in a user namespace without other users")
     assert recover(path) == "stale"
     os.chown(path, 12345, 12345)
     assert recover(path) == "finished"

@@ -299,7 +299,7 @@ def test_nothing_is_imported_in_a_thread(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "\n")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_process_has_a_background_of_its_own(tmp_path: Path, gate: threading.Event) -> None:
     save_async({"n": torch.tensor(1)}, tmp_path / "parent.pt")

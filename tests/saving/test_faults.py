@@ -142,7 +142,7 @@ for at in range(1, count + 1):
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="there is no fork")
+@pytest.mark.skipif(os.name == "nt", reason="needs os.fork")
 def test_a_kill_at_every_call(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     count = points(tmp_path)
@@ -192,10 +192,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
     there.mkdir()
     mount, umount = shutil.which("mount"), shutil.which("umount")
     if not mount or not umount:
-        pytest.skip("nothing to make a small disk with")
+        pytest.skip("needs mount(8)")
     made = [mount, "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(there)]
     if subprocess.run(made, capture_output=True, check=False).returncode:
-        pytest.skip("only root can make a small disk")
+        pytest.skip("only root can mount a small file system")
     try:
         path = there / "a.pt"
         save({"w": torch.zeros(40_000)}, path)

@@ -217,7 +217,7 @@ def test_a_file_object_that_takes_nothing_is_not_asked_for_ever() -> None:
         save({"w": torch.rand(3)}, Full(0))
 
 
-@pytest.mark.skipif(os.name == "nt", reason="pipes there always wait")
+@pytest.mark.skipif(os.name == "nt", reason="Windows pipes always block")
 def test_a_pipe_that_does_not_wait_loses_nothing_in_silence() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -240,7 +240,7 @@ def test_a_name_no_file_can_have() -> None:
         save({}, "a\0b")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="directories there have other rights")
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no POSIX directory permissions")
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EBUSY], ids=["directory", "mount"])
 def test_a_file_that_cannot_be_replaced_can_be_written_into(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,7 +264,7 @@ def test_a_file_that_cannot_be_replaced_can_be_written_into(
     assert torch.equal(torch.ones(3), torch.load(path)["w"])
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files without a name are of Linux")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux-only")
 def test_a_file_without_a_name_is_written_into() -> None:
     descriptor = os.memfd_create("a")
     try:
@@ -350,7 +350,7 @@ def test_records_lie_where_torch_expects_them() -> None:
     """torch can compute where storages lie instead of looking: only if they follow each other as it writes them."""
     config = pytest.importorskip("torch.utils.serialization").config
     if not hasattr(getattr(config, "load", None), "calculate_storage_offsets"):
-        pytest.skip("this torch looks")
+        pytest.skip("this torch has no calculate_storage_offsets")
     value = [torch.rand(number * 10_007) for number in range(6)]
     config.load.calculate_storage_offsets = True
     try:
@@ -364,7 +364,7 @@ def setting() -> Iterator[Any]:
     """What torch is set to."""
     config = pytest.importorskip("torch.utils.serialization").config
     if not hasattr(getattr(config, "save", None), "storage_alignment"):
-        pytest.skip("this torch has none to set")
+        pytest.skip("this torch has no storage_alignment setting")
     yield config.save
     config.save.storage_alignment = 64
 
@@ -645,7 +645,7 @@ def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_files_without_contents_are_left_to_torch() -> None:
     if not hasattr(torch.serialization, "skip_data"):
-        pytest.skip("this torch has no such thing")
+        pytest.skip("this torch has no skip_data")
     with torch.serialization.skip_data(), pytest.raises(SaveError, match="skip_data"):
         saved({"w": torch.rand(3)})
 

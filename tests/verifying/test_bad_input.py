@@ -67,7 +67,7 @@ def flat(tensor: Tensor) -> Iterator[Tensor]:
 def test_a_flipped_bit_of_any_storage(path: Path) -> None:
     data, dice = path.read_bytes(), random.Random(7)  # noqa: S311 - a test
     if data[:2] != b"PK":
-        pytest.skip("its format has no checksums")
+        pytest.skip("the format has no checksums")
     whole = inspect(data)
     named = owners(whole)
     for storage in whole.storages:

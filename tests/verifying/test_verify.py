@@ -216,7 +216,7 @@ def test_a_flipped_bit_in_a_shard(tmp_path: Path) -> None:
 def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     if not hasattr(dcp, "save"):
-        pytest.skip("this torch has another function for it")
+        pytest.skip("this torch has no dcp.save")
     values = {name: value for name, value in state().items() if value.numel()}
     path = tmp_path / "step"
     try:

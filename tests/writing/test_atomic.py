@@ -18,8 +18,8 @@ from transload.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryE
 from transload.io import atomic
 from transload.io.atomic import AtomicFile, DirectFile, clear_debris, is_atomic
 
-as_user = pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
-posix = pytest.mark.skipif(os.name == "nt", reason="rights and links are another matter there")
+as_user = pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root can write anywhere")
+posix = pytest.mark.skipif(os.name == "nt", reason="permissions and links work differently on Windows")
 forks = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads, says Python 3.12
 
 
@@ -96,7 +96,7 @@ def test_rights_of_the_old_file_are_kept(tmp_path: Path, mode: int) -> None:
 def test_the_group_of_the_old_file_is_kept_by_who_does_not_own_it() -> None:
     """In a folder that a group shares, its files stay the group's, whoever of it has saved last."""
     if not is_everybody():
-        pytest.skip("only root can become somebody else, and only where there is somebody else")
+        pytest.skip("needs root and a second user")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.pt"
         path.write_bytes(b"old")
@@ -188,7 +188,7 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
 def test_without_rights_as_a_user_of_its_own() -> None:
     """root may write anywhere, so what is asked for here is asked for by nobody."""
     if not is_everybody():
-        pytest.skip("only root can become somebody else, and only where there is somebody else")
+        pytest.skip("needs root and a second user")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         path = Path(folder) / "a.pt"

@@ -269,7 +269,7 @@ def test_torch_loads_equal_objects(path: Path) -> None:
     torch = pytest.importorskip("torch")
     weights_only = not path.name.startswith(("whole", "zoo", "train"))
     if path.name.startswith("whole_custom"):
-        pytest.skip("its class is not here")
+        pytest.skip("its class is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

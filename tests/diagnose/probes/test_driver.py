@@ -37,7 +37,7 @@ from transload.machine import Answer, Cuda, CudaGpu, Nvml, NvmlGpu
 LONG = 60.0
 CODES = (3, 34, 35, 46, 100, 101, 102, 214, 222, 304, 802, 803, 804, 805, 807, 999)
 
-loadable = pytest.mark.skipif(not LOADABLE, reason="the forge knows no such machine")
+loadable = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
 
 
 class World:
@@ -206,7 +206,7 @@ class WithoutDriver(Host):
         return f"{self.cwd}/{name}"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the loader of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="tests the Linux loader")
 def test_no_driver(tmp_path: Path) -> None:
     host = WithoutDriver(environ={}, cwd=str(tmp_path))
     with Child(driver.question(host, "cuda"), LONG) as child:

@@ -118,7 +118,7 @@ def test_a_python_path_that_is_no_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "bin/python", "bin/python3"])
-@pytest.mark.skipif(os.name == "nt", reason="the layout of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="tests the POSIX layout of environments")
 def test_an_environment_is_named_by_its_folder_or_its_interpreter(bare: Path, name: str) -> None:
     found = python(Host(python=str(bare / name), cwd=str(bare)), deadline=60.0)
     assert found.problem == ""
@@ -129,14 +129,14 @@ def test_an_environment_is_named_by_its_folder_or_its_interpreter(bare: Path, na
     assert found.path[-1].endswith("site-packages")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the layout of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="tests the POSIX layout of environments")
 def test_it_is_named_relative_to_the_current_folder_home_or_path(bare: Path) -> None:
     host = Host(cwd=str(bare.parent), environ={**os.environ, "HOME": str(bare.parent), "PATH": f"{bare}/bin"})
     for name in ("bare", "bare/bin/python", "./bare", "~/bare", "python3"):
         assert python(replace(host, python=name), deadline=60.0).prefix == str(bare), name
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the layout of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="tests the POSIX layout of environments")
 def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
     plant(
         tmp_path, {f"{name}.py": "raise SystemExit('imported')" for name in ("json", "site", "os", "signal", "torch")}
@@ -169,7 +169,7 @@ def test_what_is_no_interpreter_is_told_apart(tmp_path: Path, text: str, problem
     assert (found.executable, found.path, found.packages) == (str(program), (), {})
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX file modes")
 @each(("content", "mode"), [(b"\x00garbage", 0o755), (b"text", 0o644), (b"#!/nowhere/sh\n", 0o755)])
 def test_what_cannot_be_started(tmp_path: Path, content: bytes, mode: int) -> None:
     program = tmp_path / "python"

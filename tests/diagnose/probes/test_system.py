@@ -156,7 +156,7 @@ def test_memory_is_the_machines_or_the_containers_where_that_is_less(
     assert memory(tree_host(tmp_path, tree)) == expected
 
 
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="there is no /proc")
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc")
 def test_this_machine_has_some() -> None:
     total, free = memory(Host())
     assert 0 < free <= total

@@ -445,7 +445,7 @@ def test_a_torch_that_says_nothing(source: str) -> None:
 def test_the_installed_torch_says_it_in_a_known_way() -> None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        pytest.skip("no torch")
+        pytest.skip("needs torch")
     source = Path(spec.origin).read_text(encoding="utf-8")
     plan = preloads(source)
     wanted = {"libcublas", "libcudnn", "libnccl", *(["libnvJitLink"] if "libnvJitLink" in source else [])}
@@ -471,7 +471,7 @@ def test_the_installed_torch() -> None:
     """A real torch of whatever build: nothing it needs is missing, as this very suite imports it."""
     spec = importlib.util.find_spec("torch")
     if sys.platform != "linux" or spec is None or spec.origin is None:
-        pytest.skip("no torch of Linux")
+        pytest.skip("needs a Linux build of torch")
     found = torch_libraries(
         Loader(Host()), Python(path=tuple(sys.path)), TorchInstall(str(Path(spec.origin).parent), known=False)
     )

@@ -19,7 +19,7 @@ from transload.machine import Answer, TorchRun, Unknown
 
 LONG = 60.0
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 
 WORKING = '''
 """A torch that computes, as far as can be seen from outside."""

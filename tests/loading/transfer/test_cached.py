@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-@pytest.mark.skipif(not KNOWS, reason="this system does not say")
+@pytest.mark.skipif(not KNOWS, reason="this system does not report it")
 @pytest.mark.parametrize(("limit", "share"), [(0, 0.0), (500_000, 0.5), (1_000_000, 1.0)], ids=["cold", "half", "warm"])
 def test_it_is_found_by_samples(limit: int, share: float, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", answering(held_below(limit)), raising=False)
@@ -43,7 +43,7 @@ def test_it_is_found_by_samples(limit: int, share: float, file: int, monkeypatch
     os.close(file)
 
 
-@pytest.mark.skipif(not KNOWS, reason="this system does not say")
+@pytest.mark.skipif(not KNOWS, reason="this system does not report it")
 def test_only_the_range_counts(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -36,7 +36,7 @@ def direct(blob_path: Path) -> Iterator[DirectFile]:
     file = DirectFile(source)
     try:
         if not file.go_direct():
-            pytest.skip("this system, or its file system, cannot read past the page cache")
+            pytest.skip("this file system does not support O_DIRECT")
         yield file
     finally:
         file.close()

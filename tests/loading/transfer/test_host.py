@@ -169,7 +169,7 @@ def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path) -> None:
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
 def test_every_descriptor_is_closed_again(blob_path: Path, *, direct: bool) -> None:
     if not Path("/proc/self/fd").exists():
-        pytest.skip("this system does not say")
+        pytest.skip("this system does not report it")
     source = FileSource(blob_path)
     requests = [ReadRequest(0, 0, 5 * CELL), ReadRequest(0, 2**62, 10)]
     settings = Settings(threads=2, direct=direct)

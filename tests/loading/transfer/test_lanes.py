@@ -301,7 +301,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no signals for threads")
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signal.pthread_kill")
 @pytest.mark.parametrize("told", ["told", "silent"])
 @pytest.mark.parametrize("times", [1, 4])
 def test_an_interrupt_waits_for_the_threads(told: str, times: int) -> None:

@@ -17,7 +17,7 @@ from transload.loading import engine
 from transload.loading.engine import Choice, read_ranges
 from transload.loading.jobs import CELL, Checksums, ReadRequest, ShortReadError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins pages of files")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin file-backed pages")
 
 LARGE = [ReadRequest(0, 77, 5 * CELL, "cuda:0")]
 MIXED = [

@@ -44,7 +44,7 @@ def test_pages_begin_where_a_huge_one_does_and_are_all_there(nbytes: int) -> Non
     gc.collect()
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not say")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not report it")
 @pytest.mark.parametrize("huge", [True, False], ids=["huge", "small"])
 def test_pages_are_of_this_process_alone(*, huge: bool) -> None:
     pages = Pages(4 << 20, huge=huge)
@@ -90,7 +90,7 @@ def test_a_table_that_says_nothing(table: str, tmp_path: Path) -> None:
     assert not huge_pages_pay(1 << 20, str(tmp_path / "nowhere"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="others have no such pages")
+@pytest.mark.skipif(sys.platform != "linux", reason="transparent huge pages are Linux-only")
 def test_only_whole_huge_pages_inside_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
 

@@ -167,7 +167,7 @@ def test_a_child_process_begins_with_none(cuda: FakeDriver, blob: bytes, blob_pa
         before.release()
 
 
-@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system does not fork")
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="needs os.fork")
 def test_forking_says_so() -> None:
     import subprocess
     import sys
