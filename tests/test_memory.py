@@ -246,14 +246,14 @@ def test_a_graph_that_cannot_be_written_is_free() -> None:
 def test_a_conversion_that_fails_holds_no_memory() -> None:
     """Each thread has an error, and one of them is asked for."""
 
-    def pour() -> None:
+    def write_file() -> None:
         reading = os.open(os.devnull, os.O_RDONLY)  # not for writing
         with open_content(b"\2" + bytes(7) + b"{}") as content:
             try:
-                transfer.pour(reading, bytes(64 << 20), [], Job(content), "x")
+                transfer.write_file(reading, bytes(64 << 20), [], Job(content), "x")
             finally:
                 os.close(reading)
 
     threads = threading.active_count()
-    assert left_in_cycles(pour, transfer.Chunk) == []
+    assert left_in_cycles(write_file, transfer.Chunk) == []
     assert threading.active_count() == threads

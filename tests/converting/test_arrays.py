@@ -19,7 +19,7 @@ from transload.cli.main import main
 from transload.converting import Conversion, convert
 from transload.formats.arrays import Array, Dtype
 from transload.nodes import Call, Dict, Global
-from transload.writing.arrays import numbers_of
+from transload.writing.arrays import numeric_array
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -257,7 +257,7 @@ def made_of(state: Any, *, kind: str = "numpy.ndarray") -> Array | None:
     module, _, name = kind.rpartition(".")
     node = Call(Global("numpy._core.multiarray", "_reconstruct", 0), (Global(module, name, 0), (0,), b"b"), "reduce", 0)
     node.states = [state]
-    return numbers_of(node, {})
+    return numeric_array(node, {})
 
 
 def dtype_of(code: Any, state: Any = (3, "<", None, None, None, -1, -1, 0)) -> Call:
@@ -290,7 +290,9 @@ def test_arrays_that_nobody_writes() -> None:
     assert made_of((1, (2,), real, False, data), kind="numpy.matrix") is None
 
     def buffer(*args: Any) -> Array | None:
-        return numbers_of(Call(Global("numpy._core.numeric", "_frombuffer", 0), (data, real, *args), "reduce", 0), {})
+        return numeric_array(
+            Call(Global("numpy._core.numeric", "_frombuffer", 0), (data, real, *args), "reduce", 0), {}
+        )
 
     assert buffer((1, 2), "K", (1, 0)) == Array(Dtype("f4", False, 4, True, False), (2, 1), (1, 2), data)
     several: list[Any] = [((2,), "K"), ((2,), "C", (0,)), ((2,), "A"), ((2,), "K", (1,)), ((1, 2), "K", (0, 0))]

@@ -12,7 +12,7 @@ from tests.each import each
 from transload.dtypes import ITEMSIZE
 from transload.tensors.content import numpy_or_none
 from transload.writing import transfer as casting
-from transload.writing.transfer import FLOATING, cast, cast_dtype, rounded_slowly
+from transload.writing.transfer import FLOATING, cast, cast_dtype, cast_slowly
 
 CODES = {"float64": "d", "float32": "f", "float16": "e"}
 PAIRS = [(a, b) for a in sorted(FLOATING) for b in sorted(FLOATING) if a != b]
@@ -49,7 +49,7 @@ def value_of(bits: int, dtype: str) -> float:
 @pytest.mark.parametrize("wanted", ["float32", "float16"])
 def test_the_slow_way_is_pythons_own(wanted: str) -> None:
     data = samples("float64")
-    made, infinite = rounded_slowly(data, "float64", wanted)
+    made, infinite = cast_slowly(data, "float64", wanted)
     width, code, met = ITEMSIZE[wanted], CODES[wanted], 0
     for number in range(len(data) // 8):
         (value,) = struct.unpack_from("<d", data, 8 * number)
@@ -67,7 +67,7 @@ def test_the_slow_way_is_pythons_own(wanted: str) -> None:
 def test_the_slow_way_to_bfloat16_is_the_nearest() -> None:
     """By definition: no other of its neighbours is nearer, and of two as near it is the even one."""
     data = samples("float64")
-    made, _ = rounded_slowly(data, "float64", "bfloat16")
+    made, _ = cast_slowly(data, "float64", "bfloat16")
     for number in range(0, len(data) // 8, 5):
         (value,) = struct.unpack_from("<d", data, 8 * number)
         bits = int.from_bytes(made[2 * number : 2 * number + 2], "little")
@@ -86,7 +86,7 @@ def test_both_ways_agree(dtype: str, wanted: str) -> None:
     data = samples(dtype)
     made, infinite = cast(memoryview(data), dtype, wanted)
     assert numpy_or_none() is not None
-    assert (bytes(made), infinite) == rounded_slowly(data, dtype, wanted)
+    assert (bytes(made), infinite) == cast_slowly(data, dtype, wanted)
 
 
 @pairs
@@ -95,7 +95,7 @@ def test_torch_rounds_as_we_do(dtype: str, wanted: str) -> None:
     if dtype == "float64" and wanted != "float32":
         pytest.skip("torch itself rounds twice here")
     data = samples(dtype)
-    made, _ = rounded_slowly(data, dtype, wanted)
+    made, _ = cast_slowly(data, dtype, wanted)
     given = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
     mine = torch.frombuffer(bytearray(made), dtype=getattr(torch, wanted))
     theirs = given.to(getattr(torch, wanted))

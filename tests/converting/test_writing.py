@@ -57,25 +57,25 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def poured(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int], list[int]]:
+def written(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int], list[int]]:
     told: list[int] = []
     with open_content(source) as content, path.open("w+b") as file:
         entries = [Entry(tensor.name, tensor, tensor.dtype) for tensor in content.checkpoint.tensors]
-        checksums = transfer.pour(file.fileno(), head, entries, Job(content, progress=told.append), "x")
+        checksums = transfer.write_file(file.fileno(), head, entries, Job(content, progress=told.append), "x")
     return path.read_bytes(), checksums, told
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 @pytest.mark.parametrize("chunk", [4096, 3 * 4096, 1 << 20])
 @pytest.mark.parametrize("head", [b"", b"12345678", bytes(4096)], ids=["no head", "a head", "a page"])
-def test_a_file_poured_is_the_file(
+def test_the_file_written_is_the_file_asked_for(
     tmp_path: Path, chunk: int, head: bytes, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "CHUNK", chunk)
-    monkeypatch.setattr(transfer, "_PAST_THE_CACHE", 0 if direct else 1 << 60)
+    monkeypatch.setattr(transfer, "_DIRECT_FROM", 0 if direct else 1 << 60)
     source = safetensors(SIZES)
     body = source[8 + int.from_bytes(source[:8], "little") :]
-    made, sums, told = poured(source, tmp_path / "a", head)
+    made, sums, told = written(source, tmp_path / "a", head)
     assert made == head + body
     ends = [sum(list(SIZES.values())[: number + 1]) for number in range(len(SIZES))]
     assert sums == [crc32(body[end - size : end]) for end, size in zip(ends, SIZES.values(), strict=True)]
@@ -99,10 +99,10 @@ def test_a_file_system_that_only_says_it_can(tmp_path: Path, monkeypatch: pytest
         return int(true(descriptor, data, offset))
 
     monkeypatch.setattr(transfer, "CHUNK", 8192)
-    monkeypatch.setattr(transfer, "_PAST_THE_CACHE", 0)
+    monkeypatch.setattr(transfer, "_DIRECT_FROM", 0)
     source = safetensors(SIZES)
     monkeypatch.setattr(os, call, picky)
-    made, _, _ = poured(source, tmp_path / "a", b"head")
+    made, _, _ = written(source, tmp_path / "a", b"head")
     assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
     assert len(refused) <= 8  # each thread once at most, and none where the file system takes no such flag
 
@@ -115,7 +115,7 @@ def test_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(transfer, "CHUNK", 4096)
     monkeypatch.setattr(pool, "Thread", Refusing)
     source = safetensors(SIZES)
-    made, _, told = poured(source, tmp_path / "a", b"head")
+    made, _, told = written(source, tmp_path / "a", b"head")
     assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
     assert sum(told) == 2 * sum(SIZES.values())  # written and compared
 

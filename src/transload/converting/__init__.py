@@ -1,6 +1,6 @@
-"""``transload.convert``: a checkpoint of any format written as another, without torch, and read back to be sure.
+"""``transload.convert``: write a checkpoint of any format in another one, without torch, and read it back to be sure.
 
-``transload.writing`` does it; ``report`` is what ``transload convert`` says about a ``Conversion``.
+``transload.writing`` does the work; ``report`` is what ``transload convert`` says about a ``Conversion``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The tensors of an open checkpoint, written as another format and read back to be sure; torch is not needed.
+"""Write the tensors of an open checkpoint in another format, and read them back to be sure; torch is not needed.
 
-``write_content`` is the whole way: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; ``writers``
-write it into a ``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``objects`` keeps what
-else there was, and ``arrays`` finds the numpy arrays in it.
+``write_content`` does it all: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; ``writers`` write
+it into a ``Bundle`` (``output``); ``transfer`` moves and compares the bytes; ``objects`` keeps everything that is not a
+tensor, and ``arrays`` finds numpy arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transload.writing.transfer import Job, check_source
 from transload.writing.writers import WRITERS
 
 _LEFTOVERS_START = b'{\n "from": '
-"""How every file of leftovers begins: only such a one is replaced."""
+"""How every file of leftovers begins; no other file is replaced."""
 
 
 def write_content(
@@ -39,14 +39,14 @@ def write_content(
     overwrite: bool,
     progress: bool | Callable[[int, int], object] | None,
 ) -> Conversion:
-    """Write a checkpoint that is open, damaged or not; ``src`` is what it was opened by, if not its path.
+    """Write an open checkpoint, damaged or not; ``src`` is what it was opened from, if not its path.
 
-    If this raises, nothing is there that was not before.
+    If this raises, nothing is left behind.
     """
     from transload.formats import no_collecting
     from transload.io.pool import progress_counter
 
-    begun = time.monotonic()
+    start = time.monotonic()
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
     refuse_existing(leftovers_path, overwrite=overwrite)
     if os.path.lexists(leftovers_path) and not begins_with(leftovers_path, _LEFTOVERS_START):
@@ -57,10 +57,10 @@ def write_content(
     with no_collecting():
         plan = Plan(content, format_, options)
     checkpoint = content.checkpoint
-    tell = progress_counter(progress, plan.total(verify=verify), "converting")
+    report_progress = progress_counter(progress, plan.total(verify=verify), "converting")
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
-        job = Job(plan.content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))
+        job = Job(plan.content, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
         WRITERS[format_](job, plan)
         if verify:
             check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
@@ -91,18 +91,18 @@ def write_content(
         others=plan.others,
         renamed=tuple(plan.renamed),
         verified=verify,
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start,
         notes=tuple(notes(plan, job, leftovers)),
     )
     if overwrite and not table:
-        with suppress(OSError):  # those of an earlier conversion are not those of this one
+        with suppress(OSError):  # leftovers of an earlier conversion do not belong to this target
             if begins_with(leftovers_path, _LEFTOVERS_START):
                 os.unlink(leftovers_path)
     return written
 
 
 def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
-    """The identities of the files that a checkpoint is read from, by whatever name."""
+    """The identities of all files that a checkpoint is read from."""
     if not isinstance(src, str | os.PathLike):
         with suppress(AttributeError, OSError, ValueError):
             return file_identity(src.fileno())

@@ -1,7 +1,7 @@
-"""numpy arrays that lie in the pickle itself, as tensors that any format can hold; numpy is not needed.
+"""Turn numpy arrays in the pickle of a checkpoint into tensors that any format can store; numpy is not needed.
 
-``find_arrays`` looks for them where a checkpoint keeps its own object, and ``with_arrays`` opens the checkpoint with
-them. Arrays of anything but plain numbers (objects, text, fields), and those of a class of their own, are not taken.
+``find_arrays`` searches the pickled object, and ``with_arrays`` adds what was found to the checkpoint. Arrays of
+anything but numbers (objects, strings, structured dtypes) and instances of subclasses are left out.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _MAX_SMALL = 64  # bytes: about what the call of an array takes
 
 
 def _identity(data: Any) -> int:
-    """What arrays have in common that are made of the same bytes, or of the text that they are written as."""
+    """A key that is equal for arrays of the same bytes object, or of the same string that encodes their bytes."""
     return id(data.args[0]) if type(data) is Call and type(data.args) is tuple and data.args else id(data)
 
 
-def numbers_of(node: Call, lengths: dict[int, int]) -> Array | None:
-    """The array that a call makes, if it is a plain one of numbers that torch has a dtype for.
+def numeric_array(node: Call, lengths: dict[int, int]) -> Array | None:
+    """The array that a call builds, if it contains numbers and torch has their dtype.
 
-    Also a number of numpy that JSON does not have (a complex one), as an array without dimensions. ``lengths`` keeps
-    how many bytes there are, by identity: a file can make any number of arrays of the same large text.
+    Also a numpy scalar that JSON cannot represent (a complex number), as an array without dimensions. ``lengths``
+    caches numbers of bytes, by identity: a file can build any number of arrays from the same long string.
     """
     found = array_of(node)
     if found is None or found.dtype.code not in FROM_NUMPY:
@@ -57,9 +57,9 @@ def numbers_of(node: Call, lengths: dict[int, int]) -> Array | None:
 def find_arrays(
     roots: Iterable[tuple[Path, Any]], tensors: Iterable[Tensor], modules: set[Path], *, into_objects: bool
 ) -> list[tuple[Path, Array]]:
-    """The plain arrays below ``roots``, by their paths; none of pickled modules, whose state dicts do not have them.
+    """The arrays below ``roots`` and their paths, except those in pickled modules: they are not in a state dict.
 
-    ``into_objects``: also those that are attributes of objects, and values of mappings of other classes.
+    ``into_objects``: also search the attributes of objects, and mappings of other classes.
     """
     search = _Search({tensor.path for tensor in tensors}, modules, into_objects=into_objects)
     for path, root in roots:
@@ -68,7 +68,7 @@ def find_arrays(
 
 
 class _Search(BoundedWalk):
-    """Goes where ``Leftovers`` goes, or ``Structure``: what is found there is kept, and what is not they list."""
+    """Visits the same nodes as ``Leftovers`` or ``Structure``, which list every array that is not found here."""
 
     def __init__(self, tensors: set[Path], modules: set[Path], *, into_objects: bool) -> None:
         super().__init__()
@@ -83,9 +83,9 @@ class _Search(BoundedWalk):
         if self.why_stop(node, depth):
             return
         if type(node) is Call:
-            array = self._arrays.get(id(node)) or numbers_of(node, self._lengths)
+            array = self._arrays.get(id(node)) or numeric_array(node, self._lengths)
             if array is not None:
-                self._arrays[id(node)] = array  # one object, so that what is shared stays shared
+                self._arrays[id(node)] = array  # the same object each time, so that shared arrays stay shared
                 self.found.append((path, array))
                 return
         self.ancestors.add(id(node))
@@ -106,7 +106,7 @@ class _Search(BoundedWalk):
         return [] if state is None or is_module(state) else state.pairs()
 
     def _visit_pairs(self, pairs: list[tuple[Any, Any]], path: Path, depth: int) -> None:
-        """Go below keys that a path tells apart: of two that are written alike, one would hide the other."""
+        """Visit the values whose keys are unambiguous in a path: of two keys with the same text one would be lost."""
         inside = [(short_key(key), key, child) for key, child in pairs]
         alike = Counter(str(step) for step, _, _ in inside)
         for step, key, child in inside:
@@ -115,34 +115,37 @@ class _Search(BoundedWalk):
 
 
 def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Content, tuple[Tensor, ...]]:
-    """The checkpoint with arrays as tensors, each named after its path, and these tensors."""
+    """The checkpoint with arrays added as tensors, each named after its path, and these tensors."""
     if not arrays:
         return content, ()
-    held: dict[str, Any] = {}  # the bytes of each array, by the name of a file that no checkpoint has
+    raw: dict[str, Any] = {}  # the bytes of each array, by a file name that no checkpoint has
     storages: dict[tuple[object, ...], Storage] = {}
     tensors: list[Tensor] = []
     for path, array in arrays:
         code, big_endian, width, _, _ = array.dtype
         dtype, nbytes = FROM_NUMPY[code], prod(array.shape) * width
-        # Python shares small values of its own accord. Of large ones a file could make any number of arrays.
+        # Small values may be shared by chance (pickle memoizes them). A file could build any number of large arrays.
         small = nbytes <= _MAX_SMALL
         key = (id(array),) if small else (_identity(array.data), array.dtype)
         storage = storages.get(key)
         if storage is None:
             file = f"\0array {len(storages)}"
-            held[file] = array.data
+            raw[file] = array.data
             storage = Storage(file, file, "cpu", dtype, nbytes, nbytes, 0, file=file, big_endian=big_endian)
             storages[key] = storage
         tensors.append(Tensor(path, "/".join(map(str, path)), dtype, array.shape, array.stride, "cpu", storage.id))
 
-    @lru_cache(maxsize=2)  # bytes that are written as a text are another copy
+    @lru_cache(maxsize=2)  # decoding bytes from a string makes a copy
     def in_memory(file: str) -> Source:
-        return BytesSource(raw_bytes(held[file]) or b"")
+        return BytesSource(raw_bytes(raw[file]) or b"")
 
     def open_file(file: str) -> Source:
-        return in_memory(file) if file in held else content.open_file(file)
+        return in_memory(file) if file in raw else content.open_file(file)
 
     checkpoint = content.checkpoint
-    everything = (*checkpoint.tensors, *tensors), (*checkpoint.storages, *storages.values())
-    opened = replace(checkpoint, tensors=everything[0], storages=everything[1])
-    return Content(opened, open_file, content.parts), tuple(tensors)
+    extended = replace(
+        checkpoint,
+        tensors=(*checkpoint.tensors, *tensors),
+        storages=(*checkpoint.storages, *storages.values()),
+    )
+    return Content(extended, open_file, content.parts), tuple(tensors)

@@ -1,9 +1,9 @@
-"""The source's own object, as inert nodes: a way through it, and what in it is not a tensor, as plain data.
+"""The pickled object of the source, as inert nodes: how to walk it, and everything but its tensors as plain data.
 
-``Leftovers`` turns what a target cannot hold into numbers, texts, lists and dictionaries for ``DST.leftovers.json``.
-Nothing is made of the file's own classes: an object becomes its attributes and the name of its class (``$class``), a
-module its parameters, buffers and children. What is not plain data is listed, and so is what a hostile file shares or
-nests too often. ``with_full_names`` restores names of tensors that the reader has cut off.
+``Leftovers`` turns what a target cannot store into numbers, strings, lists and dictionaries for
+``DST.leftovers.json``. The classes of the file are never instantiated: an object becomes its attributes and the name of
+its class (``$class``), a module its parameters, buffers and children. What is not plain data is only listed, and so is
+what a hostile file shares or nests too often. ``with_full_names`` restores tensor names that the reader truncated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transload.nodes import Call, Dict, Global, Set
 
 
 class Omission(NamedTuple):
-    """Something that is not in the target, and why. ``lost``: it belongs there, but the target cannot hold it."""
+    """Something that is not in the target, and why. ``lost``: it belongs there, but the format cannot store it."""
 
     name: str
     why: str
@@ -32,14 +32,14 @@ class Omission(NamedTuple):
 
 
 class _Nothing:
-    """Where there is nothing to keep: a tensor, which is kept elsewhere, or what was listed."""
+    """In place of what is not kept here: a tensor, which is stored by itself, or something that was listed."""
 
 
 NOTHING = _Nothing()
 KEY_TYPES = (str, int, float, bool, type(None))
 
 
-# -- a way through the object
+# -- walking the object
 
 
 def node_at(root: object, path: tuple[Key, ...]) -> Any:
@@ -49,19 +49,19 @@ def node_at(root: object, path: tuple[Key, ...]) -> Any:
         found = [child for key, child in members(node) if key == step]
         if not found:
             return None
-        node = found[-1]  # of equal keys the last counts
+        node = found[-1]  # the last of equal keys wins
     return node
 
 
 def last_pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    """Keys and values; of a text key that occurs twice the last, as in a dictionary."""
+    """Keys and values; if a string key occurs twice, only the last, as in a dictionary."""
     pairs = list(zip(items[::2], items[1::2], strict=False))
     last = {key: index for index, (key, _) in enumerate(pairs) if type(key) is str}
     return [pair for index, pair in enumerate(pairs) if type(pair[0]) is not str or last[pair[0]] == index]
 
 
 def call_items(node: Call) -> list[Any]:
-    """Keys and values of a mapping: those it was made with (a counter's, or pairs, as Python 2 has it), then others."""
+    """Keys and values of a mapping: its constructor's (a ``Counter``, or pairs from Python 2), then those set later."""
     given = node.args[0] if type(node.args) is tuple and node.args else None
     items: list[Any] = []
     if type(given) is Dict:
@@ -74,7 +74,7 @@ def call_items(node: Call) -> list[Any]:
 
 
 def _items(node: Any) -> list[Any]:
-    """Keys and values of a mapping, or the attributes of an object; nothing for anything else."""
+    """Keys and values of a mapping, or attributes of an object; empty for anything else."""
     if type(node) is Dict:
         return node.items
     if type(node) is not Call:
@@ -85,9 +85,9 @@ def _items(node: Any) -> list[Any]:
 
 
 def object_state(node: Call) -> Dict | None:
-    """The attributes of an object that is nothing but its attributes; ``None`` for any other."""
+    """The attributes of an object that consists of nothing else; ``None`` for any other object."""
     args = node.args
-    if called(node) in _RECONSTRUCTORS:  # of a class, its base, and the value of that: None for object
+    if called(node) in _RECONSTRUCTORS:  # with the class, its base and the base's state, None if that is ``object``
         bare = type(args) is tuple and len(args) == 3 and args[2] is None
     else:
         bare = args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
@@ -95,7 +95,7 @@ def object_state(node: Call) -> Dict | None:
     states: list[Any] = node.states or ([Dict([])] if node.kind == "newobj" else [])
     state = states[0] if len(states) == 1 else None
     if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
-        state = Dict([*state[0].items, *state[1].items])  # with slots
+        state = Dict([*state[0].items, *state[1].items])  # __dict__ and __slots__
     return state if bare and made and type(state) is Dict else None
 
 
@@ -108,7 +108,7 @@ _WITH_STATE = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_par
 
 
 def tensor_attributes(node: Any) -> Dict:
-    """What somebody has set on a tensor: plain attributes, which ``torch.save`` keeps with it."""
+    """Python attributes that somebody set on a tensor, which ``torch.save`` saves with it."""
     args = node.args if type(node) is Call and called(node) in _WITH_STATE else ()
     state = args[3] if type(args) is tuple and len(args) == 4 else None
     items: list[Any] = []
@@ -119,12 +119,12 @@ def tensor_attributes(node: Any) -> Dict:
     return Dict(items)
 
 
-_MAX_DEPTH = 200  # a hostile object may have a million levels, and Python's stack has a thousand
+_MAX_DEPTH = 200  # a hostile object may have a million levels; Python's recursion limit is a thousand
 _MAX_REPEATS = 50_000  # a file can share one list under any number of names, for two bytes each
 
 
 class BoundedWalk:
-    """A walk through an object that may be hostile: nested without end, in a circle, or shared again and again."""
+    """A walk through a possibly hostile object: endlessly nested, cyclic, or shared again and again."""
 
     def __init__(self) -> None:
         self.ancestors: set[int] = set()
@@ -132,9 +132,9 @@ class BoundedWalk:
         self._repeats = 0
 
     def why_stop(self, node: Any, depth: int) -> str:
-        """Why not to go into a node; empty if nothing speaks against it.
+        """Why not to descend into a node; empty if it is safe.
 
-        Only what is shared counts as repeated: the size of the file limits everything else.
+        Only shared nodes count as repeated: the size of the file limits everything else.
         """
         if id(node) in self.ancestors:
             return "contains itself"
@@ -145,22 +145,22 @@ class BoundedWalk:
         return "nested too deeply or shared too often" if too_much else ""
 
 
-# -- names that the reader does not give as they are
+# -- names that the reader truncated
 
 MAX_NAMES = 64 << 20
-"""Characters of all restored names together: a key of a megabyte can stand above any number of tensors."""
+"""Total characters of all restored names: any number of tensors can be below a key of a megabyte."""
 
 _CUT = re.compile(r".{200}… \([0-9]{4,} characters\)", re.DOTALL)  # as formats.tensors.short writes it
 
 
 def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with whole names, however long; ``ConvertError`` where they are ambiguous or too much."""
+    """The checkpoint with full tensor names; ``ConvertError`` if they are ambiguous or too long in total."""
     if not checkpoint.pickles or not any("… (" in tensor.name for tensor in checkpoint.tensors):
         return checkpoint
     by_node: dict[int, dict[Key, list[tuple[Any, Any]]]] = {}
 
     def children(node: Any, step: Key) -> list[tuple[Any, Any]]:
-        """The keys that a step of a path stands for, and what is there."""
+        """The keys that a path component can stand for, with their values."""
         if id(node) not in by_node:
             table = by_node[id(node)] = {}
             pairs = enumerate(node) if type(node) in (list, tuple) else last_pairs(_items(node))
@@ -169,7 +169,7 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
         return by_node[id(node)].get(step, [])
 
     tensors = list(checkpoint.tensors)
-    places: dict[tuple[Key, ...], list[int]] = {}  # of the tensors with a name that is cut off, by their path
+    places: dict[tuple[Key, ...], list[int]] = {}  # of the tensors with truncated names, by path
     for place, tensor in enumerate(tensors):
         if any(type(step) is str and _CUT.fullmatch(step) for step in tensor.path):
             places.setdefault(tensor.path, []).append(place)
@@ -179,7 +179,7 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
             lead = len(pickle.path)
             found: list[tuple[tuple[Any, ...], Any]] = [((), pickle.root)] if pickle.path == path[:lead] else []
             for step in path[lead:] if pickle.main else ():
-                if len(found) <= len(tensors):  # else a file shares what it holds without end
+                if len(found) <= len(tensors):  # more of them can only come from endless sharing
                     found = [((*keys, key), child) for keys, node in found for key, child in children(node, step)]
             if pickle.main and len(found) == len(alike):
                 break
@@ -202,16 +202,16 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _renamed(tensor: Tensor, old: str, new: str) -> Tensor:
-    """A tensor and its parts, whose names begin with its own."""
+    """Rename a tensor and its parts, whose names begin with its name."""
     parts = tuple(_renamed(part, old, new) for part in tensor.parts)
     return tensor._replace(name=f"{new}{tensor.name[len(old) :]}", parts=parts)
 
 
 # -- plain data
 
-_MAX_TEXT = 64 << 20  # characters of all texts together: a file can share one as often. The same of all that is listed
+_MAX_TEXT = 64 << 20  # total characters of all strings, and of all listed names: a file can share one string endlessly
 _MAX_LISTED = 10_000
-_MAX_BITS = 4096  # of an integer: Python takes long to write out longer ones
+_MAX_BITS = 4096  # of an integer: int.__str__ is slow for longer ones
 _MAX_SHOWN_BITS = 128  # of an integer key in a path
 _MAX_BYTES = 1 << 20
 
@@ -222,11 +222,11 @@ _SEQUENCES = frozenset({"builtins.set", "__builtin__.set", "builtins.frozenset",
 
 
 class Leftovers(BoundedWalk):
-    """What was dropped, as plain data (``None`` if there is none); ``listed`` is what is not plain data.
+    """What was dropped: ``data`` is plain data (``None`` if there is none), ``listed`` is everything else.
 
-    ``dropped`` are paths and nodes, ``tensors`` the paths of tensors, which are kept elsewhere. ``versions``: a state
-    dict has the versions of its modules with it. ``odd`` are tensors under keys that are neither text nor number, so
-    that their names may not tell them apart.
+    ``dropped`` are paths and nodes, ``tensors`` the paths of tensors, which are stored by themselves. ``versions`` is
+    whether a state dict came with the versions of its modules. ``odd`` are tensors under keys that are neither strings
+    nor numbers, so their names may be ambiguous.
     """
 
     def __init__(self, dropped: Iterable[tuple[tuple[Key, ...], Any]], tensors: frozenset[tuple[Key, ...]]) -> None:
@@ -298,7 +298,7 @@ class Leftovers(BoundedWalk):
             data = self._pairs(Dict(call_items(node)), path, depth)
             state = node.states[-1] if node.states else None
             if type(state) is Dict and state.items[::2] == ["_metadata"]:
-                self.versions = True  # state_dict() has made it
+                self.versions = True  # it comes from state_dict()
             elif state is not None and (more := self._plain(state, (*path, "$attributes"), depth)) is not NOTHING:
                 return {**(data if data is not NOTHING else {}), "$attributes": more}
             return data
@@ -315,11 +315,11 @@ class Leftovers(BoundedWalk):
         return [None if each is NOTHING else each for each in values]
 
     def _pairs(self, items: Dict, path: tuple[Key, ...], depth: int) -> Any:
-        """A dictionary. Its tensors are kept elsewhere: with nothing else in it, it is nothing."""
+        """A dictionary without its tensors, or ``NOTHING`` if it has nothing else."""
         data: dict[str, Any] = {}
         pairs = items.pairs()
         for key, node in pairs:
-            # The name of a tensor tells its key only if that is a text or a number, and not a huge one.
+            # The name of a tensor shows its key exactly only if that is a string or a number that is not huge.
             bits = key.bit_length() if type(key) is int else 0
             odd = type(key) not in KEY_TYPES or bits > _MAX_SHOWN_BITS
             step = short_key(key)
@@ -332,14 +332,14 @@ class Leftovers(BoundedWalk):
                 self._list((*path, step), value, "under a key that is neither a string nor a number")
                 continue
             name = str(key)
-            if name in data:  # 1 and "1" have the same text: the first is listed
+            if name in data:  # 1 and "1" have the same form in JSON: the first is only listed
                 self._list((*path, name), data[name], "under a key that is written like another one")
             data[name] = value
             self._text_left -= len(name)
         return data if data or not pairs else NOTHING
 
     def _object(self, node: Call, path: tuple[Key, ...], depth: int) -> Any:
-        """An object that is nothing but its attributes; of a module, also its parameters, buffers and children."""
+        """The attributes of an object; for a module, also its parameters, buffers and children."""
         state = object_state(node)
         if state is None:
             return self._list(path, node)
@@ -356,22 +356,22 @@ class Leftovers(BoundedWalk):
         kept: dict[str, Any] = {
             key: value
             for key, value in (data.items() if data is not NOTHING else ())
-            # Every module has tables of hooks, nearly always empty.
+            # Every module has dictionaries of hooks, nearly always empty.
             if value or not ("_hook" in key or key == "_non_persistent_buffers_set")
         }
         for where, plain_name in _MODULE_KEYS.items():
             table: Any = state.get(where)
             inside = Dict(call_items(table)) if type(table) is Call else table
-            if type(inside) is Dict and where != "_modules":  # tensors are kept elsewhere, what is set on them is not
-                with_more = [pair for pair in inside.pairs() if tensor_attributes(pair[1]).items]
-                inside = Dict([part for pair in with_more for part in pair])
+            if type(inside) is Dict and where != "_modules":  # of tensors only their attributes belong here
+                with_attributes = [pair for pair in inside.pairs() if tensor_attributes(pair[1]).items]
+                inside = Dict([part for pair in with_attributes for part in pair])
             if type(inside) is Dict and inside.items:
                 data = self._pairs(inside, (*path, where), depth)
                 kept[plain_name if plain_name not in kept else where] = {} if data is NOTHING else data
         return {"$class": name, **kept}
 
 
-# -- values without parts
+# -- scalars
 
 _PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "TorchVersion"})
 _STRUCT_CODES = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?"}
@@ -379,7 +379,7 @@ _STRUCT_CODES |= {"u8": "Q", "u4": "I", "u2": "H", "u1": "B"}
 
 
 def _scalar(node: Any) -> Any:
-    """A value without parts as JSON has it: a number, text, bytes, a device, a path; else ``NOTHING``."""
+    """A number, a string, bytes, a device or a path in the form it has in JSON; ``NOTHING`` for anything else."""
     kind = type(node)
     if node is None or kind in (bool, str):
         return node
@@ -408,7 +408,7 @@ def _scalar(node: Any) -> Any:
 
 
 def numpy_number(node: Call) -> Any:
-    """A number of numpy as Python's own, which has the same value; ``NOTHING`` for anything else."""
+    """A numpy scalar as the equal Python number; ``NOTHING`` for anything else."""
     found = array_of(node) if called(node) in NUMPY_SCALARS else None
     form, raw = (_STRUCT_CODES.get(found.dtype.code), raw_bytes(found.data)) if found else (None, None)
     if found is None or form is None or raw is None or len(raw) != found.dtype.itemsize:

@@ -1,13 +1,13 @@
-"""Files and directories that appear whole or not at all, also when several belong together.
+"""Write files and directories that appear completely or not at all, also when several belong together.
 
-A ``Bundle`` writes every file under a hidden name beside its place, and renames all of them when the last is written.
-Three things make that safe at any moment, also when the process is killed:
+A ``Bundle`` writes every file under a hidden name in its directory, and renames all of them when the last is written.
+Three things make that safe at any moment, even if the process is killed:
 
-- An index of shards comes last. While shards of the same names are replaced, an ``_OldShards`` keeps the old ones under
-  second names, and an interim index leads to those. Where files cannot have two names, the index is hidden meanwhile,
-  so that it never leads to old and new shards.
-- A ``Folder`` changes places with the old one in one step, where the system can do that.
-- What killed conversions have left is removed by the next one to the same place: hidden files and directories are
+- The index of shards comes last. While shards of the same names are replaced, ``_OldShards`` keeps hard links to the
+  old ones, and a temporary index refers to the links. Where hard links are impossible, the index is hidden meanwhile,
+  so that it never refers to a mix of old and new shards.
+- A ``Folder`` and the directory it replaces are exchanged in one step, where the system supports that.
+- The next conversion to the same place removes what killed conversions left behind: hidden files and directories are
   locked as long as their writer lives.
 """
 
@@ -33,7 +33,7 @@ _MAX_INDEX = 100_000_000
 
 
 def file_identity(file: str | int) -> set[tuple[int, int]]:
-    """What tells a file from all others, by its path or descriptor; nothing if there is none."""
+    """The device and inode of a file, given by path or descriptor; empty if it does not exist."""
     with suppress(OSError, ValueError):
         status = os.stat(file)
         return {(status.st_dev, status.st_ino)}
@@ -41,7 +41,7 @@ def file_identity(file: str | int) -> set[tuple[int, int]]:
 
 
 def begins_with(path: str, start: bytes) -> bool:
-    """Whether there is a regular file that begins so: a pipe would be waited for."""
+    """Whether there is a regular file that begins with ``start``; reading a pipe would block."""
     with suppress(OSError):
         if os.path.isfile(path):
             with open(path, "rb") as file:
@@ -50,7 +50,7 @@ def begins_with(path: str, start: bytes) -> bool:
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Refuse to write over what is there, unless that is asked for and it is a regular file."""
+    """Refuse to overwrite anything, except a regular file if ``overwrite`` is set."""
     if not os.path.lexists(path):
         return
     if not overwrite:
@@ -60,12 +60,12 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
 
 
 def index_name(dst: str) -> str:
-    """The name of the index of shards."""
+    """The path of the index of shards."""
     return f"{dst.removesuffix('.index.json').removesuffix('.safetensors')}.safetensors.index.json"
 
 
 def beside(index: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
-    """The paths of files beside an index that match a pattern, whose last group is the stem of the index."""
+    """Files in the directory of an index that match a pattern, whose last group is the stem of the index."""
     folder, name = os.path.split(os.path.abspath(index))
     stem = name.removesuffix(".safetensors.index.json")
     with suppress(OSError):
@@ -82,9 +82,9 @@ def _unlink(paths: Iterable[str]) -> None:
 
 
 class Bundle:
-    """Files under way. Left without an error, all of them are there; with one, none is. Missing directories are made.
+    """Files that are being written: on exit all of them appear, or none if there was an error.
 
-    ``sources`` are the identities of the files that are read: none of them is replaced.
+    Missing directories are created. ``sources`` are the identities of the files that are read: none is ever replaced.
     """
 
     def __init__(self, *, overwrite: bool, sources: set[tuple[int, int]] | None = None) -> None:
@@ -93,7 +93,7 @@ class Bundle:
         self._files: list[AtomicFile | Folder] = []
         self._index = ""
         self._removed: list[str] = []
-        self._directories: list[str] = []  # that were made for the files, outer ones first
+        self._directories: list[str] = []  # those created for the files, outermost first
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
@@ -109,7 +109,7 @@ class Bundle:
             raise cannot_write(error, self._files[-1].path if self._files else "") from error
 
     def add(self, path: str) -> AtomicFile:
-        """Begin a file. The last one added gets its name last."""
+        """Start a file. The last one added is renamed last."""
         refuse_existing(path, overwrite=self._overwrite)
         self._refuse_source(path, path)
         self._make_directories(path)
@@ -117,12 +117,12 @@ class Bundle:
         return file
 
     def add_index(self, path: str, text: bytes) -> None:
-        """Add the file that leads to all others: to the old ones or to the new ones, never to both."""
+        """Add the file that refers to all others: to the old ones or to the new ones, never to both."""
         self.add(path).write([text])
         self._index = path
 
     def add_folder(self, path: str) -> Folder:
-        """Begin a directory."""
+        """Start a directory."""
         for name in os.listdir(path) if os.path.isdir(path) else ():
             self._refuse_source(os.path.join(path, name), path)
         self._make_directories(path.rstrip("/" + os.sep) or path)
@@ -130,7 +130,7 @@ class Bundle:
         return folder
 
     def _make_directories(self, path: str) -> None:
-        """Make the directories above a file that do not exist yet."""
+        """Create the missing parent directories of a file."""
         missing: list[str] = []
         folder = os.path.dirname(os.path.realpath(path))
         while not os.path.lexists(folder):
@@ -141,30 +141,30 @@ class Bundle:
                 os.mkdir(each)
                 self._directories.append(each)
                 atomic.flush_directory(os.path.dirname(each))
-        except FileExistsError:  # another conversion has made it meanwhile
+        except FileExistsError:  # another conversion created it meanwhile
             self._make_directories(path)
         except OSError as error:
             raise cannot_write(error, path) from error
 
     def _remove_directories(self) -> None:
-        """Remove the directories that were made, unless somebody else has put something into them."""
+        """Remove the directories that were created, unless somebody else has put something into them."""
         with suppress(OSError):
             for each in reversed(self._directories):
                 os.rmdir(each)
 
     def remove(self, path: str) -> None:
-        """Remove a file when the others are there: they replace it under other names."""
+        """Remove a file once the others are in place: they replace it under other names."""
         self._refuse_source(path, path)
         self._removed.append(path)
 
     def _refuse_source(self, path: str, where: str) -> None:
-        """A source is never written over, whatever is asked for."""
+        """Refuse to overwrite a source, even with ``overwrite``."""
         if not self._sources.isdisjoint(file_identity(path)):
             raise UsageError("the target is the source itself", where=where, fix="Choose another name.")
 
     @property
     def paths(self) -> list[str]:
-        """The paths of all files."""
+        """The paths of all files, in order."""
         return [file.path for file in self._files]
 
     def _commit(self) -> None:
@@ -183,7 +183,7 @@ class Bundle:
                 file.commit()
                 done += 1
         except BaseException as error:
-            for file in self._files[done + committing :]:  # the one that failed has discarded itself
+            for file in self._files[done + committing :]:  # the one that failed discarded itself
                 file.discard()
             _unlink(path for path in self.paths[:done] if path not in existing)
             self._remove_directories()
@@ -195,22 +195,22 @@ class Bundle:
             raise
         if old is not None:
             old.forget()
-        if self._index:  # second names that a killed conversion has left: it does not lead to them any more
+        if self._index:  # the index no longer refers to links that a killed conversion left behind
             _unlink(path for path, _ in beside(self._index, _LINK))
         _unlink(self._removed)
 
 
 def clear_parts(index: str) -> None:
-    """Remove shards that killed conversions have not finished, however many there were to be."""
+    """Remove unfinished shards of killed conversions, of any number of shards."""
     for path, match in beside(index, _PART):
         atomic.clear_debris(os.path.join(os.path.dirname(path), match["shard"]))
 
 
 class _OldShards:
-    """The shards of an index while others of the same names replace them.
+    """The shards of an index while new ones of the same names replace them.
 
-    They have second names, which an interim index leads to. Where that is impossible, the index is hidden: nobody takes
-    old and new shards for one set.
+    A temporary index refers to hard links of the old shards. Where hard links are impossible, the index is hidden, so
+    that nobody mistakes a mix of old and new shards for one checkpoint.
     """
 
     def __init__(self, index: str, replaced: list[str]) -> None:
@@ -221,7 +221,7 @@ class _OldShards:
         self._text = b""
         try:
             self._link(replaced)
-        except (OSError, ValueError):  # files that cannot have two names, or an index that is not valid
+        except (OSError, ValueError):  # hard links are not supported, or the index is invalid
             self.forget()
             self._hidden = atomic.hidden_name(os.path.realpath(index))
             os.rename(os.path.realpath(index), self._hidden)
@@ -242,29 +242,29 @@ class _OldShards:
         for path in replaced:
             name = os.path.basename(path)
             if name in used:
-                renamed[name] = f".{token}.old.{name}"  # by its suffix loaders know the format
+                renamed[name] = f".{token}.old.{name}"  # loaders recognize the format by the suffix
                 link = os.path.join(self._folder, renamed[name])
                 os.link(os.path.realpath(path), link)
                 self._links[path] = link
         if self._links:
             atomic.flush_directory(self._folder)
-            interim = {tensor: renamed.get(shard, shard) for tensor, shard in shards.items()}
-            self._write(json.dumps({**table, "weight_map": interim}, indent=2, ensure_ascii=False).encode() + b"\n")
+            linked = {tensor: renamed.get(shard, shard) for tensor, shard in shards.items()}
+            self._write(json.dumps({**table, "weight_map": linked}, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def _write(self, text: bytes) -> None:
         with AtomicFile(self._index) as file:
             file.write([text])
 
     def restore(self, *, touched: bool) -> None:
-        """Put everything back; where that fails, the interim index stays, and leads to what was there.
+        """Put the old shards back; if that fails, the temporary index stays and refers to the links.
 
-        A hidden index does not come back if it would lead to old and new shards.
+        A hidden index is not restored if it would refer to a mix of old and new shards.
         """
         for path, link in self._links.items() if touched else ():
             again = os.path.join(self._folder, os.path.basename(link).replace(".old.", ".again.", 1))
             os.link(link, again)
             os.replace(again, os.path.realpath(path))
-            with suppress(FileNotFoundError):  # two names of one file: os.replace leaves both
+            with suppress(FileNotFoundError):  # os.replace does nothing if both names are the same file
                 os.unlink(again)
         if self._links:
             self._write(self._text)
@@ -273,7 +273,7 @@ class _OldShards:
         self.forget()
 
     def forget(self) -> None:
-        """Remove the second names, or the hidden index."""
+        """Remove the links, or the hidden index."""
         _unlink([*self._links.values(), self._hidden])
 
 
@@ -281,7 +281,7 @@ class _OldShards:
 
 
 class Folder:
-    """A directory that takes its place when all of it has reached the disk. It replaces only what we have written."""
+    """A directory that appears when all of it is on disk. It replaces only a directory that a conversion wrote."""
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
         self.path = path.rstrip("/" + os.sep) or path
@@ -311,7 +311,7 @@ class Folder:
             raise UsageError("the directory already exists and is not empty", where=self.path, fix=fix)
 
     def commit(self) -> None:
-        """Rename it, then remove what was there before."""
+        """Move it into place, then remove the old directory."""
         old = f"{self.hidden}.old"
         try:
             self._refuse_existing()
@@ -332,7 +332,7 @@ class Folder:
         self._remove(old)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove it."""
         self._remove(self.hidden)
 
     def _remove(self, folder: str) -> None:
@@ -351,8 +351,8 @@ def _remove_folder(folder: str) -> None:
 
 
 def _clear_folders(target: str) -> None:
-    """Remove what killed conversions have left. If one was killed between two renames, put the old directory back."""
-    with suppress(FileNotFoundError, AttributeError):  # AttributeError: a system that cannot open directories
+    """Remove what killed conversions left behind. If one was killed between two renames, restore the old directory."""
+    with suppress(FileNotFoundError, AttributeError):  # AttributeError: no O_DIRECTORY on this system
         for path, match in atomic.abandoned(target, os.O_RDONLY | os.O_DIRECTORY, r"(?P<old>\.old)?"):
             if match["old"] and not os.path.lexists(target):
                 os.rename(path, target)
@@ -365,10 +365,10 @@ _RENAME_EXCHANGE = 2  # of renameat2(2), in Linux since 3.15 and in glibc since 
 
 
 def swap(first: str, second: str) -> bool:
-    """Exchange two paths in one step; false if the system or its file system cannot, and nothing was done."""
+    """Exchange two paths atomically; return false, with nothing done, if the system does not support that."""
     if not sys.platform.startswith("linux"):
         return False
-    with suppress(ImportError, OSError, AttributeError):  # no ctypes, or no such function
+    with suppress(ImportError, OSError, AttributeError):  # no ctypes, or a libc without renameat2
         import ctypes
 
         rename = ctypes.CDLL(None).renameat2

@@ -1,7 +1,7 @@
-"""What goes into the target and what does not, decided before anything is written; and the notes about it.
+"""Decide what goes into the target before anything is written, and what to note about it.
 
 ``Options`` is what the caller asks for. A ``Plan`` takes the tensors below the key, leaves out what a ``state_dict()``
-would not have, gives every tensor a name of its own, and decides which of them a format can hold. ``candidates`` is
+would not contain, gives every tensor a unique name, and decides which of them the format can store. ``candidates`` is
 what ``--list`` shows.
 """
 
@@ -39,7 +39,7 @@ from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
 
 # -- what is asked for
 
-_FORMATS: dict[str, tuple[str, ...]] = {  # and how the names of their files end
+_FORMATS: dict[str, tuple[str, ...]] = {  # with the suffixes of their file names
     "safetensors": (".safetensors", ".safetensors.index.json"),
     "torch": (".pt", ".pth", ".ckpt", ".bin"),
     "npz": (".npz",),
@@ -55,7 +55,7 @@ _MAX_SIZE = float(1 << 63)
 
 
 class Options(NamedTuple):
-    """What the caller of ``convert`` chose; the fields are its parameters."""
+    """What the caller of ``convert`` asks for; the fields are its parameters."""
 
     key: str = ""
     strip: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Options(NamedTuple):
 
 
 def format_of(dst: str, to: str = "") -> str:
-    """The format to write: ``to``, or what the name of the target says.
+    """The format to write: ``to``, or the one that the name of the target implies.
 
     >>> format_of("model.safetensors"), format_of("out/"), format_of("x", "npz")
     ('safetensors', 'raw', 'npz')
@@ -81,12 +81,12 @@ def format_of(dst: str, to: str = "") -> str:
 
 
 def _named_format(dst: str) -> str:
-    """The format that a file name stands for; empty if it stands for none."""
+    """The format that a file name implies; empty if it implies none."""
     return next((format_ for format_, suffixes in _FORMATS.items() if dst.lower().endswith(suffixes)), "")
 
 
 def dtype_of(text: str) -> str:
-    """The full name of a dtype to convert to; empty for none.
+    """The full name of the dtype to convert to; empty if none is given.
 
     >>> dtype_of("bf16"), dtype_of("torch.float16")
     ('bfloat16', 'float16')
@@ -99,7 +99,7 @@ def dtype_of(text: str) -> str:
 
 
 def size_of(size: str | int | None) -> int:
-    """Bytes, from a number with or without a unit; 0 for none.
+    """A size in bytes, from a number with or without a unit; 0 if none is given.
 
     >>> size_of("5GB"), size_of("1.5 MiB"), size_of(1000)
     (5000000000, 1572864, 1000)
@@ -113,7 +113,7 @@ def size_of(size: str | int | None) -> int:
     return max(1, int(float(match[1]) * unit ** _POWERS.index(match[2].upper())))
 
 
-# -- what the formats can hold
+# -- what the formats can store
 
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
 _CANNOT_HOLD = {
@@ -125,8 +125,8 @@ _CANNOT_HOLD = {
 _UNSAFE = re.compile(r'[\\:%"\x00-\x1f]')
 
 
-def _holds(format_: str, dtype: str) -> bool:
-    """Whether a format has a dtype, or can keep its bytes."""
+def _can_store(format_: str, dtype: str) -> bool:
+    """Whether a format has a dtype, or can at least store its bytes."""
     if format_ == "safetensors":
         return dtype in SAFETENSORS_DTYPES
     if format_ == "npz":
@@ -135,9 +135,9 @@ def _holds(format_: str, dtype: str) -> bool:
 
 
 def member_name(name: str) -> str:
-    """The name of a tensor in a numpy archive: one that no unpacker takes for a place outside of its folder.
+    """The name of a tensor in a numpy archive, escaped so that no unpacker writes outside its directory.
 
-    numpy takes ``a.npy`` for the file of ``a``.
+    A trailing ``.npy`` is escaped too: numpy would take ``a.npy`` for the file of the array ``a``.
 
     >>> member_name("fc.weight"), member_name("../a"), member_name("/b"), member_name("a.npy")
     ('fc.weight', '%2E%2E/a', '%2Fb', 'a%2Enpy')
@@ -156,22 +156,22 @@ _WEIGHTS = ("_parameters", "_buffers")
 
 
 class Plan:
-    """What is written and what is not; ``TransloadError`` if there is nothing to convert.
+    """What is written and what is not; raises ``TransloadError`` if there is nothing to convert.
 
-    ``entries`` are the tensors of the target in the order of the file, ``aliases`` second names of them, ``in_parts``
-    those that became several entries, ``omitted`` those that are left out, and ``others`` counts those outside of the
-    key. ``renamed`` have another name than in the source; ``unmatched`` are prefixes to strip that no name begins with.
-    ``metadata`` is what safetensors files say besides second names. ``dropped`` is what else there was, by its path.
-    ``arrays`` are tensors that are numpy arrays in the source, and ``content`` is the source with them; ``numbers`` are
-    numbers of numpy that a torch zip has as Python's own.
+    ``entries`` are the tensors of the target in file order, ``aliases`` further names of the same tensors, ``in_parts``
+    the names of tensors that became several entries, ``omitted`` the tensors that are left out, and ``others`` how many
+    are outside the key. ``renamed`` pairs names in the source with new names; ``unmatched`` are prefixes to strip that
+    no name begins with. ``metadata`` is the metadata of safetensors files, without aliases. ``dropped`` is everything
+    that is not a tensor, by path. ``arrays`` are tensors that are numpy arrays in the source, and ``content`` is the
+    source with these tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
 
-    Of a torch zip, ``opening`` are the records with the object, ``slots`` the places of its tensors and ``storages``
-    their bytes.
+    For a torch zip, ``opening`` are the records of the object, ``slots`` the places of tensors in it, and ``storages``
+    the bytes to write.
     """
 
     def __init__(self, content: Content, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
-        self.checkpoint, self.metadata = _with_second_names(content)
+        self.checkpoint, self.metadata = _with_aliases(content)
         self.entries: list[Entry] = []
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
@@ -186,42 +186,41 @@ class Plan:
         self.numbers: list[str] = []
         self._modules = _module_paths(self.checkpoint.tensors)
         self.content, self.arrays = self._with_arrays(content)
-        content = self.content
         self.checkpoint = replace(self.checkpoint, tensors=(*self.checkpoint.tensors, *self.arrays))
         selected = self._select()
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
         before = len(self.omitted)
         if format_ == "torch":
-            self._plan_torch(selected, content)
+            self._plan_torch(selected)
         else:
-            self._plan_entries(selected, content)
+            self._plan_entries(selected)
             if format_ == "npz":
-                spelled = [(entry.name, member_name(entry.name)) for entry in self.entries]
-                self.renamed += [pair for pair in spelled if pair[0] != pair[1]]
+                members = [(entry.name, member_name(entry.name)) for entry in self.entries]
+                self.renamed += [(name, member) for name, member in members if name != member]
             self._drop_everything(selected)
-            self.nbytes = sum(entry.nbytes for entry in self.entries)  # of tensors that are written
+            self.nbytes = sum(entry.nbytes for entry in self.entries)
         if not self.entries and not self.carried:
             name, why, _ = self.omitted[before]
             raise ConvertError(f"{format_} cannot hold any of its tensors: {name}: {why}", where=self.checkpoint.path)
 
     @property
     def carried(self) -> list[Entry]:
-        """Tensors that a torch zip takes over by the calls that make them."""
+        """Tensors that a torch zip takes over as the calls that rebuild them."""
         return [slot.entry for slot in self.slots if slot.call is not None]
 
     def total(self, *, verify: bool) -> int:
-        """Bytes that progress counts: those that are written, and those that are then compared."""
+        """How many bytes progress counts: those written, and those read back if ``verify`` is set."""
         entries = self.storages if self.format == "torch" else self.entries
         nbytes = sum(entry.nbytes for entry in entries)
         return 2 * nbytes if verify else nbytes
 
     def _with_arrays(self, content: Content) -> tuple[Content, tuple[Tensor, ...]]:
-        """The source with the numpy arrays of its objects as tensors. A torch zip keeps no objects to look into."""
+        """The source with numpy arrays in its pickles as tensors. Arrays inside objects cannot go into a torch zip."""
         checkpoint = content.checkpoint
         main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
         named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
-        # Where several shards fill one dictionary, a path does not tell whose value it leads to.
+        # Where several shards fill one dictionary, a path does not identify the shard.
         if not named or checkpoint.format in _PROGRAMS or len({pickle.path for pickle in main}) != len(main):
             return content, ()
         roots = [(pickle.path, pickle.root) for pickle in main]
@@ -230,7 +229,7 @@ class Plan:
         return with_arrays(content, found)
 
     def _select(self) -> list[Entry]:
-        """The tensors that are asked for, as ``state_dict()`` would name them."""
+        """The requested tensors, named as in a ``state_dict()``."""
         checkpoint, strip = self.checkpoint, self.options.strip
         key = _dotted(self.options.key)
         chosen = [each for each in checkpoint.tensors if not key or f"{_dotted(each.name)}.".startswith(f"{key}.")]
@@ -248,7 +247,7 @@ class Plan:
         self.omitted += [
             Omission(problem.where or "…", f"not all of it was searched: {problem.detail}", lost=True)
             for problem in checkpoint.problems
-            if problem.code in ("tree-too-deep", "tree-too-large")  # tensors may lie where the reader has stopped
+            if problem.code in ("tree-too-deep", "tree-too-large")  # there may be tensors beyond
         ]
         kept: list[tuple[str, Tensor]] = []
         matched: set[str] = set()
@@ -258,7 +257,7 @@ class Plan:
                 continue
             name = (tensor.name[len(key) + 1 :] if key else tensor.name) or tensor.name.rpartition("/")[2]
             lead, slash, last = name.rpartition("/")
-            # The whole name may begin with a prefix, or the last part of a nested one.
+            # A prefix is stripped from the whole name, or from the last component of a nested one.
             prefix = next((each for each in strip if name.startswith(each) or last.startswith(each)), "")
             matched.add(prefix)
             new = name[len(prefix) :] if name.startswith(prefix) else f"{lead}{slash}{last[len(prefix) :]}"
@@ -283,7 +282,7 @@ class Plan:
         return selected
 
     def _why_omitted(self, tensor: Tensor, key: str) -> str:
-        """Why a tensor is not part of the state dict; empty if it is."""
+        """Why a ``state_dict()`` would not contain a tensor; empty if it would."""
         path, constant = tensor.path, "a constant of the program's code, not a weight"
         if self.checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
             return "" if key.startswith("CONSTANTS") else constant
@@ -297,12 +296,12 @@ class Plan:
             inside = inside[2:]
         if len(inside) != 2 or inside[0] not in _WEIGHTS:
             return "an attribute of a module, which state_dict() does not have"
-        # The reader names a buffer by its whole path where state_dict() would not have it.
+        # The reader names a buffer by its whole path if state_dict() would not contain it.
         hidden = inside[0] == "_buffers" and tensor.name.endswith(f"_buffers/{inside[1]}")
         return "a buffer registered with persistent=False" if hidden else ""
 
-    def _plan_entries(self, selected: Iterable[Entry], content: Content) -> None:
-        """Take what the target can hold: plain runs of numbers; of tensors made of others, the others."""
+    def _plan_entries(self, selected: Iterable[Entry]) -> None:
+        """Take what the target can store: dense tensors, and the parts of tensors that consist of others."""
         simple: list[Entry] = []
         stack = [*selected][::-1]
         while stack:
@@ -319,17 +318,17 @@ class Plan:
                     stack.append(Entry(f"{name}/{part.name[lead:]}", part, dtype))
             else:
                 self.omitted.append(Omission(name, _CANNOT_HOLD.get(kind, f"it is {kind}"), lost=True))
-        # A torch zip holds views, so it does not write all the bytes that they claim, and has both names of a tensor.
-        allowance = None if self.format == "torch" else Allowance(content.checkpoint)
+        # A torch zip stores views as views and tied tensors under both names, so it writes no byte twice.
+        allowance = None if self.format == "torch" else Allowance(self.content.checkpoint)
         tied = self.format in ("safetensors", "raw")
         names_by_tie: dict[Any, str] = {}
         distinct = _Distinct(entry.name for entry in simple)
         for entry in simple:
             name, tensor = distinct(entry.name), entry.tensor
-            if not _holds(self.format, entry.dtype):
+            if not _can_store(self.format, entry.dtype):
                 self.omitted.append(Omission(name, f"the format has no {entry.dtype}", lost=True))
                 continue
-            # In the metadata of a safetensors file, "format" is what its loaders look for, never a second name.
+            # In the metadata of a safetensors file, "format" is what loaders look for, never an alias.
             tie = tie_of(tensor) if tied and name != "format" else None
             if tie is not None and names_by_tie.setdefault(tie, name) != name:
                 self.aliases.append((name, names_by_tie[tie]))
@@ -339,14 +338,14 @@ class Plan:
             self.entries.append(entry if name == entry.name else entry._replace(name=name))
         self.renamed += distinct.renamed
 
-    def _plan_torch(self, selected: list[Entry], content: Content) -> None:
-        """Plan a torch zip: with the source's own object where it has one that can be kept, else with a dictionary."""
+    def _plan_torch(self, selected: list[Entry]) -> None:
+        """Plan a torch zip: keep the structure of the source's object if possible, else write a flat dictionary."""
         checkpoint = self.checkpoint
-        # 1.0 and "1.0", or huge keys that begin alike, share a path: then no tensor can be found by it.
+        # The keys 1.0 and "1.0", or long keys with the same beginning, share a path. Then paths identify no tensor.
         paths = frozenset(tensor.path for tensor in checkpoint.tensors)
         distinct = len(paths) == len(checkpoint.tensors)
         calls = carried_calls(checkpoint, selected) if distinct else {}
-        self._plan_entries((entry for entry in selected if entry.tensor.path not in calls), content)
+        self._plan_entries(entry for entry in selected if entry.tensor.path not in calls)
         root, start = self._root(selected)
         structure = None
         if root is not None and distinct and checkpoint.format not in _WITHOUT_OBJECT and not self.in_parts:
@@ -358,30 +357,30 @@ class Plan:
         if structure is not None:
             made, self.slots, self.dropped = structure.root, structure.slots, structure.dropped
             self.numbers = structure.numbers
-        else:  # tensors by their names
+        else:
             entries = [*self.entries, *(entry for entry in selected if entry.tensor.path in calls)]
             self.slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
             made = Dict([part for slot in self.slots for part in (slot.entry.name, slot)])
             self._drop_everything(selected)
-        self.storages = lay_out(self.slots, content)
+        self.storages = lay_out(self.slots, self.content)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
         expand = Slot, TensorCalls(self.storages, checkpoint).tensor
         self.opening = opening_records(dumps(made, expand=expand))
 
     def _drop_everything(self, selected: list[Entry]) -> None:
-        """Drop all of the source's object, or what is below the key; its tensors are kept elsewhere."""
+        """Drop the source's object, or what is below the key; its tensors are stored by themselves."""
         checkpoint = self.checkpoint
         if checkpoint.format == "gguf":
             from transload.formats.gguf import header_values
 
             values = header_values(self.content.open_file(""))
-            # Under a path of two steps: that of a tensor, which may have the name of a value, has one.
+            # With two components the path cannot be that of a tensor, which may have the name of a value.
             self.dropped.append((("gguf", "metadata"), Dict([part for pair in values.items() for part in pair])))
         main = [pickle for pickle in checkpoint.pickles if pickle.main]
         if not self.options.key and (len(main) > 1 or any(pickle.path for pickle in main)):
-            for pickle in main:  # the object of each file or item, without the table of a DCP directory
-                leads = any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves)
-                if leads and (pickle.path or checkpoint.format != "dcp"):
+            for pickle in main:  # the object of each file or item, but not the .metadata of a DCP directory
+                has_values = any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves)
+                if has_values and (pickle.path or checkpoint.format != "dcp"):
                     self.dropped.append((pickle.path, pickle.root))
             return
         root, path = self._root(selected)
@@ -389,14 +388,14 @@ class Plan:
             self.dropped.append((path, root))
 
     def _root(self, selected: list[Entry]) -> tuple[Any, tuple[Key, ...]]:
-        """The object that is converted, and its path; ``None`` where the key is not a container of the object."""
+        """The object to convert and its path; ``None`` if the key does not name a container in the object."""
         root, wanted = self.checkpoint.root, _dotted(self.options.key)
         if not wanted:
             return root, ()
         for entry in selected:
             path = entry.tensor.path
             for length in range(1, len(path)):
-                # As names have it: without the tables of a module's children.
+                # As in names: without the _modules dictionaries of modules.
                 spelled = ".".join(str(step) for step in path[:length] if step != "_modules")
                 if _dotted(spelled) == wanted:
                     node = node_at(root, path[:length])
@@ -405,7 +404,7 @@ class Plan:
 
 
 class _Distinct:
-    """Gives every name once: one that comes again gets a number, with which it is none of all ``names``.
+    """Makes names unique: a repeated name gets a number that makes it different from all ``names``.
 
     >>> distinct = _Distinct(["a", "a", "a#2"])
     >>> distinct("a"), distinct("a"), distinct.renamed
@@ -416,10 +415,10 @@ class _Distinct:
         self.renamed: list[tuple[str, str]] = []
         self._taken = set(names)
         self._used: set[str] = set()
-        self._next: dict[str, int] = {}  # a file can have fifty thousand tensors of one name
+        self._next: dict[str, int] = {}  # a file can have fifty thousand tensors with the same name
 
     def __call__(self, name: str, *, invented: bool = False) -> str:
-        """The name, or another one. A name that is ``invented`` gives way to one that the file has."""
+        """The name, or a numbered one. A name that is ``invented`` gives way to the same name in the file."""
         if name not in self._used and not (invented and name in self._taken):
             self._used.add(name)
             return name
@@ -438,7 +437,7 @@ def _dotted(text: str) -> str:
 
 
 def _module_paths(tensors: Iterable[Tensor]) -> set[tuple[Key, ...]]:
-    """The paths of pickled modules: of those that hold parameters or buffers, and of all around them."""
+    """The paths of pickled modules that have parameters or buffers, and of the modules that contain them."""
     paths: set[tuple[Key, ...]] = set()
     for tensor in tensors:
         path = tensor.path
@@ -451,10 +450,10 @@ def _module_paths(tensors: Iterable[Tensor]) -> set[tuple[Key, ...]]:
     return paths
 
 
-def _with_second_names(content: Content) -> tuple[Checkpoint, dict[str, str]]:
-    """The checkpoint with whole names, and tied tensors under all of theirs; and what else its metadata says.
+def _with_aliases(content: Content) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint with full names and with tied tensors under every name, and the rest of its metadata.
 
-    safetensors files hold every tensor once, and their writers note its second names in the metadata.
+    A safetensors file stores every tensor once; ``save_model`` records further names in the metadata.
     """
     from transload.formats.safetensors import header_metadata, looks_like
     from transload.formats.zip import starts_like_zip
@@ -473,13 +472,13 @@ def _with_second_names(content: Content) -> tuple[Checkpoint, dict[str, str]]:
     return replace(checkpoint, tensors=(*checkpoint.tensors, *tied)), others
 
 
-# -- what is in the target in another way than it was
+# -- what changed on the way
 
 _SHOWN = 20
 
 
 def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
-    """What there is to know besides what was left out, each a sentence."""
+    """What to know about the target besides what was left out, a sentence each."""
     named = _named_format(job.dst)
     if named and named != plan.format:
         yield f"it is {plan.format}, although its name says {named}"
@@ -527,7 +526,7 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
 
 
 def _parts_beside_optimizer(plan: Plan) -> list[str]:
-    """The parts of a training checkpoint that is converted whole, with its optimizer; else nothing."""
+    """The parts of a training checkpoint that is converted as a whole, with its optimizer; else nothing."""
     tensors = () if plan.options.key else plan.checkpoint.tensors
     parts = list(dict.fromkeys(tensor.name.partition("/")[0] for tensor in tensors if "/" in tensor.name))
     is_training = len(parts) > 1 and any("optim" in part.lower() for part in parts)
@@ -542,14 +541,14 @@ def _kept_arrays(plan: Plan) -> list[str]:
 
 
 def _separated_views(plan: Plan) -> list[str]:
-    """Tensors that overlapped in a storage, and are in different places of the target."""
-    held: list[tuple[Entry, object]]  # each with its place in the target
+    """Tensors that overlap in the source, and no longer do in the target."""
+    placed: list[tuple[Entry, object]]  # each with its storage in the target
     if plan.format == "torch":
-        held = [(slot.entry, slot.storage) for slot in plan.slots if slot.call is None]
+        placed = [(slot.entry, slot.storage) for slot in plan.slots if slot.call is None]
     else:
-        held = [(entry, entry.name) for entry in plan.entries]
+        placed = [(entry, entry.name) for entry in plan.entries]
     by_storage: dict[str, list[tuple[int, int, tuple[str, object]]]] = {}
-    for (name, tensor, _), place in held:
+    for (name, tensor, _), place in placed:
         if tensor.kind == "strided" and tensor.storage is not None and tensor.numel:
             by_storage.setdefault(tensor.storage, []).append((*byte_span(tensor), (name, place)))
     separated: list[str] = []
@@ -567,7 +566,7 @@ _MAX_LEVELS = 3
 
 
 class Candidate(NamedTuple):
-    """A part of a checkpoint: its key (empty for all), what it is, and how much is in it."""
+    """A part of a checkpoint that ``--key`` can choose; the key is empty for the whole."""
 
     key: str
     kind: str
@@ -580,11 +579,11 @@ class Candidate(NamedTuple):
 
 
 def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
-    """Every part of a checkpoint that holds tensors, the whole first, then in the order of the file."""
+    """Every part of a checkpoint that contains tensors: the whole first, then in file order."""
     parts: dict[str, list[Tensor]] = {"": []}
     for tensor in checkpoint.tensors:
         parts[""].append(tensor)
-        # A DCP directory joins the keys of nested dictionaries by dots: the first of them is a part.
+        # DCP joins the keys of nested dictionaries with dots: the first one names a part.
         steps = tensor.name.split(".", 1)[:-1] if checkpoint.format == "dcp" else tensor.name.split("/")[:-1]
         for length in range(1, min(len(steps), _MAX_LEVELS) + 1):
             key = "/".join(steps[:length])

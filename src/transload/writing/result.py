@@ -16,12 +16,11 @@ from transload.writing.objects import Omission
 class Conversion(Reported):
     """What was converted, and what was not.
 
-    ``files`` were written, the first of them holds the weights (or is the directory). ``nbytes`` are those of all
-    tensors; ``copied`` is 0, as no bytes are moved unseen any more. ``aliases`` are second names of tensors that are
-    held once. ``left`` are tensors that are not in the target: those with ``lost`` because it cannot hold them.
-    ``listed`` is what else it cannot hold and is not plain data, such as functions: it is written nowhere. Plain data
-    are in the file ``leftovers``. ``others`` counts tensors outside of the key. ``notes`` also name the tensors that
-    are numpy arrays in the source.
+    ``files`` are those written; the first contains the weights, or is the directory. ``nbytes`` is the size of all
+    tensors; ``copied`` is always 0. ``aliases`` are further names of tensors that are stored once. ``left`` are tensors
+    that are not in the target; those with ``lost`` because it cannot store them. ``listed`` is what else it cannot
+    store and is not plain data, such as functions: it is written nowhere. Plain data is in the file ``leftovers``.
+    ``others`` counts tensors outside the key. ``notes`` also names the tensors that are numpy arrays in the source.
     """
 
     path: str
@@ -46,7 +45,7 @@ class Conversion(Reported):
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor that was asked for is in the target."""
+        """Whether every requested tensor is in the target."""
         return not any(each.lost for each in self.left)
 
     def to_dict(self) -> dict[str, Any]:

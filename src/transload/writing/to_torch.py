@@ -1,9 +1,9 @@
-"""What is in a torch zip, made without torch: ``torch.load`` takes it with ``weights_only=True``.
+"""Build the contents of a torch zip without torch; ``torch.load`` accepts it with ``weights_only=True``.
 
-A ``Structure`` keeps the source's own dictionaries and lists, with a ``Slot`` for each tensor, and drops what
+A ``Structure`` keeps the dictionaries and lists of the source, with a ``Slot`` for each tensor, and drops what
 ``weights_only`` would refuse; a pickled module becomes its state dict. ``lay_out`` decides which bytes become storages,
-and ``TensorCalls`` makes the calls in the pickle that refer to them. Tensors that only this format holds (sparse,
-quantized, nested) are carried over by the calls that make them.
+and ``TensorCalls`` builds the calls in the pickle that refer to them. Tensors that only this format can store (sparse,
+quantized, nested) are carried over as the calls that rebuild them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transload.writing.transfer import Entry
 
 Path = tuple[Key, ...]
 Span = tuple[int, int, Any]
-_MAX_PARTS = 10_000  # of a call that is looked through
+_MAX_PARTS = 10_000  # parts of a call that are examined
 _ORDERED_DICT = "collections.OrderedDict"
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
@@ -40,18 +40,18 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
 _CARRIED_KINDS = ("quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested")
 _CARRIED_FORMATS = ("torch-zip", "torch-legacy", "torch-directory", "pickle")
-_CARRIED_CALLS = frozenset(  # what weights_only calls, and our reader understands, to make one
+_CARRIED_CALLS = frozenset(  # functions that weights_only allows and our reader understands
     {
         *(_ORDERED_DICT, "torch.Size", "torch.serialization._get_layout"),
         *(f"torch._utils._rebuild_{kind}_tensor" for kind in ("nested", "sparse", "sparse_csr")),
         *(f"torch._utils._rebuild_{kind}" for kind in ("parameter", "qtensor", "tensor", "tensor_v2", "tensor_v3")),
     }
 )
-_NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+_UNQUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 
 def carried_calls(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[Path, Call]:
-    """The calls of tensors that are carried over, by path: those that hold nothing but what belongs there."""
+    """The calls of tensors that are carried over, by path: only calls without anything unexpected in them."""
     if checkpoint.format not in _CARRIED_FORMATS:
         return {}
     keys = {storage.key for storage in checkpoint.storages}
@@ -69,9 +69,9 @@ def carried_calls(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[Path
 def _is_made_of(
     node: Any, calls: frozenset[str], containers: tuple[type, ...], is_value: Callable[[Any], bool]
 ) -> bool:
-    """Whether a node is one of these calls, of containers, values, and more such calls."""
+    """Whether a node is one of these calls, with arguments of containers, values and further such calls."""
     parts: list[Any] = [node]
-    for part in parts:  # grows as it goes; what is shared is counted again
+    for part in parts:  # grows during the loop; shared parts count each time
         if len(parts) > _MAX_PARTS or type(node) is not Call:
             return False
         if type(part) in containers:
@@ -88,7 +88,7 @@ def _is_made_of(
 
 
 def _storage_key(node: Persistent) -> str:
-    """The file's own name of a storage; empty if the id has another form."""
+    """The key of a storage in the file; empty if the persistent id has another form."""
     pid: Any = node.id
     known = type(pid) is tuple and len(pid) >= 5 and pid[0] == "storage" and type(pid[1]) is Global
     return pid[2] if known and type(pid[2]) is str else ""
@@ -96,16 +96,16 @@ def _storage_key(node: Persistent) -> str:
 
 # -- the object
 
-# Calls that weights_only makes of plain arguments.
+# Functions that weights_only calls with plain arguments.
 _PLAIN_CALLS = frozenset({"torch.Size", "torch.device", "_codecs.encode", "builtins.set", "__builtin__.set"})
 _PLAIN_CALLS |= {"builtins.complex", "__builtin__.complex", "builtins.bytearray", "__builtin__.bytearray"}
 
 
 class Slot:
-    """The place of a tensor in the object, and how it looks at its storage.
+    """The place of a tensor in the object, and its view of a storage.
 
-    ``state``: it is in a module's state dict, where parameters are plain tensors. ``call`` makes a tensor that is
-    carried over; any other looks from ``offset`` on, with ``stride``, at the storage with the number ``storage``.
+    ``state``: it is in a module's state dict, where parameters are plain tensors. ``call`` rebuilds a tensor that is
+    carried over; any other is a view of storage number ``storage``, with ``offset`` and ``stride``.
     """
 
     __slots__ = ("call", "entry", "offset", "state", "storage", "stride")
@@ -120,11 +120,11 @@ class Slot:
 
 
 class Structure(BoundedWalk):
-    """The object below ``root``, which is at the path ``start``, as the target has it.
+    """The object ``root``, which is at path ``start`` of the source, as the target stores it.
 
-    ``entries`` are the tensors to keep, ``known`` the paths of all tensors there are, ``modules`` those of pickled
-    modules, ``calls`` those of tensors that are carried over. ``slots`` are in the order in which a reader finds them;
-    ``dropped`` are the paths and nodes of what was dropped, ``numbers`` the names of numpy's numbers, now Python's own.
+    ``entries`` are the tensors to keep, ``known`` the paths of all tensors, ``modules`` the paths of pickled modules,
+    ``calls`` the tensors that are carried over. ``slots`` are in the order in which a reader finds them; ``dropped``
+    are the paths and nodes that were dropped, ``numbers`` the paths of numpy scalars that became Python numbers.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Structure(BoundedWalk):
         self.root = Dict([]) if kept is NOTHING else kept
 
     def _keep(self, node: Any, path: Path, depth: int) -> Any:
-        """A node as the target has it, or ``NOTHING``."""
+        """A node as the target stores it, or ``NOTHING``."""
         if path in self._known:
             attributes = tensor_attributes(node)
             if attributes.items:
@@ -203,7 +203,7 @@ class Structure(BoundedWalk):
             if kept is NOTHING:
                 continue
             if type(kept) is Slot and type(key) is str and kept.entry.tensor.name.endswith(key):
-                # The tensor may be called otherwise now, without the prefix that was stripped.
+                # The tensor may have a new name, without a prefix that was stripped.
                 name = kept.entry.name
                 if len(kept.entry.tensor.name) == len(key):
                     key = name  # noqa: PLW2901 - the same key under its new name
@@ -226,7 +226,7 @@ _WIDEST = 16
 
 
 def tie_of(tensor: Tensor) -> Any:
-    """What two names of the same numbers have in common; ``None`` where there are no numbers to share."""
+    """A key that is equal for tied tensors; ``None`` for a tensor that cannot be tied to another."""
     if tensor.kind != "strided" or tensor.storage is None or not tensor.numel:
         return None
     steps = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1]
@@ -234,7 +234,7 @@ def tie_of(tensor: Tensor) -> Any:
 
 
 def overlapping(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Groups of spans (first byte, end, anything) that overlap, directly or by way of others."""
+    """Groups of spans (start, end, anything) that overlap, directly or through others."""
     group: list[Span] = []
     reached = 0
     for span in sorted(spans, key=lambda span: span[:2]):
@@ -247,7 +247,7 @@ def overlapping(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def lay_out(slots: Iterable[Slot], content: Content) -> list[Entry]:
-    """The storages of an object: tensors that overlap share one, every other has one of its own."""
+    """The storages of an object: tensors that overlap share one, every other tensor gets its own."""
     allowance = Allowance(content.checkpoint)
     storages: list[Entry] = []
     spans: dict[str, list[tuple[int, int, Slot]]] = {}
@@ -283,7 +283,7 @@ def lay_out(slots: Iterable[Slot], content: Content) -> list[Entry]:
 
 
 def _shares_storage(tensor: Tensor, content: Content) -> bool:
-    """Whether a tensor may keep a storage in common with others; else it gets one of its own."""
+    """Whether a tensor may share a storage with others; else it gets its own."""
     storage = content.storage(tensor)
     if tensor.kind != "strided" or tensor.flags or storage is None or not tensor.numel:
         return False
@@ -297,9 +297,9 @@ def _shares_storage(tensor: Tensor, content: Content) -> bool:
 
 
 class TensorCalls:
-    """Makes the call for each slot. Storages that are carried over are added to ``storages`` when they are needed.
+    """Builds the call for each slot. Storages of tensors that are carried over are added to ``storages``.
 
-    A class, because nested functions that call one another would keep the checkpoint in a cycle.
+    A class, because nested functions that call one another would keep the checkpoint alive in a reference cycle.
     """
 
     def __init__(self, storages: list[Entry], checkpoint: Checkpoint) -> None:
@@ -310,14 +310,14 @@ class TensorCalls:
         self._carried: dict[str, str] = {}
 
     def tensor(self, slot: Slot) -> Any:
-        """The call for a tensor."""
+        """The call that rebuilds a tensor."""
         if slot.call is not None:
             return self._carry(slot.call)
         tensor, dtype = slot.entry.tensor, slot.entry.dtype
-        key = self._keys.setdefault(slot.storage, str(slot.storage))  # the same object, so that it is written once
+        key = self._keys.setdefault(slot.storage, str(slot.storage))  # the same object, so that it is pickled once
         parameter = tensor.cls == "Parameter" and not slot.state
         kind, nbytes = STORAGE_CLASSES.get(dtype), self._storages[slot.storage].nbytes
-        if kind is None:  # a dtype without a storage class of its own
+        if kind is None:  # a dtype without a storage class
             pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
         else:
             pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
@@ -340,7 +340,7 @@ class TensorCalls:
         return Call(self._global(module, name), args, "reduce", 0)
 
     def _carry(self, node: Any) -> Any:
-        """A clean call with the storages of the target; no deeper than the tensors that our reader understands."""
+        """A copy of a call that refers to storages of the target. Only as deep as tensors our reader understands."""
         if type(node) is tuple:
             return tuple(self._carry(part) for part in node)
         if type(node) is Call:
@@ -351,9 +351,9 @@ class TensorCalls:
             return node
         pid: Any = node.id
         key = _storage_key(node)
-        if key not in self._carried:  # all of the storage
+        if key not in self._carried:
             storage = self._source_storages[key]
-            dtype = _NUMBERS.get(storage.dtype, storage.dtype)  # as its bytes are read: they may have to be swapped
+            dtype = _UNQUANTIZED.get(storage.dtype, storage.dtype)  # bytes are swapped by the width of the dtype
             width = ITEMSIZE.get(dtype, 0)
             if not width or dtype.startswith("q") or storage.nbytes % width:
                 dtype, width = "uint8", 1

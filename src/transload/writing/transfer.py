@@ -1,7 +1,7 @@
-"""The bytes of tensors on their way from the source to the target.
+"""Move the bytes of tensors from the source to the target, and verify them.
 
-A ``Job`` gives the bytes of an ``Entry`` as the target has them, rounded by ``cast`` where it has another dtype.
-``pour`` writes a file and reads it back in one pass, with several threads; archives are written by ``formats``, and
+A ``Job`` yields the bytes of an ``Entry`` as the target stores them, converted by ``cast`` if the dtype changes.
+``write_file`` writes a file and reads it back in one pass, with several threads. ``formats`` writes archives, and
 ``read_back`` compares their checksums. ``check_source`` compares the checksums that the source was saved with.
 """
 
@@ -27,13 +27,13 @@ from transload.tensors.content import Content, FileRange, numpy_or_none
 from transload.writing.output import Bundle
 
 _PIECE = 4 << 20
-_CAST_PIECE = 256 << 10  # numpy makes several arrays of each: larger ones are fresh memory every time
+_CAST_PIECE = 256 << 10  # numpy makes several arrays from each piece: larger ones would be mapped anew every time
 _DIFFERENT = "the bytes read back differ from those written"
 _TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this machine is failing."
 
 
 class Entry(NamedTuple):
-    """A tensor of the target: its name and dtype there, and the tensor of the source."""
+    """A tensor of the target: its name and dtype there, and the source tensor."""
 
     name: str
     tensor: Tensor
@@ -46,17 +46,16 @@ class Entry(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Whether its numbers are rounded."""
+        """Whether its dtype changes."""
         return self.dtype != self.tensor.dtype
 
 
 @dataclass
 class Job:
-    """A conversion under way: the source, the target, and what the writers report back.
+    """A conversion in progress: the source, the target, and what the writers report back.
 
-    ``progress`` is called with bytes of tensors that were written or compared. ``infinite`` are finite numbers that
-    became infinite, by the name of the tensor; ``checksums`` are the CRC-32 of entries, by their ``id``, where they are
-    known.
+    ``progress`` is called with the number of bytes that were written or compared. ``infinite`` counts finite numbers
+    that became infinite, by tensor name. ``checksums`` are the known CRC-32 of entries, by ``id()``.
     """
 
     content: Content
@@ -70,14 +69,14 @@ class Job:
     _runs: dict[int, FileRange | None] = field(default_factory=dict)
 
     def run(self, entry: Entry) -> FileRange | None:
-        """Where exactly these bytes lie in a file of the source, if they do."""
+        """Where a file of the source has exactly these bytes, if one does."""
         key = id(entry)
-        if key not in self._runs:  # asked where it is written, and where its checksum is compared
+        if key not in self._runs:  # needed to write the entry, and again to compare its checksum
             self._runs[key] = None if entry.is_cast else self.content.file_range(entry.tensor)
         return self._runs[key]
 
     def pieces(self, entry: Entry, size: int = _PIECE) -> Iterator[Any]:
-        """The bytes, in pieces of ``size`` at most that are valid until the next is asked for."""
+        """The bytes, in pieces of at most ``size``, each valid until the next one is requested."""
         pieces = self.content.pieces(entry.tensor, min(size, _CAST_PIECE) if entry.is_cast else size)
         if not entry.is_cast:
             yield from pieces
@@ -102,19 +101,19 @@ class Job:
 def read_back(source: Source, records: Sequence[Record], nbytes: int, job: Job) -> None:
     """Compare records with the checksums of what was written; ``ConvertError`` if any differs.
 
-    ``nbytes`` is how many of their bytes progress counts.
+    ``nbytes`` is how many bytes progress counts.
     """
     from transload.formats.verify import checksums
 
     left = nbytes
 
-    def tell(count: int) -> None:
+    def progress(count: int) -> None:
         nonlocal left
-        told = min(count, left)  # what lies before and between records is read with them
-        left -= told
-        job.progress(told)
+        count = min(count, left)  # the gaps between records are read with them, and do not count
+        left -= count
+        job.progress(count)
 
-    for index, value in checksums(source, records, tell).items():
+    for index, value in checksums(source, records, progress).items():
         if value != records[index].crc32:
             raise ConvertError(f"{records[index].name}: {_DIFFERENT}", where=job.dst, fix=_TRY_AGAIN)
     job.progress(left)
@@ -123,15 +122,15 @@ def read_back(source: Source, records: Sequence[Record], nbytes: int, job: Job) 
 # -- written and read back in one pass
 
 CHUNK = 4 << 20
-_THREADS = 5  # perhaps more than cores: most of the time they wait for the disk
-_PAST_THE_CACHE = 64 << 20  # bytes from which it is worth it; smaller files may as well stay in memory
+_THREADS = 5  # may exceed the number of cores: the threads mostly wait for the disk
+_DIRECT_FROM = 64 << 20  # bytes of a file from which O_DIRECT pays; smaller files may as well stay in the page cache
 
 
-def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> list[int]:
-    """Write a file of ``head`` and the bytes of entries, and read it back if the job asks for it; their CRC-32.
+def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> list[int]:
+    """Write ``head`` and the bytes of entries, read them back if the job asks for it, and return the CRC-32 of each.
 
-    Chunks are filled in the order of the file, by one thread at a time; the same thread then sums, writes, reads back
-    and compares its chunk, while others fill the next. ``ConvertError`` if the file does not hold what was written.
+    Chunks are filled in file order, by one thread at a time; the same thread then checksums, writes, reads back and
+    compares its chunk, while others fill the next. Raises ``ConvertError`` if the file differs from what was written.
     Progress counts the bytes of each entry twice if they are also compared.
     """
     from transload.io.checksums import combined, fastest_crc32
@@ -141,34 +140,34 @@ def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where
     nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
     count = _THREADS if size > CHUNK and hasattr(os, "preadv") else 1  # Windows has one position for all threads
     free = [Chunk(nbytes) for _ in range(count)]
-    parts: list[tuple[int, int, int, int]] = []  # index of the entry, place in the file, bytes and checksum
+    parts: list[tuple[int, int, int, int]] = []  # index of the entry, file offset, length and checksum
 
     def worker() -> Callable[[Chunk], None]:
-        again, compute = Chunk(nbytes), fastest_crc32()
+        copy, compute = Chunk(nbytes), fastest_crc32()
 
         def process(chunk: Chunk) -> None:
             for index, at, length in chunk.parts:
                 parts.append((index, chunk.offset + at, length, compute(chunk.view[at : at + length], 0)))
-            whole = -(-chunk.filled // PAGE) * PAGE  # as writing past the cache wants it; the file is cut afterwards
-            done = came = 0
-            while done < whole:
-                done += _retry_cached(write_at, descriptor, chunk.view[done:whole], chunk.offset + done)
-            while job.verify and came < whole:
-                more = _retry_cached(_read_at, descriptor, again.view[came:whole], chunk.offset + came)
+            whole = -(-chunk.filled // PAGE) * PAGE  # O_DIRECT needs whole pages; the file is truncated at the end
+            written = read = 0
+            while written < whole:
+                written += _retry_cached(write_at, descriptor, chunk.view[written:whole], chunk.offset + written)
+            while job.verify and read < whole:
+                more = _retry_cached(_read_at, descriptor, copy.view[read:whole], chunk.offset + read)
                 if not more:
                     break
-                came += more
-            if job.verify and (came < whole or not is_equal(chunk.pages.address, again.pages.address, whole)):
+                read += more
+            if job.verify and (read < whole or not is_equal(chunk.pages.address, copy.pages.address, whole)):
                 raise ConvertError(_DIFFERENT, where=where, fix=_TRY_AGAIN)
             free.append(chunk)
 
         return process
 
-    # On Linux the bytes go to the disk and come back from it past the page cache, where the file system allows it: what
-    # is compared is then what the disk holds, no flush is left to wait for, and no other file is pushed out of memory.
-    direct = size >= _PAST_THE_CACHE and _set_direct(descriptor, on=True)
+    # Where the file system supports it, bypass the page cache: then the bytes on the disk are compared, there is no
+    # flush to wait for at the end, and no other file is evicted from memory.
+    direct = size >= _DIRECT_FROM and _set_direct(descriptor, on=True)
     try:
-        each(_filled(head, entries, job, free), worker, count)
+        each(_fill_chunks(head, entries, job, free), worker, count)
         os.ftruncate(descriptor, size)
     finally:
         if direct:
@@ -181,7 +180,7 @@ def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where
 
 
 class Chunk:
-    """A buffer, and the place in the file where it goes. ``parts`` are index of the entry, start and bytes of each."""
+    """A buffer for bytes from ``offset`` on in a file. ``parts`` are (index of the entry, start, length)."""
 
     def __init__(self, nbytes: int) -> None:
         self.pages = Pages(nbytes)
@@ -189,19 +188,19 @@ class Chunk:
         self.begin(0)
 
     def begin(self, offset: int) -> None:
-        """Make it empty, for bytes from that place on."""
+        """Empty it, for bytes from ``offset`` on."""
         self.offset = offset
         self.filled = 0
         self.parts: list[tuple[int, int, int]] = []
 
 
-def _filled(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chunk]) -> Iterator[Chunk]:
-    """The chunks of a file, in order. They are taken from ``free``, where they must be again when they are written."""
+def _fill_chunks(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chunk]) -> Iterator[Chunk]:
+    """The chunks of a file, in order. They are taken from ``free``; the caller must return them when written."""
     chunk = free.pop()
     for index, entry in enumerate((None, *entries), -1):
         name, nbytes = ("the header", len(head)) if entry is None else (entry.name, entry.nbytes)
         run = None if entry is None else job.run(entry)
-        if run is not None:  # straight into the chunk
+        if run is not None:  # read directly into the chunk
             source = job.content.open_file(run.file)
         else:
             pieces = filter(len, [head] if entry is None else job.pieces(entry))
@@ -234,9 +233,9 @@ def _filled(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chunk]) 
 
 
 def _retry_cached(call: Callable[[int, Any, int], int], descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Read or write; without O_DIRECT where the file system accepts the flag and then refuses the call.
+    """Read or write; retry without O_DIRECT if the file system accepts the flag but refuses the call.
 
-    All threads share the file, and any of them may have turned the flag off meanwhile, so nobody asks who did.
+    Any thread that shares the descriptor may have cleared the flag already, so it is cleared without checking.
     """
     try:
         return call(descriptor, buffer, offset)
@@ -256,7 +255,7 @@ def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def _set_direct(descriptor: int, *, on: bool) -> bool:
-    """Turn writing past the page cache on or off; whether that was done."""
+    """Set or clear O_DIRECT; return whether that worked."""
     if sys.platform != "linux":
         return False
     import fcntl
@@ -271,7 +270,7 @@ def _set_direct(descriptor: int, *, on: bool) -> bool:
 def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) -> None:
     """Compare the checksums that the source was saved with; ``ConvertError`` if one is wrong.
 
-    Storages whose bytes were summed while they were written are not read again.
+    Storages whose checksum was computed while they were written are not read again.
     """
     from transload.formats.verify import verify_records
 
@@ -285,7 +284,7 @@ def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) 
         known = job.checksums.get(id(entry))
         if known is None or run is None or storage is None or storage.crc32 is None:
             continue
-        if (storage.offset, storage.nbytes) == (run.offset, run.nbytes):  # else its checksum is of other bytes
+        if (storage.offset, storage.nbytes) == (run.offset, run.nbytes):  # else its checksum covers other bytes
             unchecked.discard(storage.id)
             if storage.crc32 != known:
                 damaged.append(f"checksum {known:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
@@ -306,28 +305,28 @@ def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) 
         raise ConvertError(what, where=content.checkpoint.path, fix="transload rescue saves what is intact.")
 
 
-# -- floating-point numbers in another width, rounded once, to the nearest, ties to even; little-endian throughout
+# -- floating-point conversion, rounded once, to nearest, ties to even; little-endian throughout
 #
-# With numpy at the speed of memory; without it by ``rounded_slowly``, number by number, which is also what the fast one
-# is tested against. torch rounds a float64 to bfloat16 in two steps, by way of float32; here it is one.
+# numpy does it at the speed of memory. Without numpy, ``cast_slowly`` converts number by number; the tests compare the
+# two. torch rounds float64 to bfloat16 in two steps, through float32; this rounds once.
 
 _STRUCT = {"float64": "<d", "float32": "<f", "float16": "<e", "bfloat16": "<f"}
 _EXPONENT = {"float64": 11, "float32": 8, "float16": 5, "bfloat16": 8}  # bits of the exponent
 _MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 _INFINITE = {dtype: (1 << _EXPONENT[dtype]) - 1 << bits for dtype, bits in _MANTISSA.items()}
-# What is not a number, as every processor makes it; the sign is that of the number it came from.
+# The quiet NaN that processors produce; it gets the sign of the number it came from.
 _NAN = {dtype: _INFINITE[dtype] | 1 << bits - 1 for dtype, bits in _MANTISSA.items()}
 _SIGN = {dtype: 1 << _EXPONENT[dtype] + bits for dtype, bits in _MANTISSA.items()}
 FLOATING = tuple(_MANTISSA)
 
 
 def cast_dtype(dtype: str, wanted: str) -> str:
-    """The dtype that a tensor gets where ``wanted`` is asked for: only floating ones change."""
+    """The dtype of a tensor in the target if ``wanted`` is requested: only floating-point dtypes change."""
     return wanted if wanted and dtype in FLOATING else dtype
 
 
 def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
-    r"""The numbers in the other dtype, and how many finite ones became infinite.
+    r"""The numbers in another dtype, and how many finite ones became infinite.
 
     >>> from struct import pack
     >>> cast(memoryview(pack("<2f", 1.0, 65520.0)), "float32", "float16")
@@ -335,7 +334,7 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
     """
     numpy = numpy_or_none()
     if numpy is None:
-        return rounded_slowly(bytes(data), dtype, wanted)
+        return cast_slowly(bytes(data), dtype, wanted)
     with numpy.errstate(all="ignore"):
         if dtype == "bfloat16":
             values = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
@@ -347,14 +346,14 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
             near = values.astype("<f4")
             bits = near.view("<u4")
             if dtype == "float64":
-                # Cut off, with the last bit set where that lost anything: rounding it again is then right.
+                # Round to odd: truncate, and set the last bit if that lost anything. Then rounding again is exact.
                 back = near.astype("<f8")
                 inexact = (back != values) & ~numpy.isnan(values)
                 bits = bits - (inexact & (numpy.abs(back) > numpy.abs(values))).astype("<u4")
                 bits |= inexact.astype("<u4")
             # The upper half of each float32, after adding what makes the lower half round it.
             made = ((bits + ((bits >> 16) & 1) + numpy.uint32(0x7FFF)) >> 16).astype("<u2")
-        exact = made.dtype.type  # numpy 1 would make floats of its largest integers and ours
+        exact = made.dtype.type  # numpy 1 would promote uint64 and Python integers to floats
         nans = numpy.isnan(values)
         if nans.any():
             negative, positive = exact(_SIGN[wanted] | _NAN[wanted]), exact(_NAN[wanted])
@@ -364,10 +363,10 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
     return made.tobytes(), count
 
 
-def rounded_slowly(data: bytes, dtype: str, wanted: str) -> tuple[bytes, int]:
-    """What ``cast`` gives, number by number. A bfloat16 is the upper half of a float32."""
+def cast_slowly(data: bytes, dtype: str, wanted: str) -> tuple[bytes, int]:
+    """The same as ``cast``, without numpy. A bfloat16 is the upper half of a float32."""
     width, out, count = ITEMSIZE[dtype], bytearray(), 0
-    fraction, most = _MANTISSA[wanted], 1 << _EXPONENT[wanted] - 1  # 2**most is the first that is infinite
+    fraction, most = _MANTISSA[wanted], 1 << _EXPONENT[wanted] - 1  # 2**most is the first power that is infinite
     for at in range(0, len(data), width):
         (value,) = unpack(_STRUCT[dtype], data[at : at + width].rjust(calcsize(_STRUCT[dtype]), b"\0"))
         number = copysign(nan, value) if isnan(value) else value

@@ -1,7 +1,7 @@
-"""The files of each format: a torch zip, safetensors, numpy's archive, and raw files.
+"""Write each target format: torch zip, safetensors, npz, and raw files.
 
-Each of ``WRITERS`` writes the entries of a target, reads its table back, as other programs find the tensors, and
-compares what was written if the job asks for it.
+Each of ``WRITERS`` writes the entries of a target, checks that a reader finds every tensor there, and compares the
+bytes that were written if the job asks for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transload.io.atomic import SystemFile
 from transload.io.sources import FileSource, Source
 from transload.writing.output import clear_parts, index_name
 from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
-from transload.writing.transfer import Entry, Job, pour, read_back
+from transload.writing.transfer import Entry, Job, read_back, write_file
 
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:
@@ -33,7 +33,7 @@ def _not_as_written(path: str, name: str = "it") -> ConvertError:
 
 _MAX_BUNCH = 1000
 _Member = tuple[bytes, bytes, Entry]
-"""A name in the archive, what stands before the bytes of an entry there, and the entry."""
+"""A name in the archive, the header before the bytes of an entry, and the entry."""
 
 
 def _records(members: Iterable[_Member], job: Job) -> Iterator[Record | Bunch]:
@@ -54,12 +54,12 @@ def _records(members: Iterable[_Member], job: Job) -> Iterator[Record | Bunch]:
 def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
     yield from [Chunk(head)] if head else []
     for piece in job.pieces(entry, PIECE):
-        yield Chunk(bytes(piece))  # a copy: the writer looks some pieces ahead
+        yield Chunk(bytes(piece))  # a copy: the writer reads some pieces ahead
         job.progress(len(piece))
 
 
 def _write_torch(job: Job, plan: Plan) -> None:
-    """Write a zip archive as ``torch.save`` does. A reader must find the storages just as they were written."""
+    """Write a zip archive like that of ``torch.save``, and check that our reader finds the same tensors in it."""
     from transload.formats import read_source
 
     storages = plan.storages
@@ -70,7 +70,7 @@ def _write_torch(job: Job, plan: Plan) -> None:
 
     source = FileSource(file.path, file.descriptor)
     read = read_source(source)
-    problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # a long history of losses
+    problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # e.g. a long loss history
     if len(read.tensors) != len(plan.slots) or problems:
         raise _not_as_written(source.name)
     for tensor, slot in zip(read.tensors, plan.slots, strict=True):
@@ -96,19 +96,19 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def _write_safetensors(job: Job, plan: Plan) -> None:
-    """Write a file, or shards of at most ``max_shard_size`` bytes, in the order of the entries, and their index."""
+    """Write one file, or shards of at most ``max_shard_size`` bytes and their index."""
     max_size = plan.options.max_shard_size
     shards: list[list[Entry]] = [[]]
     size = 0
-    for entry in plan.entries:  # one that is larger than a shard may be has a shard for itself
+    for entry in plan.entries:  # an entry larger than a shard gets its own shard
         if max_size and shards[-1] and size + entry.nbytes > max_size:
             shards.append([])
             size = 0
         shards[-1].append(entry)
         size += entry.nbytes
-    for shard in shards:  # wide numbers come first, so that all begin at a multiple of their width
+    for shard in shards:  # wide dtypes first, so that every tensor is aligned
         shard.sort(key=lambda entry: -ITEMSIZE[entry.dtype])
-    headers = [_header(shard, plan) for shard in shards]  # all, before anything is written
+    headers = [_header(shard, plan) for shard in shards]  # they may fail: build all before writing anything
     names = [job.dst.removesuffix(".index.json")]
     if (count := len(shards)) > 1:
         stem = names[0].removesuffix(".safetensors")
@@ -116,7 +116,7 @@ def _write_safetensors(job: Job, plan: Plan) -> None:
     clear_parts(index_name(job.dst))
     for name, shard, header in zip(names, shards, headers, strict=True):
         file = job.bundle.add(name)
-        checksums = pour(file.descriptor, header, shard, job, file.path)
+        checksums = write_file(file.descriptor, header, shard, job, file.path)
         job.checksums.update({id(entry): value for entry, value in zip(shard, checksums, strict=True)})
         _check_table(FileSource(file.path, file.descriptor), shard)
     if len(shards) > 1:
@@ -134,9 +134,9 @@ def _header(entries: list[Entry], plan: Plan) -> bytes:
     metadata = {"format": "pt", **plan.metadata, **{name: kept for name, kept in plan.aliases if kept in names}}
     lines = [f'"__metadata__":{_json(metadata)}']
     at = 0
-    for entry in entries:  # line by line: a dictionary of all of them takes five times as much memory
+    for entry in entries:  # as text: a dictionary of all entries takes five times as much memory
         shape = list(entry.tensor.shape)
-        if entry.dtype == "float4_e2m1fn_x2" and shape:  # torch counts pairs, safetensors numbers
+        if entry.dtype == "float4_e2m1fn_x2" and shape:  # torch counts pairs, safetensors counts numbers
             shape[-1] *= 2
         described = f'"dtype":"{SAFETENSORS_DTYPES[entry.dtype]}","shape":[{",".join(map(str, shape))}]'
         lines.append(f'{_json(entry.name)}:{{{described},"data_offsets":[{at},{(at := at + entry.nbytes)}]}}')
@@ -148,7 +148,7 @@ def _header(entries: list[Entry], plan: Plan) -> bytes:
 
 
 def _check_table(source: Source, entries: list[Entry]) -> None:
-    """Read the table of a file that was just written; our reader must find just the entries, in their places."""
+    """Check that our reader finds exactly the entries, at their offsets, in a file that was just written."""
     from transload.formats.safetensors import read_safetensors
 
     read = read_safetensors(source)
@@ -164,12 +164,12 @@ def _check_table(source: Source, entries: list[Entry]) -> None:
 
 # -- npz: one .npy for each tensor, not compressed, each at a multiple of 64 bytes
 
-_MAX_RANK = 64  # dimensions that numpy takes, from 2.0 on; before that 32
+_MAX_RANK = 64  # dimensions of an array from numpy 2.0 on; before that 32
 _MAX_NAME = 0xFFFF
 
 
 def _write_npz(job: Job, plan: Plan) -> None:
-    """Write the archive, and look where Python's own ``zipfile`` finds the arrays."""
+    """Write the archive, and check that Python's ``zipfile`` finds the arrays in it."""
     from zipfile import BadZipFile, ZipFile
 
     members: list[_Member] = []
@@ -180,7 +180,7 @@ def _write_npz(job: Job, plan: Plan) -> None:
         if len(shape) > _MAX_RANK:
             what = f"{entry.name} has {len(shape):,} dimensions: numpy allows {_MAX_RANK}"
             raise ConvertError(what, where=job.dst)
-        # The header of an array, as numpy writes it: the numbers begin at a multiple of 64.
+        # The header of a .npy file, padded like numpy's to a multiple of 64 bytes.
         dtype = NUMPY.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
         text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
         text += b" " * (-(len(text) + 11) % 64) + b"\n"
@@ -209,7 +209,7 @@ def _write_npz(job: Job, plan: Plan) -> None:
 
 # -- raw: a directory with the bytes of each tensor in a numbered file, and an index in JSON
 #
-# The names of tensors are in the index alone: a file's own words never become paths.
+# Tensor names are only in the index: nothing that a file says becomes a path.
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -221,7 +221,7 @@ def _write_raw(job: Job, plan: Plan) -> None:
     for number, entry in enumerate(plan.entries):
         name = f"{number:06d}.bin"
         with _new_file(os.path.join(folder, name)) as file:
-            (job.checksums[id(entry)],) = pour(file, b"", [entry], job, f"{job.dst} › {entry.name}")
+            (job.checksums[id(entry)],) = write_file(file, b"", [entry], job, f"{job.dst} › {entry.name}")
         shape = list(entry.tensor.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
     index = {
@@ -238,7 +238,7 @@ def _write_raw(job: Job, plan: Plan) -> None:
 
 @contextmanager
 def _new_file(path: str) -> Iterator[int]:
-    """A new file, by its descriptor, which then reaches the disk."""
+    """Create a file; on exit, flush it to disk."""
     file = os.open(path, _OPEN, 0o666)
     try:
         yield file
