@@ -281,7 +281,8 @@ class Rebuilder:
             from transload.formats.torch_legacy import TarReader
 
             reader = TarReader(piece.open(""))  # as when its tensors were found
-            reader.read_tables()
+            reader.read_storages()
+            reader.read_tensors()
             self._tar_tensors, self._tar_storages = reader.tensor_args, reader.storage_ids
 
     # -- calls
