@@ -322,9 +322,7 @@ def test_names_of_the_saving_script_are_no_package(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("__main__", "Net")))
     result = check(path, machine=SERVER)
     assert codes(result) == ["needs-trust"]
-    assert [(package.name, package.of_the_script, package.found) for package in result.packages] == [
-        ("__main__", True, False)
-    ]
+    assert [(package.name, package.found) for package in result.packages] == [("__main__", False)]
 
 
 def test_an_editable_package_is_found_by_its_finder(tmp_path: Path) -> None:

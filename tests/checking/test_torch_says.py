@@ -19,7 +19,7 @@ from tests.each import for_each
 from tests.release import RELEASE
 
 import transload
-from transload.checking.torch_says import Installed, Said, torch_says
+from transload.checking.torch_says import InstalledTorch, Prediction, torch_says
 
 DATA = Path(__file__).parent.parent / "data"
 FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".pth", ".pt2", ".ckpt", ".py", ".json"))
@@ -70,8 +70,8 @@ def told(paths: list[Path]) -> dict[str, list[object]]:
     return answer
 
 
-def foretold(path: Path, torch_: Installed | None = None) -> Said:
-    return torch_says(transload.inspect(path), torch_ or Installed(torch.__version__))
+def foretold(path: Path, torch_: InstalledTorch | None = None) -> Prediction:
+    return torch_says(transload.inspect(path), torch_ or InstalledTorch(torch.__version__))
 
 
 def agrees(path: Path, truth: list[object], *, exact: bool = True) -> None:
@@ -208,7 +208,7 @@ def test_directories_and_safetensors(tried: Tried) -> None:
 def test_without_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    said = foretold(path, Installed("2.13.0", absent={"safetensors"}))
+    said = foretold(path, InstalledTorch("2.13.0", absent={"safetensors"}))
     assert said.text.startswith("Attempting to load a safetensors file but safetensors is not installed. ")
 
 
@@ -241,7 +241,7 @@ def seen_on_gpu() -> Iterator[Seen]:
 
 @pytest.mark.parametrize("seen", list(seen_on_gpu()), ids=lambda seen: seen.name)
 def test_what_was_said_beside_a_real_gpu(seen: Seen) -> None:
-    said = foretold(DATA / "h200" / seen.name, Installed("2.11.0+cu130", {"cuda": 1}))
+    said = foretold(DATA / "h200" / seen.name, InstalledTorch("2.11.0+cu130", {"cuda": 1}))
     assert said.exact
     assert (said.outcome, said.error, said.text) == (seen.outcome, seen.error, seen.text)
 
@@ -257,27 +257,27 @@ def test_the_gpu_has_seen_every_file() -> None:
 
 def test_the_words_of_each_release() -> None:
     net = DATA / "h200" / "whole_custom_module_cuda0.pt"
-    assert "add_safe_globals([Net])" in foretold(net, Installed("2.6.0")).text
-    assert "add_safe_globals([__main__.Net])" in foretold(net, Installed("2.7.0")).text
+    assert "add_safe_globals([Net])" in foretold(net, InstalledTorch("2.6.0")).text
+    assert "add_safe_globals([__main__.Net])" in foretold(net, InstalledTorch("2.7.0")).text
     package = DATA / "h200" / "aoti_cuda0.pt2"
-    assert foretold(package, Installed("2.10.0")).text.endswith("data.pkl: file not found")
-    assert foretold(package, Installed("2.11.0")).text.endswith("modified after saving.")
+    assert foretold(package, InstalledTorch("2.10.0")).text.endswith("data.pkl: file not found")
+    assert foretold(package, InstalledTorch("2.11.0")).text.endswith("modified after saving.")
 
 
 def test_before_two_six_the_file_is_run() -> None:
     weights, net = DATA / "h200" / "state_dict_cuda0.pt", DATA / "h200" / "whole_custom_module_cuda0.pt"
-    said = foretold(weights, Installed("2.5.1"))
+    said = foretold(weights, InstalledTorch("2.5.1"))
     assert said.exact
     assert said.text.startswith("Attempting to deserialize object on a CUDA device")
     assert said.warnings[0].startswith("You are using `torch.load` with `weights_only=False`")
-    assert foretold(weights, Installed("2.3.1")).warnings == ()
-    assert not foretold(net, Installed("2.5.1", {"cuda": 1})).exact
+    assert foretold(weights, InstalledTorch("2.3.1")).warnings == ()
+    assert not foretold(net, InstalledTorch("2.5.1", {"cuda": 1})).exact
 
 
 def test_a_package_that_is_not_installed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(MADE["a name of somebody's"])
-    said = foretold(path, Installed("2.5.1", absent={"models"}))
+    said = foretold(path, InstalledTorch("2.5.1", absent={"models"}))
     assert (said.error, said.text, said.exact) == ("ModuleNotFoundError", "No module named 'models'", True)
 
 
@@ -291,17 +291,17 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_environment_decides(variable: str, version: str, weights_only: bool) -> None:
-    assert Installed(version, environ={variable: "TRUE"}).weights_only == weights_only
+    assert InstalledTorch(version, environ={variable: "TRUE"}).weights_only == weights_only
 
 
 @pytest.mark.parametrize("version", ["", "1.13.1", "2.16.0", "3.0", "unknown"])
 def test_of_other_releases_nothing_is_said(version: str) -> None:
-    said = foretold(DATA / "h200" / "state_dict_cuda0.pt", Installed(version))
+    said = foretold(DATA / "h200" / "state_dict_cuda0.pt", InstalledTorch(version))
     assert (said.outcome, said.exact) == ("unknown", False)
 
 
 def test_uncertain_devices_make_no_certain_words() -> None:
-    said = foretold(DATA / "h200" / "state_dict_cuda0.pt", Installed("2.13.0+cu130", sure=False))
+    said = foretold(DATA / "h200" / "state_dict_cuda0.pt", InstalledTorch("2.13.0+cu130", sure=False))
     assert (said.outcome, said.exact) == ("raises", False)
 
 

@@ -1,8 +1,8 @@
-"""``transload.check``: will a file load here, where would it land, and what prevents it. Nothing is loaded.
+"""``transload.check``: whether a file can be loaded here, on which devices, and what prevents it. Nothing is loaded.
 
 ``check`` reads the file and examines the machine; ``checked`` compares the two: where ``load`` would put everything
 (the plan), which packages and which CUDA it needs (``needs``), and what ``torch.load`` would say (``torch_says``).
-``_findings`` says what is to be said of it, ``report`` shows it.
+``_findings`` lists what matters about it here, ``report`` shows it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_
 
 if TYPE_CHECKING:
     from transload.checking.needs import Compatibility, Package
-    from transload.checking.torch_says import Said
+    from transload.checking.torch_says import Prediction
     from transload.checkpoint import Checkpoint
     from transload.diagnose.report import Diagnosis
     from transload.loading.placement import Plan
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Check(Reported):
-    """What would come of ``transload.load(path, map_location=device)`` on a machine.
+    """What ``transload.load(path, map_location=device)`` would do on a machine.
 
-    ``ok`` is whether it would load and fit; where not, ``refusal`` says why in a sentence. ``plan`` is where everything
-    lands. ``torch`` is what plain ``torch.load(path)`` would say instead, word for word where ``torch.exact``.
-    ``packages`` are those the names in the file live in, ``cuda`` whether it depends on CUDA at all. ``findings`` are
-    what is to be said of it here, errors first.
+    ``ok`` is whether it would load and fit; if not, ``refusal`` says why in a sentence. ``plan`` is where everything
+    goes. ``torch`` is what plain ``torch.load(path)`` would do instead, with its message word for word if
+    ``torch.exact``. ``packages`` are those that the file imports names from; ``cuda`` is whether its CUDA fits.
+    ``findings`` are what matters about it here, errors first.
     """
 
     checkpoint: Checkpoint
@@ -50,7 +50,7 @@ class Check(Reported):
     devices: Devices
     wish: Any
     plan: Plan
-    torch: Said
+    torch: Prediction
     packages: tuple[Package, ...]
     cuda: Compatibility
     refusal: str
@@ -96,10 +96,10 @@ class Check(Reported):
 
 
 def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine | None = None) -> Check:
-    """Whether and where a checkpoint would load here, or on another machine that was examined.
+    """Whether a checkpoint can be loaded, and on which devices, here or on another machine that was examined.
 
-    ``device`` is what ``load`` takes as ``map_location``. torch is not imported and need not be there: the devices are
-    those that the doctor's probes find.
+    ``device`` is what ``load`` takes as ``map_location``. torch is not imported and need not be installed: the devices
+    are those that the doctor's probes find.
 
     >>> transload.check("model.pt").plan.device_of("cuda:0")  # doctest: +SKIP
     'cpu'
@@ -112,7 +112,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
 
 
 def diagnosis_here() -> Diagnosis:
-    """This machine, as far as a check needs to know it: torch is not run."""
+    """Diagnose this machine as far as a check needs it, without running torch."""
     from transload.diagnose import judge_machine
     from transload.diagnose.probes import probe
 
@@ -120,11 +120,11 @@ def diagnosis_here() -> Diagnosis:
 
 
 def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) -> Check:
-    """As ``check``, on this machine, which was examined already."""
+    """As ``check``, for this machine, which was already examined."""
     from transload.loading.engine import forecast
 
     made = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
-    # How its bytes would be moved: as load chooses, but for what only a working driver can tell.
+    # How its bytes would be moved: as load chooses, except for what only a working driver knows.
     cuda = sum(move.nbytes for move in made.plan.moves if move.device.startswith("cuda"))
     host = sum(move.nbytes for move in made.plan.moves) - cuda
     how = forecast(os.fspath(path), host, cuda).why if made.plan.ok and host + cuda else ""
@@ -136,7 +136,7 @@ def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
 
     checkpoint = inspect(path)
     if any(tensor.kind.startswith("sparse") for tensor in checkpoint.tensors):
-        # The indices of sparse tensors are the only bytes of tensors that load looks at.
+        # load checks the indices of sparse tensors, and no other bytes of tensors.
         from transload.findings import Problem
         from transload.tensors.content import open_content
         from transload.tensors.damage import misplaced
@@ -151,15 +151,15 @@ def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
 def checked(
     checkpoint: Checkpoint, diagnosis: Diagnosis, wish: Any, environ: dict[str, str], *, cwd: str = ""
 ) -> Check:
-    """The same for a file and a machine that were examined already. ``cwd`` is where programs are run from."""
+    """As ``check``, for a file and a machine that were already examined. ``cwd`` is where programs run from."""
     from transload.checking.needs import compatibility, packages
-    from transload.checking.torch_says import installed, torch_says
+    from transload.checking.torch_says import installed_torch, torch_says
 
     devices = devices_of(diagnosis, environ)
     plan = place(checkpoint, devices, wish)
     needed = packages(checkpoint, diagnosis.machine, cwd=cwd)
     absent = {package.missing for package in needed if package.missing}
-    said = torch_says(checkpoint, installed(diagnosis, devices, environ, absent))
+    said = torch_says(checkpoint, installed_torch(diagnosis, devices, environ, absent))
     cuda = compatibility(checkpoint, diagnosis.machine)
     result = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, cuda, "", ())
     findings = list(_findings(result))
@@ -175,23 +175,23 @@ def checked(
 
 
 def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
-    """The devices that the doctor found at work, where torch itself is not asked.
+    """The devices that work according to the doctor; torch itself is not asked.
 
-    Where no torch is installed they are those that one would find.
+    If no torch is installed, those that it would find.
     """
     machine = diagnosis.machine
     torch = machine.torch.first
     without_torch = isinstance(machine.torch.installs, tuple) and torch is None
     found: list[Device] = []
     if diagnosis.cuda_usable or (without_torch and machine.driver.cuda.works):
-        # The cards by the driver's word; only NVML knows what is free of them.
+        # The GPUs that the driver lists; only NVML knows how much memory is free.
         free = {gpu.uuid: gpu.free for gpu in machine.driver.nvml.gpus if gpu.uuid}
         found += [
             Device(f"cuda:{gpu.ordinal}", free.get(gpu.uuid, -1), gpu.memory, gpu.name)
             for gpu in machine.driver.cuda.gpus
         ]
     else:
-        # Accelerators that are not NVIDIA cards and that the installed torch is built for.
+        # Accelerators other than NVIDIA GPUs that the installed torch was built for.
         built = {"mps": "mps"}
         if torch is not None:
             built |= {"rocm": "cuda" if torch.hip else "", "xpu": "xpu" if torch.xpu else ""}
@@ -211,7 +211,7 @@ def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
 
 
 def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
-    """Why ``load`` would raise, in its order: what the file is, what it asks for, what the machine lacks."""
+    """Why ``load`` would raise, in the order of its checks: the file, the names it imports, the machine."""
     from transload.judge.problems import rules
 
     try:
@@ -222,7 +222,7 @@ def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
     if "needs-trust" in titles:
         titles["needs-trust"] = "it asks for names that nobody has allowed"
     first = [titles[code] for code in ("is-a-program", "not-loaded", "no-torch") if code in titles]
-    for finding in checkpoint.findings:  # nobody can allow these
+    for finding in checkpoint.findings:  # these cannot be allowed
         rule = rules().get(finding.code)
         if rule and rule.safety == "dangerous":
             first.append(finding.title)
@@ -233,14 +233,14 @@ def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
 # -- findings
 
 _DEVICE = re.compile(r"\b(?:cuda|mps|xpu|hpu|npu|mtia|xla)(?::\d{1,4})?\b")
-# The newest release that was seen to lack a dtype; the next one need not have it yet.
+# The newest tested release that lacks a dtype; the next one may lack it, too.
 _WITHOUT: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"), (2, 1)),
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), (2, 1)),
     **dict.fromkeys(("float4_e2m1fn_x2", "float8_e8m0fnu"), (2, 6)),
     "bcomplex32": (2, 13),
 }
-# Package → what the names of its tensors contain.
+# Package → what its tensor names contain.
 _QUANTIZED = {
     "bitsandbytes": ".quant_state.bitsandbytes__",
     "LLM.int8() of bitsandbytes": ".SCB",
@@ -254,14 +254,14 @@ _PROJECT = (
 
 
 class _TorchDefault(Allowed):
-    """torch's own list, without torch: it has the names that a part of torch allows when it is imported."""
+    """The names that torch allows, without importing torch; includes those its submodules allow when imported."""
 
     def user(self, node: Global) -> Any:
         return registrar(node.full_name) or None
 
 
 def _findings(result: Check) -> Iterator[Finding]:
-    """In the order of the report, among those of a severity: what is wrong with the file comes first."""
+    """The findings, in report order within a severity: what is wrong with the file comes first."""
     checkpoint, machine, devices = result.checkpoint, result.diagnosis.machine, result.devices
     torch, cause = machine.torch, result.diagnosis.cause
     first = torch.first
@@ -289,7 +289,7 @@ def _findings(result: Check) -> Iterator[Finding]:
         yield Finding("too-little-memory", "error", str(short), (), fix)
     if not broken:
         yield from _of_file(checkpoint, devices)
-    if checkpoint.safety != "dangerous":  # nobody should install anything for such a file
+    if checkpoint.safety != "dangerous":  # nobody should install packages for a dangerous file
         yield from _of_packages(result.packages, machine, cuda=bool(devices.of_kind("cuda")))
     for package, mark in _QUANTIZED.items():  # they load as plain tensors
         if marked := [tensor.name for tensor in checkpoint.tensors if mark in tensor.name]:
@@ -300,7 +300,7 @@ def _findings(result: Check) -> Iterator[Finding]:
     if checkpoint.format == "aotinductor" and not result.cuda:
         advice = "Compile it again on the GPU that it must run on."
         yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, (advice,))
-    # What the file records of where it was saved, if that is not what is here. None of it prevents a load.
+    # Versions and hardware that the file records and that differ from those here. They do not prevent loading.
     recorded = dict(checkpoint.written_by.recorded)
     here = ", ".join(device.label for device in devices.accelerators if device.label) or "no GPU"
     evidence = []
@@ -313,10 +313,10 @@ def _findings(result: Check) -> Iterator[Finding]:
 
 
 def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
-    """What was found in the file itself, weighed for this machine."""
+    """The findings about the file itself, with severities for this machine."""
     from transload.judge.problems import WITHOUT_CODE
 
-    # Whether load refuses names in it, as far as no program has allowed any, or arrays of more than numbers and text.
+    # Whether load refuses names in it, unless a program allows them, or arrays of more than numbers and strings.
     pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
     arrays = (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS)
     refused = bool(_TorchDefault().refused(pickles)) or not all(map(is_plain, arrays))
@@ -326,7 +326,7 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
             yield finding if here else replace(finding, severity="warning")
         elif finding.code == "needs-trust" and refused:
             fix = list(finding.fix)
-            if fix:  # for those who trust all of it; before the way that needs no trust
+            if fix:  # before the way that needs no trust
                 at = fix.index(WITHOUT_CODE) if WITHOUT_CODE in fix else len(fix)
                 fix.insert(at, "Or, if you trust its author, pass weights_only=False.")
                 if absent := [use.device for use in checkpoint.devices if not devices.get(use.device)]:
@@ -338,7 +338,7 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
 
 
 def _of_packages(needed: Sequence[Package], machine: Machine, *, cuda: bool) -> Iterator[Finding]:
-    """Packages that are missing, and those that need a GPU that is missing."""
+    """Findings about packages that are missing, or that need a GPU that is missing."""
     from transload.diagnose.fixes import install
 
     for package in needed:
@@ -363,7 +363,7 @@ def _of_packages(needed: Sequence[Package], machine: Machine, *, cuda: bool) -> 
 
 
 def several(results: Sequence[Check], total: int) -> Iterator[Block]:
-    """A table of several files, and why some of ``total`` cannot be loaded."""
+    """A table of several files, and why some cannot be loaded; ``total`` includes those that could not be read."""
     from transload.render.checkpoint import format_words
     from transload.render.lines import Prose, Table, heading
     from transload.render.words import plural, printable, size
@@ -388,7 +388,7 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
 
 
 def report(check: Check) -> Iterator[Block]:
-    """Everything ``transload check`` says: the verdict first, then where everything lands and what prevents it."""
+    """Everything ``transload check`` says: the verdict, where everything goes, and what prevents it."""
     from transload.loading.placement import landing
     from transload.render.checkpoint import findings, format_words
     from transload.render.lines import BLANK, Prose, heading, note, row
@@ -405,7 +405,7 @@ def report(check: Check) -> Iterator[Block]:
         ("torch.load", outcome, ""),
     ]
     python = check.diagnosis.machine.python
-    if python.why:  # it is not the one that runs transload
+    if python.why:  # not the one that runs transload
         summary.append(("Python", f"{python.executable}, {python.why}", ""))
     if checkpoint.tensors or not check.cuda:
         summary.append(("CUDA", check.cuda.reason, "" if check.cuda else "bad"))
@@ -425,16 +425,16 @@ def report(check: Check) -> Iterator[Block]:
             continue
         from transload.diagnose.report import steps
 
-        # As inspect shows one; commands stand by themselves, to be copied.
+        # As inspect shows it, but with commands on their own lines, to be copied.
         yield from next(findings([replace(finding, fix=finding.fix[: commands[0]])]))
         yield from steps(finding.fix[commands[0] :], "    ")
     if said.outcome == "raises" and (said.text or said.exact):
         how = "word for word" if said.exact else "or something like it"
         yield from heading("torch.load(FILE) says", f"torch {printable(said.torch, 40)}, {how}")
-        told = f"{said.error}: {said.text}" if said.text else said.error
+        message = f"{said.error}: {said.text}" if said.text else said.error
         for bold in ("\033[1m", "\033[0m"):
-            told = told.replace(bold, "")
-        for line in told.replace("\t", "    ").split("\n"):  # never folded: somebody may search for these words
+            message = message.replace(bold, "")
+        for line in message.replace("\t", "    ").split("\n"):  # never folded: people search for these words
             yield Prose(printable(line, None), lead="  ", whole=True)
     elsewhere = bool(plan.refused) or any(move.reason in ("absent", "lost") for move in plan.moves)
     if check.diagnosis.status == "broken" and check.devices.absent and elsewhere:

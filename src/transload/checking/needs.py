@@ -1,4 +1,4 @@
-"""What a file needs of a machine: the packages that its names live in, and for compiled code the right CUDA."""
+"""What a file needs from a machine: the packages it imports names from, and the right CUDA for compiled code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transload.machine import Machine, Python
 
 
-def raw_bytes(path: str, start: int, count: int) -> bytes:
-    """Up to ``count`` bytes of a file from ``start`` on; none if it cannot be read."""
+def read_bytes(path: str, start: int, count: int) -> bytes:
+    """Up to ``count`` bytes of a file from ``start`` on; empty if it cannot be read."""
     from transload.io.sources import open_source
 
     try:
@@ -34,12 +34,12 @@ def raw_bytes(path: str, start: int, count: int) -> bytes:
 
 # -- packages
 
-_OF_THE_SCRIPT = frozenset({"__main__", "__mp_main__"})
+_MAIN_MODULES = frozenset({"__main__", "__mp_main__"})
 _NO_PACKAGE = frozenset({"__torch__", "__builtin__", "copy_reg", "torch"})
 _LONGEST_FINDER = 1 << 20
 
-# Packages that write classes of their own into checkpoints. Of any other no command is given: anybody may have taken
-# its name on PyPI.
+# Packages whose classes occur in checkpoints. For any other package no pip command is shown: anybody may have
+# registered its name on PyPI.
 _ON_PYPI = frozenset(
     {
         *("accelerate", "bitsandbytes", "causal_conv1d", "deepspeed", "diffusers", "flash_attn", "lightning"),
@@ -50,8 +50,8 @@ _ON_PYPI = frozenset(
         *("torchmetrics", "yacs", "yaml"),
     }
 )
-# By pip; the others have a hyphen for each underscore.
-_CALLED = {
+# Names on PyPI; for the other packages they have hyphens instead of underscores.
+_PYPI_NAMES = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
     "cv2": "opencv-python",
@@ -65,35 +65,30 @@ _CUDA_ONLY = frozenset(
         *("spconv", "tensorrt", "tinycudann", "torch_tensorrt", "torchsparse", "transformer_engine", "triton"),
     }
 )
-"""Packages whose code runs on NVIDIA GPUs alone, or is built to."""
+"""Packages whose code runs only on NVIDIA GPUs."""
 
 
 @facts(frozen=True)
 class Package(Plain):
-    """A package that a loader would import for a file, and the names it is asked for."""
+    """A package that a loader would import for a file, and the names it would look up there."""
 
     name: str
     """As it is imported: ``flash_attn``."""
     names: tuple[str, ...]
     found: bool
     missing: str = ""
-    """The module that is not there: the package itself, or one inside it that another release has."""
+    """The module that is not found: the package itself, or a module that only another release of it has."""
     on_pypi: str = ""
-    """What to install, where that is known."""
+    """What to install, if that is known."""
     cuda_only: bool = False
     problem: str = ""
-    """Why it would not work though it is installed."""
-
-    @property
-    def of_the_script(self) -> bool:
-        """Whether it is not a package: the names were defined in the script that saved the file."""
-        return self.name in _OF_THE_SCRIPT
+    """Why it would not work although it is installed."""
 
 
 def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tuple[Package, ...]:
-    """What loading without ``weights_only`` would import, beside torch and the standard library. Nothing is imported.
+    """What loading without ``weights_only`` would import, besides torch and the standard library; nothing is imported.
 
-    Scripts are run from some directory; ``cwd`` is searched as theirs would be.
+    ``cwd`` is the directory that scripts run from: Python finds modules there, too.
     """
     from transload.loading.refusal import loaded_pickles
 
@@ -102,7 +97,7 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
     for use in checkpoint.globals:
         package = use.module.partition(".")[0] if use.stream in streams else "torch"
         if use.verdict != "data" and package not in _NO_PACKAGE and package not in sys.stdlib_module_names:
-            # What transload.load makes itself needs the package, wherever in that the release has it.
+            # For a name that transload.load builds itself, any release of the package will do.
             module = package if use.full_name in PLAIN_VALUES else use.module
             modules.setdefault(package, []).append((module, use.full_name.removeprefix(f"{module}.")))
     if checkpoint.path.endswith(".safetensors"):
@@ -110,7 +105,7 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
     broken = {each.package.replace("-", "_"): each for each in reversed(machine.extensions)}
     result = []
     for name, uses in modules.items():
-        parts = [] if name in _OF_THE_SCRIPT else [_missing(module, machine.python, cwd) for module, _ in uses]
+        parts = [] if name in _MAIN_MODULES else [_missing(module, machine.python, cwd) for module, _ in uses]
         missing = next(filter(None, parts), "")
         extension = broken.get(name)
         lacks = extension.missing or extension.undefined if extension and not missing else ()
@@ -118,9 +113,9 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
             Package(
                 name,
                 tuple(f"{module}.{attribute}" for module, attribute in uses),
-                found=not missing and name not in _OF_THE_SCRIPT,
+                found=not missing and name not in _MAIN_MODULES,
                 missing=missing,
-                on_pypi=_CALLED.get(name, name.replace("_", "-")) if name in _ON_PYPI else "",
+                on_pypi=_PYPI_NAMES.get(name, name.replace("_", "-")) if name in _ON_PYPI else "",
                 cuda_only=name in _CUDA_ONLY,
                 problem=f"it needs {lacks[0]}, which is not there" if lacks else "",
             )
@@ -129,32 +124,32 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
 
 
 def _missing(module: str, python: Python, cwd: str) -> str:
-    """The first part of a module's name that an interpreter would not find; empty where nothing is missing or known."""
+    """The first package or module of a dotted name that an interpreter would not find; empty if all are, or unclear."""
     places = place = [*([cwd] if cwd else []), *python.path]
     parts = module.split(".") if place else []
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
         try:
             spec = PathFinder.find_spec(name, place)
-        except (ImportError, ValueError, OSError):  # nothing is found in a place that is broken
+        except (ImportError, ValueError, OSError):  # a broken path entry or parent
             spec = None
         if spec is None:
             return name if count > 1 or not _found_otherwise(name, python, places) else ""
         if spec.submodule_search_locations is None or spec.origin is None:
-            return ""  # a single file, which may create modules; or a folder without one, of any content
+            return ""  # a module, which may create submodules at run time; or a namespace package, with any content
         place = list(spec.submodule_search_locations)
     return ""
 
 
 def _found_otherwise(name: str, python: Python, places: list[str]) -> bool:
-    """Whether it is found without the path: by an import hook of this process, or an editable install."""
+    """Whether it is found without ``sys.path``: by an import hook of this process, or an editable install."""
     for finder in sys.meta_path if python.executable == sys.executable else ():
         try:
             if finder is not PathFinder and finder.find_spec(name, None) is not None:
                 return True
         except Exception:  # noqa: BLE001, PERF203, S112  somebody's hook may raise anything, and must not stop us
             continue
-    from pathlib import Path  # it costs more than all the rest, and is seldom needed
+    from pathlib import Path  # slow to import and seldom needed
 
     for file in (file for place in places for file in Path(place).glob("__editable___*_finder.py")):
         try:
@@ -171,8 +166,8 @@ def _found_otherwise(name: str, python: Python, places: list[str]) -> bool:
 _TENSORS = "tensors carry no CUDA version: they load under any, and without CUDA"
 _PTX_HEAD = 4096
 _PTX_VERSION = re.compile(rb"^\.version\s+(\d{1,2})\.(\d{1,2})", re.MULTILINE)
-# PTX ISA → the first CUDA whose driver compiles it: the release history in NVIDIA's PTX ISA manual. From 7.0 on the
-# number has followed that of CUDA, except for these.
+# PTX ISA version → the first CUDA whose driver compiles it, from the release history in NVIDIA's PTX ISA manual. Since
+# 7.0 the minor versions are those of CUDA, with these exceptions.
 _PTX_CUDA = {(8, 6): (12, 7), (8, 7): (12, 8), (8, 8): (12, 9)}
 _PTX_MAJOR = {7: 11, 8: 12, 9: 13}
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -180,9 +175,9 @@ _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 @facts(frozen=True)
 class Compatibility(Plain):
-    """An answer with its reason; true where the file can be used here as far as CUDA is concerned.
+    """An answer with its reason; true if CUDA does not prevent using the file here.
 
-    ``origin`` are the versions that the file records of where it was made; hardly any file records one.
+    ``origin`` are the versions of the machine that wrote the file; hardly any file records them.
     """
 
     compatible: bool
@@ -194,7 +189,7 @@ class Compatibility(Plain):
         return self.compatible
 
     def __str__(self) -> str:
-        """The reason, then what shows it."""
+        """The reason, then the evidence."""
         return "\n  ".join((f"{'yes' if self.compatible else 'no'}: {self.reason}", *self.evidence))
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,8 +200,8 @@ class Compatibility(Plain):
 def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None = None) -> Compatibility:
     """Whether a checkpoint is compatible with the CUDA of this machine, or of another one that was examined.
 
-    Tensors carry no CUDA version. Only compiled parts depend on one: kernels of an AOTInductor package run on GPUs of
-    their architecture alone, and PTX needs a driver that can compile it.
+    Tensors carry no CUDA version. Only compiled parts depend on one: kernels of an AOTInductor package run only on GPUs
+    of their architecture, and PTX needs a driver that can compile it.
 
     >>> transload.is_cuda_compatible("model.pt").reason  # doctest: +SKIP
     'tensors carry no CUDA version: they load under any, and without CUDA'
@@ -221,9 +216,9 @@ def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None 
 
 
 def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
-    """The same for a file and a machine that were examined already."""
+    """As ``is_cuda_compatible``, for a file and a machine that were already examined."""
     recorded = checkpoint.written_by.recorded
-    compared = tuple(_compared(dict(recorded), machine))
+    compared = tuple(_compared_origin(dict(recorded), machine))
     kernels = list(_kernels(checkpoint))
     if not kernels:
         reason = _TENSORS if checkpoint.tensors else "there is no code for a GPU in it"
@@ -235,17 +230,17 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
         evidence.append(f"{', '.join(codes)}: {same[0].name}{f' and {len(same) - 1} more' if len(same) > 1 else ''}")
     able = []
     for name, card in machine.capabilities.items():
-        lost = next((kernel.name for kernel in kernels if not kernel.runs(card, driver.version)), "")
-        told = f"does not run {lost}" if lost else "runs"
-        evidence.append(f"{name}, compute capability {'.'.join(map(str, card))}: {told}")
-        able += [] if lost else [name]
+        failing = next((kernel.name for kernel in kernels if not kernel.runs(card, driver.version)), "")
+        outcome = f"does not run {failing}" if failing else "runs"
+        evidence.append(f"{name}, compute capability {'.'.join(map(str, card))}: {outcome}")
+        able += [] if failing else [name]
     evidence += compared
     targets = ", ".join(sorted({code for kernel in kernels for code in kernel.codes})[:8])
-    against = _against(checkpoint, dict(recorded), machine)
-    if not against and not (machine.capabilities and driver.works):
-        against = "there is no NVIDIA GPU here that works"
-    if against:
-        return Compatibility(False, f"it holds compiled code for {targets}, and {against}", tuple(evidence), recorded)
+    obstacle = _obstacle(checkpoint, dict(recorded), machine)
+    if not obstacle and not (machine.capabilities and driver.works):
+        obstacle = "there is no NVIDIA GPU here that works"
+    if obstacle:
+        return Compatibility(False, f"it holds compiled code for {targets}, and {obstacle}", tuple(evidence), recorded)
     reason = f"it holds compiled code for {targets}, which {'runs on' if able else 'does not run on'}"
     cards = " or ".join(able or machine.capabilities)
     return Compatibility(bool(able), f"{reason} {cards}", tuple(evidence), recorded)
@@ -253,12 +248,12 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel, or all that a library holds: it runs on a card if one of its codes does."""
+    """A kernel, or all kernels of a library: it runs on a GPU if one of its codes does."""
 
     name: str
     codes: tuple[str, ...]
     cuda: int = 0
-    """The CUDA version that its PTX needs of the driver, numbered as drivers do: ``12080``; 0 where it does not say."""
+    """The CUDA version of the driver that its PTX needs, as drivers number it: ``12080``; 0 if unknown."""
 
     def runs(self, card: tuple[int, ...], driver: int) -> bool:
         able = not driver or self.cuda <= driver
@@ -272,7 +267,7 @@ def _kernels(checkpoint: Checkpoint) -> Iterator[_Kernel]:
             cuda = 0
             record = next((record for record in checkpoint.records if record.name == part.name), None)
             if record is not None and record.offset is not None and not record.method:
-                head = raw_bytes(checkpoint.path, record.offset, min(record.stored, _PTX_HEAD))
+                head = read_bytes(checkpoint.path, record.offset, min(record.stored, _PTX_HEAD))
                 if found := _PTX_VERSION.search(head):
                     written = int(found[1]), int(found[2])
                     major, minor = _PTX_CUDA.get(written, (_PTX_MAJOR.get(written[0], 0), written[1]))
@@ -284,14 +279,14 @@ def _kernels(checkpoint: Checkpoint) -> Iterator[_Kernel]:
             yield _Kernel(part.name, tuple(facts["GPU code inside"].split(", ")))
 
 
-def _against(checkpoint: Checkpoint, origin: dict[str, str], machine: Machine) -> str:
-    """Why compiled code does not run here whatever the card is: it is for another processor, or for a newer CUDA."""
+def _obstacle(checkpoint: Checkpoint, origin: dict[str, str], machine: Machine) -> str:
+    """Why compiled code cannot run here on any GPU: it is for another processor, or for a newer CUDA."""
     here = _PROCESSORS.get(machine.platform.machine.lower(), machine.platform.machine)
     built = {dict(part.facts).get("machine", here) for part in checkpoint.parts if part.kind == "library"}
     other = sorted(built - {here})
     if other:
         return f"its library is for {other[0]} processors, not {here}"
-    # The driver does not run what a torch has compiled for a CUDA of a later generation.
+    # A driver does not run code that was compiled for a later major version of CUDA.
     build = re.search(r"\+cu(\d{2})(\d)", origin.get("torch", ""))
     recorded = re.match(r"\d{1,2}\.\d", origin.get("cuda", ""))
     cuda = recorded[0] if recorded else f"{build[1]}.{build[2]}" if build else ""
@@ -301,8 +296,8 @@ def _against(checkpoint: Checkpoint, origin: dict[str, str], machine: Machine) -
     return f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(driver)}"
 
 
-def _compared(origin: dict[str, str], machine: Machine) -> Iterator[str]:
-    """What the file records of its origin, beside what is here."""
+def _compared_origin(origin: dict[str, str], machine: Machine) -> Iterator[str]:
+    """The versions that the file records, beside those of this machine."""
     torch = machine.torch.first
     here = {
         "torch": torch.version if torch else "",

@@ -1,8 +1,8 @@
-"""What plain ``torch.load(path)`` would do with a file here, and say, without running it.
+"""Predict what plain ``torch.load(path)`` would do with a file here, and its error message, without running it.
 
-Both of torch's unpicklers work through the stream from its beginning, and a storage is put on its device when the
-stream comes to it. So the first thing they cannot do decides, and its place in the stream is known. The words, those of
-the releases from 2.1 to 2.15, are in ``torch_words.md``; a test compares them with the real ones.
+Both of torch's unpicklers process the stream in order, and restore a storage to its device when they reach it. So the
+first thing they cannot do decides, and its position in the stream is known. The messages of releases 2.1 to 2.15 are in
+``torch_words.md``; a test compares them with the real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from transload.checking.needs import raw_bytes
+from transload.checking.needs import read_bytes
 from transload.devices import split
 from transload.diagnose.tables import numbers_of
 from transload.frozen import Plain, facts, replace
@@ -34,24 +34,24 @@ Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledTorch:
     """The torch of an environment, as far as ``torch.load`` depends on it."""
 
     version: str
-    """``2.13.0+cu130``; empty where there is no torch, or none whose version could be read."""
+    """``2.13.0+cu130``; empty if there is no torch, or its version could not be read."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Devices of each kind that torch has: ``{"cuda": 1}``; a kind that does not work is left out."""
+    """The number of devices of each kind that works: ``{"cuda": 1}``."""
     sure: bool = True
     """Whether the counts are certain."""
     environ: Mapping[str, str] = field(default_factory=dict)
     absent: Collection[str] = ()
-    """Packages a file asks for that are not installed."""
+    """Packages the file needs that are not installed."""
 
     @property
     def weights_only(self) -> bool:
-        """What ``weights_only`` is where the caller of ``torch.load`` does not say.
+        """The default of ``weights_only`` in ``torch.load``.
 
-        >>> Installed("2.5.1").weights_only, Installed("2.13.0+cpu").weights_only
+        >>> InstalledTorch("2.5.1").weights_only, InstalledTorch("2.13.0+cpu").weights_only
         (False, True)
         """
         forced, forbidden = (
@@ -61,26 +61,26 @@ class Installed:
         return forced or (numbers_of(self.version) >= (2, 6) and not forbidden)
 
 
-def installed(
+def installed_torch(
     diagnosis: Diagnosis, devices: Devices, environ: Mapping[str, str], absent: Collection[str] = ()
-) -> Installed:
-    """The torch that the doctor found, with the devices it would have."""
+) -> InstalledTorch:
+    """The torch that the doctor found, with the devices it would find."""
     machine = diagnosis.machine
     first, cuda = machine.torch.first, machine.driver.cuda
     counts = Counter(split(device.name)[0] for device in devices.available if device.name != "cpu")
     version = first.version if first is not None and first.known else ""
-    # Whether it is known what torch.cuda.is_available() says: a card that computes nothing may still be there.
+    # Whether the result of torch.cuda.is_available() is known: a GPU that cannot compute may still be counted.
     sure = not machine.torch.shadow and cuda.answer.state not in ("hung", "crashed")
     sure = sure and (first is None or first.cpu_only or not cuda.works or diagnosis.status != "broken")
-    return Installed(version, dict(counts), sure, environ, absent)
+    return InstalledTorch(version, dict(counts), sure, environ, absent)
 
 
 @facts(frozen=True)
-class Said(Plain):
-    """What ``torch.load`` does: ``loads``, ``raises``, or ``unknown`` where that cannot be predicted.
+class Prediction(Plain):
+    """What ``torch.load`` does: ``loads``, ``raises``, or ``unknown`` if that cannot be predicted.
 
-    ``error`` is the class of what it raises and ``text`` its words. ``exact`` says that they are word for word what
-    release ``torch`` says; otherwise they are the nearest known words, or empty.
+    ``error`` is the class of the exception and ``text`` its message. ``exact`` means that the message is word for word
+    that of release ``torch``; otherwise it is the nearest known one, or empty.
     """
 
     outcome: Literal["loads", "raises", "unknown"]
@@ -92,18 +92,18 @@ class Said(Plain):
 
 
 _OLDEST, _NEWEST = (2, 1), (2, 15)
-"""The releases whose words are known."""
+"""The releases whose messages are known."""
 
 
-def torch_says(checkpoint: Checkpoint, torch: Installed) -> Said:
-    """The outcome of ``torch.load(checkpoint.path)``."""
-    said = _Prediction(checkpoint, torch)
-    return said.outcome() if _OLDEST <= said.release[:2] <= _NEWEST else said.unknown()
+def torch_says(checkpoint: Checkpoint, torch: InstalledTorch) -> Prediction:
+    """Predict the outcome of ``torch.load(checkpoint.path)``."""
+    predictor = _Predictor(checkpoint, torch)
+    return predictor.outcome() if _OLDEST <= predictor.release[:2] <= _NEWEST else predictor.unknown()
 
 
 @cache
 def _texts() -> dict[str, list[tuple[Version, str]]]:
-    """By name: the texts, each with the first release that says so; parts of others have none."""
+    """The messages by name, each with the first release that has it; fragments of messages have no release."""
     import pkgutil
 
     out: dict[str, list[tuple[Version, str]]] = {}
@@ -116,13 +116,13 @@ def _texts() -> dict[str, list[tuple[Version, str]]]:
     return out
 
 
-# -- what decides
+# -- the prediction
 
 _WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a\x80.")
-"""The opcodes that torch's unpickler knows, in every release from 2.1 to 2.15."""
+"""The opcodes that the ``weights_only`` unpickler knows in every release from 2.1 to 2.15."""
 _LISTED = (2, 13)
-"""The release that ``TORCH_DEFAULT`` lists."""
-# Names that some of the releases from 2.6 to 2.15 allow and others do not.
+"""The release whose names ``TORCH_DEFAULT`` lists."""
+# Names that only some of the releases from 2.6 to 2.15 allow.
 _VARYING = frozenset(
     {
         *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
@@ -142,17 +142,17 @@ _DTENSOR = frozenset(
 )
 """Names that ``torch.distributed.tensor`` allows when it is imported."""
 _DIM_RANGE = "torch._dynamo.decorators._DimRange"
-"""A name that ``torch._dynamo`` allows when it is imported; from 2.15 on it is as any other."""
-# Before 2.11 a tag that only begins like a device was taken for one.
+"""A name that ``torch._dynamo`` allows when it is imported; from 2.15 on it is not special."""
+# Before 2.11 torch accepted a tag that only begins like a device.
 _LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
 _SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
-"""Kinds of devices that storages are restored to, and since when."""
+"""Device kinds that storages are restored to, and since which release."""
 _LONGEST_SCAN = 1 << 24
-_MOST_INDEX = 127  # torch takes a greater number for a negative one
+_MAX_INDEX = 127  # torch keeps an index in a signed byte
 
 
-class _Prediction:
-    def __init__(self, checkpoint: Checkpoint, torch: Installed) -> None:
+class _Predictor:
+    def __init__(self, checkpoint: Checkpoint, torch: InstalledTorch) -> None:
         self.checkpoint = checkpoint
         self.torch = torch
         self.release = numbers_of(torch.version)
@@ -161,19 +161,19 @@ class _Prediction:
         self.intact = checkpoint.integrity in ("whole", "unchecked")
 
     def words(self, name: str, /, **values: object) -> str:
-        """A text as this release says it."""
+        """A message of this release."""
         parts = {part: texts[0][1] for part, texts in _texts().items() if not texts[0][0]}
         return [words for since, words in _texts()[name] if since <= self.release][-1].format(**parts, **values)
 
-    def raises(self, error: str, text: str, warnings: tuple[str, ...] = (), *, exact: bool = True) -> Said:
-        return Said("raises", error, text, exact, self.torch.version, warnings)
+    def raises(self, error: str, text: str, warnings: tuple[str, ...] = (), *, exact: bool = True) -> Prediction:
+        return Prediction("raises", error, text, exact, self.torch.version, warnings)
 
-    def unknown(self, warnings: tuple[str, ...] = ()) -> Said:
-        return Said("unknown", torch=self.torch.version, warnings=warnings)
+    def unknown(self, warnings: tuple[str, ...] = ()) -> Prediction:
+        return Prediction("unknown", torch=self.torch.version, warnings=warnings)
 
-    def outcome(self) -> Said:
+    def outcome(self) -> Prediction:
         path, kind = self.checkpoint.path, self.checkpoint.format
-        strict = self.weights_only and self.release >= (2, 6)  # older ones word their refusals in other ways
+        strict = self.weights_only and self.release >= (2, 6)  # older releases refuse with other messages
         if os.path.isdir(path):  # noqa: PTH112  a path is text here
             error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
@@ -181,7 +181,7 @@ class _Prediction:
             if "safetensors" in self.torch.absent:
                 return self.raises("RuntimeError", self.words("no-safetensors"))
             if kind == "safetensors" and self.intact:
-                return Said("loads", exact=True, torch=self.torch.version)
+                return Prediction("loads", exact=True, torch=self.torch.version)
             codes = {problem.code for problem in self.checkpoint.problems} if kind == "safetensors" else set()
             known = next((self.words(code) for code in _texts() if code in codes), "")  # what safetensors 0.8 says
             return self.raises("SafetensorError", known, exact=False) if known else self.unknown()
@@ -189,7 +189,7 @@ class _Prediction:
             warnings = (self.words("script-warning"),)
             return self.raises("RuntimeError", self.words("script"), warnings) if strict else self.unknown(warnings)
         if kind in ("torchscript", "torch-export", "aotinductor", "torch-package"):
-            # An archive that torch opens and finds no object in. One without a folder it does not even open.
+            # torch opens the archive and finds no object in it; without a top-level directory it does not open it.
             opens = self.intact and "folder" in dict(self.checkpoint.facts) and "data.pkl" not in self.records
             text = self.words("no-record", record="data.pkl")
             return self.raises("RuntimeError", text) if opens else self.unknown()
@@ -197,9 +197,9 @@ class _Prediction:
             return self.raises("RuntimeError", self.words("tar")) if strict else self.unknown()
         return self.stream() if kind in ("torch-zip", "torch-legacy", "pickle") else self.foreign()
 
-    def foreign(self) -> Said:
-        """A file that is not a checkpoint is taken for a pickle, and its first byte for an opcode."""
-        head = raw_bytes(self.checkpoint.path, 0, 4)
+    def foreign(self) -> Prediction:
+        """Predict for a file that is not a checkpoint: torch reads it as a pickle, and its first byte as an opcode."""
+        head = read_bytes(self.checkpoint.path, 0, 4)
         if not self.checkpoint.nbytes and not head:
             return self.raises("EOFError", "" if self.weights_only else "Ran out of input")
         if not head or head == b"PK\x03\x04" or (self.weights_only and self.release < (2, 6)):
@@ -215,8 +215,8 @@ class _Prediction:
             text = f"invalid load key, '{shown}'."
         return self.unknown() if byte in opcodes else self.raises("UnpicklingError", text)
 
-    def stream(self) -> Said:
-        """The first event in the main pickle decides; without one the file loads, if it is intact."""
+    def stream(self) -> Prediction:
+        """Predict for a pickle stream: its first event decides; without one the file loads if it is intact."""
         main = next((pickle for pickle in self.checkpoint.pickles if pickle.main), None)
         if any(problem.code == "zip-no-directory" for problem in self.checkpoint.problems):
             return self.raises("RuntimeError", self.words("no-directory"), exact=False)
@@ -224,7 +224,7 @@ class _Prediction:
             return self.unknown()
         plain = self.checkpoint.format == "pickle"
         intact = not main.broken if plain else self.intact
-        # Not every release allows the same names.
+        # Releases differ in the names they allow.
         names = {torch_spelling(*key) for key in main.globals}
         varies = self.release[:2] != _LISTED and not _VARYING.isdisjoint(names)
         warnings: tuple[str, ...] = ()
@@ -237,14 +237,14 @@ class _Prediction:
             return replace(first, exact=first.exact and intact and not varies, warnings=warnings)
         if plain and not first:
             return self.raises("RuntimeError", "Invalid magic number; corrupt file?", warnings, exact=intact)
-        # Allowed names may be used in ways that do not work, and others may do anything.
+        # Allowed names may be used in ways that fail, and other names may do anything.
         odd = any(finding.code in ("dangerous-use", "odd-use", "trusted-use") for finding in self.checkpoint.findings)
         if first or not intact or odd:
             return self.unknown(warnings)
-        return Said("loads", exact=not varies, torch=self.torch.version, warnings=warnings)
+        return Prediction("loads", exact=not varies, torch=self.torch.version, warnings=warnings)
 
-    def events(self, main: Pickle) -> Iterator[tuple[int, Said]]:
-        """What ends the reading, and where in the stream; it is ``unknown`` where nobody knows whether it does."""
+    def events(self, main: Pickle) -> Iterator[tuple[int, Prediction]]:
+        """What may stop the unpickler, and where in the stream; ``unknown`` if it may or may not stop."""
         stored = ((node.position, self.stored(node)) for node in main.persistent)  # in the order of the stream
         yield from islice(((position, said) for position, said in stored if said), 1)
         for node in (*main.globals.values(), *([main.loader] if main.loader else [])):
@@ -254,7 +254,7 @@ class _Prediction:
                 if text := self.refused_name(full, name):
                     yield node.position, self.refused(text)
             elif full not in TORCH_DEFAULT and "Storage" not in name:
-                # The standard unpickler imports it: what happens then is known only where there is no such package.
+                # The standard unpickler imports it: the outcome is known only if the package is not installed.
                 package = module.partition(".")[0]
                 missing = self.raises("ModuleNotFoundError", f"No module named '{package}'")
                 yield node.position, missing if package in self.torch.absent else self.unknown()
@@ -262,7 +262,7 @@ class _Prediction:
             yield self.unknown_opcode(main)
 
     def refused_name(self, full: str, name: str) -> str:
-        """What weights_only says of a name; nothing of those it allows."""
+        """The message with which weights_only refuses a name; empty if it allows the name."""
         owner = full[: -len(name) - 1] if full.endswith(f".{name}") else full.rpartition(".")[0]
         if owner in ("sys", "os", "posix", "nt"):
             return self.words("blocked", name=full, module=owner)
@@ -272,13 +272,13 @@ class _Prediction:
             return self.words("dtensor")
         if full == _DIM_RANGE and self.release < (2, 15):
             return self.words("nested")
-        if self.release < (2, 7):  # it advises to allow it by its last part only
+        if self.release < (2, 7):  # its advice names only the last component
             return self.words("not-allowed", name=full, call=name)
         shown = full.removeprefix("builtins.")
         return self.words("not-allowed", name=shown, call=shown)
 
-    def stored(self, node: Persistent) -> Said | None:
-        """A storage on a device that is not here, or without its record; or an id that is not a storage's."""
+    def stored(self, node: Persistent) -> Prediction | None:
+        """The error for a persistent id that is not a storage, has no record, or names an unavailable device."""
         pid = node.id
         if type(pid) is not tuple or len(pid) < 4:
             return self.unknown()
@@ -294,14 +294,14 @@ class _Prediction:
         if said is None:
             return None
         kind, _, index = tag.partition(":")
-        plain = tag.isascii() and tag.isprintable() and not (index.isdigit() and int(index[:9]) > _MOST_INDEX)
+        plain = tag.isascii() and tag.isprintable() and not (index.isdigit() and int(index[:9]) > _MAX_INDEX)
         usual = self.release >= (2, 11) or _LOOKS_LIKE.match(tag) is None
         exact = plain and usual and self.torch.sure and tag != "mtia" and (self.release >= (2, 4) or kind == "cuda")
         return replace(said, exact=exact)
 
-    def restored(self, tag: str) -> Said | None:
-        """The error of restoring a storage to a tag; ``None`` where it is restored."""
-        counts, release = self.torch.counts, self.release  # without devices of a kind its is_available() is false
+    def restored(self, tag: str) -> Prediction | None:
+        """The error for restoring a storage to the device of its tag; ``None`` if that works."""
+        counts, release = self.torch.counts, self.release  # a kind without devices has is_available() == False
         if tag in ("cpu", "meta") or (tag.startswith("mps") and counts.get("mps")):
             return None
         if tag.startswith("mps"):
@@ -326,28 +326,28 @@ class _Prediction:
         error = "AssertionError" if release < (2, 4) and kind == "hpu" else "RuntimeError"
         return self.raises(error, self.words(name, **values))
 
-    def unknown_opcode(self, main: Pickle) -> tuple[int, Said]:
-        """The first opcode that weights_only does not know, if the bytes of the pickle are stored as they are."""
+    def unknown_opcode(self, main: Pickle) -> tuple[int, Prediction]:
+        """The first opcode that weights_only does not know; its message if the pickle is not compressed."""
         import pickletools
 
         data = b""
-        if self.checkpoint.format != "torch-zip":  # one pickle after the other
+        if self.checkpoint.format != "torch-zip":  # one pickle after another
             before = self.checkpoint.pickles[: self.checkpoint.pickles.index(main)]
             start = sum(pickle.end for pickle in before) + main.start
-            data = raw_bytes(self.checkpoint.path, start, min(main.end - main.start, _LONGEST_SCAN))
+            data = read_bytes(self.checkpoint.path, start, min(main.end - main.start, _LONGEST_SCAN))
         else:
             record = self.records.get(main.name)
             if record is not None and record.offset is not None and not record.method:
-                data = raw_bytes(self.checkpoint.path, record.offset, min(record.size, _LONGEST_SCAN))
-        with suppress(ValueError):  # the pickle ends before
+                data = read_bytes(self.checkpoint.path, record.offset, min(record.size, _LONGEST_SCAN))
+        with suppress(ValueError):  # the pickle is cut off
             for _, _, at in pickletools.genops(data):
                 if at is not None and data[at] not in _WEIGHTS_ONLY:
                     text = self.words("unsupported", message=f"Unsupported operand {data[at]}")
                     return main.start + at, self.refused(text)
         return main.start, self.raises("UnpicklingError", "", exact=False)
 
-    def refused(self, text: str) -> Said:
-        """What weights_only refuses; the words are known from 2.6 on, where it is the default."""
+    def refused(self, text: str) -> Prediction:
+        """The error of weights_only; its message is known from 2.6 on, where it is the default."""
         return self.raises("UnpicklingError", text, exact=self.release >= (2, 6))
 
 

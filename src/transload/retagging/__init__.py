@@ -1,7 +1,7 @@
 """``transload.retag``: change the device tags of a checkpoint in place.
 
 No tensor is read or written, torch is not needed, the time does not depend on the size of the file, and a crash at any
-moment loses nothing. ``plan`` reads the file and decides which bytes to change, with the places that ``tags`` finds in
+moment loses nothing. ``plan`` reads the file and decides which bytes to change, using the tags that ``tags`` finds in
 its pickle; ``transload.io.journal`` changes the file, or writes a copy.
 """
 
@@ -30,9 +30,9 @@ class Retag(Reported):
     """What was done to a file, or would be.
 
     ``method`` is ``none``, ``patch`` (as many bytes as before), ``append`` (a new index at the end of the archive),
-    ``rewrite`` (into a copy) or ``undo``; ``tags`` are those in the file with what became of them. ``written`` counts
-    bytes, ``grown`` by how many the file is longer. ``how`` is how a copy was made. ``recovered`` is what had to be
-    done first about an earlier retag that was interrupted: ``restored`` or ``finished``.
+    ``rewrite`` (into a copy) or ``undo``; ``tags`` are the tags of the file, old and new. ``written`` counts bytes;
+    ``grown`` is how many bytes longer the file is. ``how`` is how a copy was made. ``recovered`` is what was done first
+    about an earlier retag that was interrupted: ``restored`` or ``finished``.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Retag(Reported):
 
     @property
     def changed(self) -> bool:
-        """Whether any tag is another one than before."""
+        """Whether any tag changes."""
         return self.method != "none"
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,11 +78,11 @@ def retag(
     keep_undo: bool = False,
     hard_links: bool = False,
 ) -> Retag:
-    """Change the device tags of a checkpoint, so that plain ``torch.load(path)`` lands it elsewhere.
+    """Change the device tags of a checkpoint, so that plain ``torch.load(path)`` loads it to another device.
 
-    ``to`` is the device for all tags, or a mapping from tags to devices, in which ``"*"`` stands for all that are not
-    named. The file is changed in place, or copied to ``out`` with its new tags. ``dry_run`` only plans; ``keep_undo``
-    keeps what ``undo`` needs; ``hard_links`` allows to change a file that has other names, too.
+    ``to`` is the device for all tags, or a mapping from tags to devices, in which ``"*"`` stands for all other tags.
+    The file is changed in place, or copied to ``out`` with the new tags. ``dry_run`` only plans; ``keep_undo`` keeps
+    what ``undo`` needs; ``hard_links`` also changes a file that has several names.
 
     >>> transload.retag("model.pt", "cpu")  # doctest: +SKIP
     >>> transload.retag("model.pt", {"cuda:1": "cuda:0"}, out="other.pt")  # doctest: +SKIP
@@ -137,9 +137,9 @@ def retag(
 
 
 def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
-    """Take back the last retag of a file: one that was interrupted, or for which ``keep_undo`` was asked.
+    """Undo the last retag of a file: one that was interrupted, or made with ``keep_undo``.
 
-    An error if nothing was kept, or the file was changed since.
+    Raises an error if nothing was kept, or the file has changed since.
     """
     path = _path(path)
     journal.refuse_in_place(path, hard_links=True)
@@ -201,7 +201,7 @@ def report(retag: Retag) -> Iterator[Block]:
 
 
 def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
-    """A table of several files; ``total`` counts those that failed, too."""
+    """A table of several files; ``total`` includes those that failed."""
     rows: list[tuple[Words, ...]] = []
     for each in results:
         tags = [f"{tag.old} → {tag.new}" for tag in each.tags if tag.old != tag.new]
@@ -218,7 +218,7 @@ def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
 
 
 def _tag(tag: TagChange) -> tuple[Words, ...]:
-    held = plural(tag.storages, "storage"), size(tag.nbytes)
+    amount = plural(tag.storages, "storage"), size(tag.nbytes)
     if tag.old == tag.new:
-        return ((printable(tag.old), "dim"),), "", (("stays", "dim"),), *held
-    return printable(tag.old), "→", ((printable(tag.new), "good"),), *held
+        return ((printable(tag.old), "dim"),), "", (("stays", "dim"),), *amount
+    return printable(tag.old), "→", ((printable(tag.new), "good"),), *amount

@@ -1,7 +1,7 @@
-"""The plan of a retag: which tags change, and which bytes of the file.
+"""Plan a retag: which tags change, and which bytes of the file.
 
-``plan_of`` reads the file, finds the bytes to change, and proves the plan: the file as it would be is read again, and
-must be the same but for its tags.
+``plan_of`` reads the file, finds the bytes to change, and proves the plan: it reads the file as it would become, which
+must differ from the original only in its tags.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from transload.retagging.tags import (
 )
 
 OTHERS = "*"
-"""The key of a mapping that stands for every tag it does not name."""
+"""In a mapping, the key for every tag that is not named."""
 
 _DEVICE = re.compile(r"[a-z][a-z_]*(?::(?:0|[1-9][0-9]{0,5}))?")
 _SINGLE = ("cpu", "mps")
@@ -51,13 +51,13 @@ _NEVER = {
 
 @facts(frozen=True)
 class TagMap:
-    """The new tags: ``named`` by old tag, and ``others`` for all that are not named, empty to keep those."""
+    """The new tags: ``named`` by old tag, and ``others`` for all other tags; empty keeps them."""
 
     named: tuple[tuple[str, str], ...] = ()
     others: str = ""
 
     def new(self, tag: str) -> str:
-        """The new tag for an old one. A storage on ``meta`` has no bytes, and stays there.
+        """The new tag for an old one. ``meta`` is kept unless it is named: such a storage has no bytes.
 
         >>> TagMap((("cuda:1", "cuda:0"),)).new("cuda:1"), TagMap(others="cpu").new("meta")
         ('cuda:0', 'meta')
@@ -69,7 +69,7 @@ class TagMap:
 
 
 def tag_map_of(to: str | Mapping[str, str]) -> TagMap:
-    """The new tags from a device, or from a mapping of tags to devices.
+    """The new tags, from a device or a mapping of tags to devices.
 
     >>> tag_map_of("cpu").new("cuda:3"), tag_map_of({"cuda:1": "cuda:0", "*": "cpu"}).new("cuda:2")
     ('cpu', 'cpu')
@@ -102,18 +102,18 @@ def _device(name: object) -> str:
 
 
 def _tag(name: object) -> str:
-    """A tag that a file may have: any text, since a wrong one may be the reason for the retag."""
+    """A tag that a file may have: any string, since an invalid one may be the reason for the retag."""
     if not isinstance(name, str) or not name or name == "meta":
         raise UsageError(f"{name!r} is not a tag that can be changed")
     return name
 
 
-# -- which files have no tags
+# -- which files cannot be retagged
 
 _AGAIN = "Load it with transload.load and save it again."
 
-# By format: why not, and what to do; {each} is what to do with each file of a directory.
-_OTHERS: dict[str, tuple[str, str]] = {
+# By format: why not, and what to do; {each} is what to do with the files of a directory.
+_UNSUPPORTED: dict[str, tuple[str, str]] = {
     "torchscript": (
         "it is a TorchScript program: its code names devices, too",
         "Move it with torch: torch.jit.load(path, map_location='cpu').save(other)",
@@ -146,16 +146,16 @@ _OTHERS: dict[str, tuple[str, str]] = {
 
 
 def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
-    """Refuse a file that has no tags to change, or that is damaged; ``to`` is the device that was asked for."""
+    """Refuse a file that has no tags to change, or is damaged; ``to`` is the requested device."""
     path, kind, findings = checkpoint.path, checkpoint.format, checkpoint.findings
     severities = ("error", "warning", "note")
     worst = min(findings, key=lambda finding: severities.index(finding.severity), default=None)
     why = worst.title if worst else "it is damaged"
-    repair = "\n".join(command_lines(findings))  # the command, after the sentence that introduces it
+    repair = "\n".join(command_lines(findings))
     if checkpoint.integrity == "not-a-checkpoint":
         raise RetagError(f"it is not a checkpoint: {why}", where=path, fix=repair)
     if kind not in ("torch-zip", "torch-legacy", "pickle"):
-        why, fix = _OTHERS.get(kind, (f"its format is {kind}", _AGAIN))
+        why, fix = _UNSUPPORTED.get(kind, (f"its format is {kind}", _AGAIN))
         if kind == "torch-directory":
             fix = f"{fix}\n{rescue_command(path)}"
         raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint, to)))
@@ -167,7 +167,7 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
 
 
 def _each(checkpoint: Checkpoint, to: str) -> str:
-    """What to do with the files of a directory."""
+    """How to retag the files of a directory."""
     from pathlib import Path
 
     folder = checkpoint.path if Path(checkpoint.path).is_dir() else str(Path(checkpoint.path).parent)
@@ -180,16 +180,16 @@ def _each(checkpoint: Checkpoint, to: str) -> str:
 # -- which bytes change
 
 _GAP = 4096
-"""Edits nearer to each other than this are one change: a page is what a disk writes."""
+"""Edits closer than this are merged into one change, since a disk writes whole pages."""
 
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL = 16, 14
-_FOLLOWS = 8  # the flag that the size and the checksum follow the bytes
+_FOLLOWS = 8  # the zip flag for a data descriptor: size and checksum follow the bytes
 _ODD = "its directory is not as the reader of the file understood it"
 
 
 @facts(frozen=True)
 class TagChange(Plain):
-    """One tag of a file, its new value, which is equal where it stays, and the storages that have it."""
+    """A tag of a file, its new value (the same if it stays), and the storages that have it."""
 
     old: str
     new: str
@@ -200,8 +200,9 @@ class TagChange(Plain):
 class Plan(NamedTuple):
     """What to write.
 
-    ``method`` is ``none`` (all tags are as asked), ``patch`` (the same number of bytes), ``append`` (a new index
-    after the records of an archive) or ``rewrite`` (only into a copy). ``seen`` is the state of the file that was read.
+    ``method`` is ``none`` (all tags are already as requested), ``patch`` (the same number of bytes), ``append`` (a new
+    index after the records of an archive) or ``rewrite`` (only into a copy). ``seen`` is the ``stat`` of the file that
+    was read.
     """
 
     format: str
@@ -227,13 +228,15 @@ def plan_of(source: FileSource, wanted: TagMap, *, copy: bool) -> Plan:
     tags = tuple(sorted(changed, key=lambda tag: (-tag.nbytes, tag.old)))
     method, changes = "none", Changes((), source.size, source.size)
     if any(tag.old != tag.new for tag in tags):
-        method, changes = _proven(source, checkpoint, main, wanted, copy=copy)
+        method, changes = _prove_changes(source, checkpoint, main, wanted, copy=copy)
     return Plan(checkpoint.format, method, tags, changes, tuple(_warnings(checkpoint, wanted, tags)), seen)
 
 
-def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap, *, copy: bool) -> tuple[str, Changes]:
-    """The method and the changes; an error unless the file as it would be differs from this one in its tags alone."""
-    record = None  # that of the index; in the legacy format the pickles follow one another
+def _prove_changes(
+    source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap, *, copy: bool
+) -> tuple[str, Changes]:
+    """The method and the changes; ``RetagError`` unless the changed file would differ only in its tags."""
+    record = None  # data.pkl of an archive; in the legacy format the pickles follow one another
     plain = checkpoint.format == "pickle"
     offset, size = 0 if plain else sum(pickle.end for pickle in checkpoint.pickles[:3]), main.end
     if checkpoint.format == "torch-zip":
@@ -266,17 +269,17 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
             which = "a plain pickle" if plain else "the legacy format"
             what = f"the new tags do not fit into the place of the old ones, and {which} has no other"
             raise RetagError(what, where=source.name, fix="Write a copy: -o COPY.")
-        # Tensors and values follow from the pickle and the storages, which are compared, so they need not be listed.
+        # Tensors and values follow from the pickle and the storages, so comparing these two is enough.
         again = read_source(changes.made(source), tree=bool(checkpoint.problems))
         pickle = next((each for each in again.pickles if each.main), None)
-        # Without records the storages move with what lies before them.
+        # Outside an archive, storages move if something before them grows.
         runs = changes.runs if record is None else ()
         begins, shifts = [run.offset for run in runs], [0, *accumulate(len(run.new) - len(run.old) for run in runs)]
         storages = [
             storage._replace(
                 device=wanted.new(storage.device),
                 offset=storage.offset and storage.offset + shifts[bisect_right(begins, storage.offset)],
-            )[:-1]  # but for the names of tensors
+            )[:-1]  # without the names of tensors
             for storage in checkpoint.storages
         ]
         if (
@@ -291,7 +294,7 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
 
 
 def _overwritten(source: Source, record: Record | None, offset: int, data: bytes, edits: list[Edit]) -> Changes:
-    """A pickle changed without a change of its size, and the checksum of its record with it, everywhere."""
+    """Changes to a pickle that keep its size, and to every copy of the checksum of its record."""
     new = spliced(data, edits)
     spans: list[list[int]] = []
     for at, end, _ in sorted(edits):
@@ -300,7 +303,7 @@ def _overwritten(source: Source, record: Record | None, offset: int, data: bytes
         else:
             spans.append([at, end])
     runs = [Change(offset + at, data[at:end], new[at:end]) for at, end in spans]
-    if record is not None and record.crc32 is not None:  # else the archive has none, and zeros in their place
+    if record is not None and record.crc32 is not None:  # else the archive has zeros instead of checksums
         before, after = (crc32(each).to_bytes(4, "little") for each in (data, new))
         for at in _find_record(source, record).sums:
             if source.read(at, 4) != before:
@@ -310,7 +313,7 @@ def _overwritten(source: Source, record: Record | None, offset: int, data: bytes
 
 
 def _appended(source: Source, record: Record, data: bytes) -> Changes:
-    """A record with other bytes, after all others, and the directory after it."""
+    """Changes that append a new version of a record, and the central directory after it."""
     _, name, begin, before, behind, entries = _find_record(source, record)
     crc = crc32(data) if record.crc32 is not None else 0
     directory = before + central_entry(name, len(data), crc, begin) + behind
@@ -319,11 +322,11 @@ def _appended(source: Source, record: Record, data: bytes) -> Changes:
     return Changes((Change(begin, source.read(begin, source.size - begin), new),), source.size, begin + len(new))
 
 
-class _Place(NamedTuple):
-    """The place of a record in its archive.
+class _RecordLocation(NamedTuple):
+    """Where a record is in its archive.
 
-    ``sums`` are the positions of its checksum, ``begin`` is where one that replaces it may begin. The directory of the
-    archive is what is ``before`` and ``behind`` its entry there, and has so many ``entries``.
+    ``sums`` are the positions of its checksum, ``begin`` is where its replacement can begin. ``before`` and ``behind``
+    are the central directory before and after its entry; ``entries`` counts all entries.
     """
 
     sums: tuple[int, ...]
@@ -334,9 +337,9 @@ class _Place(NamedTuple):
     entries: int
 
 
-def _find_record(source: Source, record: Record) -> _Place:
-    """Find a stored record. The archive was read without complaint."""
-    if source.read(source.size - END.size, 4) != b"PK\x05\x06":  # something follows the directory
+def _find_record(source: Source, record: Record) -> _RecordLocation:
+    """Find an uncompressed record in an archive without problems."""
+    if source.read(source.size - END.size, 4) != b"PK\x05\x06":  # something follows the end record
         raise RetagError(_ODD, where=source.name)
     start, size, count = find_directory(source, Problems())
     directory = source.read(start, size)
@@ -369,12 +372,12 @@ def _find_record(source: Source, record: Record) -> _Place:
             sums.append(end + signed)
             wide = behind[signed + 4 : signed + 20] == record.stored.to_bytes(8, "little") * 2
             end += signed + (20 if wide else 12)
-    begin = header if end == start else start  # one that was appended before is overwritten
-    return _Place(tuple(sums), name, begin, directory[:entry], directory[after:], count)
+    begin = header if end == start else start  # a record that an earlier retag appended is overwritten
+    return _RecordLocation(tuple(sums), name, begin, directory[:entry], directory[after:], count)
 
 
 def _warnings(checkpoint: Checkpoint, wanted: TagMap, tags: tuple[TagChange, ...]) -> Iterator[str]:
-    """Tags that were named and do not exist, devices that stay, and danger in loading the file."""
+    """Warn about named tags that do not exist, devices that stay as they are, and dangerous files."""
     existing = [tag.old for tag in tags]
     missing = [old for old, _ in wanted.named if old not in existing]
     if missing:

@@ -1,8 +1,8 @@
-"""Where in a pickle the device tags are, and the pickle with other tags.
+"""Find the device tags in a pickle, and edit them.
 
-The pickle machine says which persistent ids there are; ``find_sites`` finds the opcodes that make them. ``patched``
-gives the edits that keep the length of the pickle, ``rewritten`` those that need not. ``same_but_tags`` proves the
-result: a mistake made before does no harm. A plain pickle has a stream for each of its storages, and in that the tag:
+The pickle machine lists the persistent ids; ``find_sites`` finds the opcodes that build them. ``patched`` returns edits
+that keep the length of the pickle, ``rewritten`` edits that may change it. ``same_but_tags`` proves the result, so that
+a mistake in the edits does no harm. A plain pickle embeds a stream for each storage, which contains its tag:
 ``rewritten_inside`` edits all of them.
 """
 
@@ -29,24 +29,24 @@ _PUTS = frozenset(b"qrp\x94")
 _LITERALS = frozenset(b"XU\x8cTSV\x8d")
 _SILENT = _PUTS | {_PROTO, _FRAME}
 _SILENT_BYTES = bytes(_SILENT)
-_CLOSING = frozenset(b"tlduoei1\x90\x91")  # each takes everything down to the last _MARK
+_CLOSING = frozenset(b"tlduoei1\x90\x91")  # opcodes that pop everything down to the last MARK
 _NOT_CLOSING = bytes(set(range(256)) - _CLOSING)
 _MAKING = _LITERALS | _GETS | frozenset(b"KMJBC\x8eIL\x8a\x8bGFN\x88\x89)]}ctld\x85\x86\x87\x93")
 _TAKING = {0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
-_TAG = 3  # ("storage", type, key, tag, numel), and in the legacy format a view of it
+_TAG = 3  # ("storage", type, key, tag, numel), in the legacy format followed by a view
 _LENGTHS = (5, 6)
-_MAX_OPCODES = 200  # of one id; torch writes at most 30, and a hostile file nests a million ids
+_MAX_OPCODES = 200  # of one id; torch writes at most 30, but a hostile file may nest a million ids
 _BINUNICODE, _SHORT_BINUNICODE, _SHORT_BINSTRING = b"X", b"\x8c", b"U"
 _PYTHON2 = frozenset(b"UST")
 _MAX_CHOICES = 4096
-_FILLER = 2  # bytes of a repeated _PROTO
+_FILLER = 2  # bytes of a PROTO opcode, which may be repeated
 
 Renamed = Callable[[str], str]
-"""The new tag for an old one."""
+"""Maps an old tag to the new one."""
 
 
 def tag_of(node: Persistent) -> str | None:
-    """The device tag of a persistent id, ``None`` if it is not that of a storage."""
+    """The device tag in a persistent id; ``None`` if the id is not that of a storage."""
     pid = node.id
     if type(pid) is not tuple or len(pid) not in _LENGTHS or pid[0] not in ("storage", b"storage"):
         return None
@@ -58,10 +58,10 @@ def tag_of(node: Persistent) -> str | None:
 
 
 class Site(NamedTuple):
-    """The id of a storage: its tag, and where the opcode that makes the tag begins and ends.
+    """The persistent id of a storage: its tag, and where the opcode that pushes the tag begins and ends.
 
-    ``entry`` is the memo entry that the tag is written to or read from, -1 if there is none. ``parts`` are where the
-    opcodes that make the id begin, and where the last of them ends; that of the tag is number ``place``.
+    ``entry`` is the memo entry that the tag is written to or read from, -1 if there is none. ``parts`` are the
+    positions of the opcodes that build the id, and the end of the last; the tag is opcode number ``place``.
     """
 
     tag: str
@@ -74,15 +74,15 @@ class Site(NamedTuple):
 
     @property
     def literal(self) -> bool:
-        """Whether the text of the tag is here, or elsewhere and is only referred to."""
+        """Whether the tag is spelled out here, instead of read from the memo."""
         return self.code in _LITERALS
 
 
 class Sites(NamedTuple):
     """The sites of a stream.
 
-    ``reads`` is where, from and to, the memo entries of their texts are read for something else; ``frames`` is where
-    the frames of the stream begin; ``unclear`` are the tags of ids that are not made as torch makes them.
+    ``reads`` are the spans of opcodes that read the memo entry of a tag for something else; ``frames`` are the
+    positions of FRAME opcodes; ``unclear`` are the tags of ids that are not built the way torch builds them.
     """
 
     sites: list[Site]
@@ -98,7 +98,7 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
     puts = list(accumulate(code in _PUTS for code in codes)) if _MEMOIZE in codes else []
 
     def entry_of(index: int) -> int:
-        """The memo entry that an opcode reads or writes; -1 if it is not plain."""
+        """The memo entry that an opcode reads or writes; -1 if its argument is malformed."""
         if codes[index] == _MEMOIZE:
             return puts[index] - 1
         argument = data[positions[index] + 1 : positions[index + 1]]
@@ -112,7 +112,7 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
         tag = tag_of(node)
         if tag is None:
             continue
-        # The opcodes between the last MARK that nothing closes and the TUPLE that becomes an id.
+        # The opcodes between the TUPLE that becomes the id and its MARK.
         index = bisect_left(positions, node.position) - 1
         low = max(0, index - _MAX_OPCODES)
         before = codes[low:index].rstrip(_SILENT_BYTES)
@@ -137,7 +137,7 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
     for match in re.finditer(rb"[hjg]", codes) if reads else ():
         index = match.start()
         at = positions[index]
-        # Most are short ones that read "storage" and the classes of storages.
+        # Most of them are short, and read "storage" or a storage class.
         if (codes[index] != _BINGET or data[at + 1] in reads) and at not in own:
             entry = entry_of(index)
             if entry in reads:
@@ -147,9 +147,9 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
 
 @lru_cache(_MAX_CHOICES)
 def _parts(codes: bytes) -> tuple[tuple[int, ...], int]:
-    """Where the parts of a tuple begin and the last one ends, and which of them is its fourth item; -1 if not plain.
+    """Where the parts of a tuple begin and the last one ends, and which part is its fourth item; -1 if unclear.
 
-    What is between a MARK and the opcode that closes it is one part.
+    Everything from a MARK to the opcode that closes it is one part.
     """
     starts: list[int] = []
     marks: list[int] = []
@@ -172,11 +172,11 @@ def _parts(codes: bytes) -> tuple[tuple[int, ...], int]:
     return (*starts, len(codes)), makers[_TAG] if plain else -1
 
 
-# -- other tags
+# -- edits
 
 
 class Edit(NamedTuple):
-    """Bytes in place of those between two positions of a stream."""
+    """New bytes for those between two positions of a stream."""
 
     at: int
     end: int
@@ -184,12 +184,12 @@ class Edit(NamedTuple):
 
     @property
     def grown(self) -> int:
-        """By how many bytes the stream gets longer."""
+        """How many bytes longer the stream gets."""
         return len(self.new) - (self.end - self.at)
 
 
 def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
-    """``data`` with all edits made.
+    """``data`` with all edits applied.
 
     >>> spliced(b"abcd", [Edit(1, 3, b"XYZ")])
     b'aXYZd'
@@ -203,7 +203,7 @@ def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
 
 
 def _to_rename(found: Sites, renamed: Renamed) -> Iterator[tuple[Site, str]]:
-    """The sites whose tag changes, and the new tag; those that refer to the text of another site follow that one."""
+    """The sites whose tag changes, with the new tag. A site that reads the tag of another from the memo follows it."""
     literal = {site.entry for site in found.sites if site.literal}
     for site in found.sites:
         tag = renamed(site.tag)
@@ -212,15 +212,15 @@ def _to_rename(found: Sites, renamed: Renamed) -> Iterator[tuple[Site, str]]:
 
 
 def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit] | None:
-    """Edits that keep every position of the stream; ``None`` if the new tags do not fit into the room of the old.
+    """Edits that move nothing else in the stream; ``None`` if the new tags do not fit into the space of the old ones.
 
-    The room that a shorter tag leaves is filled by longer forms of the numbers beside it, which mean the same; where
-    that is not enough, the memo entry of a text that is never read again makes room for fillers.
+    The space that a shorter tag leaves is filled with longer encodings of the opcodes beside it. Where that is not
+    enough, the opcode that memoizes a tag is replaced by fillers if nothing reads the memo entry.
     """
     read = {site.entry for site in found.sites if not site.literal}
     edits: list[Edit] = []
     for site, tag in _to_rename(found, renamed):
-        # A reference to the text of another value has no room for one; and another value may refer to this text.
+        # A read from the memo has no space for a tag; and a tag that something else reads must stay.
         if not site.literal or found.reads.get(site.entry):
             return None
         text = _text(tag, site.code)
@@ -234,7 +234,7 @@ def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list
 
 
 def rewritten(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit]:
-    """Edits that give every storage its tag and keep the texts of all other values, in as many bytes as that takes."""
+    """Edits that give every storage its new tag, and may change the length of the stream."""
     edits: list[Edit] = []
     for site, tag in _to_rename(found, renamed):
         code = site.code if site.literal else 0x55 if pickle.python2 else 0x58
@@ -245,28 +245,28 @@ def rewritten(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> li
 
 
 def _reframed(data: bytes, frames: list[int], edits: list[Edit]) -> Iterator[Edit]:
-    """The lengths of frames that grow with the edits in them."""
+    """Edits to the lengths of frames that contain other edits."""
     edits = sorted(edits)
     places, grown_before = [edit.at for edit in edits], [0, *accumulate(edit.grown for edit in edits)]
     for frame in frames:
-        begin = frame + 9  # after the opcode and the length of the frame
+        begin = frame + 9  # after the opcode and its length
         length = int.from_bytes(data[frame + 1 : begin], "little")
         first, last = bisect_left(places, begin), bisect_left(places, begin + length)
         if grown := grown_before[last] - grown_before[first]:
             yield Edit(frame + 1, begin, (length + grown).to_bytes(8, "little"))
 
 
-# -- in streams inside a plain pickle
+# -- streams inside a plain pickle
 
-_BYTES = {0x42: 4, 0x43: 1, 0x8E: 8}  # BINBYTES, SHORT_BINBYTES, BINBYTES8: bytes of the length
+_BYTES = {0x42: 4, 0x43: 1, 0x8E: 8}  # BINBYTES, SHORT_BINBYTES, BINBYTES8: width of the length
 _TEXTS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x56: 0}  # BINUNICODE, SHORT_BINUNICODE, BINUNICODE8; UNICODE, which is a line
-_HEAD = 4096  # bytes of a stream before those of its storage: a few hundred
+_HEAD = 4096  # bytes of a stream that are searched: the storage itself begins after a few hundred
 
 
 def rewritten_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | None:
-    """Edits of the streams that a plain pickle has for its storages; ``None`` if they are not all found as such.
+    """Edits to the streams that a plain pickle embeds for its storages; ``None`` if not all of them are found.
 
-    They keep the length of a stream where the new tag fits into it.
+    They keep the length of a stream if the new tag fits.
     """
     edits: list[Edit] = []
     frames: list[int] = []
@@ -311,7 +311,7 @@ def rewritten_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit
 
 
 def _text(text: str, code: int) -> bytes:
-    """A text in the form it had, or the nearest that is as plain."""
+    """The opcode that pushes a string: the same one as before if possible, else a similar one."""
     raw = text.encode()
     if code in _PYTHON2 and len(raw) < 256:
         return _SHORT_BINSTRING + bytes([len(raw)]) + raw
@@ -320,13 +320,13 @@ def _text(text: str, code: int) -> bytes:
     return _BINUNICODE + len(raw).to_bytes(4, "little") + raw
 
 
-# -- in the same number of bytes
+# -- fitting a tag into the same number of bytes
 
 
 def _fitted(data: bytes, site: Site, text: bytes, protocol: int, *, forget: bool = False) -> bytes | None:
-    """The parts of an id with another tag in exactly the bytes they took; ``None`` if that is impossible.
+    """The parts of an id with another tag in exactly as many bytes; ``None`` if that is impossible.
 
-    ``forget`` leaves out the opcode that puts the tag into the memo, but not MEMOIZE, which counts.
+    ``forget`` omits the opcode that memoizes the tag, except MEMOIZE, whose index is implicit.
     """
     room = site.parts[-1] - site.parts[0]
     parts = [data[at:end] for at, end in pairwise(site.parts)]
@@ -346,7 +346,7 @@ def _fitted(data: bytes, site: Site, text: bytes, protocol: int, *, forget: bool
 
 
 def _forms(own: bytes) -> tuple[bytes, ...]:
-    """An opcode as it is, and in the other forms that mean the same to every loader."""
+    """An opcode as it is, and its other encodings that mean the same to every unpickler."""
     code = own[0]
     if code in b"jr" and any(own[2:]):
         return (own,)
@@ -368,9 +368,9 @@ def _forms(own: bytes) -> tuple[bytes, ...]:
 
 @lru_cache(_MAX_CHOICES)
 def _choice(lengths: tuple[tuple[int, ...], ...], room: int) -> tuple[int, ...] | None:
-    """Which form of each part to take so that all of them, and fillers, take exactly the room.
+    """Which form of each part to use so that all of them, with fillers, take exactly ``room`` bytes.
 
-    The fewest fillers, and then the fewest parts in another form than they had.
+    It uses the fewest fillers, and then changes the fewest parts.
 
     >>> _choice(((2, 5), (8,), (2, 3, 5)), 15), _choice(((8,),), 11)
     ((0, 0, 2), None)
@@ -410,9 +410,9 @@ _NODE_FIELDS = attrgetter("calls", "built", "extensions", "persistent", "root")
 
 
 def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
-    """Whether ``new`` is ``old`` with every tag ``renamed``, and nothing else.
+    """Whether ``new`` differs from ``old`` only in its tags, which are ``renamed``.
 
-    Everything a loader would do is compared, in order; and what was one object is one object still.
+    Everything an unpickler would do is compared, in order, including which objects are shared.
     """
     if _plain_facts(old) != _plain_facts(new):
         return False
@@ -424,7 +424,7 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
         if len(befores) != len(afters):
             return False
         for before, after in zip(befores, afters, strict=False):
-            if before is after:  # None, a small number, an empty tuple: no node is in both
+            if before is after:  # None, a small integer, an empty tuple: no node is in both graphs
                 continue
             kind = type(before)
             if kind is not type(after):
@@ -433,7 +433,7 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
                 if before != after:
                     return False
             elif kind is float:
-                if before.hex() != after.hex():  # NaN is the same as NaN, and -0.0 is not the same as 0.0
+                if before.hex() != after.hex():  # NaN equals NaN here, and -0.0 differs from 0.0
                     return False
             elif (twin := twins.get(id(before))) is not None or id(after) in taken:
                 if twin != id(after):

@@ -1,7 +1,7 @@
-"""``transload.verify``: whether the bytes of a checkpoint are those that were saved; and hashes of its tensors.
+"""``transload.verify``: check that the bytes of a checkpoint are those that were saved, and hash its tensors.
 
 ``verify`` opens the checkpoint, lets ``tensors.damage`` read every byte and compare checksums, sizes and indices, and
-puts the verdict together. ``hashing`` reads tensors one by one; ``manifest`` reads and compares files of hashes.
+combines the results into a verdict. ``hashing`` reads tensors one by one; ``manifest`` reads and compares manifests.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Verification(Reported):
     """Whether the bytes of a checkpoint are those that were saved, as far as that can be known.
 
     ``integrity`` is the verdict: ``whole`` if every record has the checksum it was saved with, ``unchecked`` if there
-    are none to compare and nothing else is wrong. ``damaged`` are the tensors that are not what they were.
-    ``checksums`` counts the records that were compared, ``unsummed`` those that have none; ``nbytes_read`` is how much
-    was read, in ``seconds``. ``sha256`` is that of all tensors; ``tensors`` is filled where hashes or values were asked
-    for. ``manifest`` is what it was compared with, ``differences`` what came of that.
+    are none to compare and nothing else is wrong. ``damaged`` are the tensors whose bytes are not those that were
+    saved. ``checksums`` counts the records that were compared, ``unsummed`` those without a checksum; ``nbytes_read``
+    bytes were read in ``seconds``. ``sha256`` is the hash of all tensors; ``tensors`` is filled if hashes or values are
+    requested. ``manifest`` is the path of the manifest, ``differences`` what differs from it.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Verification(Reported):
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong with it, and nothing differs from the manifest: the condition of exit code 0."""
+        """Whether nothing is wrong with it and nothing differs from the manifest: the condition for exit code 0."""
         return self.integrity in ("whole", "unchecked") and not self.damaged and not self.differences
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,48 +105,48 @@ def verify(
     against: str | os.PathLike[str] | Manifest | None = None,
     progress: bool | Callable[[int, int], object] | None = None,
 ) -> Verification:
-    """Read every byte of a checkpoint, compare all checksums, and name the tensors that are not what they were.
+    """Read every byte of a checkpoint, compare all checksums, and name the tensors whose bytes have changed.
 
     ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object; torch is not needed, and
-    nothing of the file is run. ``hashes`` makes a sha256 of each tensor and of all together, the same in every
+    nothing in the file is run. ``hashes`` computes a sha256 of each tensor and of all together, the same in every
     container; ``against`` compares them with a manifest. ``values`` counts NaN and infinities. ``progress`` is a
-    function of bytes done and bytes in all, or True for a line on the terminal.
+    function of the bytes done and the total, or True for a line on the terminal.
 
     >>> verify(b"<html>").integrity
     'not-a-checkpoint'
 
-    Raises ``CannotReadError`` if there is nothing to read; what is wrong with it is in the result.
+    Raises ``CannotReadError`` if it cannot be read at all; whatever else is wrong is in the result.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     manifest = against if isinstance(against, Manifest) else None
     if against is not None and manifest is None:
         if not isinstance(against, str | os.PathLike):
             raise UsageError(f"expected the path of a manifest, not {type(against).__name__}")
         manifest = read_manifest(os.fspath(against))
     hashes = hashes or manifest is not None
-    # Tensors are listed only if they are asked for, or if something is wrong and they have to be named.
-    found = result = None
+    # Tensors are listed only if hashes or values are requested, or if something is wrong and they must be named.
+    scan = result = None
     with open_content(f, tree=hashes or values) as content:
         number = tensor_count(content.checkpoint)
         if number is not None:
-            found = _Found(content, progress, hashes=hashes, values=values)
-            if not (content.checkpoint.counted and found.bad):
-                result = found.verification(content, number)
+            scan = _Scan(content, progress, hashes=hashes, values=values)
+            if not (content.checkpoint.counted and scan.bad):
+                result = scan.verification(content, number)
     if result is None:
         with open_content(f) as content:
-            found = found or _Found(content, progress, hashes=hashes, values=values)
-            result = found.verification(content, len(content.checkpoint.tensors))
+            scan = scan or _Scan(content, progress, hashes=hashes, values=values)
+            result = scan.verification(content, len(content.checkpoint.tensors))
     if manifest is not None:
         differences = compare(manifest.of(result.path), result.tensors)
         result = replace(result, manifest=manifest.path, differences=differences)
-    return replace(result, seconds=time.perf_counter() - begun)
+    return replace(result, seconds=time.perf_counter() - start)
 
 
 _REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
 
 
-class _Found:
-    """What was found by reading every byte of a checkpoint: bad records, tensors that failed, the number of bytes."""
+class _Scan:
+    """Reads every byte of a checkpoint, and keeps the bad records, the tensors that failed, and the bytes read."""
 
     def __init__(
         self,
@@ -166,19 +166,20 @@ class _Found:
         show = line if progress is None or isinstance(progress, bool) else progress
         self._nbytes = 0
 
-        def tell(nbytes: int) -> None:
-            self._nbytes += nbytes  # also what lies between records, which is not part of the total
+        def count_bytes(nbytes: int) -> None:
+            self._nbytes += nbytes  # includes the gaps between records, which are not part of the total
             show(self._nbytes, total)
 
         try:
-            self.bad = sum_records(content, self._records, {job.key for job in jobs if job.key is not None}, tell)
-            bad, self._failed = sum_tensors(content, self._entries, jobs, tell, hashes=hashes, values=values)
+            with_tensors = {job.key for job in jobs if job.key is not None}
+            self.bad = sum_records(content, self._records, with_tensors, count_bytes)
+            bad, self._failed = sum_tensors(content, self._entries, jobs, count_bytes, hashes=hashes, values=values)
             self.bad.update(bad)
         finally:
             line.end()
 
     def verification(self, content: Content, number: int) -> Verification:
-        """The verdict, and the tensors it concerns."""
+        """The verdict, with the tensors that are damaged."""
         every = [record for records in self._records.values() for record in records]
         compared = sum(record.crc32 is not None for record in every)
         unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
@@ -195,7 +196,7 @@ class _Found:
         broken = {name: ("broken", why) for name, why in misplaced(content).items()}
         damaged = damages(content, self._records, self.bad, {**broken, **self._failed})
         entries = with_aliases(content, self._entries) if self._hashes else self._entries
-        # A tensor that claims more than the file holds is not hashed; then there is no hash of the whole.
+        # A tensor that claims more bytes than the file has is not hashed; then there is no hash of all tensors.
         complete = all(entry.sha256 or entry.nbytes == 0 for entry in self._entries) and not self._failed
         hashed = self._hashes and complete and judged.integrity != "not-a-checkpoint"
         return Verification(
@@ -210,7 +211,7 @@ class _Found:
             seconds=0.0,
             damaged=damaged,
             findings=tuple(
-                finding  # about the bytes: what a file would run does not matter here
+                finding  # about the bytes: what loading would run does not matter here
                 for finding in judged.findings
                 if rule_of(finding.code).integrity != "whole" or finding.code in _REMARKS
             ),
@@ -220,7 +221,7 @@ class _Found:
 
 
 def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
-    """Write the hashes of checkpoints, atomically; ``ManifestError`` if one has none, or is damaged."""
+    """Write the hashes of checkpoints atomically; ``ManifestError`` if one of them is damaged or has no hash."""
     for each in verifications:
         if not each.ok or not each.sha256:
             raise ManifestError("is not written: not every file is whole", where=path, fix=f"See {each.path}.")
@@ -255,7 +256,7 @@ def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block
 
 
 def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
-    """Lists: what is damaged, what differs, what was found, values, hashes."""
+    """The lists: damaged tensors, differences, findings, values, hashes."""
     if verification.damaged:
         yield from heading("damaged", plural(len(verification.damaged), "tensor"))
         for damage in verification.damaged:
@@ -265,16 +266,16 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
         for each in verification.differences:
             lead = ((f"  {each.what}  ", "bad"), (f"{_named(each.name)}  ", ""))
             yield Prose(((_HASH.sub(r"\1…", printable(each.detail, 200)), "dim"),), lead=lead)
-    told = {damage.detail for damage in verification.damaged}
+    shown = {damage.detail for damage in verification.damaged}
     for finding in verification.findings:
-        rest = tuple(line for line in finding.evidence if line not in told)
+        rest = tuple(line for line in finding.evidence if line not in shown)
         yield BLANK
         yield from next(findings([replace(finding, evidence=rest)]))
-    # Whether a rescue has something to do that no finding has advised.
-    advised = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
-    senseless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
-    hurt = verification.integrity in ("damaged", "repairable") and verification.format in RESCUED
-    if hurt and not advised and not senseless:
+    # Suggest a rescue if it can help and no finding has suggested it.
+    suggested = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
+    useless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
+    rescuable = verification.integrity in ("damaged", "repairable") and verification.format in RESCUED
+    if rescuable and not suggested and not useless:
         command = rescue_command(verification.path, ".safetensors" if verification.format == "safetensors" else ".pt")
         yield BLANK
         yield note("all that is whole, and what can be undone with proof, as a new file:")
@@ -310,10 +311,10 @@ def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
     yield "read", read, ""
     if verification.sha256:
         yield "sha256", verification.sha256, ""
-    looked = [tensor for tensor in verification.tensors if tensor.nan is not None]
-    if looked:
-        odd = sum(bool(tensor.nan or tensor.inf) for tensor in looked)
-        yield "values", f"NaN or infinite in {odd:,} of {plural(len(looked), 'tensor')}", "trust" if odd else ""
+    counted = [tensor for tensor in verification.tensors if tensor.nan is not None]
+    if counted:
+        odd = sum(bool(tensor.nan or tensor.inf) for tensor in counted)
+        yield "values", f"NaN or infinite in {odd:,} of {plural(len(counted), 'tensor')}", "trust" if odd else ""
     if verification.manifest:
         alike = "all tensors are as it has them" if not verification.differences else "not all is as it has it"
         yield "manifest", f"{printable(verification.manifest, None)}: {alike}", "" if verification.ok else "bad"
@@ -321,8 +322,8 @@ def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
 
 def _checksums(verification: Verification) -> tuple[str, str]:
     if not verification.checksums:
-        told = verification.manifest or verification.sha256
-        return ("none in this format" if told else _UNSUMMED), "" if told else "trust"
+        hashed = verification.manifest or verification.sha256
+        return ("none in this format" if hashed else _UNSUMMED), "" if hashed else "trust"
     bad = sum(damage.kind == "checksum" for damage in verification.damaged)
     records = f"{plural(verification.checksums, 'record')} compared"
     if verification.unsummed:
@@ -332,7 +333,7 @@ def _checksums(verification: Verification) -> tuple[str, str]:
 
 
 def written(path: str, tensors: int) -> Block:
-    """That a manifest was written."""
+    """The line that says that a manifest was written."""
     return row("written", f"{printable(path, None)}: the hashes of {plural(tensors, 'tensor')}, for --against")
 
 
@@ -341,7 +342,7 @@ def _named(name: str) -> str:
 
 
 def several(results: Sequence[Verification], total: int, *, hashes: bool = True) -> Iterator[Block]:
-    """A table of several files, then what is to be said of those that have a problem, or were asked about."""
+    """A table of several files, then the details of those that have any."""
     if results:
         rows = [_cells(each) for each in results]
         yield Table(rows, right=(2, 3, 4), dim=(1,), titles=_TITLES, drops=(1, 2), indent=0)

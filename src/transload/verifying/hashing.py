@@ -1,7 +1,7 @@
-"""The tensors of an open checkpoint: counted, hashed, and searched for NaN and infinities.
+"""Count and hash the tensors of an open checkpoint, and search them for NaN and infinities.
 
-``plan_of`` lists the tensors to be read, and ``sum_tensors`` reads them, and compares the records that consist of one
-tensor on the way. ``counted`` finds NaN without numpy, in many elements at once.
+``plan_of`` lists the tensors to read, and ``sum_tensors`` reads them; on the way it compares the checksums of records
+that consist of one tensor. ``counted`` finds NaN without numpy, in many elements at a time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from transload.tensors.damage import Key, Records, key_of
 from transload.verifying.manifest import TensorSum
 
 _PIECE = 1 << 20
-_ALONE = 4 << 20  # fewer bytes are not worth starting threads
-_TINY = 8 << 10  # nor are tensors of so few: finding them takes longer than hashing, and one thread at a time does it
+_ALONE = 4 << 20  # for fewer bytes it does not pay to start threads
+_TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a time, takes longer than hashing them
 
 
 class Job(NamedTuple):
-    """Elements to be read, under all the names they have, and the record that consists of them alone, if one does.
+    """A tensor to read, and the record that consists of it alone, if there is one.
 
-    ``places`` are those of its names in the list of all tensors.
+    ``places`` are the indices of all its names in the list of tensors.
     """
 
     tensor: Tensor
@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
 
 def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> tuple[list[TensorSum], list[Job]]:
-    """Every tensor, and the parts of those that are made of others; and what to read: each view of a storage once."""
+    """Every tensor, or the parts of those that consist of others, and what to read: each view of a storage once."""
     entries: list[TensorSum] = []
     if not hashes and not values:
         return entries, []
@@ -80,7 +80,7 @@ def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> 
 
 
 def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    """Tensors with elements of their own; and those without, with the reason."""
+    """Tensors that have elements, with an empty note; and those that do not, with the reason."""
     for tensor in tensors:
         if tensor.kind in ("strided", "sharded") or (tensor.kind == "device" and len(tensor.parts) == 1):
             yield tensor, ""
@@ -95,14 +95,14 @@ def sum_tensors(
     content: Content,
     entries: list[TensorSum],
     jobs: list[Job],
-    tell: Callable[[int], None],
+    progress: Callable[[int], None],
     *,
     hashes: bool,
     values: bool,
 ) -> tuple[dict[Key, Problem], dict[str, tuple[str, str]]]:
     """Do all jobs and complete the entries.
 
-    Returns the records that are not what was saved, and the tensors that could not be read, with kind and reason.
+    Returns the records with wrong checksums, and the tensors that could not be read, with kind and reason.
     """
     bad: dict[Key, Problem] = {}
     failed: dict[str, tuple[str, str]] = {}
@@ -123,7 +123,7 @@ def sum_tensors(
                 if record is not None:
                     value = compute(piece, value)
                 with lock:
-                    tell(len(piece))
+                    progress(len(piece))
         except TransloadError as error:
             kind = "unreadable" if isinstance(error, CannotReadError) else "cut"
             for place in places:
@@ -144,13 +144,13 @@ def sum_tensors(
 
 
 def with_aliases(content: Content, entries: list[TensorSum]) -> list[TensorSum]:
-    """The entries, and one for each further name of a tensor that a safetensors file records.
+    """The entries, and one for each alias that a safetensors file records.
 
     ``{"lm_head.weight": "embed.weight"}`` in ``__metadata__`` says that ``lm_head.weight`` is ``embed.weight``, as
     ``safetensors.torch.save_model`` writes it and ``load_model`` reads it.
     """
     known = {entry.name: entry for entry in entries}
-    more: dict[str, TensorSum] = {}  # each shard may have the metadata of all
+    more: dict[str, TensorSum] = {}  # every shard may have the metadata of all shards
     for file, checkpoint in content.parts:
         if checkpoint.format == "safetensors":
             for alias, name in header_metadata(content.open_file(file)).items():
@@ -168,7 +168,7 @@ _MOST_AXES = 8
 
 
 def tensor_count(checkpoint: Checkpoint) -> int | None:
-    """The number of tensors; ``None`` if they were only counted and one may be broken, so they have to be listed.
+    """The number of tensors; ``None`` if one may be broken, so that they have to be listed.
 
     Not listing them halves the time for 10,000 small tensors. ``checkpoint.counted`` is the number of storages.
     """
@@ -177,7 +177,7 @@ def tensor_count(checkpoint: Checkpoint) -> int | None:
     pickle = checkpoint.pickles[0]
     most, count = pickle.end - pickle.start, 0
     waiting: list[Any] = [(pickle.root,)]
-    for values in waiting:  # which grows meanwhile
+    for values in waiting:  # grows during the loop
         most -= len(values)
         if most < 0:  # more values than the stream has bytes: a cycle
             return None
@@ -195,7 +195,7 @@ def tensor_count(checkpoint: Checkpoint) -> int | None:
             elif kind is Dict or (name == _ORDERED_DICT and node.args == () and not (node.states or node.appended)):
                 items = node.items or []
                 texts = [key for key in items[::2] if type(key) is str]
-                if len(set(texts)) < len(texts):  # of the same key the last one counts
+                if len(set(texts)) < len(texts):  # a repeated key replaces the earlier value
                     return None
                 waiting.append(items[1::2])
             else:
@@ -204,7 +204,7 @@ def tensor_count(checkpoint: Checkpoint) -> int | None:
 
 
 def _is_ordinary(args: Any) -> bool:
-    """Whether the arguments of a tensor's call are those of a plain one that does not reach beyond its storage."""
+    """Whether these are arguments of a plain tensor that does not reach beyond its storage."""
     if type(args) is not tuple or len(args) != 6:
         return False
     storage, offset, shape, stride, requires_grad, _ = args
@@ -212,7 +212,7 @@ def _is_ordinary(args: Any) -> bool:
         return False
     if type(offset) is not int or not 0 <= offset < MAX_SIZE or requires_grad is not False:
         return False
-    pid: Any = storage.id  # of five parts, the last the number of elements: checked when storages were counted
+    pid: Any = storage.id  # a 5-tuple that ends with the number of elements: checked when storages were counted
     try:
         return bool(reach(offset, shape, stride) <= pid[4])
     except BadTensor:
@@ -221,19 +221,19 @@ def _is_ordinary(args: Any) -> bool:
 
 # -- how many elements are NaN or infinite
 #
-# Without its sign, a number is infinite if all bits of its exponent are set and no others, and NaN if there are others.
-# So adding 1 at the end of the exponent of either carries into the place of the sign, and adding one less than that
-# does so for NaN alone. All elements together are one long integer, in which no carry reaches the next of them.
+# Without its sign bit, a number is infinite if exactly the bits of its exponent are set, and NaN if all of them and
+# further ones are set. So adding 1 at the end of the exponent of either carries into the sign bit, and adding one less
+# carries for NaN alone. All elements together form one long integer; no carry reaches the next element.
 
 
 class Values(NamedTuple):
-    """How many of the numbers of a tensor are NaN, and how many are infinite; a complex element is two numbers."""
+    """How many numbers of a tensor are NaN, and how many are infinite; a complex element counts as two numbers."""
 
     nan: int = 0
     inf: int = 0
 
 
-# The bytes of a number, and the bits of its fraction.
+# By dtype: bytes of a number, and bits of its mantissa.
 _FORMS = {
     **dict.fromkeys(("float64", "complex128"), (8, 52)),
     **dict.fromkeys(("float32", "complex64"), (4, 23)),
@@ -242,7 +242,7 @@ _FORMS = {
     "float8_e5m2": (1, 2),
 }
 
-# Those of one byte that are not as IEEE 754 has it: no infinity, and few NaNs.
+# One-byte dtypes that do not follow IEEE 754: no infinity, and few NaNs.
 _NANS: dict[str, bytes] = {
     "float8_e4m3fn": b"\x7f\xff",
     "float8_e4m3fnuz": b"\x80",
@@ -252,11 +252,11 @@ _NANS: dict[str, bytes] = {
 }
 
 FLOATING = frozenset({*_FORMS, *_NANS})
-"""The dtypes that have such numbers, or could."""
+"""The dtypes that can have NaN or infinities."""
 
 
 def counted(data: bytes, dtype: str) -> Values:
-    """The numbers in some whole elements, little-endian.
+    """Count NaN and infinities in little-endian elements.
 
     >>> import struct
     >>> counted(struct.pack("<3f", 1, float("nan"), float("-inf")), "float32")
@@ -269,7 +269,7 @@ def counted(data: bytes, dtype: str) -> Values:
     width, fraction = _FORMS[dtype]
     sign, count = 1 << 8 * width - 1, len(data) // width
     highest, least = data[width - 1 :: width], sign - (1 << fraction) >> 8 * (width - 1)
-    if not any(code in highest or code | 128 in highest for code in range(least, 128)):  # as nearly everywhere
+    if not any(code in highest or code | 128 in highest for code in range(least, 128)):  # true for nearly all data
         return Values()
     signs = _repeated(sign, width, count)
     numbers = int.from_bytes(data, "little")

@@ -1,4 +1,4 @@
-"""Hashes of tensors in a file, to compare with later, whatever container the tensors are in by then."""
+"""Manifests: files with the hashes of tensors, to compare with later, in whatever container the tensors are then."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FIX = "Write it with transload verify FILE --write m.json."
 
 
 class TensorSum(NamedTuple):
-    """A tensor, and what was made of its elements; docs/verify.md defines the hash.
+    """A tensor, with the hash of its elements, which docs/verify.md defines.
 
-    ``sha256`` is empty where it was not asked for, or there are no elements to hash: ``note`` says why. ``nan`` and
-    ``inf`` are ``None`` where they were not counted.
+    ``sha256`` is empty if it was not requested, or if there are no elements to hash: ``note`` says why. ``nan`` and
+    ``inf`` are ``None`` if they were not counted.
     """
 
     name: str
@@ -39,7 +39,7 @@ class TensorSum(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A tensor that is not as a manifest has it: ``what`` is ``missing``, ``added``, ``changed`` or ``retyped``."""
+    """A tensor that differs from the manifest: ``what`` is ``missing``, ``added``, ``changed`` or ``retyped``."""
 
     name: str
     what: str
@@ -51,7 +51,7 @@ class Difference(NamedTuple):
 
 
 def hash_of_all(tensors: Iterable[TensorSum]) -> str:
-    """One sha256 for all tensors: of their names, dtypes, shapes and hashes, in the order of the names.
+    """One sha256 for all tensors: of their names, dtypes, shapes and hashes, sorted by name.
 
     >>> hash_of_all([])
     'e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'
@@ -63,12 +63,12 @@ def hash_of_all(tensors: Iterable[TensorSum]) -> str:
 
 
 def to_json(value: object) -> str:
-    """JSON in ASCII without blanks."""
+    """Compact JSON in ASCII."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
 class ManifestEntry(NamedTuple):
-    """The hashes of one checkpoint."""
+    """The hashes of a checkpoint in a manifest."""
 
     path: str
     sha256: str
@@ -82,7 +82,7 @@ class Manifest(NamedTuple):
     files: tuple[ManifestEntry, ...]
 
     def of(self, path: str) -> ManifestEntry:
-        """The entry of a file: that of its path, or of its name, or the only one; else ``ManifestError``."""
+        """The entry of a file, by its path, else by its file name, else the only one; ``ManifestError`` if unclear."""
 
         def name(path: str) -> str:
             return os.path.basename(os.path.normpath(path))  # noqa: PTH119 - pathlib costs ten milliseconds
@@ -97,7 +97,7 @@ class Manifest(NamedTuple):
 
 
 def refuse_target(path: str, *, overwrite: bool) -> None:
-    """Refuse a place where no manifest can be written, before gigabytes are read for it."""
+    """Refuse a path where no manifest can be written, before gigabytes are read for it."""
     if not overwrite and os.path.lexists(path):
         raise ManifestError("exists already", where=path, fix="Name another file, or pass --force to replace it.")
     folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
@@ -108,7 +108,7 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
 
 
 def read_manifest(path: str) -> Manifest:
-    """The hashes in a file; ``ManifestError`` if it is something else, ``CannotReadError`` if it cannot be read."""
+    """Read a manifest; ``ManifestError`` if it is something else, ``CannotReadError`` if it cannot be read."""
     source = FileSource(path)
     try:
         if source.size > _MAX:
@@ -149,7 +149,7 @@ def compare(entry: ManifestEntry, tensors: Iterable[TensorSum]) -> tuple[Differe
     """The differences between a manifest and the tensors of a checkpoint, by name."""
 
     def by_name(tensors: Iterable[TensorSum]) -> dict[str, list[TensorSum]]:
-        """Two tensors may have one name: a key may contain the slash that joins keys."""
+        """Two tensors may have the same name: a key may contain the slash that joins keys."""
         out: dict[str, list[TensorSum]] = {}
         for tensor in tensors:
             out.setdefault(tensor.name, []).append(tensor)
