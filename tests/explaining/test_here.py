@@ -14,7 +14,7 @@ from tests.diagnose.machines import bare, changed, healthy, install, no_torch_ru
 import transload
 from transload.diagnose import judge_machine
 from transload.explaining.local import files_in
-from transload.explaining.result import Answer, MachineHere, remaining_steps
+from transload.explaining.result import Answer, MachineCheck, remaining_steps
 from transload.machine import Machine
 
 NO_CUDA = (
@@ -141,7 +141,7 @@ def test_steps_are_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_with_a_command_of_its_own_is_kept() -> None:
-    machine = MachineHere("broken", fits=True, code="E01", title="", fix=("Look at the variable, and unset it:", "$ a"))
+    machine = MachineCheck("broken", fits=True, code="E01", fix=("Look at the variable, and unset it:", "$ a"))
     fix = ("Look at the variable and unset it:", "$ b", "Look at the variable, then unset it:", "$ a")
     assert remaining_steps(Answer("no-gpus", "cause", "", fix, machine=machine)) == fix[:2]
     assert remaining_steps(Answer("no-gpus", "cause", "", fix, machine=replace(machine, fits=False))) == fix

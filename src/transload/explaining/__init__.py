@@ -1,8 +1,8 @@
-"""``transload.explain``: what an error text means, what to do about it, and whether this machine or file shows it.
+"""``transload.explain``: what an error message means, what to do about it, and whether this machine or file has it.
 
-A log is read as exceptions (``logs``), known texts are found in them (``matching``, with the texts themselves in
-``pages``), and each becomes an ``Answer`` (``result``): values filled in (``hooks``), this machine and the file that is
-named examined (``local``).
+``logs`` splits a log into exceptions, ``matching`` finds known messages in them (described in ``pages``), and each
+becomes an ``Answer`` (``result``): ``hooks`` compute further values, and ``local`` examines this machine and the file
+that the message names.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LONGEST_VALUE = 300
 
 
 def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
-    """The causes in a traceback, a log or an exception, and what to do about each.
+    """The causes of the errors in a traceback, a log or an exception, and what to do about each.
 
-    An exception is explained by the innermost cause in its chain that is known. With ``checks``, this machine is
-    examined where the cause depends on it (torch is not run), and the file that the text names, if it exists here.
-    Errors that are not known are listed, with the nearest known texts.
+    An exception is explained by the innermost known cause in its chain. With ``checks``, this machine is examined if
+    the cause depends on it (torch is not run), and the file that the text names, if it exists here. Unknown errors are
+    listed with the most similar known messages.
 
     >>> text = "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1."
     >>> answer = explain(text, checks=False).answers[0]
@@ -49,7 +49,7 @@ def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
 
 
 def explain_bytes(data: bytes, *, checks: bool = True, shortened: bool = False) -> Explanation:
-    """The same for a log as it was read, in any encoding."""
+    """As ``explain``, for the bytes of a log, in any encoding."""
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell redirects as UTF-16
     return _explained(data.decode(encoding, "replace"), checks=checks, shortened=shortened)
 
@@ -57,7 +57,7 @@ def explain_bytes(data: bytes, *, checks: bool = True, shortened: bool = False) 
 def _explained(
     text: str, files: Sequence[str] = (), *, checks: bool, shortened: bool = False, numbered: bool = True
 ) -> Explanation:
-    """``files`` are paths that the caller knows to be meant."""
+    """Explain a text; ``files`` are paths that are known to be the files it is about."""
     from dataclasses import replace
 
     from transload.explaining.logs import lines_of, split, unwrapped
@@ -80,13 +80,13 @@ def _explained(
         explanation = Explanation((), tuple(_unexplained([*found.unknown, *found.framed], loose)), shortened)
     if numbered and not shortened:
         return explanation
-    # Line numbers mean nothing for an exception, or for the end of a log.
+    # Line numbers are meaningless for an exception, and for the end of a log.
     answers = tuple(replace(answer, line=0) for answer in explanation.answers)
     return replace(explanation, answers=answers, unknown=tuple(replace(each, line=0) for each in explanation.unknown))
 
 
 def _loaded_files(error: BaseException) -> Iterator[str]:
-    """The paths that torch.load was called with in the frames of an exception, and of those it came from."""
+    """The paths that torch.load was called with, from the frames of an exception and of its causes."""
     import os
     from pathlib import Path
 
@@ -106,7 +106,7 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
 
 
 def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChecks | None) -> tuple[Answer, ...]:
-    """One answer to each error, with what can be seen of it on this machine; the causes first."""
+    """One answer for each error, with what this machine shows of it; causes first."""
     from dataclasses import replace
 
     causes = any(each.match.known.role == "cause" for each in found)
@@ -138,13 +138,13 @@ def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChec
 
 
 class _Blanks(dict[str, str]):
-    """The values of a wording; those that only another wording has are empty."""
+    """The values in the blanks of a wording; a blank that it does not have is empty."""
 
     def __missing__(self, name: str) -> str:
         return ""
 
     def takes(self, name: str, pattern: str) -> bool:
-        """Whether a pattern is found in a value; then its groups become values."""
+        """Whether a value matches a pattern; if so, its groups become values."""
         found = re.search(pattern, self[name])
         self.update(found.groupdict("") if found else {})
         return found is not None
@@ -182,7 +182,7 @@ def _answer(found: Occurrence) -> Answer:
 
 
 def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -> Iterator[Unexplained]:
-    """The errors that are not known. Without any, the last of the other lines that looks like one, or just the last."""
+    """The unknown errors. If there are none, the last line outside tracebacks that looks like one, or just the last."""
     from transload.explaining.matching import nearest
     from transload.explaining.result import Unexplained
 
@@ -206,7 +206,7 @@ _OWN = (
 
 
 def normalised(said: str) -> str:
-    """A text without what differs from run to run.
+    """A message with ``…`` for everything that differs from run to run.
 
     >>> normalised("OSError: /home/me/a.pt: 17 of 20 bytes at 0x7f12")
     'OSError: …: … of … bytes at …'

@@ -1,7 +1,7 @@
-"""Functions that pages name as their ``hook``, for what a pattern cannot say.
+"""Functions that pages name as their ``hook``, for what a pattern cannot express.
 
-A hook gets the values in the blanks of a text; ``text`` is all of it from the match on. It adds values that the page
-uses, and returns the names of the ``###`` sections that apply, in the order in which they replace parts of the page.
+A hook gets the values in the blanks of a message; ``text`` is everything from the match on. It adds values that the
+page uses, and returns the names of the ``###`` sections that apply, in the order in which they replace parts of it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _BEGINNINGS = {60: "html", 118: "git-lfs", 123: "json", 0x1F: "gzip", 10: "empty
 """By the first byte of a file."""
 _NEWER_OPCODES = range(0x80, 0x9C)
 _OPCODES = frozenset(b"(.0123FIJKLMNQRSTUVXabcdeghijlopqrstu}]GBC)")
-"""Opcodes of any pickle; weights_only knows a part of them."""
+"""Opcodes of any pickle; weights_only knows some of them."""
 
 
 def load_key(values: Values) -> Sections:
-    """What a file is that begins with the byte in the text; a byte that is not a character was lost on the way."""
+    """What a file that begins with the given byte is; a byte that is not a character may be lost in the log."""
     key = values["key"] or "\\xff"
     hexadecimal = re.fullmatch(r"\\x([0-9a-fA-F]{2})", key)
     return (_beginning(values, int(hexadecimal[1], 16) if hexadecimal else ord(key[0]) & 0xFF),)
 
 
 def operand(values: Values) -> Sections:
-    """Which byte weights_only does not know; torch's advice is right only if it is an opcode of a newer protocol."""
+    """Which byte weights_only does not know; torch's advice is right only for opcodes of newer protocols."""
     code = int(values["operand"])
     if code in _NEWER_OPCODES:
         return ("operand/newer-protocol",)
@@ -55,12 +55,12 @@ def _beginning(values: Values, code: int) -> str:
 
 
 def class_name(values: Values) -> Sections:
-    """A name that is the beginning of one of torch's own was cut off."""
+    """A prefix of a torch name was cut off, with the rest of the file."""
     return ("class-not-defined/cut-off",) if _cut_off(f"{values['module']}.{values['name']}") else ()
 
 
 def refused_name(values: Values) -> Sections:
-    """A name is dangerous, or was cut off with the file, or the user has to decide."""
+    """The name is dangerous, or was cut off with the file, or the user has to decide."""
     from transload.judge.names import can_be_allowed, classify
 
     full = values["name"]
@@ -95,7 +95,7 @@ _WRAPPERS = frozenset({*_WEIGHTS, "optimizer", "epoch", "optimizer_states"})
 
 
 def state_dict_keys(values: Values) -> Sections:
-    """What the difference between the two lists of names shows: a prefix, a whole checkpoint, or another model."""
+    """Why the two lists of names differ: a prefix, a whole checkpoint instead of a state dict, or another model."""
 
     def names(which: str) -> list[str]:
         found = re.search(rf"{which} key\(s\) in state_dict: (?P<names>(?:\"[^\"]*\"(?:, )?)+)", values["text"])
@@ -126,10 +126,10 @@ def state_dict_keys(values: Values) -> Sections:
 
 
 def prefix_between(missing: list[str], unexpected: list[str]) -> tuple[str, bool]:
-    """A prefix that most names of one list have before those of the other; and whether the file is the one that has it.
+    """The prefix by which most names of one list differ from those of the other, and whether the file has it.
 
-    torch never reports a missing ``num_batches_tracked`` (of BatchNorm), so those are in one of the lists only. A few
-    names that have no counterpart (a new last layer, the weights of a loss) do not matter.
+    torch never reports a missing ``num_batches_tracked`` (of BatchNorm), so such names are only in one list. A few
+    names without a counterpart (a new last layer, the weights of a loss) do not matter.
 
     >>> prefix_between(["weight"], ["module.weight"])
     ('module.', True)

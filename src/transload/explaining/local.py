@@ -1,7 +1,7 @@
-"""What can be seen on this machine: of the file that a text names, and of the machine itself.
+"""Examine this machine, and the file that a text names.
 
-Nothing is loaded, and torch is not run. A text need not come from the Python that is examined: torch printed it, so
-some Python on some machine has a torch that works that far.
+Nothing is loaded, and torch is not run. A text may come from another Python than the one examined: if torch printed
+it, some Python on some machine has a torch that works at least that far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from transload.errors import TransloadError
 from transload.explaining.logs import flat
-from transload.explaining.result import FileHere, MachineHere
+from transload.explaining.result import FileCheck, MachineCheck
 
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from transload.machine import Machine
 
 _MOST_FINDINGS = 4
-_SAME = 60  # characters that torch's words and the text must share to be the same error
+_SAME = 60  # characters that torch's message and the text must share to be the same error
 _WITHOUT_TORCH = frozenset({"P01", "P03", "P04", "P07", "P08", "P09", "T09", "W02", "L04", "L10", "L12", "L13", "X10"})
-"""Faults by which there is no torch that could print anything."""
+"""Faults that prevent torch from printing anything."""
 _LAYERS_OF_A_PYTHON = frozenset({"python", "build", "torch-libraries", "fit", "run", "extensions"})
-"""Layers of the doctor that each Python has for itself."""
+"""The doctor's layers that differ between the Pythons of a machine."""
 
 
 class LocalChecks:
-    """Examines this machine once, however many answers need it."""
+    """Examines this machine at most once, for all answers."""
 
     @cached_property
     def diagnosis(self) -> Diagnosis:
-        """What the doctor says without running torch."""
+        """The doctor's diagnosis, without running torch."""
         from transload.diagnose import doctor
 
         return doctor(torch=False)
 
-    def machine(self, causes: Sequence[str], text: str = "") -> MachineHere:
-        """Whether one of some causes is at work here; without causes, whether anything is.
+    def machine(self, causes: Sequence[str], text: str = "") -> MachineCheck:
+        """Whether this machine has one of the causes; without causes, whether it has any fault.
 
-        ``text`` is all that surrounds the error: where its frames are in another torch than the one examined, faults
-        of this one are not the cause.
+        ``text`` is everything around the error: if its frames are in another torch than the one examined, faults of
+        the latter are not the cause.
         """
         from transload.diagnose.rules import BY_CODE
 
@@ -63,17 +63,17 @@ class LocalChecks:
             wanted = [finding for finding in possible if finding.code in causes]
             return _shown(found, (wanted or possible)[0], fits=bool(wanted) or not causes)
         if other or faults:
-            return MachineHere(found.status, fits=False, title=_another_python(found.machine, other))
+            return MachineCheck(found.status, fits=False, title=_another_python(found.machine, other))
         if found.ok or found.cause is None:
             title = {
                 "ok": "nothing is broken on this machine now, as far as can be seen without running torch",
                 "no-gpu": "there is no GPU in this machine, and nothing is broken",
             }.get(found.status, "")
-            return MachineHere(found.status, fits=False, title=title)
+            return MachineCheck(found.status, fits=False, title=title)
         return _shown(found, found.cause, fits=False)
 
-    def file(self, path: str, said: str) -> FileHere | None:
-        """What loading a file would do; ``None`` where it cannot be read."""
+    def file(self, path: str, said: str) -> FileCheck | None:
+        """What loading a file would do; ``None`` if it cannot be read."""
         from transload.checking import checked
         from transload.judge import inspect
         from transload.loading.placement import AUTO
@@ -88,15 +88,15 @@ class LocalChecks:
             verdict = f"transload.load loads it{', onto ' + ' and '.join(devices) if devices else ''}"
         same = bool(check.torch.text) and flat(check.torch.text)[:_SAME] in said
         findings = [finding for finding in check.findings if finding.severity != "note"][:_MOST_FINDINGS]
-        return FileHere(path, check.ok, verdict, same, tuple(each.title for each in findings), _fix(findings, said))
+        return FileCheck(path, check.ok, verdict, same, tuple(each.title for each in findings), _fix(findings, said))
 
 
-def _shown(found: Diagnosis, cause: Finding, *, fits: bool) -> MachineHere:
-    return MachineHere(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
+def _shown(found: Diagnosis, cause: Finding, *, fits: bool) -> MachineCheck:
+    return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
 
 def _fix(findings: Sequence[Finding], said: str) -> tuple[str, ...]:
-    """What the first finding advises; to allow names only where the text is about names."""
+    """The advice of the first finding; to allow names only if the text is about names."""
     finding = next((finding for finding in findings if finding.fix), None)
     if finding is None:
         return ()
@@ -112,16 +112,16 @@ def _fix(findings: Sequence[Finding], said: str) -> tuple[str, ...]:
 
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch(?=[/\\])")
 _LONGEST_PATH = 400
-_MOST_PATHS = 50  # that are looked up: a log may be full of them
+_MOST_PATHS = 50  # paths that are looked up: a log may be full of them
 
 
 def _other_torch(text: str, machine: Machine) -> str:
-    """The folder of the torch that frames in a text are in, if it exists here and is not the one examined."""
+    """The directory of the torch in the frames of a text, if it exists here and is not the one examined."""
     examined = {os.path.realpath(install.location) for install in machine.torch.installs or ()}
     for found in islice(_TORCH.finditer(text), _MOST_PATHS):
         before = text[max(0, found.start() - _LONGEST_PATH) : found.start()]
         for start in (before.rpartition('"')[2].strip(), *before.split()[-1:]):
-            # Absolute, and never on another machine of the network.
+            # Absolute, and never a path on another machine.
             if Path(start).is_absolute() and not start.startswith(("//", "\\\\")):
                 folder = start + found[0]
                 if Path(folder).is_dir() and os.path.realpath(folder) not in examined:
@@ -131,7 +131,7 @@ def _other_torch(text: str, machine: Machine) -> str:
 
 
 def _another_python(machine: Machine, other: str) -> str:
-    """What to say where another Python than that of the text was examined."""
+    """What to say if the text comes from another Python than the one examined."""
     gpu = machine.hardware.present or machine.accelerators
     if other:
         import shlex
@@ -156,11 +156,11 @@ _QUOTED = re.compile(r"""["'`]([^"'`\n]{1,1000})["'`]""")
 _BARE = re.compile(rf"(?<![\w./\\~-])((?:[A-Za-z]:)?[\w./\\~+@%=-]{{1,1000}}\.(?:{_SUFFIXES}))(?![\w/])")
 _CHECKPOINT_NAME = re.compile(rf"\.(?:{_SUFFIXES})$", re.IGNORECASE)
 _OF_A_CHECKPOINT = (".distcp", ".index.json", "_optim_states.pt", "_model_states.pt", ".safetensors")
-_MOST_NAMES = 200  # that are looked up: a log may be full of them
+_MOST_NAMES = 200  # names that are looked up: a log may be full of them
 
 
 def files_in(texts: Iterable[str]) -> Iterator[str]:
-    """Checkpoints named in some texts that exist here, each once, the likeliest first.
+    """Checkpoints that some texts name and that exist here, each once, the likeliest first.
 
     A path on another machine (``//host/share``) is not touched: looking it up would contact that machine.
     """
@@ -173,7 +173,7 @@ def files_in(texts: Iterable[str]) -> Iterator[str]:
     for name in seen:
         if name.startswith(("//", "\\\\")):
             continue
-        with suppress(OSError, ValueError, RuntimeError):  # a NUL in a name, or too long; the home of an unknown user
+        with suppress(OSError, ValueError, RuntimeError):  # a NUL, a name too long, or an unknown user
             path = Path(name).expanduser()
             if path.is_dir():
                 with os.scandir(path) as entries:

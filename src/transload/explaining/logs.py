@@ -1,8 +1,8 @@
-"""A log as it comes, read as errors.
+"""Read a raw log, and find the exceptions in it.
 
-``read_end`` reads the last part of a file or a pipe; ``is_packed``, ``is_binary`` and ``not_a_text`` handle input that
-is not a log. ``lines_of`` removes colours, progress bars, boxes and prefixes. ``split`` then separates the chains of
-exceptions from the lines between them.
+``read_end`` reads the end of a file or a pipe; ``is_packed``, ``is_binary`` and ``not_a_text`` handle input that is not
+a log. ``lines_of`` removes colours, progress bars, boxes and prefixes. ``split`` then separates chains of exceptions
+from the lines between them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import BinaryIO, Literal, NamedTuple
 from transload.errors import TransloadError, UsageError
 
 LIMIT = 8 << 20
-"""Bytes of a log that are read, the last ones: what stopped a program is at the end."""
+"""Bytes that are read from the end of a log: what stopped a program is at the end."""
 HEAD = 16
-"""Bytes at the beginning of a file that ``is_packed`` needs."""
+"""Bytes from the start of a file that ``is_packed`` needs."""
 
 # -- input
 
 
 def read_end(file: BinaryIO, limit: int = LIMIT) -> tuple[bytes, bool]:
-    """The last bytes of a file or a pipe, and whether there were more; a pipe of gigabytes takes no memory."""
+    """The last bytes of a file or a pipe, and whether there were more; long pipes are not kept in memory."""
     if file.seekable():
         size = file.seek(0, 2)
         file.seek(max(0, size - limit))
         return file.read(limit), size > limit
     kept, size = bytearray(), 0
     read: Callable[[int], bytes] = getattr(file, "read1", file.read)
-    # A terminal gives whole lines. Part of one means that Ctrl-D was pressed after it: reading on would mean that the
-    # user has to press it again.
+    # A terminal delivers whole lines. A partial one means that Ctrl-D was pressed after it: if we read on, the user
+    # would have to press it again.
     by_line = os.name == "posix" and file.isatty()
     while piece := read(1 << 16):
         kept += piece
@@ -49,14 +49,14 @@ def read_end(file: BinaryIO, limit: int = LIMIT) -> tuple[bytes, bool]:
 _MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 _SAMPLE = 1 << 16
-_MOST_ODD = 0.03  # share of bytes that never occur in text above which data is binary; in random bytes it is a tenth
+_MOST_ODD = 0.03  # with a larger share of bytes that never occur in text, data is binary; random bytes have a tenth
 _IN_TEXTS = bytes({*range(7, 14), 27, *range(32, 127), *range(128, 256)})
 _UNPACK = {"gzip": "gzip -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "zstd": "zstd -dc"}
 
 
 def is_packed(head: bytes) -> bool:
-    """Whether a file that begins so is an archive, a pickle, or the like."""
-    sized = head[8:9] == b"{" and head[5:8] == bytes(3)  # safetensors: the length of its header comes first
+    """Whether a file with this beginning is an archive, a pickle, or similar."""
+    sized = head[8:9] == b"{" and head[5:8] == bytes(3)  # safetensors begins with the length of its header
     return sized or head.startswith((*_MAGIC, *_PICKLES))
 
 
@@ -70,12 +70,12 @@ def is_binary(data: bytes) -> bool:
         return False
     inner = data.strip(b"\0")
     sample = inner if len(inner) <= 2 * _SAMPLE else inner[:_SAMPLE] + inner[-_SAMPLE:]
-    wide = sample[1::2].count(0) > len(sample) // 8 and 0 not in sample[::2]  # UTF-16 without a mark
+    wide = sample[1::2].count(0) > len(sample) // 8 and 0 not in sample[::2]  # UTF-16 without a BOM
     return not wide and len(sample.translate(None, _IN_TEXTS)) > _MOST_ODD * len(sample)
 
 
 def not_a_text(path: str) -> UsageError:
-    """The error for a file that is not text, or for such a stream, which has no path."""
+    """The error for a file that is not text, or for a stream, which has no path."""
     import shlex
 
     from transload.checkpoint import FORMATS
@@ -101,21 +101,21 @@ def not_a_text(path: str) -> UsageError:
 
 # -- lines
 
-_MOST_LINES = 200_000  # that are read, the last ones
-_MOST_FOLDED = 20_000  # lines that may come from tracebacks within a single line, in all
+_MOST_LINES = 200_000  # lines that are read, from the end
+_MOST_FOLDED = 20_000  # lines in total that may come from tracebacks within a single line
 _WIDEST = 500  # columns of a terminal
-_PASTED = 1 << 20  # characters that somebody may have copied from one
-_LONGEST = 20_000  # characters of a line, its beginning and its end: a tensor in one line must not take all the time
+_PASTED = 1 << 20  # characters that somebody may copy from a terminal
+_LONGEST = 20_000  # characters kept of a line, from both ends: a tensor on one line must not take all the time
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffd]+")
-# The sides of a frame; and the quotes that word processors and forums make.
+# The sides of a box, and the quotes that word processors and forums insert.
 _BOX = {**dict.fromkeys(map(ord, "│┃║"), " "), 0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"'}
 _RULE = re.compile(r"^[\s╭╰┌└╔╚─━═╌┄]+|[\s╮╯┐┘╗╝─━═╌┄]+$")
 _QUOTED = re.compile(r"^(?:> ?){1,3}")
 _GROUP = re.compile(r"^\s*[|+](?:-\+-{4,}.*-{4,}$|-{4,}$| )")
 
-# The source of a line: several ranks or workers write into one log, line by line.
+# The source of a line: several ranks or workers write their lines into one log.
 _STREAM = re.compile(
     r"^(?P<stream>\[?(?:rank|default|worker)_?\d{1,5}\]?:?|\((?:\w+ )?(?:pid|ip)=[^)]{1,60}\)|\d{1,4}:)[ \t]?", re.ASCII
 )
@@ -132,7 +132,7 @@ _STAMP = re.compile(
 
 
 class Line(NamedTuple):
-    """A line of a log. ``stream`` is the rank or worker that wrote it, ``stamped`` whether it began with a time."""
+    """A line of a log. ``stream`` is the rank or worker that wrote it; ``stamped``: it began with a time."""
 
     number: int
     text: str
@@ -141,7 +141,7 @@ class Line(NamedTuple):
 
 
 def lines_of(text: str) -> Iterator[Line]:
-    r"""The lines of a text as a person would see them.
+    r"""The lines of a text as a person sees them.
 
     >>> [line.text for line in lines_of("  3%|#\r100%|###\n\x1b[31m[rank0]: boom\x1b[0m")]
     ['100%|###', 'boom']
@@ -152,11 +152,11 @@ def lines_of(text: str) -> Iterator[Line]:
     folded = _MOST_FOLDED
     for number, raw in enumerate(lines[first:], first + 1):
         pieces = [raw]
-        if folded > 0 and "\\n" in raw and _HEADER in raw:  # a traceback in one line, as loggers of JSON write it
+        if folded > 0 and "\\n" in raw and _HEADER in raw:  # a traceback on one line, as JSON loggers write it
             pieces = raw.replace('\\"', '"').split("\\n", folded)
             folded -= len(pieces) - 1
         for piece in pieces:
-            line = piece.rstrip("\r").rpartition("\r")[2]  # a progress bar is written over itself
+            line = piece.rstrip("\r").rpartition("\r")[2]  # a progress bar overwrites itself
             if not line or line.isspace():
                 yield Line(number, "")
                 continue
@@ -179,7 +179,7 @@ def lines_of(text: str) -> Iterator[Line]:
 
 
 def unwrapped(text: str) -> str:
-    r"""A text as it was before a terminal broke its lines at the right edge; empty where none did.
+    r"""A text as it was before a terminal wrapped its lines; empty if none was wrapped.
 
     >>> unwrapped("No CUDA GPUs a\nre available")
     'No CUDA GPUs are available'
@@ -205,22 +205,22 @@ _EXCEPTION = re.compile(
 )
 _CLASS = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Group|Timeout|Failure|Fault)$|\.|^[A-Z]\w*[a-z]\w*$")
 _FRAME = re.compile(r"\s|File [\"~/<\w]|Cell In|<ipython-input|-+>|/\S+ in |$")
-_MOST_MESSAGE = 400  # lines of a message that are kept: a state dict's may name thousands of tensors
+_MOST_MESSAGE = 400  # lines of a message that are kept: load_state_dict may name thousands of tensors
 _BEFORE = 12  # lines before a traceback that may say that it belongs to the message above
 _MOST_FRAMES = 2_000
-_MOST_CHAINS = 2_000  # that are kept, the last ones
-_MOST_STREAMS = 1_000  # ranks that are told apart; the lines of more are read as one
+_MOST_CHAINS = 2_000  # chains that are kept, from the end
+_MOST_STREAMS = 1_000  # ranks that are distinguished; the lines of all others are read as one stream
 
 Link = Literal["", "handling", "cause", "inside"]
 
 
 def flat(text: str) -> str:
-    """The text in one line, with single spaces."""
+    """The text on one line, with single spaces."""
     return " ".join(text.split())
 
 
 class FlatText:
-    """Several lines as one, with single spaces; ``starts`` are the places where lines begin, with their numbers."""
+    """Several lines joined into one, with single spaces; ``starts`` are the offsets and numbers of the lines."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
@@ -235,11 +235,11 @@ class FlatText:
         self.flat = " ".join(pieces)
 
     def line_at(self, place: int) -> int:
-        """The number of the line that a place in ``flat`` is in."""
+        """The number of the line at an offset in ``flat``."""
         return self.starts[self._index(place)][1] if self.starts else 0
 
     def between(self, start: int, end: int) -> str:
-        """The whole lines from one place in ``flat`` to another."""
+        """The whole lines from one offset in ``flat`` to another."""
         first, last = self._index(start), self._index(max(start, end - 1))
         beyond = self.starts[last + 1][0] - 1 if last + 1 < len(self.starts) else len(self.flat)
         return self.flat[self.starts[first][0] : beyond]
@@ -250,10 +250,10 @@ class FlatText:
 
 @dataclass
 class RaisedError:
-    """One exception of a log: the lines of its message, with its class, and the frames of its traceback.
+    """An exception in a log: the lines of its class and message, and the frames of its traceback.
 
-    ``link`` joins it to the one before in its chain: it was raised while that one was handled, or from it, or it is
-    inside that one's message.
+    ``link`` is how it follows the previous one in its chain: it was raised while handling that one, or from it, or it
+    is inside the message of that one.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -262,17 +262,17 @@ class RaisedError:
 
     @cached_property
     def text(self) -> FlatText:
-        """The class and the message, and what was printed below them."""
+        """The class and the message, and everything printed below them."""
         return FlatText(self.lines)
 
     @property
     def first(self) -> str:
-        """The first line of it."""
+        """The first line."""
         return flat(self.lines[0].text)
 
     @property
     def words(self) -> str:
-        """The first line; or all of it, where that only has the class."""
+        """The first line; or all of it if that line has only the class."""
         return self.text.flat if self.first.endswith(":") else self.first
 
 
@@ -284,12 +284,12 @@ class ErrorChain:
 
     @cached_property
     def surroundings(self) -> str:
-        """All of its text, for patterns of context."""
+        """The whole text, which ``context`` patterns are searched in."""
         return "\n".join(line.text for each in self.raised for line in (*each.frames, *each.lines))
 
 
 def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
-    """The chains of exceptions in a log, and the other lines, rank by rank."""
+    """The chains of exceptions in a log, and all other lines by rank."""
     streams: dict[str, list[Line]] = {}
     for line in lines:
         name = line.stream if line.stream in streams or len(streams) < _MOST_STREAMS else ""
@@ -308,7 +308,7 @@ def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
 
 
 class _Parser:
-    """Sorts the lines of one stream: into frames, then a message, of the current exception; or loose ones."""
+    """Sorts the lines of one stream into frames and message of the current exception, or loose lines."""
 
     def __init__(self) -> None:
         self.loose: list[Line] = []
@@ -343,7 +343,7 @@ class _Parser:
         else:
             full = len(current.lines) >= _MOST_MESSAGE
             if text and (line.stamped != current.lines[0].stamped or (full and not text[0].isspace())):
-                self.end()  # the program has gone on to log other things
+                self.end()  # the program logs something else now
                 self.loose.append(line)
             elif not full:
                 current.lines.append(line)
@@ -356,7 +356,7 @@ class _Parser:
         current, self.current = self.current, None
         if current is None:
             return
-        if not current.lines:  # its end is missing, or is inside a frame drawn around it
+        if not current.lines:  # its end is missing, or inside a box drawn around it
             self.loose += current.frames
         elif not current.link or not self.chains:
             self.chains.append([current])

@@ -1,6 +1,6 @@
-"""The known error texts, and which of them are in a log.
+"""The known error messages, and which of them occur in a log.
 
-The texts are data: ``pages/*.md``, a file per subject, read by ``known_errors``. A page is written as Markdown:
+The messages are data: ``pages/*.md``, a file for each subject, read by ``known_errors``. A page is Markdown:
 
     ## device-index
 
@@ -17,10 +17,10 @@ The texts are data: ``pages/*.md``, a file per subject, read by ``known_errors``
 
     ### device-index/variant
 
-The fields are described at ``KnownError``. ``cuda: 209/48 WORDS`` stands for all the ways in which a result of CUDA is
-printed, with its number (and an earlier one). A ``###`` section replaces parts of its page where its ``where`` applies,
-or the page's hook, a function in ``hooks``, says so. ``search`` looks for the texts in exceptions and logs; ``nearest``
-compares an unknown text with all of them.
+``KnownError`` describes the fields. ``cuda: 209/48 WORDS`` stands for all the ways in which a CUDA error is printed,
+with its number (and its number in old releases). A ``###`` section replaces parts of its page if its ``where`` matches,
+or if the page's hook, a function in ``hooks``, selects it. ``search`` looks for the messages in exceptions and logs;
+``nearest`` compares an unknown message with all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SUBJECTS = (
     *("driver", "results", "libraries", "memory", "distributed", "machine", "around"),
     *("tensors", "saving", "sharded", "parallel", "groups", "features", "packages", "frameworks", "vllm"),
 )
-"""The files of ``pages``, in the order in which they are matched and documented."""
+"""The files of ``pages``, in the order of matching and of the documentation."""
 
 _BLANKS = {
     "": r".{1,400}?",
@@ -57,10 +57,10 @@ _INNER_WORD = re.compile(r"(?<=[^A-Za-z])[A-Za-z]{4,}(?=[^A-Za-z])")
 
 
 class Wording:
-    """A text with blanks: ``{index:d}`` a number, ``{name:w}`` a word, ``{kind:o}`` a Python object, ``{x}`` anything.
+    """A message with blanks: ``{index:d}`` a number, ``{name:w}`` a word, ``{kind:o}`` an object, ``{x}`` anything.
 
-    ``anchor`` is its longest fixed part: a text without it is not searched any further, so that few patterns are ever
-    compiled. ``weight`` is the length of all fixed parts.
+    ``anchor`` is its longest literal: a text that does not contain it is not searched any further, so that few patterns
+    are ever compiled. ``weight`` is the length of all literals.
 
     >>> wording = Wording("device {index:d} but {count:d}")
     >>> wording.shown, wording.pattern.search("CUDA device 1 but 0").groupdict()
@@ -77,19 +77,19 @@ class Wording:
 
     @cached_property
     def parts(self) -> list[tuple[str, str | None, str | None, str | None]]:
-        """Fixed parts, each with the name and the kind of the blank that follows it."""
+        """The literals, each with the name and kind of the blank that follows it."""
         from string import Formatter
 
         return list(Formatter().parse(self.text))
 
     @property
     def shown(self) -> str:
-        """The text with dots in place of the blanks."""
+        """The message with ``…`` for the blanks."""
         return _BLANK.sub("…", self.text).replace("{{", "{").replace("}}", "}")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """A pattern for the text in one line, with a group for each blank."""
+        """A pattern for the message on one line, with a group for each blank."""
         pieces: list[str] = []
         seen: set[str] = set()
         for literal, name, kind, _ in self.parts:
@@ -98,29 +98,29 @@ class Wording:
                 blank = _BLANKS[kind or ""]
                 pieces.append(f"(?:{blank})" if name in seen else f"(?P<{name}>{blank})")
                 seen.add(name)
-        if pieces[-1].endswith(r"\."):  # people leave out the last full stop when they copy a sentence
+        if pieces[-1].endswith(r"\."):  # people omit the final full stop when they copy a sentence
             pieces[-1] = f"{pieces[-1][:-2]}(?:\\.|(?<!\\.)$)"
         edge = r"(?!\d)" if pieces[-1].endswith(r"\d{1,20})") else ""
         return re.compile("".join(pieces) + edge)
 
 
 class KnownError(NamedTuple):
-    """An error text that PyTorch, or something below it, prints: what it means and what to do.
+    """An error message of PyTorch, or of something below it: what it means and what to do.
 
     ``cause``, ``fix`` and ``wrong`` may use the values in the blanks of ``says`` and those that ``hook`` computes. In
     ``fix``, commands begin with ``$ `` and Python with ``| ``. ``doctor`` lists diagnosis codes; without a ``fix``,
-    the advice of their pages is used. ``needs`` says what is examined on this machine: ``file``, ``machine``.
+    the advice of their pages is used. ``needs`` says what to examine on this machine: ``file``, ``machine``.
 
-    The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, and is reported only where
-    nothing else is known; or ``remark`` for a message that is not an error. Words that many programs print count only
-    where the pattern ``context`` is found around them, and never where ``unless`` is. ``place`` has parts of paths and
-    names: a short wording counts only where one is around it, a path only in the innermost frame: code of users runs
-    below torch's. ``first`` says why there is no CUDA, and comes before what fails because of that.
+    The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, reported only if nothing else
+    is known; or ``remark`` for a message that is not an error. Words that many programs print count only if the pattern
+    ``context`` matches around them, and never if ``unless`` does. ``place`` lists parts of paths and names: a short
+    wording counts only near one of them; a path must be in the innermost frame, since torch calls user code, too.
+    ``first`` explains why there is no CUDA, and comes before what fails because of that.
 
-    ``value: NAME BLANK PATTERN WORDS`` makes the words the value of a name where the pattern is found in a blank, whose
-    groups become values, too; a later line replaces an earlier one. ``sections`` are the ``###`` sections, by name: the
-    fields that each replaces. Without a hook that says otherwise, the first applies whose ``where: BLANK PATTERN`` is
-    found. The blank ``text`` is all of the text, from the match on.
+    ``value: NAME BLANK PATTERN WORDS`` sets the value of a name to the words if the pattern matches in a blank; its
+    groups become values, too. A later line replaces an earlier one. ``sections`` are the ``###`` sections: by name, the
+    fields that each replaces. Unless a hook chooses, the first one applies whose ``where: BLANK PATTERN`` matches. The
+    blank ``text`` is the whole text from the match on.
     """
 
     code: str
@@ -143,17 +143,17 @@ class KnownError(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """What is said of one text comes before what is said of a family (``place``), and that before a frame."""
+        """A specific message comes before a family of messages (``place``), and that before a frame."""
         return 2 if self.role == "frame" else 1 if self.place else 0
 
     def fits(self, surroundings: str) -> bool:
-        """Whether the words have this meaning where they were found."""
+        """Whether the message has this meaning in these surroundings."""
         if self.unless and re.search(self.unless, surroundings):
             return False
         return not self.context or re.search(self.context, surroundings) is not None
 
     def placed(self, wording: Wording, around: str, frame: str) -> bool:
-        """Whether a wording counts with this text around it: a short one only in its place."""
+        """Whether a wording counts with this text around it: a short one only near its ``place``."""
         places = (place in (frame if "/" in place else around).replace("\\", "/") for place in self.place)
         return not self.place or wording.weight >= _SPEAKS_FOR_ITSELF or any(places)
 
@@ -166,9 +166,9 @@ class Subject(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page before it is parsed: of thousands of wordings few are ever in a text.
+    """A page that is not yet parsed: few of the thousands of wordings are ever in a text.
 
-    ``hints`` has a fixed part of each of its wordings: a text without any of them has none of the wordings.
+    ``hints`` has a literal of each wording: a text that contains no hint contains no wording.
     """
 
     text: str
@@ -196,7 +196,7 @@ _LONG_ENOUGH = 12
 
 
 def _hint(said: str) -> str:
-    """The beginning or end of a wording, if it is long; else its longest fixed part. Of a result of CUDA, its words."""
+    """The start or end of a wording, if it is long enough, else its longest literal. For a CUDA error, its words."""
     if "{" not in said:
         return (said.partition(" ")[2] if said[0].isdigit() else said).removesuffix(".")
     start, end = said.partition("{")[0], said.rpartition("}")[2].removesuffix(".")
@@ -206,20 +206,20 @@ def _hint(said: str) -> str:
 
 @cache
 def _parsed(text: str) -> KnownError:
-    """A page with its sections."""
+    """Parse a page with its sections."""
     main, *others = map(_section, text.split("\n### "))
     return KnownError(**main, sections=tuple((fields.pop("code"), fields) for fields in others))
 
 
 @cache
 def _words() -> dict[str, str]:
-    """A long whole word of each hint, or nothing: a text without it does not have the hint."""
+    """A long whole word of each hint, or an empty string: a text without it does not contain the hint."""
     hints = {hint for _, pages in _files() for page in pages for hint in page.hints}
     return {hint: max(_INNER_WORD.findall(hint), key=len, default="") for hint in hints}
 
 
 def mentioned(text: str) -> Iterator[KnownError]:
-    """The known errors of which a wording may be in a text, in order."""
+    """The known errors that may have a wording in a text, in order."""
     words = {"", *re.findall("[A-Za-z]{4,}", text)} if len(text) > _LONG else None
     for _, pages in _files():
         for page in pages:
@@ -235,7 +235,7 @@ def subjects() -> tuple[Subject, ...]:
 
 
 def known_errors() -> Iterator[KnownError]:
-    """Every known text, in order."""
+    """Every known error, in order."""
     return (known for subject in subjects() for known in subject.errors)
 
 
@@ -247,7 +247,7 @@ def variant(name: str) -> dict[str, Any]:
 
 
 def _section(text: str) -> dict[str, Any]:
-    """The fields of a section; unknown ones fail where the ``KnownError`` is made."""
+    """The fields of a section; unknown ones make ``KnownError(...)`` fail."""
     code, *blocks = text.strip("\n").split("\n\n")
     fields: dict[str, Any] = {"code": code}
     says: list[Wording] = []
@@ -284,16 +284,16 @@ def _section(text: str) -> dict[str, Any]:
 
 # -- searching
 
-_SPEAKS_FOR_ITSELF = 40  # fixed characters of a wording that no other program is likely to print
-_MOST = 50  # places where one wording is looked at: a loop may print it a million times
-_LONG = 100_000  # characters of a text whose words are listed first: to search it for every anchor takes longer
-_AROUND = 1_000  # characters before and after the anchor of a wording in which the rest of it must be
-_BESIDE = 400  # characters before and after an error in a log in which the file that it is about is named
+_SPEAKS_FOR_ITSELF = 40  # literal characters of a wording that no other program is likely to print
+_MOST = 50  # occurrences of a wording that are examined: a loop may print it a million times
+_LONG = 100_000  # characters of a text whose set of words is built first: searching it for every anchor is slower
+_AROUND = 1_000  # characters before and after an anchor that are searched for the rest of the wording
+_BESIDE = 400  # characters before and after an error in a log that may name its file
 _PLACED = re.compile(r"\s*File |Cell In|<ipython-input|/\S+ in ")  # the line of a frame that names its file
 
 
 class Match(NamedTuple):
-    """A wording in a text: where, and the values in its blanks."""
+    """A wording found in a text, with the values in its blanks."""
 
     known: KnownError
     start: int
@@ -303,7 +303,7 @@ class Match(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """A known error in a log: its lines, the number of the first one, the text from there on, and all around it."""
+    """A known error in a log: its lines, the number of the first one, the text from there on, and its surroundings."""
 
     match: Match
     said: str
@@ -311,11 +311,11 @@ class Occurrence(NamedTuple):
     text: str
     surroundings: str
     near: tuple[str, ...]
-    """Where the file that it is about may be named: all of a traceback, but only a few lines of a log."""
+    """Texts that may name the file it is about: all of a traceback, but only a few lines of a log."""
 
 
 class Search(NamedTuple):
-    """The known errors in a log; the chains in which nothing is known; and those that only wrap another error."""
+    """The known errors in a log, the chains without any, and those that only wrap another error."""
 
     found: list[Occurrence]
     unknown: list[ErrorChain]
@@ -323,7 +323,7 @@ class Search(NamedTuple):
 
 
 def search(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> Search:
-    """Look for every known text in a log: in each chain of exceptions the innermost one that is a cause."""
+    """Find the known errors in a log: in each chain of exceptions, the innermost cause."""
     result = Search([], [], [])
     for chain in chains:
         around = chain.surroundings
@@ -333,8 +333,8 @@ def search(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> Search:
             main, others = _main(raised, around)
             mains.append((raised, main))
             below += [_occurrence(match, raised.text, around) for match in others]
-        # Words that many programs print give way to specific ones: programs try one thing after another, and print
-        # what they tried before.
+        # Specific messages take precedence over words that many programs print: programs try one thing after another,
+        # and print what failed before.
         causes = [(raised, main) for raised, main in mains if main and main.known.role == "cause"]
         specific = [(raised, main) for raised, main in causes if not (main.known.context or main.known.place)]
         usable = [(raised, main) for raised, main in mains if main and main.known.fix]
@@ -348,7 +348,7 @@ def search(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> Search:
         result.found.extend(below)
     for text in loose:
         for match in _matches(text.flat):
-            # Other errors are near in a log: a file that is named further away is not about this one.
+            # A log has other errors nearby: a file that is named further away belongs to one of them.
             before, after = max(0, match.start - _BESIDE), match.end + _BESIDE
             near = text.flat[match.start : after], text.flat[before : match.start]
             result.found.append(_occurrence(match, text, text.flat)._replace(near=near))
@@ -361,7 +361,7 @@ def _occurrence(match: Match, text: FlatText, surroundings: str) -> Occurrence:
 
 
 def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Match]]:
-    """What an exception says itself, and the other causes that were printed below it before the next exception."""
+    """The error that an exception itself reports, and other causes printed below it before the next exception."""
     frames = (line.text for line in reversed(raised.frames) if _PLACED.match(line.text))
     matches = _matches(raised.text.flat, surroundings, next(frames, "").rpartition("File ")[2])
     head = [match for match in matches if match.start < len(raised.first)]
@@ -371,7 +371,7 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
     elif head:
         main = next((match for match in matches if match.known.role == "cause"), head[0])
     else:
-        # The first paragraph; its first line counts even where it only has the class of the exception.
+        # Search the first paragraph, even if its first line has only the class of the exception.
         empty = (at for at, line in enumerate(raised.lines) if at > 1 and not line.text)
         edge = len(FlatText(raised.lines[: next(empty, None)]).flat)
         if not matches or matches[0].start >= edge:
@@ -383,10 +383,10 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
 
 
 def _matches(text: str, traceback: str = "", frame: str = "") -> list[Match]:
-    """Every known text in a text, in order; of two that overlap, the first by rank, then by its fixed characters.
+    """Every known message in a text, in order; of two that overlap, the one with the better rank, then weight.
 
-    Only the neighbourhood of the anchors is searched, never all of the text. Without a traceback, the place of a
-    wording must be named beside it: a log has lines of many programs.
+    Only the surroundings of anchors are searched, never the whole text. Without a traceback, the ``place`` of a wording
+    must be near it: a log has lines of many programs.
     """
     matches: list[Match] = []
     for known in mentioned(text):
@@ -409,23 +409,23 @@ def _matches(text: str, traceback: str = "", frame: str = "") -> list[Match]:
     return sorted(kept, key=lambda match: match.start)
 
 
-# -- unknown texts
+# -- unknown messages
 
 _LETTERS = bytes(ord(c.lower()) if c.isalpha() or c in "_\n" else 32 for c in map(chr, range(128))) + b" " * 128
 _SHORTEST = 3
 _LEAST = 0.5
 _FEWEST = 2
-_COMPARED = 400  # characters of an unknown text: the longer it is, the more words are in it by chance
+_COMPARED = 400  # characters of an unknown message: in a longer one more words match by chance
 
 
 def _only_words(text: str) -> bytes:
-    """The text in lower case, with spaces for all but letters and ends of lines."""
+    """The text in lower case, with spaces for everything but letters and line ends."""
     return text.encode(errors="replace").translate(_LETTERS)
 
 
 @cache
 def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
-    """Every wording but of checks inside of libraries: its page and words; the weight of each word, more if rare."""
+    """The page and words of every wording, except internal checks of libraries; and the weight of each word."""
     rows = [(p, said) for _, pages in _files() for p in pages if "-internal\n" not in p.text[:40] for said in p.says]
     lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows)))
     words = [line.split() for line in lines.split(b"\n")]
@@ -435,9 +435,9 @@ def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
 
 
 def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
-    """The known texts that share the most words with a text; rare words count more. Often there is none.
+    """The known messages that share the most words with a text, often none; rare words weigh more.
 
-    Words that many programs print come first, where only their context is missing.
+    A message that matches, but not in its context, comes first.
     """
     near: dict[str, Near] = {}
     for known in mentioned(text):

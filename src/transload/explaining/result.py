@@ -1,4 +1,4 @@
-"""What ``explain`` returns: the causes in a text, what to do about each, what was seen here; and how it is shown."""
+"""What ``explain`` returns: the causes in a text, what to do about each, what this machine shows; and its report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transload.render.words import plural, printable
 
 
 @facts(frozen=True)
-class FileHere(Plain):
-    """A check of the file that the text names. ``same`` is whether torch.load of it gives the same error."""
+class FileCheck(Plain):
+    """A check of the file that the text names. ``same``: ``torch.load`` of this file raises the same error."""
 
     path: str
     ok: bool
@@ -24,8 +24,8 @@ class FileHere(Plain):
 
 
 @facts(frozen=True)
-class MachineHere(Plain):
-    """The doctor's diagnosis of this machine. ``fits`` is whether it can be the cause of the error."""
+class MachineCheck(Plain):
+    """The doctor's diagnosis of this machine. ``fits``: it can be the cause of the error."""
 
     status: str
     fits: bool
@@ -37,11 +37,11 @@ class MachineHere(Plain):
 
 @facts(frozen=True)
 class Answer(Plain):
-    """One known error. ``said`` is its line of the text, ``line`` the number of that, ``times`` how often it occurs.
+    """A known error. ``said`` is its line in the text, ``line`` the number of that line, ``times`` how often it occurs.
 
     ``cause`` is what it means, ``fix`` what to do; lines that begin with ``$ `` are commands, with ``| `` Python.
-    ``wrong`` says which advice in the text itself is not true. ``causes`` are codes of the doctor's pages that may be
-    behind it. ``values`` are the numbers and names in the text.
+    ``wrong`` says which advice in the message is wrong. ``causes`` are codes of the doctor's pages on possible causes.
+    ``values`` are the numbers and names in the message.
     """
 
     code: str
@@ -55,12 +55,12 @@ class Answer(Plain):
     torch: str = ""
     causes: tuple[str, ...] = ()
     values: tuple[tuple[str, str], ...] = ()
-    machine: MachineHere | None = None
-    file: FileHere | None = None
+    machine: MachineCheck | None = None
+    file: FileCheck | None = None
 
     @property
     def doc(self) -> str:
-        """Where the documentation has this text."""
+        """Where the documentation explains it."""
         return f"docs/errors.md#{self.code}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Answer(Plain):
 
 @facts(frozen=True)
 class Near(Plain):
-    """A known text that is like an unknown one; ``why`` says what is missing where the words agree."""
+    """A known message that is similar to an unknown one; if the words agree, ``why`` says what differs."""
 
     code: str
     says: str
@@ -80,10 +80,10 @@ class Near(Plain):
 
 @facts(frozen=True)
 class Unexplained(Plain):
-    """An error of the text that is not known, and the known ones that are most like it.
+    """An unknown error, and the most similar known ones.
 
-    ``normalised`` is ``said`` with ``…`` for paths, addresses and numbers: two reports of one error have the same, and
-    it names nothing of the machine it comes from.
+    ``normalised`` is ``said`` with ``…`` for paths, addresses and numbers: it is the same in two reports of an error,
+    and reveals nothing about the machine.
     """
 
     said: str
@@ -94,9 +94,9 @@ class Unexplained(Plain):
 
 @facts(frozen=True)
 class Explanation(Plain, Reported):
-    """What a text means: ``answers`` to the errors that are known, and the errors that are ``unknown``.
+    """What a text means: ``answers`` for the known errors, and the ``unknown`` errors.
 
-    ``shortened`` is whether only the end of the text was read.
+    ``shortened``: only the end of the text was read.
     """
 
     answers: tuple[Answer, ...] = ()
@@ -105,7 +105,7 @@ class Explanation(Plain, Reported):
 
     @property
     def known(self) -> bool:
-        """Whether an error in it is known; a harmless remark counts only where there is nothing else."""
+        """Whether any of its errors is known; a harmless remark counts only if there is nothing else."""
         return any(answer.kind != "remark" for answer in self.answers) or bool(self.answers and not self.unknown)
 
     def __bool__(self) -> bool:
@@ -121,7 +121,7 @@ class Explanation(Plain, Reported):
 
 
 def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
-    """The ``fix`` of an answer that has none of its own: what the doctor's pages of its ``causes`` advise."""
+    """The ``fix`` for an answer without one: the advice of the doctor's pages on its ``causes``."""
     from transload.diagnose.rules import BY_CODE
 
     rows = [(code, " ".join(BY_CODE[code].title.split()), " ".join(BY_CODE[code].fix.split())) for code in codes]
@@ -199,7 +199,7 @@ def _answer(answer: Answer) -> Iterator[Block]:
 
 
 def _steps(fix: Sequence[str]) -> Iterator[Block]:
-    """Sentences with an arrow; commands and Python by themselves, never folded, to be copied."""
+    """Sentences with an arrow; commands and Python on their own lines, never folded, to be copied."""
     for line in fix:
         if line.startswith(("$ ", "| ")):
             yield Prose(printable(line.removeprefix("| "), None), lead="      ", whole=True)
@@ -207,15 +207,15 @@ def _steps(fix: Sequence[str]) -> Iterator[Block]:
             yield Prose(printable(line, None), lead=(("  → ", "good"),))
 
 
-_ALIKE = 0.75  # the share of the shorter sentence's words that must be in the other one for both to ask for the same
+_ALIKE = 0.75  # two sentences ask for the same if they share this part of the shorter one's words
 _FEWEST = 3
 _SMALL = frozenset(("the", "and", "with", "its", "for", "from", "that", "this", "are", "not", "where", "into", "then"))
 
 
 def remaining_steps(answer: Answer) -> tuple[str, ...]:
-    """The steps of an answer that what was seen on this machine does not ask for already.
+    """The steps of an answer that the checks of this machine and file do not already ask for.
 
-    The doctor's pages are left out where this machine shows the cause: one of them is it, and says more about itself.
+    If this machine has the cause, the advice for all possible causes is left out: the diagnosis says more.
     """
     machine = answer.machine.fix if answer.machine and answer.machine.fits else ()
     if machine and answer.causes and answer.fix == doctor_steps(answer.causes):
