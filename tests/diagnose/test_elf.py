@@ -17,11 +17,11 @@ from tests.fake_driver import returns
 from transload.diagnose import elf as elf_module
 from transload.diagnose.elf import (
     Elf,
-    Wanted,
+    UndefinedSymbol,
     architectures,
-    contents,
-    lacking,
+    not_defined,
     read_elf,
+    section_bytes,
     undefined,
     version_definitions,
     version_needs,
@@ -132,15 +132,15 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 def test_sections_by_name(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, FULL)
-    assert contents(elf, ".rodata", 1000) == b"constant\0" * 4
-    assert contents(elf, ".rodata", 8) == b"constant"
-    assert contents(elf, ".data", 8) == Unknown("it has no section .data")
+    assert section_bytes(elf, ".rodata", 1000) == b"constant\0" * 4
+    assert section_bytes(elf, ".rodata", 8) == b"constant"
+    assert section_bytes(elf, ".data", 8) == Unknown("it has no section .data")
 
 
 def test_without_section_headers(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, library(soname="libx.so", section_headers=False, sections={".nv_fatbin": b"x"}))
     assert elf.soname == "libx.so"
-    assert contents(elf, ".text", 8) == architectures(elf) == Unknown("it has no section headers")
+    assert section_bytes(elf, ".text", 8) == architectures(elf) == Unknown("it has no section headers")
 
 
 # -- symbols
@@ -148,9 +148,9 @@ def test_without_section_headers(tmp_path: Path) -> None:
 
 def test_what_it_takes_from_others(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, FULL)
-    nvidias = Wanted("nvidias", "libb.so.2", "libb.so.2")
-    versioned = Wanted("versioned", "VA_1", "liba.so.1")
-    assert undefined(elf) == (Wanted("free"), versioned, nvidias)
+    nvidias = UndefinedSymbol("nvidias", "libb.so.2", "libb.so.2")
+    versioned = UndefinedSymbol("versioned", "VA_1", "liba.so.1")
+    assert undefined(elf) == (UndefinedSymbol("free"), versioned, nvidias)
     assert undefined(elf, ["libb.so.2"]) == (nvidias,)
     assert undefined(elf, ["libc.so.6"]) == ()
     assert version_needs(elf) == (("liba.so.1", "VA_1"), ("liba.so.1", "VA_2"), ("libb.so.2", "libb.so.2"))
@@ -159,16 +159,22 @@ def test_what_it_takes_from_others(tmp_path: Path) -> None:
 def test_what_it_gives_and_in_which_version(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, FULL)
     assert version_definitions(elf) == frozenset({"libfull.so.1", "V_1", "V_2"})
-    given = [Wanted("plain"), Wanted("plain", "ANY"), Wanted("new", "V_2"), Wanted("old", "V_1"), Wanted("new")]
-    absent = [Wanted("free"), Wanted("new", "V_1"), Wanted("nothing")]
-    assert lacking(elf, [*given, *absent]) == tuple(absent)
+    given = [
+        UndefinedSymbol("plain"),
+        UndefinedSymbol("plain", "ANY"),
+        UndefinedSymbol("new", "V_2"),
+        UndefinedSymbol("old", "V_1"),
+        UndefinedSymbol("new"),
+    ]
+    absent = [UndefinedSymbol("free"), UndefinedSymbol("new", "V_1"), UndefinedSymbol("nothing")]
+    assert not_defined(elf, [*given, *absent]) == tuple(absent)
 
 
 def test_a_library_without_versions_satisfies_any(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, library(functions={"f": returns(0)}))
     assert version_definitions(elf) == frozenset()
-    assert lacking(elf, [Wanted("f", "V_1", "libx.so"), Wanted("g", "V_1", "libx.so")]) == (
-        Wanted("g", "V_1", "libx.so"),
+    assert not_defined(elf, [UndefinedSymbol("f", "V_1", "libx.so"), UndefinedSymbol("g", "V_1", "libx.so")]) == (
+        UndefinedSymbol("g", "V_1", "libx.so"),
     )
 
 
@@ -190,12 +196,12 @@ def test_symbols_as_a_real_linker_writes_them() -> None:
     left = tuple(wanted)
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libc10_cuda.so", "libtorch_cuda.so"):
         giver = read_elf(str(Path(asker.path).with_name(name)))
-        rest = lacking(giver, left) if isinstance(giver, Elf) else left
+        rest = not_defined(giver, left) if isinstance(giver, Elf) else left
         assert isinstance(rest, tuple)
         left = rest
     assert left == ()
-    stranger = (Wanted("_ZN3c105ErrorC2ENS_14SourceLocationESs_never"),)
-    assert lacking(torch_library("libc10.so"), stranger) == stranger
+    stranger = (UndefinedSymbol("_ZN3c105ErrorC2ENS_14SourceLocationESs_never"),)
+    assert not_defined(torch_library("libc10.so"), stranger) == stranger
 
 
 # -- code for cards
@@ -244,12 +250,14 @@ def everything(path: Path) -> None:
     """Ask all questions; only an exception is wrong."""
     elf = read_elf(str(path))
     if isinstance(elf, Elf):
-        assert isinstance(contents(elf, ".rodata", 1 << 20), (bytes, Unknown))
+        assert isinstance(section_bytes(elf, ".rodata", 1 << 20), (bytes, Unknown))
         assert isinstance(architectures(elf), (dict, Unknown))
         assert isinstance(undefined(elf), (tuple, Unknown))
         assert isinstance(version_needs(elf), (tuple, Unknown))
         assert isinstance(version_definitions(elf), (frozenset, Unknown))
-        assert isinstance(lacking(elf, [Wanted("plain", "V_1"), Wanted("free")]), (tuple, Unknown))
+        assert isinstance(
+            not_defined(elf, [UndefinedSymbol("plain", "V_1"), UndefinedSymbol("free")]), (tuple, Unknown)
+        )
 
 
 def test_every_prefix(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.elf_forge import LOADABLE, NATIVE, library
 from transload.diagnose import loader as loader_module
 from transload.diagnose.elf import Elf
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader, Missing, Object, Process, read_cache
+from transload.diagnose.loader import Loader, Missing, Process, SharedObject, read_cache
 
 GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
 FOREIGN = "aarch64" if NATIVE == "x86_64" else "x86_64"
@@ -306,7 +306,7 @@ def test_the_lib_and_platform_of_a_run_path(tmp_path: Path) -> None:
     loader = Loader(host)
     elf = loader.examine("/top.so")
     assert isinstance(elf, Elf)
-    assert [each.via for each in loader.search("libx.so.1", Object("/top.so", elf))] == ["RUNPATH"]
+    assert [each.via for each in loader.search("libx.so.1", SharedObject("/top.so", elf))] == ["RUNPATH"]
 
 
 def test_levels_of_the_processor(tmp_path: Path) -> None:

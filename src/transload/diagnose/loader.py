@@ -1,10 +1,9 @@
-"""The dynamic loader without loading anything: where it would find a library, and what it would bring into a process.
+"""The search of the dynamic loader, without loading anything: where it finds a library, and what a process would map.
 
-The order of its search is that of glibc's ``elf/dl-load.c``: DT_RPATH of the library that asks, of the one that brought
-it in, and so on, and of the program, but only where the one that asks has no DT_RUNPATH; LD_LIBRARY_PATH; DT_RUNPATH of
-the one that asks; the cache; the system's own folders. A file for another machine is passed over. A broken one is not:
-the loader stops there. The folders ``tls``, ``haswell`` and the like, which glibc searched until 2.36, are left out.
-musl's search is simpler.
+The order is that of glibc's ``elf/dl-load.c``: DT_RPATH of the requesting library, of the one that loaded it, and so on
+up to the program, unless the requesting library has a DT_RUNPATH; LD_LIBRARY_PATH; its DT_RUNPATH;
+the cache; the default folders. The loader skips a file for another machine, but stops at a broken one. The folders
+``tls``, ``haswell`` and the like, which glibc searched until 2.36, are left out. musl's search is simpler.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _CACHE_NAME = re.compile(rb"\0(/[ -~]{0,254}/ld\.so\.cache)\0")
 _SPELLINGS = {"amd64": "x86_64", "arm64": "aarch64"}
 _TOKEN = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
 _MOST_NAMES = 10_000
-"""Names looked up for one library: torch needs a hundred, and a file can be made to need others without end."""
+"""Names looked up for one library: torch needs a hundred, and a malicious file could need them without end."""
 
 
 def elements(value: str, separators: str = ":;") -> tuple[str, ...]:
-    """The folders of a search path as they are written; an empty one is the current directory.
+    """The elements of a search path as written; an empty one is the current directory.
 
     >>> elements("/opt/lib::/usr/lib;")
     ('/opt/lib', '', '/usr/lib', '')
@@ -43,71 +42,71 @@ def elements(value: str, separators: str = ":;") -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Object:
+class SharedObject:
     """A library in a process, or the program itself."""
 
-    path: str  # As the loader came to it.
+    path: str  # As the loader found it.
     elf: Elf
     via: str = ""
-    parent: Object | None = None  # What brought it in: nothing for the program, and for libraries opened while it runs.
+    parent: SharedObject | None = None  # What needed it: ``None`` for the program, and for what ``dlopen`` loaded.
 
     @property
-    def chain(self) -> Iterator[Object]:
-        """Itself, what brought it in, and so on."""
-        each: Object | None = self
+    def chain(self) -> Iterator[SharedObject]:
+        """Itself, its parent, and so on."""
+        each: SharedObject | None = self
         while each is not None:
             yield each
             each = each.parent
 
 
 class Missing(NamedTuple):
-    """A library that is asked for and cannot be loaded."""
+    """A library that is needed and cannot be loaded."""
 
     name: str
-    needed_by: Object | None = None
-    path: str = ""  # The file at which the loader gives up; empty where it finds none.
+    needed_by: SharedObject | None = None
+    path: str = ""  # The file at which the loader gives up; empty if it finds none.
     via: str = ""
     problem: str = ""  # Why that file cannot be loaded.
 
 
 @dataclass(frozen=True)
 class Loader:
-    """The loader of a host. What it read is kept, so one serves for all questions of a run."""
+    """The loader of a host. It caches what it reads, so one instance serves a whole run."""
 
     host: Host
     _seen: dict[str, Elf | Unknown | None] = field(default_factory=dict, init=False, repr=False)
-    _divided: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    _has_hwcaps: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
     imports: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
-    """Folder of a torch → a process that has imported it, once that was followed."""
+    """Folder of a torch → a process that has imported it, once that was simulated."""
 
     # -- what is built into it
 
     @cached_property
-    def program(self) -> Object | None:
-        """The interpreter that is examined, where it is an ELF file."""
+    def program(self) -> SharedObject | None:
+        """The examined interpreter, if it is an ELF file."""
         path = self.host.target(self.host.python) if self.host.python else ""
         elf = read_elf(self.host.at(path)) if path else None
-        return Object(path, elf, "program") if isinstance(elf, Elf) else None
+        return SharedObject(path, elf, "program") if isinstance(elf, Elf) else None
 
     @cached_property
     def machine(self) -> str:
-        """Whose libraries it takes, as ``uname -m`` calls it; empty where that is not known."""
+        """The machine whose libraries it loads, as in ``uname -m``; empty if unknown."""
         stated = self.program.elf.machine if self.program else self.host.uname[2]
         known = table("machines")["machines"].items()
         by_loader = (name for name, row in known if "loader" in row and self.host.exists(row["loader"]))
         return _SPELLINGS.get(stated.lower(), stated) or next(by_loader, "")
 
     @property
-    def _of_machine(self) -> dict[str, Any]:
-        """What is known of that machine."""
+    def _machine_facts(self) -> dict[str, Any]:
+        """The row of that machine in ``machines.json``."""
         return table("machines")["machines"].get(self.machine) or {}
 
     @cached_property
     def path(self) -> str:
-        """Its own path; empty where it was not found."""
+        """Its own path; empty if it was not found."""
         if self.program and self.program.elf.interpreter:
             return self.program.elf.interpreter
-        usual = (*self.host.paths("/lib", "ld-musl-"), self._of_machine.get("loader", ""))
+        usual = (*self.host.paths("/lib", "ld-musl-"), self._machine_facts.get("loader", ""))
         return next((path for path in usual if path and self.host.exists(path)), "")
 
     @cached_property
@@ -116,30 +115,30 @@ class Loader:
         return "ld-musl" in os.path.basename(self.path)
 
     @cached_property
-    def _itself(self) -> bytes:
-        """The file of glibc's loader, in which distributions have compiled different folders, and perhaps a cache."""
+    def _binary(self) -> bytes:
+        """The loader's own file: distributions compile different folders into glibc's, and perhaps another cache."""
         return (self.host.data(self.path, _LOADER_LIMIT) if self.path else b"") or b""
 
     @cached_property
     def default_folders(self) -> tuple[str, ...]:
-        """The system's own, without a slash at the end: those compiled into it, else all that are usual.
+        """The system's library folders, without a trailing slash: those compiled into the loader, else the usual ones.
 
-        In glibc's they are texts that end in a slash, one after the other. musl reads them from a file that is called
-        after the loader: ``/etc/ld-musl-x86_64.path``.
+        In glibc's they are consecutive texts that end in a slash. musl reads them from a file that is named after the
+        loader: ``/etc/ld-musl-x86_64.path``.
         """
         if self.musl:
             text = self.host.text(f"/etc/{os.path.basename(self.path).partition('.')[0]}.path") or ""
             return tuple(filter(None, re.split(r"[:\n]", text))) or ("/lib", "/usr/local/lib", "/usr/lib")
-        runs = (run.decode().split("/\0") for run in _FOLDERS.findall(self._itself))
+        runs = (run.decode().split("/\0") for run in _FOLDERS.findall(self._binary))
         longest = max(([text for text in run if "lib" in text] for run in runs), key=len, default=[])
-        multiarch = self._of_machine.get("multiarch", f"{self.machine}-linux-gnu")
+        multiarch = self._machine_facts.get("multiarch", f"{self.machine}-linux-gnu")
         usual = (f"{start}/{name}" for name in (f"lib/{multiarch}", "lib64", "lib") for start in ("", "/usr"))
         return tuple(longest or usual)
 
     @cached_property
     def hwcaps(self) -> tuple[str, ...]:
         """Subfolders of ``glibc-hwcaps`` for this processor, best first."""
-        if self.musl or self.machine != "x86_64" or (self._itself and b"glibc-hwcaps" not in self._itself):
+        if self.musl or self.machine != "x86_64" or (self._binary and b"glibc-hwcaps" not in self._binary):
             return ()
         flags = re.search(r"^flags\s*:(.*)", self.host.text("/proc/cpuinfo", 1 << 14) or "", re.MULTILINE)
         has = set(flags[1].split()) if flags else set()
@@ -152,68 +151,68 @@ class Loader:
 
     @cached_property
     def cache(self) -> dict[str, tuple[str, ...]]:
-        """Name → paths, as ldconfig has written them down."""
+        """Name → paths, as written by ldconfig."""
         if self.musl:
             return {}
-        named = _CACHE_NAME.search(self._itself)
+        named = _CACHE_NAME.search(self._binary)
         data = self.host.data(named[1].decode() if named else "/etc/ld.so.cache", _CACHE_LIMIT)
         return read_cache(data, self.machine, self.hwcaps) if isinstance(data, bytes) else {}
 
-    # -- what the environment tells it
+    # -- what the environment adds
 
     @cached_property
     def library_path(self) -> tuple[str, ...]:
-        """LD_LIBRARY_PATH, folder by folder, made absolute."""
+        """The folders of LD_LIBRARY_PATH, absolute."""
         folders = elements(self.host.environ.get("LD_LIBRARY_PATH", ""), ":\n" if self.musl else ":;")
-        return self._expanded(folders, self.program)
+        return self._absolute_folders(folders, self.program)
 
     @cached_property
     def preload_file(self) -> tuple[str, ...]:
-        """What /etc/ld.so.preload lists; musl has none."""
+        """What /etc/ld.so.preload lists; musl does not read it."""
         lines = ("" if self.musl else self.host.text("/etc/ld.so.preload") or "").splitlines()
         return tuple(name for line in lines for name in re.split(r"[:\s]", line.partition("#")[0]) if name)
 
-    def preloaded(self) -> Iterator[tuple[str, Object]]:
-        """Every preloaded library, with the name it is listed under. The loader leaves out what it cannot load."""
+    def preloaded(self) -> Iterator[tuple[str, SharedObject]]:
+        """Every preloaded library, after the name that lists it. The loader ignores those it cannot load."""
         variable = filter(None, re.split(r"[:\s]", self.host.environ.get("LD_PRELOAD", "")))
         for via, names in (("LD_PRELOAD", variable), ("ld.so.preload", self.preload_file)):
             for name in names:
                 found = next(self.search(name), None)
-                if isinstance(found, Object):
+                if isinstance(found, SharedObject):
                     yield name, replace(found, via=via)
 
     # -- the search
 
-    def search(self, name: str, asker: Object | None = None) -> Iterator[Object | Missing]:
-        """Every file that could be taken for ``name``, in order: the first is the one that is, or where it stops."""
+    def search(self, name: str, asker: SharedObject | None = None) -> Iterator[SharedObject | Missing]:
+        """Every file for ``name``, in order. The loader takes the first, or gives up there if that is ``Missing``."""
         asker = asker or self.program
-        for via, path in self.places(name, asker):
+        for via, path in self.candidates(name, asker):
             elf = self.examine(path)
             if isinstance(elf, Elf):
-                yield Object(path, elf, via, asker)
+                yield SharedObject(path, elf, via, asker)
             elif elf is not None:
                 yield Missing(name, asker, path, via, elf.reason)
 
-    def places(self, name: str, asker: Object | None = None) -> Iterator[tuple[str, str]]:
-        """How, and under which path, the loader would look for ``name``, each path once."""
+    def candidates(self, name: str, asker: SharedObject | None = None) -> Iterator[tuple[str, str]]:
+        """Each path at which the loader would look for ``name``, once, after how it gets there."""
         met: set[str] = set()
-        for via, path in self._places(name, asker or self.program):
+        for via, path in self._candidates(name, asker or self.program):
             folder, _, file = path.rpartition("/")
-            if folder not in self._divided:
-                self._divided[folder] = bool(self.hwcaps) and self.host.is_dir(f"{folder}/glibc-hwcaps")
-            better = self.hwcaps if self._divided[folder] else ()  # subfolders for this processor
-            for each in (*(f"{folder}/glibc-hwcaps/{level}/{file}" for level in better), path):
+            if folder not in self._has_hwcaps:
+                self._has_hwcaps[folder] = bool(self.hwcaps) and self.host.is_dir(f"{folder}/glibc-hwcaps")
+            levels = self.hwcaps if self._has_hwcaps[folder] else ()
+            for each in (*(f"{folder}/glibc-hwcaps/{level}/{file}" for level in levels), path):
                 if each not in met:
                     met.add(each)
                     yield via, each
 
-    def _places(self, name: str, asker: Object | None) -> Iterator[tuple[str, str]]:
+    def _candidates(self, name: str, asker: SharedObject | None) -> Iterator[tuple[str, str]]:
         if "/" in name:
-            yield "path", self._absolute(self._filled(name, asker))
+            yield "path", self._absolute(self._substituted(name, asker))
             return
         chain = tuple(asker.chain) if asker else ()
         paths: list[tuple[str, tuple[str, ...]]] = [("LD_LIBRARY_PATH", self.library_path)]
-        if self.musl:  # it has one kind of run path, which is inherited
+        if self.musl:  # it treats both kinds of run path alike, and they are inherited
             paths += (("RUNPATH", self.run_path(each)) for each in chain)
         elif asker and asker.elf.has_runpath:
             paths.append(("RUNPATH", self.run_path(asker)))
@@ -225,16 +224,16 @@ class Loader:
         yield from (("ld.so.cache", path) for path in self.cache.get(name, ()))
         yield from (("default folder", f"{folder}/{name}") for folder in self.default_folders)
 
-    def run_path(self, each: Object) -> tuple[str, ...]:
-        """The folders of its DT_RUNPATH, else of its DT_RPATH, made absolute."""
-        return self._expanded(elements(each.elf.runpath if each.elf.has_runpath else each.elf.rpath, ":"), each)
+    def run_path(self, each: SharedObject) -> tuple[str, ...]:
+        """The folders of its DT_RUNPATH, else of its DT_RPATH, absolute."""
+        return self._absolute_folders(elements(each.elf.runpath if each.elf.has_runpath else each.elf.rpath, ":"), each)
 
-    def _expanded(self, folders: Sequence[str], asker: Object | None) -> tuple[str, ...]:
+    def _absolute_folders(self, folders: Sequence[str], asker: SharedObject | None) -> tuple[str, ...]:
         kept = [folder for folder in folders if folder or not self.musl]
-        return tuple(dict.fromkeys(self._absolute(self._filled(folder, asker)) for folder in kept))
+        return tuple(dict.fromkeys(self._absolute(self._substituted(folder, asker)) for folder in kept))
 
-    def _filled(self, text: str, asker: Object | None) -> str:
-        """The text with its ``$ORIGIN``, ``$LIB`` and ``$PLATFORM`` filled in."""
+    def _substituted(self, text: str, asker: SharedObject | None) -> str:
+        """The text with ``$ORIGIN``, ``$LIB`` and ``$PLATFORM`` substituted."""
         if "$" not in text or asker is None:
             return text
         lib = self.default_folders[0].strip("/").removeprefix("usr/")
@@ -245,7 +244,7 @@ class Loader:
         return path if path.startswith("/") else f"{self.host.cwd.rstrip('/')}/{path}".rstrip("/")
 
     def examine(self, path: str) -> Elf | Unknown | None:
-        """The file at a path of the host; ``None`` for one that is passed over: absent, not readable, or foreign."""
+        """Read the file at a path of the host; ``None`` if the loader skips it: absent, not readable, or foreign."""
         if path not in self._seen:
             real = self.host.real(path)
             try:
@@ -257,14 +256,14 @@ class Loader:
         return self._seen[path]
 
     def foreign(self, elf: Elf) -> bool:
-        """Whether it is for another machine than the program; never where that is not known."""
+        """Whether it is for another machine than the program; false if that is unknown."""
         return elf.bits != 64 or self.machine not in ("", elf.machine)
 
 
 # -- /etc/ld.so.cache --------------------------------------------------------------------------------------------------
 
 _MAGIC = b"glibc-ld.so.cache1.1"
-"""Caches from before glibc 2.32 begin with an older format, and have this one after it."""
+"""Caches from before glibc 2.32 begin with an older format, followed by this one."""
 _HEADER = Struct("<20sII4xI12x")
 _ENTRY = Struct("<iIIIQ")
 _EXTENSIONS = Struct("<II")
@@ -275,9 +274,9 @@ _LONGEST_NAME = 4096
 
 
 def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
-    """Name → paths, in the order the loader prefers them; empty where the bytes are not a cache.
+    """Name → paths, in the order in which the loader prefers them; empty if the bytes are not a cache.
 
-    ``hwcaps`` are the subfolders of ``glibc-hwcaps`` that the processor may use, best first.
+    ``hwcaps`` are the subfolders of ``glibc-hwcaps`` that the processor can use, best first.
     """
     start = cache.find(_MAGIC)
     if start < 0 or len(cache) < start + _HEADER.size:
@@ -289,7 +288,7 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
         return cache[at : max(end, at)].decode("utf-8", "surrogateescape")
 
     _, count, _, at = _HEADER.unpack_from(cache)
-    levels = {0: ""}  # the ``hwcap`` of entries, as used since glibc 2.33, and its name; 0 is any processor
+    levels = {0: ""}  # ``hwcap`` of an entry, as used since glibc 2.33 → its name; 0 is any processor
     extensions = 0
     if 0 < at <= len(cache) - _EXTENSIONS.size:
         magic, extensions = _EXTENSIONS.unpack_from(cache, at)
@@ -317,40 +316,40 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
 
 @dataclass
 class Process:
-    """A process of the examined interpreter: which file would be mapped for which name."""
+    """A simulated process of the examined interpreter: which file it would map for which name."""
 
     loader: Loader
-    names: dict[str, Object] = field(default_factory=dict)
-    """Name → the library it means: a library goes by its soname, and by every name it was asked for."""
-    files: dict[tuple[int, int], Object] = field(default_factory=dict, repr=False)
-    """(device, inode) → the library: no file is mapped twice, whatever its names."""
-    opened: list[Object] = field(default_factory=list, repr=False)
-    """All that ``open`` has brought in, even where it then found something missing."""
+    names: dict[str, SharedObject] = field(default_factory=dict)
+    """Name → library: a library is known by its soname, and by every name under which it was requested."""
+    files: dict[tuple[int, int], SharedObject] = field(default_factory=dict, repr=False)
+    """(device, inode) → library: no file is mapped twice under different names."""
+    opened: list[SharedObject] = field(default_factory=list, repr=False)
+    """Everything that ``open`` has mapped, even if something was then missing."""
 
     def start(self) -> None:
-        """Bring in what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter itself needs."""
+        """Map what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter needs."""
         program = self.loader.program
         first = [program] if program else []
         for name, found in self.loader.preloaded():
-            first += self._admit(name, found)
-        self._fill(first)
+            first += self._add(name, found)
+        self._add_needed(first)
 
     def open(self, path: str, *, anyway: bool = False) -> list[Missing]:
-        """Do what ``dlopen`` of a path does; what is missing for it. ``anyway`` keeps what came in all the same."""
+        """Do what ``dlopen`` of a path does, and return what is missing; ``anyway`` keeps the rest mapped."""
         elf = self.loader.examine(path)
         if not isinstance(elf, Elf):
             why = (path, "path", elf.reason) if elf is not None else ("", "", "")
             return [Missing(os.path.basename(path), None, *why)]
         names, files = dict(self.names), dict(self.files)
-        objects = self._admit("", Object(path, elf, "path"))
-        missing = self._fill(objects)
+        objects = self._add("", SharedObject(path, elf, "path"))
+        missing = self._add_needed(objects)
         self.opened += objects
         if missing and not anyway:
             self.names, self.files = names, files
         return missing
 
-    def _fill(self, objects: list[Object]) -> list[Missing]:
-        """Add what the objects need, what that needs, and so on: breadth first, as the loader does."""
+    def _add_needed(self, objects: list[SharedObject]) -> list[Missing]:
+        """Map what the objects need, what that needs, and so on: breadth first, as the loader does."""
         missing: list[Missing] = []
         left = _MOST_NAMES
         for each in objects:
@@ -359,14 +358,14 @@ class Process:
                 if name in self.names or left <= 0:
                     continue
                 found = next(self.loader.search(name, each), Missing(name, each))
-                if isinstance(found, Object):
-                    objects += self._admit(name, found)
+                if isinstance(found, SharedObject):
+                    objects += self._add(name, found)
                 else:
                     missing.append(found)
         return missing
 
-    def _admit(self, name: str, new: Object) -> list[Object]:
-        """The object in a list, unless its file is there already: then that one gets the name too."""
+    def _add(self, name: str, new: SharedObject) -> list[SharedObject]:
+        """Map an object, unless its file is already mapped, which then gets the name too; what is new, in a list."""
         known = self.files.setdefault(new.elf.identity, new)
         for each in filter(None, (name, known.elf.soname)):
             self.names.setdefault(each, known)

@@ -1,4 +1,4 @@
-"""The libraries a process would get, without loading any: the driver's, torch's, and those of packages beside torch."""
+"""The libraries that a process would load, without loading any: the driver's, torch's, and those of extensions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from transload.diagnose.elf import (
     Elf,
-    Wanted,
+    UndefinedSymbol,
     architectures,
-    contents,
-    lacking,
+    not_defined,
     read_elf,
+    section_bytes,
     undefined,
     version_definitions,
     version_needs,
 )
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader, Object, Process, elements
+from transload.diagnose.loader import Loader, Process, SharedObject, elements
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import table
 from transload.machine import (
@@ -42,13 +42,13 @@ from transload.machine import (
 
 _SUFFIX = re.compile(r"\.so\.(\d{3,4}\.\d+(?:\.\d+)*)$")
 _RELEASE = re.compile(rb"Version (\d{3,4}(?:\.\d+){1,2})\. Copyright \(C\)|\0\d\d\.(\d{3,4}(?:\.\d+){1,2})\0")
-"""As libcuda and NVML say it among their constants."""
+"""The release among the constants of libcuda and NVML."""
 _CONSTANTS = 1 << 21
 _PROGRAMS = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib", "/opt/nvidia/bin")
 
 
 def driver_libraries(loader: Loader) -> DriverLibraries:
-    """The files of the driver's libraries: which the loader takes, which others exist, and of which release each is."""
+    """The files of the driver's libraries: those that the loader finds, others on the disk, and their releases."""
     host = loader.host
     if host.uname[0] != "Linux":
         why = Unknown(f"the loader of {host.uname[0] or 'this system'} is not known")
@@ -58,7 +58,7 @@ def driver_libraries(loader: Loader) -> DriverLibraries:
     searched = ["LD_LIBRARY_PATH has an empty element"] if "" in path else []
     searched += [f"LD_LIBRARY_PATH has a relative element: {each}" for each in relative[:1]]
     folders = [each for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
-    folders = [each for each in folders if not each.startswith("/mnt/")]  # WSL: slow, and Windows'
+    folders = [each for each in folders if not each.startswith("/mnt/")]  # Windows' folders under WSL: slow
     programs = (f"{folder.rstrip('/')}/nvidia-smi" for folder in (*_PROGRAMS, *folders))
     return DriverLibraries(
         cuda=_libraries(loader, "libcuda.so.1"),
@@ -71,14 +71,14 @@ def driver_libraries(loader: Loader) -> DriverLibraries:
 
 
 def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
-    """Every file of that name, each once: those the loader sees, in its order, then the others."""
+    """Every file of that name, once: those that the loader finds, in order, then the others."""
     host = loader.host
     preloaded = [(each.via, each.path) for listed, each in loader.preloaded() if name in (each.elf.soname, listed)]
     disk = [f"{folder}/{name}" for pattern in table("drivers")["folders"] for folder in host.glob(pattern)]
     disk += (f"{path}/lib64/stubs/{name.removesuffix('.1')}" for path in host.paths("/usr/local", "cuda"))
     seen: dict[str, Library] = {}
     unseen: dict[str, Library] = {}
-    for via, path in (*preloaded, *loader.places(name), *(("disk", path) for path in disk)):
+    for via, path in (*preloaded, *loader.candidates(name), *(("disk", path) for path in disk)):
         taken = loader.examine(path) is not None
         if not taken and not (host.readlink(path) or os.path.lexists(host.real(path))):
             continue
@@ -95,10 +95,10 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
 
 
 def _release(target: str, elf: Elf | Unknown) -> str:
-    """By the name of the file, else by its constants: a container may have bound it under its bare name."""
+    """The release from the file's name, else from its constants: containers may mount it under another name."""
     if suffix := _SUFFIX.search(target):
         return suffix[1]
-    constants = contents(elf, ".rodata", _CONSTANTS) if isinstance(elf, Elf) else b""
+    constants = section_bytes(elf, ".rodata", _CONSTANTS) if isinstance(elf, Elf) else b""
     found = _RELEASE.search(constants or b"")
     return (found[1] or found[2]).decode() if found else ""
 
@@ -114,10 +114,10 @@ def _kind(path: str, target: str, version: str) -> Kind:
     return "driver" if version or folders & {"tegra", "nvidia"} else "other"
 
 
-# -- what importing torch brings in ------------------------------------------------------------------------------------
-# Before its own libraries torch loads libtorch_global_deps.so, and with it, or when that fails, NVIDIA's libraries from
-# site-packages, by their full paths. Which of them, in which order and when has changed with nearly every release, so
-# it is read from the installed torch/__init__.py itself.
+# -- what importing torch loads ----------------------------------------------------------------------------------------
+# Before its own libraries torch loads libtorch_global_deps.so, and with it, or if that fails, NVIDIA's libraries from
+# site-packages, by their full paths. Which ones, in which order and when has changed with nearly every release, so it
+# is read from the installed torch/__init__.py.
 
 _PAIR = re.compile(
     r"""["'](?P<folder>\w+)["']\]?\s*(?:[,:=]|,\s*["']lib["']\s*,)\s*["'](?P<name>lib[\w-]+\.so\.[^"']+)["']"""
@@ -127,7 +127,7 @@ _LAZY = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")  # Opened at first use
 
 
 class Preload(NamedTuple):
-    """A library that torch loads by its path: a folder of NVIDIA's packages, and a pattern of a name."""
+    """A library that torch loads by its path: a folder of NVIDIA's packages, and a pattern for the file name."""
 
     folder: str
     name: str
@@ -138,14 +138,14 @@ class Preloads(NamedTuple):
     """What ``torch/__init__.py`` loads beside its own libraries."""
 
     always: tuple[Preload, ...] = ()
-    """After ``libtorch_global_deps.so`` was loaded. The first that cannot be ends it, without an error."""
-    marker: str = ""  # ``always`` counts only where a file with this in its path is mapped.
+    """After ``libtorch_global_deps.so`` was loaded. Torch silently stops at the first one that fails."""
+    marker: str = ""  # ``always`` applies only if a file with this in its path is mapped.
     rescue: tuple[Preload, ...] = ()
-    """Where it could not be loaded because one of these was missing. The first that fails ends the import."""
+    """If it could not be loaded because one of these is missing. The first one that fails ends the import."""
 
 
 def preloads(source: str) -> Preloads:
-    """What a ``torch/__init__.py`` preloads; nothing where it does so in no known way."""
+    """What a ``torch/__init__.py`` preloads; nothing if its code is not recognized."""
 
     def pairs(text: str) -> tuple[Preload, ...]:
         return tuple(Preload(each["folder"], each["name"], not each["optional"]) for each in _PAIR.finditer(text))
@@ -164,20 +164,20 @@ def preloads(source: str) -> Preloads:
     return Preloads(tuple(always), marker[1], every)
 
 
-# -- NVIDIA's libraries as pip installs them: which distribution brought which file ------------------------------------
+# -- NVIDIA's libraries as pip installs them: which distribution contains which file -----------------------------------
 
 NVIDIA = re.compile(
     r"lib(?P<stem>cudart|cublas(?:Lt)?|cudnn\w*|cufft|cufile|cupti|curand|cusolver|cusparse(?:Lt)?|cudss|cutensor|nccl|npp\w*"
     r"|nvJitLink|nvToolsExt|nvtx3interop|nvrtc(?:-builtins)?|nvshmem_host|nvjpeg)(?:-[0-9a-f]{8})?\.so.*"
 )
-"""Names of NVIDIA's libraries for programs. Those of the driver, libcuda and libnvidia-*, are not among them."""
+"""Names of NVIDIA's CUDA libraries, without those of the driver, libcuda and libnvidia-*."""
 
 _OWNED = re.compile(r".*/lib/[^/]+\.so[.\d]*")
 _WITHOUT_LIBRARIES = frozenset({"nvidia-cuda-cccl", "nvidia-ml-py"})
 
 
 def package_of(name: str, cuda: str) -> str:
-    """The distribution that should bring a library for that CUDA version; empty for one of no known package.
+    """The distribution that should contain a library for that CUDA version; empty if unknown.
 
     >>> package_of("libcudart.so.12", "12.6"), package_of("libcufft.so.12", "13.0"), package_of("libcudnn.so.9", "13.0")
     ('nvidia-cuda-runtime-cu12', 'nvidia-cufft', 'nvidia-cudnn-cu13')
@@ -197,7 +197,7 @@ def package_of(name: str, cuda: str) -> str:
 
 
 class _TorchImport:
-    """A process that has imported torch, and has opened what torch opens later: what came in, and what did not."""
+    """A simulated process that has imported torch and opened what torch opens later."""
 
     def __init__(self, loader: Loader, path: Sequence[str], install: TorchInstall) -> None:
         """Import ``install`` in a process whose ``sys.path`` is ``path``."""
@@ -219,9 +219,9 @@ class _TorchImport:
         loader.imports[install.location] = self.process
 
     def _preload(self, libraries: Sequence[Preload]) -> None:
-        """Load one after the other, up to the first that is required and cannot be loaded.
+        """Load one after the other, up to the first required one that cannot be loaded.
 
-        Torch searches in every entry of ``sys.path`` the folder of the package, then that of its CUDA.
+        In every entry of ``sys.path`` torch searches the folder of the package, then that of its CUDA version.
         """
         major = self.install.cuda.partition(".")[0]
         for each in libraries:
@@ -236,7 +236,7 @@ class _TorchImport:
 
     @cached_property
     def owners(self) -> dict[str, dict[str, str]]:
-        """Library → NVIDIA's distributions whose RECORDs list it, with their versions; the file itself may be gone."""
+        """Library → NVIDIA's distributions whose RECORDs list it, with their versions; the file may be missing."""
         found: dict[str, dict[str, str]] = {}
         for each in installed(self.loader.host, self.path):
             if each.name.startswith("nvidia") and each.name not in _WITHOUT_LIBRARIES:
@@ -251,35 +251,35 @@ class _TorchImport:
                 yield f"{path}: {', '.join(f'{name} {version}' for name, version in packages.items())}"
 
     def needed(self) -> Iterator[Resolved]:
-        """NVIDIA's libraries, for the first that asks for each, torch's own libraries first; then what is missing."""
+        """NVIDIA's libraries, each with the first library that needs it, torch's own first; then what is missing."""
         names = self.process.names
-        met: set[str] = set()
+        seen: set[str] = set()
         own = f"{self.install.location}/"
         for asker in sorted(self.process.opened, key=lambda each: not each.path.startswith(own)):
             for name in asker.elf.needed:
-                if not NVIDIA.fullmatch(name) or name in met or name not in names:
+                if not NVIDIA.fullmatch(name) or name in seen or name not in names:
                     continue
-                met.add(name)
+                seen.add(name)
                 got, (expected, package) = names[name], self._expected(name)
                 path, via = self._clean(got.path, expected), "loaded" if got.via == "path" else got.via
                 yield Resolved(name, path, via, os.path.basename(asker.path), self._version(path), expected, package)
         for each in self.missing:
-            if each.name in met or each.name.startswith(("libcuda.so", "libnvidia-")):  # the driver's
+            if each.name in seen or each.name.startswith(("libcuda.so", "libnvidia-")):  # the driver's
                 continue
-            met.add(each.name)
+            seen.add(each.name)
             expected, package = self._expected(each.name)
             by = os.path.basename(each.needed_by.path) if each.needed_by else "torch"
             path = self._clean(each.path, expected)
             yield Resolved(each.name, path, each.via, by, "", expected, package, each.problem)
 
     def _expected(self, name: str) -> tuple[str, str]:
-        """The file in site-packages that is meant, empty where none is, and the distribution that should bring it."""
+        """The expected file in site-packages, empty if there is none, and the distribution that should contain it."""
         location = self.install.location
         site = location.rpartition("/")[0]
         bundled = f"{location}/lib/{name}"
         if self.loader.host.exists(bundled):
             return bundled, "torch"
-        # Whether this torch takes NVIDIA's libraries from their wheels is seen by its run path.
+        # The run path shows whether this torch takes NVIDIA's libraries from their wheels.
         own = (each for each in self.process.opened if each.path.startswith(location))
         folders = (os.path.normpath(folder) for each in own for folder in self.loader.run_path(each))
         if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
@@ -291,7 +291,7 @@ class _TorchImport:
         return "", package_of(name, self.install.cuda)
 
     def _clean(self, path: str, expected: str) -> str:
-        """The path without ``..``, in the spelling of ``expected`` where it is the same file."""
+        """The path without ``..``, spelled as ``expected`` if it is the same file."""
         target = self.loader.host.target
         spellings = (each for each in (expected, os.path.normpath(path)) if path and each)
         return next((each for each in spellings if target(each) == target(path)), path)
@@ -300,20 +300,20 @@ class _TorchImport:
         suffix = _VERSION.search(self.loader.host.target(path))
         return next(iter(self.owners.get(path, {}).values()), suffix[1] if suffix else "")
 
-    # -- whether they fit
+    # -- whether they are compatible
 
     def unresolved(self) -> Iterator[str]:
-        """Symbols of NVIDIA's libraries, and versions of others, that are asked for and not defined."""
+        """Symbols of NVIDIA's libraries, and versions of other libraries, that are needed and not defined."""
         names = self.process.names
         definitions: dict[str, frozenset[str]] = {}
-        wanted: dict[Object, tuple[Wanted, ...]] = {}
+        wanted: dict[SharedObject, tuple[UndefinedSymbol, ...]] = {}
         for asker in self.process.opened:
             files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
             wanted[asker] = (undefined(asker.elf, files) or ()) if files else ()
-        asked: dict[str, set[Wanted]] = {}  # by file, each of which is read once
+        asked: dict[str, set[UndefinedSymbol]] = {}  # by file, to read each only once
         for each in chain.from_iterable(wanted.values()):
             asked.setdefault(each.file, set()).add(each)
-        missing = {each for file, symbols in asked.items() for each in lacking(names[file].elf, symbols) or ()}
+        missing = {each for file, symbols in asked.items() for each in not_defined(names[file].elf, symbols) or ()}
         for asker, symbols in wanted.items():
             by = f"needed by {os.path.basename(asker.path)}"
             for file in dict.fromkeys(each.file for each in symbols):
@@ -329,7 +329,7 @@ class _TorchImport:
                     yield f"{wants} of {file}, {by}"
 
     def split_cudnn(self) -> Iterator[str]:
-        """Parts of cuDNN that would be taken from elsewhere, and of another release than cuDNN's own, ``9.20.0``."""
+        """Parts of cuDNN that would be loaded from another folder, in another release than cuDNN's own."""
         loader, target = self.loader, self.loader.host.target
         for soname, cudnn in self.process.names.items():
             release = self._version(self._clean(cudnn.path, "")) if _CUDNN.fullmatch(soname) else ""
@@ -337,33 +337,35 @@ class _TorchImport:
                 continue
             numbers, begin = release.split(".")[:3], re.match(r"[0-9]{1,4}", release)
             major = int(begin[0]) if begin else 0
-            askers: list[tuple[Object, tuple[str, ...]]] = [(cudnn, _BY_CUDNN.get(major, _BY_CUDNN_9))]
+            askers: list[tuple[SharedObject, tuple[str, ...]]] = [(cudnn, _BY_CUDNN.get(major, _BY_CUDNN_9))]
             graph = f"{os.path.dirname(cudnn.path)}/libcudnn_graph.so.{major}"
             if isinstance(elf := loader.examine(graph), Elf):
-                askers.append((Object(graph, elf), _BY_GRAPH))
+                askers.append((SharedObject(graph, elf), _BY_GRAPH))
             own = os.path.dirname(target(cudnn.path))
             for asker, part in ((asker, part) for asker, parts in askers for part in parts):
                 names = (f"libcudnn_{part}.so.{'.'.join(numbers[:length])}" for length in range(len(numbers), 0, -1))
                 name, found = next(((each, got) for each in names for got in loader.search(each, asker)), ("", None))
                 if found is None or os.path.dirname(target(found.path)) == own:
                     continue
-                constants = contents(asker.elf, ".rodata", _CONSTANTS_OF_CUDNN) or b""
-                known = re.search(rf"cudnn_{part}\b".encode(), constants)  # a newer one on the system may have more
+                constants = section_bytes(asker.elf, ".rodata", _CONSTANTS_OF_CUDNN) or b""
+                known = re.search(
+                    rf"cudnn_{part}\b".encode(), constants
+                )  # a newer cuDNN on the system may have more parts
                 if known and not target(found.path).endswith(f".so.{'.'.join(numbers)}"):
                     yield f"{name}: {found.path}, by {found.via}"
 
     def cwd_searched(self) -> Iterator[str]:
-        """Libraries that have the loader look into the current directory."""
+        """Libraries whose run path includes the current directory."""
         for each in dict.fromkeys(self.process.opened):
             kind, path = ("RUNPATH", each.elf.runpath) if each.elf.has_runpath else ("RPATH", each.elf.rpath)
             if "" in elements(path, ":") and not self.loader.musl:
                 yield f"{os.path.basename(each.path)}: {kind} has an empty element"
 
 
-# cuDNN is a small library that opens its parts at run time, by name: they may come from another release. It asks for
-# the exact release first (libcudnn_ops.so.9.20.0), then for libcudnn_ops.so.9.20, then for libcudnn_ops.so.9, each time
-# through the whole search of the loader. NVIDIA's wheels have only the last; so whatever LD_LIBRARY_PATH holds comes
-# before it, as long as cuDNN has a DT_RUNPATH, which it had in 9.1 to 9.20.
+# cuDNN is a small library that opens its parts at run time, by name: they may come from another release. It requests
+# the exact release first (libcudnn_ops.so.9.20.0), then libcudnn_ops.so.9.20, then libcudnn_ops.so.9, each time through
+# the whole search of the loader. NVIDIA's wheels contain only the last. So a file in LD_LIBRARY_PATH comes first if
+# cuDNN has a DT_RUNPATH, as in 9.1 to 9.20.
 
 _CUDNN = re.compile(r"libcudnn\.so\.\d+")
 _BY_CUDNN = {8: ("ops_infer", "ops_train", "cnn_infer", "cnn_train", "adv_infer", "adv_train")}
@@ -378,14 +380,14 @@ _CONSTANTS_OF_TORCH = 1 << 26  # libtorch_python has 1 MB of them
 _DLL = 1 << 27
 _LISTED = re.compile(rb"\0((?:(?:sm_|compute_|gfx)\w+(?: |(?=\0)))+)\0")
 _KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
-"""The latter two until torch 1.13. Others, such as libtorch_cuda_linalg, have code that was built elsewhere."""
+"""The last two until torch 1.13. Others, such as libtorch_cuda_linalg, contain code that was built elsewhere."""
 _VERSION = re.compile(r"\.so\.(\d+\.\d[\d.]*)$")
-_MOST_SYMBOLS = 8  # Symbols named of one library: a wrong one lacks hundreds.
+_MOST_SYMBOLS = 8  # Symbols named for each library: a wrong one lacks hundreds.
 
 
 def torch_libraries(loader: Loader, python: Python, install: TorchInstall) -> TorchLibraries:
-    """For which cards torch was built, and which of NVIDIA's libraries it gets in the environment of ``python``."""
-    listed = _listed(loader.host, install)
+    """The architectures that torch has code for, and the NVIDIA libraries it loads in that environment."""
+    listed = _arch_list(loader.host, install)
     if loader.host.uname[0] != "Linux":
         return TorchLibraries(architectures=listed, cubins=Unknown("read on Linux only"))
     imported = _TorchImport(loader, python.path, install)
@@ -400,7 +402,7 @@ def torch_libraries(loader: Loader, python: Python, install: TorchInstall) -> To
     )
 
 
-def _listed(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
+def _arch_list(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
     """The list that ``torch.cuda.get_arch_list()`` returns: a text among the constants of libtorch_python."""
     if install.cpu_only:
         return ()
@@ -408,7 +410,7 @@ def _listed(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
         constants = host.data(f"{install.location}/lib/torch_python.dll", _DLL)
     else:
         elf = read_elf(host.real(f"{install.location}/lib/libtorch_python.so"))
-        constants = contents(elf, ".rodata", _CONSTANTS_OF_TORCH) if isinstance(elf, Elf) else elf
+        constants = section_bytes(elf, ".rodata", _CONSTANTS_OF_TORCH) if isinstance(elf, Elf) else elf
     if isinstance(constants, Unknown):
         return Unknown(f"libtorch_python: {constants.reason}")
     lists = (text.decode().split() for text in _LISTED.findall(constants))
@@ -432,7 +434,7 @@ def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
     return total
 
 
-# -- those of packages beside torch: for which cards they were built, and whether they fit this torch ------------------
+# -- extensions: which cards they have code for, and whether they are compatible with this torch -----------------------
 
 _MOST_LIBRARIES = 64
 
@@ -440,19 +442,19 @@ _OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+
 """Mangled names from the namespaces c10, at and torch."""
 _DRIVER = re.compile(r"libcuda\.so|libnvidia-")
 _CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
-"""FFmpeg and SoX: packages bring a library for every release of them, and try one after the other."""
+"""FFmpeg and SoX: packages contain a library for each of their releases, and try one after the other."""
 _BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
 
 
 def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> tuple[Extension, ...]:
-    """The extensions on the import path of ``python``, compared with the torch that would be imported."""
+    """The extensions on the import path of ``python``, checked against the torch that would be imported."""
     host = loader.host
     known = table("packages")["extensions"].split()
     found: dict[str, Distribution] = {}
     for each in installed(host, python.path):
         if each.name in known:
             found.setdefault(each.name, each)  # the first on the path is imported
-    stated = [_stated(each) for each in found.values()]
+    stated = [_from_metadata(each) for each in found.values()]
     if not found or host.uname[0] != "Linux":
         return tuple(stated)
     if install:
@@ -460,17 +462,17 @@ def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> 
     else:
         process = Process(loader)
         process.start()
-    absent: dict[str, bool] = {}  # symbol → whether torch lacks it: extensions ask for the same ones
+    absent: dict[str, bool] = {}  # symbol → whether torch lacks it: extensions need the same ones
     return tuple(_extension(process, install, absent, *each) for each in zip(found.values(), stated, strict=True))
 
 
-def _stated(dist: Distribution) -> Extension:
-    """What its metadata says: its version, and the torch it asks for, such as ``==2.8.0``; empty where any will do."""
+def _from_metadata(dist: Distribution) -> Extension:
+    """What its metadata says: its version, and the torch it requires, such as ``==2.8.0``; empty for any."""
     stated = dist.version
     text = dist.host.text(f"{dist.site}/{dist.name.replace('-', '_')}/version.py", 4096) or ""
     written = assigned(text).get("__version__", "")
     if written.partition("+")[0] == stated.partition("+")[0]:
-        stated = written  # the version of a wheel on PyPI has no local part, and its version.py still may
+        stated = written  # wheels on PyPI have no local version, but their version.py may have one
     wants = ""
     for need in dist.fields("Requires-Dist"):
         found = re.fullmatch(r"torch\s*\(?((?:[<>=!~][^;()]*)?)\)?\s*(;.*)?", need, re.IGNORECASE)
@@ -483,13 +485,13 @@ def _stated(dist: Distribution) -> Extension:
 def _extension(
     process: Process, install: TorchInstall | None, absent: dict[str, bool], dist: Distribution, bare: Extension
 ) -> Extension:
-    """What ``bare`` says, and what the libraries of ``dist`` are: those RECORD lists, else those of its name."""
+    """Complete ``bare`` with what the libraries of ``dist`` need: those in RECORD, else those with its name."""
     host, module = dist.host, dist.name.replace("-", "_")
     paths = [f"{dist.site}/{path}" for path in dist.files() if path.endswith(".so")]
     if not host.data(f"{dist.path}/RECORD", 1):
         paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
     if dist.name == "bitsandbytes" and install:
-        paths = _of_build(paths, install)
+        paths = _bitsandbytes_library(paths, install)
         if not paths:
             return replace(bare, missing=(f"libbitsandbytes_cuda{install.cuda.replace('.', '')}.so",))
     examined = ((path, process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
@@ -501,9 +503,10 @@ def _extension(
             wanted = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)] if install else []
             asked = [each for each in wanted if each.name not in absent]
             folder = f"{install.location}/lib/" if install else ""
-            left = _left((each.elf for each in process.files.values() if each.path.startswith(folder)), asked)
+            torch_elves = (each.elf for each in process.files.values() if each.path.startswith(folder))
+            left = _defined_by_none(torch_elves, asked)
             absent.update({each.name: each in left for each in asked})
-            left = _left(elves.values(), [each for each in wanted if absent[each.name]])
+            left = _defined_by_none(elves.values(), [each for each in wanted if absent[each.name]])
             each = replace(
                 each,
                 architectures=tuple(architectures(elf) or ()),
@@ -514,21 +517,22 @@ def _extension(
     found = [each for each in found if each.architectures or each.undefined or each.missing] or found
     found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
     every = {name for each in found for name in each.architectures}
-    return replace([*found, bare][0], architectures=tuple(sorted(every, key=_order)))
+    return replace([*found, bare][0], architectures=tuple(sorted(every, key=_arch_order)))
 
 
-def _left(givers: Iterable[Elf], wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+def _defined_by_none(libraries: Iterable[Elf], wanted: Sequence[UndefinedSymbol]) -> Sequence[UndefinedSymbol]:
     """Those of ``wanted`` that none of the libraries defines."""
-    for giver in givers:
-        rest = lacking(giver, wanted) if wanted else ()
+    for library in libraries:
+        rest = not_defined(library, wanted) if wanted else ()
         wanted = rest if isinstance(rest, tuple) else wanted
     return wanted
 
 
-def _of_build(paths: Sequence[str], install: TorchInstall) -> list[str]:
-    """bitsandbytes has a library for every CUDA: it takes that of torch, else the nearest of the same major version.
+def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[str]:
+    """bitsandbytes has a library for every CUDA, and loads torch's, else the nearest of the same major version.
 
-    >>> _of_build([f"/b/libbitsandbytes_cuda{n}.so" for n in (118, 126, 128, 130)], TorchInstall("", cuda="12.7"))
+    >>> paths = [f"/b/libbitsandbytes_cuda{number}.so" for number in (118, 126, 128, 130)]
+    >>> _bitsandbytes_library(paths, TorchInstall("", cuda="12.7"))
     ['/b/libbitsandbytes_cuda126.so']
     """
     kind, wanted = ("rocm", install.hip) if install.hip else ("cuda", install.cuda) if install.cuda else ("cpu", "")
@@ -541,7 +545,7 @@ def _of_build(paths: Sequence[str], install: TorchInstall) -> list[str]:
     return sorted(minors.values(), key=lambda path: (distance[path] > 0, abs(distance[path])))[:1]
 
 
-def _order(name: str) -> tuple[bool, int, str]:
+def _arch_order(name: str) -> tuple[bool, int, str]:
     """Cubins before PTX, each by number."""
     number = re.search(r"\d+", name)
     return not name.startswith("sm_"), int(number[0]) if number else 0, name
