@@ -32,7 +32,7 @@ _TREE = "/proc/device-tree"
 
 
 def hardware(host: Host) -> Hardware:
-    """The cards on the bus, and the ways to a GPU that is on none."""
+    """The cards on the PCI bus, and GPUs that are not on it: Windows' under WSL, and those of a Jetson."""
     compatible = host.text(f"{_TREE}/compatible", 4096) or ""
     release = host.line("/etc/nv_tegra_release").lstrip("# ").partition(", GCID")[0]
     tegra = ""
@@ -51,11 +51,11 @@ def _devices(host: Host, addresses: tuple[str, ...]) -> Iterator[PciDevice]:
         if vendor != NVIDIA and kind >> 16 not in (_DISPLAY, _ACCELERATOR):
             continue
         power, dead = host.line(f"{folder}/power_state"), False
-        # Reading the configuration space would wake a card that sleeps: those are left alone.
+        # Reading the configuration space would wake a suspended card, so it is left alone.
         asleep = power == "D3cold" or host.line(f"{folder}/power/runtime_status") == "suspended"
         if vendor == NVIDIA and not asleep:
             try:
-                # Not one byte more: each word is asked of the card, and a page of them takes 20 ms in a guest.
+                # No byte more: every word is read from the card, and a page takes 20 ms in a virtual machine.
                 with open(host.real(f"{folder}/config"), "rb", buffering=0) as stream:
                     dead = stream.read(4) == b"\xff\xff\xff\xff"
             except OSError:
@@ -73,7 +73,7 @@ def _devices(host: Host, addresses: tuple[str, ...]) -> Iterator[PciDevice]:
 
 
 def _hex(text: str) -> int:
-    """A number as sysfs writes it; 0 for anything else.
+    """A hexadecimal number of sysfs; 0 for anything else.
 
     >>> _hex("0x10de"), _hex("garbage")
     (4318, 0)
@@ -99,32 +99,32 @@ def _bars(text: str) -> tuple[int, ...]:
 
 _PROC = "/proc/driver/nvidia"
 _VERSION = re.compile(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b")
-_CONCERN = re.compile(r"nvidia(?:_\w+)?|nouveau|nova_\w+|nvgpu|vfio_pci|dxgkrnl|amdgpu|i915|xe|habanalabs", re.ASCII)
+_MODULES = re.compile(r"nvidia(?:_\w+)?|nouveau|nova_\w+|nvgpu|vfio_pci|dxgkrnl|amdgpu|i915|xe|habanalabs", re.ASCII)
 _MODULE_ROOTS = ("/lib/modules", "/usr/lib/modules", "/run/booted-system/kernel-modules/lib/modules")
-# As a line of modules.dep names it. Debian adds the flavour: nvidia-current.ko, nvidia-tesla-470.ko.
+# A line of modules.dep. Debian adds the flavour to the name: nvidia-current.ko, nvidia-tesla-470.ko.
 _OBJECT = re.compile(rb"^(\S*/nvidia(?:-(?:current|open|tesla|legacy)[\w-]*)?\.ko(?:\.\w+)?):", re.MULTILINE)
 _FIRMWARE = ("/lib/firmware", "/usr/lib/firmware", "/lib/firmware/updates", "/run/current-system/firmware")
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
-_MOST = 64  # cards, kernels, and nodes of a folder: every slice of every card can have its own
+_MOST = 64  # cards, kernels, and nodes of a folder: every MIG instance of every card can have its own
 _DEPENDENCIES = 8 << 20  # a modules.dep has about one megabyte
 _STANZA = 1 << 14  # of a package
-DRIVER_PATIENCE = 0.5  # Seconds for the pages of all cards: a driver in trouble may never answer.
+DRIVER_PATIENCE = 0.5  # Seconds for reading the files of all cards: a broken driver may never answer.
 
 
 def kernel(host: Host) -> Kernel:
-    """What the kernel says of NVIDIA's driver. On another system than Linux nothing is known."""
+    """What the kernel reports about NVIDIA's driver. Nothing is known on systems other than Linux."""
     if host.uname[0] != "Linux":
         return Kernel(loaded=Unknown(f"not looked at on {host.uname[0]}"))
-    told, listed = host.text(f"{_PROC}/version", 4096) or "", host.text("/proc/modules")
+    banner, listed = host.text(f"{_PROC}/version", 4096) or "", host.text("/proc/modules")
     names = {line.partition(" ")[0] for line in (listed or "").split("\n")}
-    modules = tuple(sorted(name for name in names if _CONCERN.fullmatch(name)))
-    loaded: bool | Unknown = host.is_dir("/sys/module/nvidia") or "NVRM version" in told or "nvidia" in modules
+    modules = tuple(sorted(name for name in names if _MODULES.fullmatch(name)))
+    loaded: bool | Unknown = host.is_dir("/sys/module/nvidia") or "NVRM version" in banner or "nvidia" in modules
     if not loaded and isinstance(listed, Unknown) and not host.listdir("/sys/module"):
         loaded = listed  # some containers hide all three
-    stated = _VERSION.search(told.partition("\n")[0])
+    stated = _VERSION.search(banner.partition("\n")[0])
     version = host.line("/sys/module/nvidia/version") or (stated[1] if stated else "")
 
-    # Drivers from 465 on bring firmware. Without any firmware folder this is a container, which uses the host's.
+    # Drivers have firmware since 465. Without any firmware folder this is a container, which uses the host's.
     firmware: bool | Unknown = Unknown("the driver's version is not known")
     if version:
         own = host.line("/sys/module/firmware_class/parameters/path")
@@ -136,7 +136,7 @@ def kernel(host: Host) -> Kernel:
     data = host.data(_SECURE_BOOT, 16)
     if isinstance(data, Unknown):
         there = host.listdir("/sys/firmware")
-        # A container is shown an empty folder. A machine that was not started by EFI has other things in it.
+        # A container sees an empty folder. A machine that did not boot with EFI has other things in it.
         secure_boot = False if there and "efi" not in there else data
     else:
         secure_boot = data[4] == 1 if len(data) > 4 else Unknown(f"{_SECURE_BOOT} is too short")
@@ -147,7 +147,7 @@ def kernel(host: Host) -> Kernel:
     return Kernel(
         loaded=loaded,
         version=version,
-        flavour="open" if "Open Kernel Module" in told else "proprietary" if "Kernel Module" in told else "",
+        flavour="open" if "Open Kernel Module" in banner else "proprietary" if "Kernel Module" in banner else "",
         modules=modules,
         built_for=_built_for(host),
         secure_boot=secure_boot,
@@ -165,7 +165,7 @@ def kernel(host: Host) -> Kernel:
 
 
 def _built_for(host: Host) -> tuple[str, ...] | Unknown:
-    """The kernels with a driver, by the list that depmod made: no other module is loaded. Its file must exist."""
+    """The kernels with a driver, according to depmod: modprobe loads nothing else. The file must exist."""
     root = next((root for root in _MODULE_ROOTS if host.is_dir(root)), _MODULE_ROOTS[0])
     releases = host.listdir(root)
     if isinstance(releases, Unknown):
@@ -181,27 +181,27 @@ def _built_for(host: Host) -> tuple[str, ...] | Unknown:
 
 
 def _gpus(host: Host) -> tuple[ProcGpu, ...]:
-    """The driver's own list. A driver in trouble may keep us waiting for a card's page."""
+    """The driver's own list. A broken driver may hang while it is read."""
     addresses = (host.listdir(f"{_PROC}/gpus") or ())[:_MOST]
-    pages = [f"{_PROC}/gpus/{address}/information" for address in addresses]
-    questions = [lambda path=page: host.text(path, 1 << 14) or "" for page in pages]
+    files = [f"{_PROC}/gpus/{address}/information" for address in addresses]
+    questions = [lambda path=file: host.text(path, 1 << 14) or "" for file in files]
     found = []
     for address, text in zip(addresses, in_fork(questions, DRIVER_PATIENCE), strict=True):
-        told = pairs(text or "", ":")
-        minor = told.get("Device Minor", "")
+        values = pairs(text or "", ":")
+        minor = values.get("Device Minor", "")
         gpu = ProcGpu(
             address,
-            model=told.get("Model", ""),
+            model=values.get("Model", ""),
             minor=int(minor) if re.fullmatch(r"\d{1,6}", minor, re.ASCII) else None,
-            firmware=told.get("GPU Firmware", ""),
-            excluded=told.get("GPU Excluded") == "Yes",
+            firmware=values.get("GPU Firmware", ""),
+            excluded=values.get("GPU Excluded") == "Yes",
         )
         found.append(gpu)
     return tuple(found)
 
 
 def _fabric_manager(host: Host) -> str:
-    """From the list of installed packages, else from the program itself, where it names one version only."""
+    """Its version from the list of installed packages, else from the program, if that names only one."""
     program = executable(host, "nv-fabricmanager")
     if program or any(host.paths("/var/lib/dpkg/info", "nvidia-fabricmanager", ".list")):
         status = host.text("/var/lib/dpkg/status", 64 << 20) or ""
@@ -215,7 +215,7 @@ def _fabric_manager(host: Host) -> str:
     return versions.pop().decode() if len(versions) == 1 else ""
 
 
-# -- its log -----------------------------------------------------------------------------------------------------------
+# -- the kernel log ----------------------------------------------------------------------------------------------------
 
 _WORDS = ("NVRM", "nvidia", "nouveau", "Xid", "nova_core", "fallen off the bus", "request_free_mem_region")
 _NOISE = re.compile(
@@ -224,23 +224,23 @@ _NOISE = re.compile(
 _BEFORE = re.compile(r"^(?:<\d+>)?(?:.{0,80}? kernel: )?(?:\[ *[\d.]+\] ?)?")
 _BANNER = "Linux version "
 _LINES = 40
-_TAIL = 512 << 10  # bytes: most rings are smaller, and a log file is longer than anybody asked for
-_LINE = 1 << 11  # letters: the kernel itself writes no more than half of that at once
+_TAIL = 512 << 10  # bytes: most ring buffers are smaller, and log files may be huge
+_LINE = 1 << 11  # characters: the kernel itself writes at most half of that at once
 _READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 _FILES = ("/var/log/kern.log", "/var/log/dmesg", "/var/log/messages")
 
 
 def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
-    """The last lines about a GPU since the machine started: from the kernel, else from a file that keeps them.
+    """The last lines about a GPU since boot: from the kernel, else from a log file.
 
-    A line is the message alone, and appears once however often it came: times and the host's name are left out.
+    A line is the message without its time and host, and repeated messages appear once.
     """
     log = _ring() if host.root == "/" else Unknown("the log of a tree is in its files")
     booted = host.findall(r"^btime (\d{1,12})$", "/proc/stat")
     for path in _FILES if isinstance(log, Unknown) else ():
         status = host.stat(path)
         if isinstance(status, Unknown) or status.st_mtime < int(booted[0] if booted else 0):
-            continue  # written before this start of the machine
+            continue  # written before the last boot
         try:
             with open(host.real(path), "rb") as stream:
                 stream.seek(max(0, status.st_size - _TAIL))
@@ -252,7 +252,7 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
             break
     if isinstance(log, Unknown):
         return log
-    messages: dict[str, None] = {}  # of several that are the same, the last is kept
+    messages: dict[str, None] = {}  # the last one of equal messages is kept
     for line in log.split("\n"):
         if any(word in line for word in _WORDS) and not _NOISE.search(line):
             message = _BEFORE.sub("", line[:_LINE].strip(), count=1)
@@ -262,7 +262,7 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
 
 
 def _ring() -> str | Unknown:
-    """The kernel's own buffer. Read in one call: /dev/kmsg gives one line at a time, oldest first, of up to 100,000."""
+    """The kernel's ring buffer in one call: /dev/kmsg returns up to 100,000 lines one by one, oldest first."""
     import ctypes
 
     try:
@@ -277,13 +277,13 @@ def _ring() -> str | Unknown:
     return ctypes.string_at(buffer, length).decode("utf-8", "replace")
 
 
-# -- other processes that matter to a GPU ------------------------------------------------------------------------------
+# -- other processes that use a GPU ------------------------------------------------------------------------------------
 
 _DAEMONS = (
     *("nv-fabricmanager", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
     *("nvidia-gridd",),
 )
-_SHORT = 15  # characters of a name that the kernel keeps: not enough to tell the two of MPS apart
+_COMM = 15  # characters of a process name that the kernel keeps: the two of MPS have the same
 _STAT = re.compile(r"\d+ \((.*)\) (\S)", re.DOTALL)
 _WAITS = re.compile(r"_*(?:nv|uvm|rm_|os_acquire)")
 _MOST_PROCESSES = 4096
@@ -291,14 +291,14 @@ _MOST_FILES = 256
 
 
 def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The daemons that run; and the processes in uninterruptible sleep that wait for an NVIDIA device."""
+    """The running daemons, and the processes in uninterruptible sleep that wait for an NVIDIA device."""
 
     def name_and_state(folder: str) -> tuple[str, str]:
         found = _STAT.match(host.text(f"{folder}/stat", 512) or "")
         return (found[1], found[2]) if found else ("", "")
 
     def waits_for_nvidia(folder: str) -> bool:
-        """Whether it waits in the driver, as far as that can be seen; else whether it has a device of it open."""
+        """Whether it waits in the driver, by its kernel stack; if that is hidden, whether it has a device open."""
         if stack := host.text(f"{folder}/stack", 1 << 14):
             return "[nvidia" in stack
         if _WAITS.match(host.line(f"{folder}/wchan")):
@@ -311,8 +311,8 @@ def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for number in numbers[:_MOST_PROCESSES]:
         folder = f"/proc/{number}"
         name, state = name_and_state(folder)
-        alike = [each for each in _DAEMONS if name == each[:_SHORT]] if state not in ("Z", "X") else []
-        if len(alike) > 1 and state != "D":  # the command line of one that hangs would not be answered
+        alike = [each for each in _DAEMONS if name == each[:_COMM]] if state not in ("Z", "X") else []
+        if len(alike) > 1 and state != "D":  # reading the command line of a hanging process may hang as well
             program = (host.text(f"{folder}/cmdline", 4096) or "").partition("\0")[0].rpartition("/")[2]
             alike = [program] if program in alike else alike
         running.update(alike[:1])
@@ -330,18 +330,18 @@ _FOLDERS = (("/dev/nvidia-caps", "nvidia-cap"), ("/dev/dri", "renderD"), ("/dev/
 _MAJORS = re.compile(r"^ *(\d{1,4}) (nvidia\S*|kfd|drm|accel)$", re.MULTILINE)
 _CGROUP = r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$"
 
-PATIENCE = 0.25  # Seconds. A refusal comes at once; an open that takes longer was admitted, and is starting a card.
+PATIENCE = 0.25  # Seconds. A refusal is immediate; an open that takes longer was allowed, and initializes a card.
 
 
 def nodes(host: Host) -> Nodes:
-    """The nodes of NVIDIA's driver and of others for computing, and the numbers the kernel gave them."""
+    """The nodes of NVIDIA's driver and of other compute drivers, and their device numbers."""
     if host.uname[0] != "Linux":
         return Nodes()
     present = [f"/dev/{name}" for name in host.listdir("/dev") or () if _NAMES.fullmatch(name)]
     for folder, start in _FOLDERS:
         present += tuple(host.paths(folder, start))[:_MOST]
     statuses = {path: host.stat(path) for path in (*_ALWAYS, *present)}
-    # Cards are opened last: one that must be started first takes its time.
+    # Cards are opened last: initializing one takes a while.
     there = sorted(filter(statuses.get, statuses), key=lambda path: bool(_CARD.fullmatch(path)))
     answers = in_fork([lambda path=path: host.open_error(path) for path in there], PATIENCE)  # type: ignore[misc]
     errors = dict(zip(there, answers, strict=True))
@@ -358,7 +358,7 @@ def nodes(host: Host) -> Nodes:
         if isinstance(error, Unknown):
             error = "" if os.access(host.at(path), os.R_OK | os.W_OK) else "EACCES"
         elif error == "EACCES" and "/nvidia-caps/" in path and mode & stat.S_IROTH:
-            error = ""  # the driver opens these for reading only
+            error = ""  # the driver only reads these
         node = Node(
             path,
             kind="char" if stat.S_ISCHR(mode) else "directory" if stat.S_ISDIR(mode) else "file",
@@ -375,10 +375,10 @@ def nodes(host: Host) -> Nodes:
 
     characters = (host.text("/proc/devices", 1 << 16) or "").partition("Block devices")[0]
     majors = {name: int(number) for number, name in _MAJORS.findall(characters)}
-    if "nvidia-frontend" in majors:  # as drivers before 550 called it
+    if "nvidia-frontend" in majors:  # its name in drivers before 550
         majors = {"nvidia": majors["nvidia-frontend"], "nvidiactl": majors["nvidia-frontend"]} | majors
 
-    # Version 1 of cgroups has a list of rules; those of version 2 are a program in the kernel that only root can see.
+    # cgroup v1 has a list of rules; those of v2 are a BPF program that only root can see.
     folders = [path.rstrip("/") for path in (*host.findall(_CGROUP, "/proc/self/cgroup")[:1], "/")]
     lists = (host.text(f"/sys/fs/cgroup/devices{folder}/devices.list", 1 << 14) for folder in folders)
     rules = next((text for text in lists if isinstance(text, str)), "")
@@ -386,11 +386,11 @@ def nodes(host: Host) -> Nodes:
     return Nodes(tuple(found), majors, allowed)
 
 
-# -- accelerators of other makers, each with the torch build it needs --------------------------------------------------
+# -- accelerators of other vendors, each with the torch build it needs -------------------------------------------------
 
 _KFD = "/sys/class/kfd/kfd/topology/nodes"
 _PROPERTY = r"^(simd_count|gfx_target_version|location_id|domain) (\d{1,12})$"
-# Graphics inside AMD's processors: Raven, Renoir, Van Gogh, Rembrandt, Raphael, Phoenix, Strix.
+# Integrated graphics of AMD: Raven, Renoir, Van Gogh, Rembrandt, Raphael, Phoenix, Strix.
 _APU = re.compile(r"gfx(?:90[29c]|103[3567]|1103|115\d)")
 
 _LEVEL_ZERO = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
@@ -406,7 +406,7 @@ _DEVICES = (
 
 
 def accelerators(host: Host, found: Hardware) -> tuple[Accelerator, ...]:
-    """What this machine has beside NVIDIA's cards, the usable ones first."""
+    """Accelerators other than NVIDIA's, the usable ones first."""
     return tuple(sorted(_others(host, found.pci or ()), key=lambda each: (not each.usable, each.integrated)))
 
 
@@ -414,13 +414,13 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
     if host.uname[0] == "Darwin" and host.uname[2] == "arm64":
         yield Accelerator("mps", "Apple GPU", usable=True, integrated=True)
 
-    # The GPUs of AMD's compute driver; then cards on the bus that it does not have.
+    # The GPUs of AMD's compute driver, then cards on the bus that it does not list.
     ready, driven = host.exists("/dev/kfd"), set()
     for folder in host.paths(_KFD):
-        told = {name: int(value) for name, value in host.findall(_PROPERTY, f"{folder}/properties")}
-        if told.get("simd_count"):
-            gfx, place = _gfx(told.get("gfx_target_version", 0)), told.get("location_id", 0)
-            address = f"{told.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+        values = {name: int(value) for name, value in host.findall(_PROPERTY, f"{folder}/properties")}
+        if values.get("simd_count"):
+            gfx, place = _gfx(values.get("gfx_target_version", 0)), values.get("location_id", 0)
+            address = f"{values.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
             driven.add(address)
             name = host.line(f"{_BUS}/{address}/product_name") or "AMD GPU"
             yield Accelerator("rocm", name, gfx, usable=ready, integrated=bool(_APU.fullmatch(gfx)))
@@ -430,7 +430,7 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
         if card.vendor == AMD and card.address not in driven:
             yield Accelerator("rocm", "AMD GPU", ids[card.address])
 
-    # Intel's are usable only with both halves of the driver: the kernel's, and the Level Zero library.
+    # Intel's are usable only with both parts of the driver: the kernel's, and the Level Zero library.
     intel = [card for card in cards if card.vendor == INTEL]
     folders = (folder.format(machine=host.uname[2]) for folder in _LEVEL_ZERO)
     library = bool(intel) and any(any(host.paths(folder, "libze_intel_gpu.so")) for folder in folders)
@@ -441,7 +441,7 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
         elif is_listed(card.device, "intel_processors"):
             yield Accelerator("xpu", "Intel Core Ultra graphics", ids[card.address], usable=usable, integrated=True)
 
-    # Others by the nodes their drivers make; by the bus where a maker builds nothing else.
+    # Others by the nodes that their drivers create, or by the bus if their vendor makes nothing else.
     names = host.listdir("/dev") or ()
     for pattern, kind, name in _DEVICES:
         if count := sum(bool(pattern.fullmatch(each)) for each in names):
@@ -455,7 +455,7 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
 
 
 def _gfx(version: int) -> str:
-    """The name of an architecture, from the driver's number for it.
+    """The name of an architecture from the driver's ``gfx_target_version``.
 
     >>> _gfx(90402), _gfx(90010), _gfx(110000)
     ('gfx942', 'gfx90a', 'gfx1100')

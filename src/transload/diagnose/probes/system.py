@@ -12,7 +12,7 @@ from transload.diagnose.host import Host, int_or, memory, pairs, reason
 from transload.diagnose.tables import sections, shown_variables, table
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
-# Of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
+# Chassis types of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
 _LAPTOPS = frozenset({8, 9, 10, 14, 31, 32})
 
 _PRIME = {"on": "nvidia", "off": "intel", "integrated": "intel", "intel2": "intel"}
@@ -20,14 +20,14 @@ _BINARIES = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin",
 
 
 def platform(host: Host) -> Platform:
-    """What system this is. On another system than Linux only what the kernel says of itself is known."""
+    """The operating system and the user. On systems other than Linux only ``uname`` and the user are known."""
     system, kernel, machine = host.uname
     shell = host.environ.get("SHELL", "").rstrip("/").rpartition("/")[2]
     if system != "Linux":
         return Platform(system, machine, kernel, root=host.uid == 0, shell=shell)
     release = pairs(host.text("/etc/os-release") or host.text("/usr/lib/os-release") or "", "=")
     distribution, like = release.get("ID", ""), tuple(release.get("ID_LIKE", "").split())
-    # The distribution's own package manager, where it is installed; else the first there is.
+    # The distribution's own package manager if it is installed, else the first that is.
     known = table("packages")["managers"]
     wanted = [each for name in (distribution, *like) for each in known if name in known[each]["distributions"].split()]
     managers = (each for each in (*wanted, *known) if any(map(host.exists, known[each]["programs"])))
@@ -60,12 +60,12 @@ def platform(host: Host) -> Platform:
 
 
 def _libc(host: Host) -> str:
-    """From the libc of this very process, where that is the host's; else from the files of the tree."""
+    """From the libc of this process on this machine, else from the files of the tree."""
     if host.root == "/":
         try:
-            if told := os.confstr("CS_GNU_LIBC_VERSION"):
-                return told
-        except (ValueError, OSError, AttributeError):  # musl knows no such name, and Windows no such call
+            if version := os.confstr("CS_GNU_LIBC_VERSION"):
+                return version
+        except (ValueError, OSError, AttributeError):  # musl lacks that name, and Windows the function
             pass
     if any(host.paths("/lib", "ld-musl-", ".so.1")):
         return " ".join(("musl", *host.findall(r"^P:musl\nV:(\d+\.\d+)", "/lib/apk/db/installed")[:1]))
@@ -77,24 +77,24 @@ def _libc(host: Host) -> str:
 
 
 def group_names(host: Host) -> dict[str, str]:
-    """Number → name, from /etc/group: asking the system might go over the network, to a directory that is down."""
+    """Number → name, from /etc/group: ``grp`` might ask a directory server over the network, which may be down."""
     return {number: name for name, number in host.findall(r"^([^:\n]*):[^:\n]*:([^:\n]*)", "/etc/group")}
 
 
 def executable(host: Host, name: str) -> str:
-    """The path of a program of that name, in the folders that hold programs; empty where there is none."""
+    """The path of an installed program of that name; empty if there is none."""
     return next((path for folder in _BINARIES if host.exists(path := f"{folder}/{name}")), "")
 
 
 # -- file systems mounted where device nodes live, and at the root -----------------------------------------------------
 
-_OCTAL = re.compile(r"\\([0-7]{3})")  # a space in a path, and what else would divide fields
-_MOUNTINFO = 16 << 20  # hosts of many containers have thousands of lines
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how whitespace in a path is escaped
+_MOUNTINFO = 16 << 20  # hosts with many containers have thousands of lines
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A line of mountinfo: where, of what kind, with which options; ``detail`` are those of the file system."""
+    """A line of mountinfo: mount point, type and options; ``detail`` are the options of the file system."""
 
     point: str
     kind: str
@@ -103,7 +103,7 @@ class Mount:
 
 
 def mounts(host: Host) -> tuple[Mount, ...]:
-    """What is mounted at / and at or below /dev, in the order in which it was mounted."""
+    """What is mounted at /, at /dev and below it, in the order of mounting."""
     found = []
     for line in (host.text("/proc/self/mountinfo", _MOUNTINFO) or "").split("\n"):
         fields = line.split(" ", 6)
@@ -115,7 +115,7 @@ def mounts(host: Host) -> tuple[Mount, ...]:
 
 
 def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
-    """The one that ``path`` is on: the deepest, and of several at one place the last.
+    """The mount that ``path`` is on: the deepest, and of several at one place the last.
 
     >>> mount_of((Mount("/", "ext4"), Mount("/dev", "devtmpfs")), "/dev/nvidia0").kind
     'devtmpfs'
@@ -124,7 +124,7 @@ def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
     return max(reversed(over), key=lambda each: len(each.point), default=None)
 
 
-# -- CUDA toolkits; nothing of them is run -----------------------------------------------------------------------------
+# -- CUDA toolkits, of which nothing is run ----------------------------------------------------------------------------
 
 _LOCAL = "/usr/local"
 _JSON = r'"cuda"\s*:\s*\{[^{}]*"version"\s*:\s*"(\d+\.\d+(?:\.\d+)?)'
@@ -134,7 +134,7 @@ _FOLDER = re.compile(r"/cuda-(\d+\.\d+)(?:/|$)")
 
 
 def toolkit(host: Host) -> Toolkit:
-    """The compiler that a build would find first, its version by the files around it, and the folders of toolkits."""
+    """The compiler that a build would find first, its version from files next to it, and the folders of toolkits."""
     home = host.environ.get("CUDA_HOME") or host.environ.get("CUDA_PATH") or ""
     folders = [each.rstrip("/") for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
     folders += [f"{home.rstrip('/')}/bin"] if home.startswith("/") else []
@@ -144,9 +144,9 @@ def toolkit(host: Host) -> Toolkit:
 
 
 def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
-    """Of the toolkit that nvcc belongs to: NVIDIA's own has a version file, those of Debian and conda a header."""
+    """The versions of the toolkit of an nvcc: NVIDIA's has a version file, those of Debian and conda a header."""
     path = host.target(nvcc)
-    begin = host.data(path, 1024) or b""  # it may be a script that starts the compiler itself
+    begin = host.data(path, 1024) or b""  # it may be a script that starts the real one
     started = re.search(rb"(/[\w./-]+/bin/nvcc)\b", begin) if begin.startswith(b"#!") else None
     home = (host.target(started[1].decode()) if started else path).removesuffix("/bin/nvcc")
     yield from host.findall(_JSON, f"{home}/version.json")
@@ -159,13 +159,13 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     yield from _FOLDER.findall(home)
 
 
-_GVISOR = "Sun Jan 10 15:06:54 PST 2016"  # its made-up kernel was built then, every release of it
+_GVISOR = "Sun Jan 10 15:06:54 PST 2016"  # the constant build date that every release of gVisor reports
 _CDI = r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)"
 _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-cli")
 
 
 def surroundings(host: Host) -> Surroundings:
-    """What surrounds the process, and the evidence for it."""
+    """The container, scheduler and service of this process, and the evidence for them."""
     around = mounts(host)
     signs: dict[str, tuple[Any, str]] = {}
     for name, value, why in _signs(host, around):
@@ -195,7 +195,7 @@ def surroundings(host: Host) -> Surroundings:
 
 
 def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
-    """A field of ``Surroundings``, its value and the evidence; of each field the first counts."""
+    """Fields of ``Surroundings`` with values and evidence; the first of each field counts."""
     environ, secrets = host.environ, "/var/run/secrets/kubernetes.io"
     kubernetes = f"{secrets} is there" if host.is_dir(secrets) else ""
     if environ.get("KUBERNETES_SERVICE_HOST"):
@@ -233,14 +233,14 @@ def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, st
     signs = table("containers")["signs"]
     yield from ((kind, f"{name} is set") for name, kind in signs["variables"].items() if host.environ.get(name))
     yield from ((kind, f"{path} is there") for path, kind in signs["paths"].items() if host.exists(path))
-    # What the manager itself has said, to us or to the first process of the container.
+    # What the container manager declares to us or to the first process of the container.
     first = host.findall(r"(?:^|\0)container=([^\0]*)", "/proc/1/environ")
-    told = (
+    declared = (
         (host.environ.get("container", ""), "the variable container is {}"),
         (host.line("/run/systemd/container"), "/run/systemd/container says {}"),
         ("".join(first[:1]), "the variable container of process 1 is {}"),
     )
-    for name, why in told:
+    for name, why in declared:
         if kind := signs["names"].get(name, name):
             yield kind, why.format(name)
     for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
@@ -252,9 +252,9 @@ def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, st
 
 
 def service_of(host: Host) -> str:
-    """The systemd unit this process belongs to, where it is a service of the system.
+    """The system service of systemd that this process belongs to; empty if it is in none.
 
-    What runs under ``user@1000.service`` is a user's session: terminals of a desktop are services there.
+    ``user@1000.service`` is a user's session, where terminals of a desktop are services too.
     """
     for path in host.findall(r"^[^:\n]*:(?:name=systemd)?:(.*)", "/proc/self/cgroup"):
         units = [step for step in path.split("/") if step.endswith(".service")]
@@ -269,11 +269,11 @@ def service_of(host: Host) -> str:
 _LONGEST = 1 << 14
 _FILE = 256 << 10
 _MOST = 8  # files that set one variable
-_NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # such a line sets no variable
+_NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that set no variable
 
 
 def variables(host: Host) -> Variables:
-    """The values that may be shown, and for those that decide the places that set them: ``/etc/environment:3``."""
+    """The values that may be shown, and where those that can break CUDA or torch are set: ``/etc/environment:3``."""
     deciding, shown = shown_variables()
     values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
     names = deciding & values.keys()
@@ -285,7 +285,7 @@ def variables(host: Host) -> Variables:
             for found in () if _NOT_SET.match(line) else setting.finditer(line):
                 origins.setdefault(next(filter(None, found.groups())), []).append(f"{path}:{number}")
 
-    # CUDA's cache, by its folder or the nearest one above it, in which it would have to be made.
+    # CUDA's cache: its folder, or the nearest parent, in which CUDA would create it.
     problem = ""
     if host.uname[0] == "Linux" and host.environ.get("CUDA_CACHE_DISABLE") != "1":
         home = host.environ.get("HOME")
@@ -308,7 +308,7 @@ def variables(host: Host) -> Variables:
 
 
 def _setting(names: frozenset[str]) -> re.Pattern[str]:
-    """``NAME=`` of shells, systemd and Dockerfiles; ``setenv NAME`` and ``set -gx NAME``; ``NAME DEFAULT=`` of PAM.
+    """Match ``NAME=`` of shells, systemd and Dockerfiles, ``setenv NAME``, ``set -gx NAME``, ``NAME DEFAULT=`` of PAM.
 
     >>> _setting(frozenset({"CUDA_VISIBLE_DEVICES"})).search("export A=1 CUDA_VISIBLE_DEVICES=0")[1]
     'CUDA_VISIBLE_DEVICES'
@@ -321,11 +321,11 @@ def _setting(names: frozenset[str]) -> re.Pattern[str]:
 
 
 def _files(host: Host) -> Iterator[str]:
-    """Where a variable may come from, as ``variables.md`` lists it."""
+    """The files that may set a variable, from ``variables.md``."""
     named = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
     *_, files = sections("variables").values()
     for pattern in " ".join(files).split():
-        # what is not known becomes a character that no path has
+        # an unknown variable becomes a character that no path contains
         path = re.sub(r"\$(\w+)", lambda name: named.get(name[1], "").rstrip("/") or "\0", pattern)
         if path.startswith("/"):
             folder, star, end = path.partition("/*")
