@@ -214,20 +214,20 @@ def with_card(capability: tuple[int, int], cuda: int, driver: str, device: int =
 
 
 def test_an_old_card_with_a_new_driver_gets_the_build_that_still_has_code_for_it() -> None:
-    lines = commands(fixes.wheel(with_card((6, 1), 13000, "580.65.06")))
+    lines = commands(fixes.install_wheel(with_card((6, 1), 13000, "580.65.06")))
     assert lines[0] == "/opt/venv/bin/python -m pip uninstall -y torch nvidia-cudnn-cu13"
     assert lines[1].endswith("--index-url https://download.pytorch.org/whl/cu126")
 
 
 def test_a_new_card_with_an_old_driver_is_told_the_driver_it_needs() -> None:
     blind = changed(with_card((12, 0), 12040, "550.54.15", 0x2B85), driver__nvml__gpus=())
-    lines = commands(fixes.wheel(blind))
+    lines = commands(fixes.install_wheel(blind))
     assert lines[:2] == ["sudo apt update", "sudo apt install nvidia-driver-580-open"]
     assert lines[-1].endswith("-m pip install torch==2.13.0")
 
 
 def test_an_ordinary_card_with_a_new_driver_takes_the_default_build() -> None:
-    (_, line) = commands(fixes.wheel(with_card((8, 9), 13020, "595.71.05")))
+    (_, line) = commands(fixes.install_wheel(with_card((8, 9), 13020, "595.71.05")))
     assert "--index-url" not in line
 
 
@@ -238,36 +238,37 @@ def test_a_driver_of_cuda_12_never_gets_a_build_of_cuda_13() -> None:
 
 def test_what_is_installed_beside_torch_is_replaced_with_it() -> None:
     machine = changed(healthy(), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
-    assert all("torchvision" in line for line in commands(fixes.wheel(machine)))
+    assert all("torchvision" in line for line in commands(fixes.install_wheel(machine)))
 
 
 def test_the_installed_release_is_kept_where_it_has_a_build_that_fits() -> None:
     old = replace(healthy().torch, installs=(installed("2.4.1+cpu", ""),))
-    lines = fixes.wheel(replace(healthy(), torch=old))
+    lines = fixes.install_wheel(replace(healthy(), torch=old))
     assert commands(lines)[-1].endswith("-m pip install torch==2.4.1")
     assert any("2.15.0" in line for line in lines)
     unfit = with_card((12, 0), 13000, "580.65.06", 0x2B85)  # no build of 2.4 has code for it
-    assert "torch==2.4.1" not in commands(fixes.wheel(replace(unfit, torch=old)))[-1]
+    assert "torch==2.4.1" not in commands(fixes.install_wheel(replace(unfit, torch=old)))[-1]
 
 
 def test_packages_for_another_cuda_go_with_the_torch_they_came_with() -> None:
     packages = {"torch": "2.13.0", "nvidia-cudnn-cu13": "9", "nvidia-cudnn-cu12": "9", "nvidia-nccl-cu13": "2"}
     machine = changed(with_card((8, 9), 12040, "550.54.14"), python__packages=packages)
-    remove, put = commands(fixes.wheel(machine))
+    remove, put = commands(fixes.install_wheel(machine))
     assert remove.endswith("pip uninstall -y torch nvidia-cudnn-cu13 nvidia-nccl-cu13")
     assert put.endswith("/cu126")
     poetry = changed(healthy(), python__tool="poetry", python__packages={"torch": "2.13.0", "nvidia-nccl-cu12": "2"})
-    assert commands(fixes.wheel(poetry))[0] == "poetry remove torch"
+    assert commands(fixes.install_wheel(poetry))[0] == "poetry remove torch"
 
 
 def test_a_build_that_is_guessed_is_called_likely() -> None:
     unknown = changed(with_card((8, 9), 0, ""), kernel__version="", driver__nvml__driver="")
-    assert any(line.startswith("Why this build (likely, but not certain, to work): ") for line in fixes.wheel(unknown))
-    assert any(line.startswith("Why this build: ") for line in fixes.wheel(healthy()))
+    likely = "Why this build (likely, but not certain, to work): "
+    assert any(line.startswith(likely) for line in fixes.install_wheel(unknown))
+    assert any(line.startswith("Why this build: ") for line in fixes.install_wheel(healthy()))
 
 
 def test_pip_is_made_before_it_is_used_and_only_once() -> None:
-    lines = commands(fixes.wheel(changed(healthy(), python__pip=False)))
+    lines = commands(fixes.install_wheel(changed(healthy(), python__pip=False)))
     assert [line.split(" -m ")[1].split()[:2] for line in lines] == [
         ["ensurepip"],
         ["pip", "uninstall"],
@@ -291,9 +292,9 @@ def test_packages_are_installed_with_the_tool_of_the_environment(tool: str, star
 def test_conda_gets_its_own_package_unless_torch_came_from_pip() -> None:
     conda = changed(healthy(), python__tool="conda", python__prefix="/opt/conda/envs/my env")
     by_conda = replace(conda, torch=replace(conda.torch, installs=()))
-    (line,) = commands(fixes.wheel(by_conda))
+    (line,) = commands(fixes.install_wheel(by_conda))
     assert line.startswith("conda install -p '/opt/conda/envs/my env' -c conda-forge pytorch-gpu")
-    assert "-m pip install" in commands(fixes.wheel(conda))[-1]
+    assert "-m pip install" in commands(fixes.install_wheel(conda))[-1]
 
 
 def by_conda(tool: str = "conda") -> Machine:
@@ -314,7 +315,7 @@ def test_condas_packages_are_removed_and_installed_by_conda() -> None:
     assert commands(fixes.install(by_conda(), "torch==2.13.0", "torchvision")) == [
         f"conda install {where} -c conda-forge pytorch=2.13.0 torchvision"
     ]
-    assert commands(fixes.wheel(by_conda(), "2.13.0")) == [
+    assert commands(fixes.install_wheel(by_conda(), "2.13.0")) == [
         f'conda install {where} -c conda-forge --force-reinstall "pytorch=2.13.0"'
     ]
     assert commands(fixes.uninstall(by_conda("pixi"), "torch")) == ["pixi remove pytorch"]
@@ -324,12 +325,12 @@ def test_what_conda_may_not_have_is_left_to_pip() -> None:
     assert "-m pip install" in commands(fixes.install(by_conda(), "mmcv"))[0]
     rocm = commands(fixes.install(by_conda(), "torch", index="https://download.pytorch.org/whl/rocm7.2"))
     assert "-m pip install" in rocm[0]
-    assert fixes.bring(healthy(), "libcudnn.so.9") == ()
+    assert fixes.reinstall_conda_libraries(healthy(), "libcudnn.so.9") == ()
 
 
 def test_a_project_of_uv_records_what_is_installed() -> None:
     machine = changed(with_card((6, 1), 13000, "580.65.06"), python__tool="uv", python__project=True)
-    (line,) = commands(fixes.wheel(machine))
+    (line,) = commands(fixes.install_wheel(machine))
     assert line == "uv add --index pytorch-cu126=https://download.pytorch.org/whl/cu126 torch==2.13.0"
     assert commands(fixes.install(machine, "einops")) == ["uv add einops"]
     assert commands(fixes.install(changed(machine, python__tool="pdm"), "einops")) == ["pdm add einops"]
@@ -337,7 +338,7 @@ def test_a_project_of_uv_records_what_is_installed() -> None:
 
 def test_poetry_names_the_index_as_a_source() -> None:
     machine = changed(with_card((6, 1), 13000, "580.65.06"), python__tool="poetry")
-    add, take = commands(fixes.wheel(machine))
+    add, take = commands(fixes.install_wheel(machine))
     assert add.endswith("pytorch-cu126 https://download.pytorch.org/whl/cu126")
     assert "--source pytorch-cu126" in take
 
@@ -414,4 +415,4 @@ def test_a_module_goes_after_those_that_use_it() -> None:
     ],
 )
 def test_each_kind_of_container_and_job_is_given_a_gpu_in_its_own_way(machine: Machine, words: str) -> None:
-    assert any(words in line for line in fixes.give_gpu(machine))
+    assert any(words in line for line in fixes.start_with_gpu(machine))

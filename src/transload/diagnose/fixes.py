@@ -1,7 +1,7 @@
-"""What to do on this machine: its package manager, its Python tool, its shell, its kind of container.
+"""Fixes as commands for this machine: its package manager, its Python tool, its shell, its kind of container.
 
-Every function is pure and returns lines: a command begins with ``$ ``, what to put into a file with ``| ``, anything
-else is a sentence. Nothing is ever run; what needs root or a reboot says so.
+Every function is pure and returns lines: a command begins with ``$ ``, a line for a file with ``| ``, any other is a
+sentence. Nothing is ever run; what needs root or a reboot says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(r"\{([\w.]+)(?: ([^}]+))?\}")
 
 
 def steps(machine: Machine, name: str, /, **values: object) -> Lines:
-    """A section of ``steps.md``, which says how it is written, for this machine and user.
+    """A section of ``steps.md`` for this machine and user. The head of that file explains its syntax.
 
     >>> from transload.machine import Machine
     >>> steps(Machine(), "H06")
@@ -35,7 +35,9 @@ def steps(machine: Machine, name: str, /, **values: object) -> Lines:
     def value(name: str, arguments: str | None = "") -> object:
         if name in values:
             return values[name]
-        return _SHARED[name](machine, *(arguments or "").split()) if name in _SHARED else attrgetter(name)(machine)
+        if name in _FUNCTIONS:
+            return _FUNCTIONS[name](machine, *(arguments or "").split())
+        return attrgetter(name)(machine)
 
     lines: list[str] = []
     on_host_before = False
@@ -43,44 +45,44 @@ def steps(machine: Machine, name: str, /, **values: object) -> Lines:
         condition, prompt, text = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]  # it always matches
         if condition and not value(condition):
             continue
-        alone = _NAME.fullmatch(text)
-        told = value(*alone.groups()) if alone and not prompt else _NAME.sub(lambda each: str(value(each[1])), text)
+        alone = None if prompt else _NAME.fullmatch(text)
+        filled = value(*alone.groups()) if alone else _NAME.sub(lambda each: str(value(each[1])), text)
         on_host = (prompt or "").startswith("host")
         if on_host and machine.surroundings.container and not on_host_before:
             lines.append("On the host, not in this container:")
         if prompt and text:
-            told = sudo(machine, str(told), host=on_host)
-        lines += told if isinstance(told, tuple) else (str(told),)
+            filled = sudo(machine, str(filled), host=on_host)
+        lines += filled if isinstance(filled, tuple) else (str(filled),)
         on_host_before = on_host
     return tuple(filter(None, lines))
 
 
-# -- what root does: packages, kernel modules, a reboot
+# -- as root: packages, kernel modules, a reboot
 
 
 def sudo(machine: Machine, command: str, *, host: bool = False) -> str:
-    """A command that needs root, as this user must type it; on the host, root in a container is nobody."""
+    """A command that needs root, as this user must type it; root in a container is not root on the host."""
     root = machine.platform.root and not (host and machine.surroundings.container)
     return f"$ {command}" if root else f"$ sudo {command}"
 
 
 def reboot(machine: Machine) -> str:
-    """How to start the machine again."""
+    """How to reboot the machine."""
     if machine.surroundings.wsl:
         return "Then, in Windows, run 'wsl --shutdown' and open the terminal again."
     return "Then reboot the host." if machine.surroundings.container else sudo(machine, "reboot")
 
 
 def initramfs(machine: Machine) -> str:
-    """How to build the initial RAM disk again."""
+    """How to rebuild the initial RAM disk."""
     command = tables.table("packages")["managers"].get(machine.platform.package_manager, {}).get("initramfs")
     return sudo(machine, command) if command else "Rebuild the initial RAM disk."
 
 
-def package(machine: Machine, *words: str, **more: str) -> Lines:
-    """Install a package of the system, or several, by this distribution's name for it in ``packages.json``.
+def install_package(machine: Machine, *words: str, **more: str) -> Lines:
+    """Install system packages under the name that this distribution has for them in ``packages.json``.
 
-    ``more`` are names by package manager, such as ``apt="libcuda1"``, beside those or in their place.
+    ``more`` adds or replaces names by package manager, such as ``apt="libcuda1"``.
     """
     known, manager = tables.table("packages"), machine.platform.package_manager
     names = {**known["packages"].get(" ".join(words), {}), **more}
@@ -91,17 +93,17 @@ def package(machine: Machine, *words: str, **more: str) -> Lines:
 
 
 def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> str:
-    """Write a line, or several, into a file that is root's, perhaps on the host of a container."""
+    """Write lines into a file that belongs to root, perhaps on the host of a container."""
     text = " ".join(map(quote, lines))
     write = f"echo {text}" if len(lines) == 1 else f"printf '%s\\n' {text}"
     return f"$ {write} | {sudo(machine, f'tee {file}', host=host).removeprefix('$ ')}"
 
 
-_MODULES = {"nvidia": "nvidia_drm nvidia_modeset nvidia_uvm nvidia"}  # what uses a module has to go before it
+_MODULES = {"nvidia": "nvidia_drm nvidia_modeset nvidia_uvm nvidia"}  # a module's users must be unloaded before it
 
 
 def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
-    """Unload a module of the driver and load it again, on the machine itself."""
+    """Unload a kernel module of the driver and load it again, on the host."""
     loaded = machine.kernel.modules
     first = [name for name in _MODULES.get(module, module).split() if name in (*loaded, module) or not loaded]
     commands: Lines = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
@@ -111,31 +113,31 @@ def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
 
 
 def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
-    """Give a kernel module an option that lasts. ``line`` is ``options MODULE name=value``."""
+    """Set an option of a kernel module permanently. ``line`` is ``options MODULE name=value``."""
     write = write_line(machine, line, file=f"/etc/modprobe.d/{file}", host=True)
     return steps(machine, "An option of a module", write=write, reload=reload_module(machine, line.split()[1]))
 
 
 def smi(machine: Machine) -> str:
-    """The name of nvidia-smi, with its folder where that need not be on PATH."""
+    """The name of nvidia-smi, with its folder if that may not be on PATH."""
     path = machine.driver.libraries.smi
     return "nvidia-smi" if path.startswith(("/usr/bin/", "/usr/local/bin/", "/bin/")) or not path else quote(path)
 
 
 def delete(machine: Machine, *paths: str) -> Lines:
-    """Delete files or folders of the user."""
+    """Delete the user's files or folders."""
     if machine.platform.system == "Windows":
         return tuple(f'$ Remove-Item -Recurse "{path}"' for path in paths)
     return tuple(f"$ rm -r {quote(path)}" for path in paths)
 
 
-# -- variables of this shell, and where they come from
+# -- environment variables, and where they are set
 
 
 _CSH = ("unsetenv {name}", "setenv {name} {quoted}")
 _POWERSHELL = ("Remove-Item Env:{name}", '$env:{name} = "{value}"')
 _SHELLS = {"fish": ("set -e {name}", "set -gx {name} {quoted}"), "csh": _CSH, "tcsh": _CSH}
-"""How a shell removes a variable, and sets one, where it is not as in bash."""
+"""How shells other than bash unset a variable, and set one."""
 
 
 def _shell(machine: Machine) -> tuple[str, str] | None:
@@ -144,46 +146,46 @@ def _shell(machine: Machine) -> tuple[str, str] | None:
 
 
 def unset(machine: Machine, *names: str) -> Lines:
-    """Remove variables from this shell, and from where they come from."""
+    """Unset variables in this shell, and where they are set."""
     shell = _shell(machine)
     command = "; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"
-    return (f"$ {command}", *_where_set(machine, names))
+    return (f"$ {command}", *_make_permanent(machine, names))
 
 
 def set_variable(machine: Machine, name: str, value: str) -> Lines:
     """Set a variable in this shell."""
     shell = _shell(machine) or ("", "export {name}={quoted}")
-    return (f"$ {shell[1].format(name=name, value=value, quoted=quote(value))}", *_where_set(machine, (name,)))
+    return (f"$ {shell[1].format(name=name, value=value, quoted=quote(value))}", *_make_permanent(machine, (name,)))
 
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
-    """A search path without one of its folders."""
+    """Remove a folder from a search path."""
     elements = (machine.variables.get(variable) or "").split(":")
     rest = ":".join(element for element in elements if not _leads_to(element, folder))
     return set_variable(machine, variable, rest) if rest.strip(":") else unset(machine, variable)
 
 
-def listed(machine: Machine, variable: str, folder: str) -> bool:
+def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
     """Whether a folder is an element of a search path."""
     return any(_leads_to(element, folder) for element in (machine.variables.get(variable) or "").split(":"))
 
 
 def _leads_to(element: str, folder: str) -> bool:
-    """Whether an element of a search path is a folder; a relative one is, if the folder ends in it."""
+    """Whether an element of a search path means a folder; a relative one does if the folder ends with it."""
     plain, wanted = normpath(element) if element else "", normpath(folder)
     absolute = plain.startswith(("/", "..")) or plain in ("", ".")
     return plain == wanted if absolute else wanted.endswith(f"/{plain}")
 
 
 def drop_library(machine: Machine, path: str, via: str) -> Lines:
-    """Keep the loader from a library that it finds through a variable; nothing where it is found otherwise."""
+    """Keep the loader from a library that it finds through a variable; nothing if it is found otherwise."""
     if via == "LD_LIBRARY_PATH":
         return drop_folder(machine, via, path.rpartition("/")[0])
     return unset(machine, via) if via == "LD_PRELOAD" else ()
 
 
-def _where_set(machine: Machine, names: Lines) -> Lines:
-    """Where a change has to be made to last."""
+def _make_permanent(machine: Machine, names: Lines) -> Lines:
+    """Where to change variables permanently."""
     lines = tuple(
         f"To make it permanent, change {name} where it is set: {', '.join(machine.variables.origins[name])}"
         for name in names
@@ -202,8 +204,8 @@ def _where_set(machine: Machine, names: Lines) -> Lines:
 # -- how to start a container or a job with a GPU
 
 
-def give_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
-    """How to start this kind of container or job with a GPU; ``slurm`` if it is Slurm that gave none."""
+def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
+    """How to start this kind of container or job with a GPU; ``slurm`` if Slurm gave it none."""
     around, start = machine.surroundings, tables.table("containers")["start"]
     inner = start.get(around.container, start["docker"])
     if slurm or (around.slurm and not around.kubernetes and not around.container):
@@ -211,18 +213,18 @@ def give_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
     return tuple(start["kubernetes"] if around.kubernetes else inner)
 
 
-# -- NVIDIA's driver: which branch and which flavour drive the cards of this machine, and the packages that hold it
+# -- NVIDIA's driver: which branch and flavour support the cards of this machine, and which packages contain it
 
 _CURRENT = 580  # a branch that the distributions below are known to have, in both flavours
 _FIRST_OPEN = 515
 
 
-class Wanted(NamedTuple):
-    """A driver: of branch ``low`` or newer and no newer than ``high``, 0 where any will do.
+class DriverChoice(NamedTuple):
+    """The driver to install: of branch ``low`` or newer, and no newer than ``high``; 0 is any.
 
-    ``first`` is the branch that first drove the newest of the cards, and ``low`` what something else asks for.
-    ``open_module`` is ``None`` where either kernel module drives the cards. ``dropped`` are generations of cards that
-    no driver serves beside the others, which are ``kept``.
+    ``first`` is the first branch that supports the newest card; ``low`` is what something else requires.
+    ``open_module`` is ``None`` if either kernel module does. ``kept`` are the generations of cards that it supports,
+    ``dropped`` those that no driver supports together with them.
     """
 
     low: int = 0
@@ -241,8 +243,8 @@ class Wanted(NamedTuple):
         return f"{which}{flavour[self.open_module]}"
 
 
-def wanted(machine: Machine, at_least: int = 0, exactly: int = 0) -> Wanted:
-    """The driver for the cards of this machine; where no driver serves all of them, for the newest ones."""
+def driver_choice(machine: Machine, at_least: int = 0, exactly: int = 0) -> DriverChoice:
+    """The driver for the cards of this machine; if no driver supports all of them, for the newest ones."""
     chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
     known = ((tables.generation(chip.generation), tables.first_branch(chip.capability)) for chip in chips if chip)
     cards = [(found, first) for found, first in known if found]
@@ -254,47 +256,47 @@ def wanted(machine: Machine, at_least: int = 0, exactly: int = 0) -> Wanted:
         (dropped if apart or 0 < card.last_branch < first else kept).add(card)
     branch = exactly or min((card.last_branch for card in kept if card.last_branch), default=0)
     flavours = {card.open_module for card in kept}
-    # of a card that is not known, the module that is loaded tells which flavour drives it
+    # the loaded module shows the flavour that an unknown card needs
     open_module = None if flavours else {"open": True, "proprietary": False}.get(machine.kernel.flavour)
     if "impossible" in flavours or 0 < branch < _FIRST_OPEN:
         open_module = False
     elif "required" in flavours:
         open_module = True
     names = (tuple(sorted(card.name for card in group)) for group in (dropped, kept))
-    return Wanted(at_least, branch, first, open_module, *names)
+    return DriverChoice(at_least, branch, first, open_module, *names)
 
 
 def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Lines:
-    """Install NVIDIA's driver, in the branch and the flavour that drive the cards of this machine.
+    """Install NVIDIA's driver, in the branch and the flavour that support the cards of this machine.
 
-    ``at_least`` is a floor, which any newer branch meets; ``exactly`` names the one branch that will do.
+    ``at_least`` is the lowest branch; ``exactly`` the only one that works.
     """
-    want = wanted(machine, at_least, exactly)
-    which, kept, dropped = want.words, " and ".join(want.kept), " and ".join(want.dropped)
+    choice = driver_choice(machine, at_least, exactly)
+    which, kept, dropped = choice.words, " and ".join(choice.kept), " and ".join(choice.dropped)
     if machine.surroundings.wsl or machine.platform.system == "Windows":
         name = "The driver of WSL" if machine.surroundings.wsl else "The driver of Windows"
         return steps(machine, name, which=which if at_least or exactly else "")
-    if 0 < want.high < at_least:
-        return steps(machine, "The last driver", last=want.high, cards=kept or "this card", wanted=at_least)
+    if 0 < choice.high < at_least:
+        return steps(machine, "The last driver", last=choice.high, cards=kept or "this card", wanted=at_least)
     if machine.surroundings.container:
         return steps(machine, "The driver of the host", which=which)
-    packages = _driver_packages(machine, want)
+    packages = _driver_packages(machine, choice)
     return steps(machine, "The driver", kept=kept, dropped=dropped, packages=packages)
 
 
-_DEBIANS = 535  # Debian's own package is of this branch or newer since Debian 12, with the proprietary module
+_DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, with the proprietary module
 
 
-def _driver_packages(machine: Machine, want: Wanted) -> Lines:
-    """Install the driver with the distribution's package manager, or in words where no command is known to do it."""
+def _driver_packages(machine: Machine, choice: DriverChoice) -> Lines:
+    """Install the driver with the distribution's package manager; words if no command is known."""
     names, known = (machine.platform.distribution, *machine.platform.distribution_like), tables.table("packages")
     families = (family for name in names for family, like in known["driver"].items() if name in like.split())
     family = next(families, "other")
-    branch, least, closed = want.high, max(want.low, want.first), want.open_module is False
-    plain = not want.low and not want.open_module
-    how = {  # where it is not the package of the newest branch
+    branch, least, closed = choice.high, max(choice.low, choice.first), choice.open_module is False
+    plain = not choice.low and not choice.open_module
+    how = {  # if it is not the package of the newest branch
         "ubuntu": "recommended" if plain and not branch else "",
-        "debian": "legacy" if 0 < branch < _FIRST_OPEN else "own" if plain and want.first <= _DEBIANS else "",
+        "debian": "legacy" if 0 < branch < _FIRST_OPEN else "own" if plain and choice.first <= _DEBIAN else "",
         "fedora": "legacy" if branch in (390, 470) else "held" if branch else "",
         "rhel": "held" if branch else "",
         "arch": "legacy" if branch in (390, 470, 580) else "held" if branch or closed else "",
@@ -303,49 +305,49 @@ def _driver_packages(machine: Machine, want: Wanted) -> Lines:
     }
     name, dashed = f"Driver: {family} {how.get(family, '')}".rstrip(), f"-{branch}" if branch else ""
     number = branch or max(least, _CURRENT)
-    values = {"which": want.words, "branch": branch, "dashed": dashed, "number": number}
+    values = {"which": choice.words, "branch": branch, "dashed": dashed, "number": number}
     return steps(machine, name, **values, closed=closed, opened=not closed)
 
 
-# -- Python packages, with the tool of the environment that was examined; and which torch to install at all
+# -- Python packages, with the tool of the examined environment, and which torch to install
 
 _TRIO = ("torchvision", "torchaudio")
 _CONDAS = ("conda", "pixi")
 
 
 def wheel_choice(machine: Machine, torch: str = "") -> tables.WheelChoice:
-    """The torch build that fits the driver, the cards, the Python and the platform of this machine."""
-    told = set(machine.capabilities.values())
+    """The torch build for the driver, the cards, the Python and the platform of this machine."""
+    reported = set(machine.capabilities.values())
     chips = (tables.chip_of(gpu.device) for gpu in machine.hardware.gpus)
     python = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
     return tables.choose_wheel(
         driver=machine.driver.nvml.driver or machine.kernel.version,
         driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0),
-        capabilities=tuple(sorted(told or {chip.capability for chip in chips if chip and chip.capability})),
+        capabilities=tuple(sorted(reported or {chip.capability for chip in chips if chip and chip.capability})),
         platform=wheel_platform(machine),
         python=(int(python[1]), int(python[2])) if python else (3, 12),
         torch=torch,
-        driver_sees_cards=bool(told),
+        driver_sees_cards=bool(reported),
     )
 
 
-def wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> Lines:
-    """Install the torch that fits both the driver and the card, with the tool of this environment.
+def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> Lines:
+    """Install the torch build for the driver and the cards, with the tool of this environment.
 
-    It is of the release ``torch``; else of the one that is installed, where that has a build that fits. Without
-    ``driver`` another finding says how to install the driver that it may need.
+    Its release is ``torch``, else the installed one if that has a suitable build. Without ``driver`` another finding
+    says how to install the driver that it may need.
     """
     first, newest, conda = machine.torch.first, wheel_choice(machine), _tool(machine) in _CONDAS
     installed = first.version.partition("+")[0] if first else ""
     choice = wheel_choice(machine, torch)
-    if not torch and installed in tables.releases():  # the installed one, for which other packages are made
+    if not torch and installed in tables.releases():  # other packages were made for the installed release
         kept = wheel_choice(machine, installed)
         if kept.torch_version and (newest.needs_driver or not kept.needs_driver):
             choice = kept
     if not choice.torch_version:
         return (choice.reason,)
     cuda = f"{choice.build[2:-1]}.{choice.build[-1]}"  # 12.6 of cu126
-    # where conda's torch is the right one, it only has to be put in its place once more
+    # conda's torch is the right one, and only has to be installed again
     again = conda and first is not None and installed == choice.torch_version and _major(first.cuda) == _major(cuda)
     likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
     why = f"Why CUDA {cuda}, judged by PyTorch's wheels{likely}: {choice.reason}"
@@ -370,11 +372,11 @@ def _major(version: str) -> str:
 
 
 def _torch_commands(machine: Machine, choice: tables.WheelChoice, cuda: str, *, again: bool) -> Lines:
-    """Replace torch and its companions by a chosen build."""
+    """Replace torch, torchvision and torchaudio by a chosen build."""
     tool, project = _tool(machine), _project(machine)
     beside = [name for name in _TRIO if name in machine.python.packages]
     if tool in _CONDAS:
-        if again:  # conda keeps what already meets the request, and so what is broken
+        if again:  # otherwise conda keeps a broken package that meets the request
             return conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
         return conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *beside)
     wanted = (f"torch=={choice.torch_version}", *beside)
@@ -387,7 +389,7 @@ def _torch_commands(machine: Machine, choice: tables.WheelChoice, cuda: str, *, 
     if project == "uv":
         source = f" --index pytorch-{choice.build}={choice.index_url}" if choice.index_url else ""
         return (f"$ uv add{source} {' '.join(wanted)}",)
-    # NVIDIA's packages for another CUDA put other files into the same folders; a project's tool removes them itself
+    # NVIDIA's packages for another CUDA version put files into the same folders; a project's tool removes them itself
     found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
     others = sorted(name for name, of in found if of and of[1] != _major(cuda) and not project)
     remove = uninstall(machine, "torch", *beside, *others)
@@ -395,22 +397,22 @@ def _torch_commands(machine: Machine, choice: tables.WheelChoice, cuda: str, *, 
 
 
 def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:
-    """Install torch where none is known: for the NVIDIA GPU; without one (``False``) the small CPU build.
+    """Install torch where there is none: for the NVIDIA GPU, or without one (``False``) the small CPU build.
 
-    ``None`` is a machine of which it is not known whether it has one.
+    ``None`` means that it is unknown whether the machine has one.
     """
     if gpu:
-        return wheel(machine)
+        return install_wheel(machine)
     default = tables.build_of(tables.releases()[-1], wheel_platform(machine))
     with_cuda = gpu is False and default is not None and bool(default.cuda)
     return install(machine, "torch", index=f"{tables.INDEX}/cpu" if with_cuda else "", force=force)
 
 
 def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
-    """Install torch once more, with all that it needs: the same release, in the build that fits this machine."""
+    """Install torch again, with everything it needs: the same release, in the build for this machine."""
     first = machine.torch.first
     folder = first.location.rpartition("/")[0] if first else ""
-    if listed(machine, "PYTHONPATH", folder) and not folder.endswith(("/site-packages", "/dist-packages")):
+    if in_search_path(machine, "PYTHONPATH", folder) and not folder.endswith(("/site-packages", "/dist-packages")):
         others = len(machine.torch.installs or ()) > 1
         here = () if others else ("Then install torch in this environment:", *install_torch(machine, gpu=gpu))
         drop = drop_folder(machine, "PYTHONPATH", folder)
@@ -419,9 +421,9 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     if release not in tables.releases():
         return install_torch(machine, gpu=gpu, force=True)
     if gpu:
-        return wheel(machine, release if wheel_choice(machine, release).torch_version else "")
+        return install_wheel(machine, release if wheel_choice(machine, release).torch_version else "")
     default = tables.build_of(release, wheel_platform(machine))
-    if gpu is False and first and first.cuda and default and default.cuda:  # the small build does, with all beside it
+    if gpu is False and first and first.cuda and default and default.cuda:  # the CPU build is enough
         beside = [name for name in _TRIO if name in machine.python.packages]
         return install(machine, f"torch=={release}", *beside, index=f"{tables.INDEX}/cpu", force=True)
     index = "" if (default and default.build == build) or not build else f"{tables.INDEX}/{build}"
@@ -442,7 +444,7 @@ def jetson_torch(machine: Machine) -> Lines:
 
 
 def conda(machine: Machine, *names: str, force: bool = False) -> Lines:
-    """Install packages of conda-forge."""
+    """Install packages from conda-forge."""
     wanted = " ".join(names)
     if machine.python.tool == "pixi":
         return (f"$ pixi add {wanted}", *(("$ pixi clean", "$ pixi install") if force else ()))
@@ -451,7 +453,7 @@ def conda(machine: Machine, *names: str, force: bool = False) -> Lines:
 
 
 def conda_list(machine: Machine, pattern: str) -> str:
-    """List what conda installed in this environment, by a part of the name."""
+    """List the conda packages in this environment whose names contain a pattern."""
     return f"$ pixi list {pattern}" if machine.python.tool == "pixi" else f"$ conda list{_prefix(machine)} {pattern}"
 
 
@@ -460,7 +462,7 @@ def _prefix(machine: Machine) -> str:
 
 
 def _conda_names(requirements: tuple[str, ...]) -> Lines:
-    """What conda-forge calls some packages of PyPI; nothing where one of them may not be there.
+    """The names of PyPI's packages on conda-forge; nothing if one of them may not exist there.
 
     >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
     (('pytorch=2.5.1', 'cudnn'), ())
@@ -469,18 +471,18 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
     parts = [each.partition("==") for each in requirements if each not in ("--no-deps", "--upgrade")]
     if not all(name in known for name, _, _ in parts):
         return ()
-    # NVIDIA's own version numbers are cut differently there
+    # NVIDIA's packages have other version numbers there
     pinned = ("torch", *_TRIO)
     return tuple(known[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
 
 
 def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
-    """Install Python packages into the environment that was examined."""
+    """Install Python packages into the examined environment."""
     tool, project = _tool(machine), _project(machine)
     if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return conda(machine, *names, force=force)
     wanted = " ".join(map(quote, requirements))
-    plain = not any(each.startswith("-") for each in requirements)  # a project's tool has no such options
+    plain = not any(each.startswith("-") for each in requirements)  # options of pip, which a project's tool lacks
     if project and plain and not index and not force:
         return (f"$ {project} add {wanted}",)
     python = quote(machine.python.executable or "python")
@@ -489,7 +491,7 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     if tool == "uv":
         lines: Lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}",)
     elif machine.python.externally_managed:
-        shared = " --system-site-packages" if "--no-deps" in requirements else ""  # with the torch that it has
+        shared = " --system-site-packages" if "--no-deps" in requirements else ""  # for its torch
         return steps(machine, "A Python of the system", python=python, shared=shared, wanted=f"{again} {wanted}")
     else:
         lines = _pip(machine, f"install{again} {wanted}")
@@ -498,15 +500,15 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     return (*lines, f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.")
 
 
-def bring(machine: Machine, *libraries: str) -> Lines:
-    """Install the packages of conda-forge that hold some libraries again; nothing where it is not conda that does."""
-    holds = tables.table("packages")["conda_forge_libraries"].items()
-    names = sorted({package for name in libraries for start, package in holds if name.startswith(start)})
+def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Lines:
+    """Reinstall the conda-forge packages that contain some libraries; nothing outside of conda."""
+    known = tables.table("packages")["conda_forge_libraries"].items()
+    names = sorted({package for name in libraries for start, package in known if name.startswith(start)})
     return conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()
 
 
 def uninstall(machine: Machine, *packages: str) -> Lines:
-    """Remove Python packages from the environment that was examined."""
+    """Remove Python packages from the examined environment."""
     tool, project, listed = _tool(machine), _project(machine), " ".join(packages)
     if machine.python.externally_managed:
         return ()
@@ -527,13 +529,13 @@ def _pip(machine: Machine, arguments: str) -> Lines:
 
 
 def _project(machine: Machine) -> str:
-    """The tool that keeps a list of this project's packages, and undoes what is installed past it; empty for none."""
+    """The tool that locks this project's packages, and undoes what is installed without it; empty if there is none."""
     tool = _tool(machine)
     return tool if tool in ("poetry", "pdm") or (tool == "uv" and machine.python.project) else ""
 
 
 def _tool(machine: Machine) -> str:
-    """What to install torch with: what installed it, where that differs from the environment's own tool."""
+    """What to install torch with: what installed it, else the environment's own tool."""
     first = machine.torch.first
     if machine.python.tool in _CONDAS and first and first.installer in ("pip", "uv"):
         return first.installer
@@ -541,18 +543,18 @@ def _tool(machine: Machine) -> str:
 
 
 def wheel_platform(machine: Machine) -> tables.Platform:
-    """Whose wheels this machine takes."""
+    """The platform of the wheels for this machine."""
     system, arm = machine.platform.system, machine.platform.machine in ("aarch64", "arm64")
     if system == "Darwin":
         return "macos-arm64" if arm else "macos-x86_64"
     return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
 
 
-_SHARED: dict[str, Callable[..., Lines | str]] = {
+_FUNCTIONS: dict[str, Callable[..., Lines | str]] = {
     each.__name__: each
     for each in (
-        *(reboot, initramfs, install_driver, give_gpu, smi, unset, set_variable),
-        *(install, uninstall, wheel, jetson_torch, package),
+        *(reboot, initramfs, install_driver, start_with_gpu, smi, unset, set_variable),
+        *(install, uninstall, install_wheel, jetson_torch, install_package),
     )
 }
-"""What any section of ``steps.md`` may name."""
+"""The functions that a section of ``steps.md`` may name."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.case import LAYERS
-from transload.diagnose.fixes import listed
+from transload.diagnose.fixes import in_search_path
 from transload.diagnose.pages import parts
 from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, result, shown_variables, table
@@ -353,7 +353,7 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     cuda, libraries = machine.driver.cuda, machine.torch_libraries
 
-    through = first is not None and listed(machine, "PYTHONPATH", first.location.rpartition("/")[0])
+    through = first is not None and in_search_path(machine, "PYTHONPATH", first.location.rpartition("/")[0])
     hiding = torch.shadow_via == "PYTHONPATH"
     told = shown_variables()[0] - (_SELDOM - ({"PYTHONPATH"} if hiding or through else set()))
     shown = [printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in told]

@@ -348,9 +348,8 @@ class _TorchImport:
                 if found is None or os.path.dirname(target(found.path)) == own:
                     continue
                 constants = section_bytes(asker.elf, ".rodata", _CONSTANTS_OF_CUDNN) or b""
-                known = re.search(
-                    rf"cudnn_{part}\b".encode(), constants
-                )  # a newer cuDNN on the system may have more parts
+                # A newer cuDNN on the system may have parts that this one does not know.
+                known = re.search(rf"cudnn_{part}\b".encode(), constants)
                 if known and not target(found.path).endswith(f".so.{'.'.join(numbers)}"):
                     yield f"{name}: {found.path}, by {found.via}"
 

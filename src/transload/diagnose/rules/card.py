@@ -149,7 +149,7 @@ def unsupported(m: Case) -> Found:
             said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
             last = f"the last driver branch for {chip.generation} is {known.last_branch}"
             evidence = (card, f"{last}, and branch {branch} is installed", said)
-            want, kepler = fixes.wanted(m), known.name == "Kepler"
+            want, kepler = fixes.driver_choice(m), known.name == "Kepler"
             fix = m.steps("K06", kepler=kepler, newer=not kepler)
             if known.name in want.dropped:
                 fix = m.steps("K06 mixed", kept=" and ".join(want.kept))
@@ -188,7 +188,7 @@ def unsupported(m: Case) -> Found:
     if (said or (gone and not loaded)) and kernel.loaded and not m.nvml_works:
         missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
         apt = f"--reinstall nvidia-firmware-{branch}-{kernel.version}"
-        firmware = fixes.package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
+        firmware = fixes.install_package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
         fix = m.steps("K12 container" if m.surroundings.container else "K12", firmware=firmware)
         yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
 

@@ -205,11 +205,11 @@ def not_found(m: Case) -> Found:
 def _packages(m: Case, *, again: bool = False) -> Lines:
     """Install the driver's libraries, or do so again where files of an installed package are missing."""
     if m.surroundings.container:
-        return ("The container runtime provides the libraries:", *fixes.give_gpu(m))
+        return ("The container runtime provides the libraries:", *fixes.start_with_gpu(m))
     branch = next(iter(numbers_of(m.kernel.version)), "BRANCH")
     debian = m.platform.distribution == "debian"
     apt = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{branch} nvidia-utils-{branch}"
-    packages = fixes.package(m, "driver", "libraries", apt=f"--reinstall {apt}" if again else apt)
+    packages = fixes.install_package(m, "driver", "libraries", apt=f"--reinstall {apt}" if again else apt)
     return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
 
 
@@ -252,7 +252,7 @@ def not_ready(m: Case) -> Found:
         install = m.steps("The fabric manager of the host", version=f" {version}" if version else "")
     else:
         apt = f"'nvidia-fabricmanager-{branch[0]}={version}*'"
-        install = fixes.package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
+        install = fixes.install_package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
     if manager and version and manager != version:
         versions = f"the fabric manager is version {manager}, the kernel driver {version}"
         yield "S02", Match((m.answer, versions), m.steps("S02", install=install))

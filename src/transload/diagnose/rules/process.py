@@ -38,7 +38,10 @@ def not_granted(m: Case) -> Found:
             f"{CVD} is {visible!r}" if hidden else "",
             m.answer,
         )
-        yield "C09", Match(evidence, fixes.give_gpu(m, slurm=True), severity=m.no_gpu_severity, likely=not forbidden)
+        yield (
+            "C09",
+            Match(evidence, fixes.start_with_gpu(m, slurm=True), severity=m.no_gpu_severity, likely=not forbidden),
+        )
 
     dxg = around.wsl == 2 and not m.nodes.at("/dev/dxg").exists
     private = around.private_dev and (m.nodes_absent or dxg)
@@ -52,7 +55,7 @@ def not_granted(m: Case) -> Found:
 @rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01")
 def container(m: Case) -> Found:
     """A container on a machine with a card that was started without it, or with the wrong libraries."""
-    around, kernel, give = m.surroundings, m.kernel, fixes.give_gpu(m)
+    around, kernel, give = m.surroundings, m.kernel, fixes.start_with_gpu(m)
     kind, severity = around.container, m.no_gpu_severity
     shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""
     inside = f"the process runs in a container ({kind}){shown}"

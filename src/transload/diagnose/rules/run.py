@@ -61,7 +61,7 @@ def driver_for_build(m: Case) -> Found:
             f"torch {m.torch_version} was built with CUDA {torch_cuda}{needs}",
             quoted(complaint),
         )
-        fix = fixes.wheel(m)
+        fix = fixes.install_wheel(m)
         # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
         if floor and not fixes.wheel_choice(m).needs_driver and not _misfits(m):
             update = fixes.install_driver(m, at_least=tables.branch_of(floor))
@@ -134,7 +134,7 @@ def no_code_for_card(m: Case) -> Found:
         jetson = m.hardware.tegra or any(card.capability in tables.TEGRA for card in bad)
         newer = any(card.capability > max(map(_numbers, codes)) for card in bad)
         sure = proven and all(card.sure for card in bad)
-        fix = fixes.jetson_torch(m) if jetson else fixes.wheel(m)
+        fix = fixes.jetson_torch(m) if jetson else fixes.install_wheel(m)
         code = "A05" if jetson else "A01" if newer else "A02"
         yield code, Match(evidence, fix, severity="warning" if spared else "error", likely=not sure)
 

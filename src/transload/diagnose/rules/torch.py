@@ -79,7 +79,7 @@ def which_torch(m: Case) -> Found:
         fix = m.steps("P02")
         if python.user_site and installs[0].location.startswith(python.user_site):
             fix = m.steps("P02 user")
-        elif fixes.listed(m, "PYTHONPATH", dirname(installs[0].location)):  # where pip removes nothing
+        elif fixes.in_search_path(m, "PYTHONPATH", dirname(installs[0].location)):  # where pip removes nothing
             fix = fixes.drop_folder(m, "PYTHONPATH", dirname(installs[0].location))
         # an error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two
         if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
@@ -160,7 +160,7 @@ def cpu_build(m: Case) -> Found:
     # to prevent the next installation from bringing it back
     keep = "To keep this build, name torch and its index in a constraints file, and pass it with -c to later installs."
     gpus = tuple(map(str, m.cards[:4])) or ("there is an NVIDIA GPU",)
-    install = (*fixes.wheel(m, driver=not m.driver_misfit), keep if beside else "")
+    install = (*fixes.install_wheel(m, driver=not m.driver_misfit), keep if beside else "")
     # a card with an unknown chip may be one that CUDA never supported
     unknown = not (m.cards or m.hardware.dxg or m.driver.cuda.works)
     evidence = (built, together, *gpus)
@@ -243,15 +243,15 @@ def _own(lib: Resolved) -> str:
 
 def _drop(m: Case, lib: Resolved) -> Lines:
     """Prevent the loader from using a file that is not torch's own."""
-    return fixes.drop_library(m, lib.path, lib.via) or _bring(m, [lib])
+    return fixes.drop_library(m, lib.path, lib.via) or _install_libraries(m, [lib])
 
 
-def _bring(m: Case, blamed: Iterable[Resolved]) -> Lines:
+def _install_libraries(m: Case, blamed: Iterable[Resolved]) -> Lines:
     """Install the packages that contain some libraries."""
     blamed = list(blamed)
     packages = sorted({lib.package for lib in blamed if lib.package})
     if not packages or "torch" in packages:
-        return fixes.bring(m, *(lib.name for lib in blamed)) or m.reinstall
+        return fixes.reinstall_conda_libraries(m, *(lib.name for lib in blamed)) or m.reinstall
     versions = m.python.packages
     pinned = (f"{name}=={versions[name]}" if versions.get(name) else name for name in packages)
     return fixes.install(m, "--no-deps", *pinned, force=True)
@@ -278,9 +278,9 @@ def not_loadable(m: Case) -> Found:
         )
         fix = m.steps("L04", name=name)
         if not name or is_nvidia_library(name) or name.startswith(("libtorch", "libc10", "libshm")):
-            fix = _bring(m, blamed)
+            fix = _install_libraries(m, blamed)
         elif name in table("packages")["packages"]:
-            fix = fixes.package(m, name)
+            fix = fixes.install_package(m, name)
         yield "L04", Match((quoted(error), *lines), fix)
 
     symbol = _SYMBOL.search(error)
@@ -365,7 +365,7 @@ def mixed_libraries(m: Case) -> Found:
     if lost := [lib for lib in ours if lib.via in _BEHIND and lib not in from_conda]:
         told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_|undefined symbol|version .* not found")
         lines = (line for lib in lost[:4] for line in (_line(lib), f"{lib.expected} does not exist"))
-        yield "L05", Match((quoted(told), *lines), _bring(m, lost), severity="error" if told else "warning")
+        yield "L05", Match((quoted(told), *lines), _install_libraries(m, lost), severity="error" if told else "warning")
 
 
 @rules("torch-libraries", "L08", "L12", "L13", "L10", "L11", "L09", likely=("L11",))
