@@ -47,7 +47,7 @@ def _only_what_is_new() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("transload.formats._frozen_by_others", False)  # what a read finds out here ends here
+    monkeypatch.setattr("transload.formats._has_frozen", False)  # what a read finds out here ends here
     gc.collect()
     gc.disable()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from transload.formats import no_collecting
+from transload.formats import gc_paused
 from transload.loading import load
 
 
@@ -66,7 +66,7 @@ def test_a_child_process_collects_though_a_thread_of_its_parent_was_loading() ->
     begun, done = threading.Event(), threading.Event()
 
     def loading() -> None:
-        with no_collecting():
+        with gc_paused():
             begun.set()
             done.wait()
 
@@ -97,7 +97,7 @@ def test_a_file_object_that_only_reads_and_seeks(saved: bytes) -> None:
 def test_a_program_that_has_frozen_its_objects_is_asked_once(saved: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python counts them one by one, which took three times as long as the reading in a program with two million."""
     counts = iter([1])
-    monkeypatch.setattr("transload.formats._frozen_by_others", False)
+    monkeypatch.setattr("transload.formats._has_frozen", False)
     monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts))
     load(saved)
     load(saved)

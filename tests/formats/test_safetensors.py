@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.each import each
 
 from transload.checkpoint import Checkpoint
-from transload.formats.safetensors import BITS, MAX_HEADER, looks_like, read_safetensors
+from transload.formats.safetensors import BITS, MAX_HEADER, looks_like_safetensors, read_safetensors
 from transload.io.sources import BytesSource
 
 safetensors = pytest.importorskip("safetensors")
@@ -209,7 +209,7 @@ def test_what_is_odd_is_told_and_no_more(name: str) -> None:
 def test_what_is_unusual_but_right_has_no_problem(data: bytes) -> None:
     assert codes(data) == set()
     assert check_against_reference(data)
-    assert looks_like(BytesSource(data))
+    assert looks_like_safetensors(BytesSource(data))
 
 
 def test_a_file_cut_short_lists_what_is_whole() -> None:
@@ -260,7 +260,7 @@ def test_metadata_is_shown_in_bounds() -> None:
     ],
 )
 def test_recognition(data: bytes, answer: bool) -> None:
-    assert looks_like(BytesSource(data)) is answer
+    assert looks_like_safetensors(BytesSource(data)) is answer
 
 
 class _Watched(BytesSource):
@@ -355,5 +355,5 @@ def test_damage_to_a_right_file_is_never_missed(data: st.DataObject) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_nothing_raises(data: bytes) -> None:
-    looks_like(BytesSource(data))
+    looks_like_safetensors(BytesSource(data))
     read(data)

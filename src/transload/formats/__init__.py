@@ -20,58 +20,58 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def no_collecting(*, strangers: bool = False) -> Iterator[None]:
-    """Hold the garbage collector off while a graph is built.
+def gc_paused(*, user_objects: bool = False) -> Iterator[None]:
+    """Pause the garbage collector while a graph is built.
 
-    The graph of a large checkpoint is half a million objects, none of which is garbage until we return: collecting
-    meanwhile takes as long as the reading itself. Nor is it worth a look right afterwards, so what is young is handed
-    to the oldest generation: freezing and thawing moves it there without looking (not where somebody else has
-    frozen). What comes there so is not counted, and garbage in it may never be looked for. So the program's own is
-    collected before; and with ``strangers``, objects that may hold one another, nothing is moved.
+    The graph of a large checkpoint has half a million objects, none of which is garbage until we return: collecting
+    meanwhile takes as long as the reading itself. Nor is it worth examining them right afterwards, so young objects are
+    moved to the oldest generation: ``gc.freeze`` and ``gc.unfreeze`` do that without examining them (not if the program
+    itself uses ``gc.freeze``). Objects moved this way are not counted, and garbage among them may never be collected.
+    So the program's own garbage is collected before; and with ``user_objects``, which may be cyclic, nothing is moved.
     """
     collecting = gc.isenabled()
     if collecting:
         gc.collect(1)
-        _holding.append(None)
+        _paused.append(None)
     try:
         gc.disable()
         yield
     finally:
         if collecting:
-            if not (strangers or _others_freeze()):
+            if not (user_objects or _program_freezes()):
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
-            del _holding[-1:]
+            del _paused[-1:]
 
 
-_frozen_by_others = not hasattr(gc, "freeze")
+_has_frozen = not hasattr(gc, "freeze")
 
 
-def _others_freeze() -> bool:
-    """Whether the program has frozen objects. Counting them takes long, so a program that has is not asked again."""
-    global _frozen_by_others  # noqa: PLW0603 - one answer for the process
-    _frozen_by_others = _frozen_by_others or gc.get_freeze_count() > 0
-    return _frozen_by_others
+def _program_freezes() -> bool:
+    """Whether the program has ever frozen objects: counting them takes long, so that is remembered."""
+    global _has_frozen  # noqa: PLW0603 - one answer for the process
+    _has_frozen = _has_frozen or gc.get_freeze_count() > 0
+    return _has_frozen
 
 
-_holding: list[None] = []
-"""One for each that holds the garbage collector off at the moment."""
+_paused: list[None] = []
+"""One for each thread that has paused the garbage collector."""
 
 
-def _collect_again() -> None:
-    """In a child process, which has none of the threads that held the collector off and would let it go."""
-    if _holding:
-        _holding.clear()
+def _resume_in_child() -> None:
+    """Enable the collector in a forked child, which has none of the threads that would do so."""
+    if _paused:
+        _paused.clear()
         gc.enable()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_collect_again)
+    os.register_at_fork(after_in_child=_resume_in_child)
 
 
 def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
-    """The facts of a checkpoint, not yet judged."""
+    """Read a checkpoint, without judging it."""
     if isinstance(f, str | os.PathLike):
         path = os.fspath(f)
         if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
@@ -94,8 +94,8 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
 
 def unpacked(source: Source) -> Source:
-    """What a compressed file holds where that can be read as it is: as joblib writes tensors. Else the source."""
-    if source.read(0, 1) not in (b"\x1f", b"B", b"\xfd", b"\x5d", b"\x78"):  # no compressor begins otherwise
+    """The decompressed file if it is one of joblib's, which can be read like that; else the source itself."""
+    if source.read(0, 1) not in (b"\x1f", b"B", b"\xfd", b"\x5d", b"\x78"):  # the first byte of any compressor
         return source
     from transload.formats import plain_pickle
 
@@ -103,43 +103,43 @@ def unpacked(source: Source) -> Source:
 
 
 def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> Checkpoint:
-    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know); read it.
+    """Detect the format by content, in torch's order (zip, tar, stream, then what torch does not read), and read it.
 
-    Without ``tree``, the tensors of an ordinary archive with nothing wrong about it are ``counted`` and not listed, nor
-    are its leaves: for a loader, which goes through all of them itself, and comes back for names where it must.
+    Without ``tree``, the tensors of an ordinary archive without problems are only ``counted``, and its leaves left out:
+    for a loader, which goes through all of them itself, and reads the file again if it needs their names.
     """
     from transload.formats.zip import ends_like_zip, starts_like_zip
 
     if starts_like_zip(source):
         folder, name = os.path.split(source.name)
         if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
-            # A row of small archives, which another file describes.
+            # A sequence of small archives, which another file describes.
             from transload.findings import quoted
             from transload.formats.foreign import Foreign
 
             title = "one of the files of a torch.distributed.checkpoint directory"
             fix = ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}")
-            return _named(source, Foreign("distcp", title, (), fix))
+            return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
         return _read_zip(source, verify=verify, tree=tree)
     from transload.formats import torch_legacy
-    from transload.formats.safetensors import looks_like, read_safetensors
+    from transload.formats.safetensors import looks_like_safetensors, read_safetensors
 
     if (tar := torch_legacy.read_tar(source)) is not None:
         return tar
     if torch_legacy.looks_like_legacy(source):
         return torch_legacy.read_legacy(source)
-    if looks_like(source):
+    if looks_like_safetensors(source):
         return read_safetensors(source)
     head = source.read(0, 6)
     if head.startswith(b"GGUF"):
         from transload.formats import gguf
 
-        if gguf.looks_like(source):
+        if gguf.looks_like_gguf(source):
             return gguf.read_gguf(source)
     if head == b"\x93NUMPY":
         from transload.formats import npz
 
-        if npz.looks_like(source):
+        if npz.looks_like_npy(source):
             return npz.read_npy(source)
     from transload.formats.plain_pickle import read_plain_pickle
 
@@ -149,14 +149,13 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     from transload.formats.foreign import identify
 
     what = identify(source)
-    if what.format == "zeros-first" and ends_like_zip(source):  # the directory is whole, and tells what was there
+    if what.format == "zeros-first" and ends_like_zip(source):  # the directory may be undamaged
         checkpoint = _read_zip(source, verify=verify)
         return replace(checkpoint, problems=(Problem("zip-head-lost", detail=what.title), *checkpoint.problems))
-    return _named(source, what)
+    return _not_a_checkpoint(source, what)
 
 
-def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Checkpoint:
-    """A file that is not a checkpoint, with the name of what it is."""
+def _not_a_checkpoint(source: Source, what: Foreign, index: ZipIndex | None = None) -> Checkpoint:
     from transload.checkpoint import Checkpoint
 
     problem = Problem("not-a-checkpoint", detail="\n".join(what.details), title=what.title, fix=what.fix)
@@ -175,7 +174,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
         copied_as_text = mangled(source)
         if copied_as_text:
-            return _named(source, copied_as_text)
+            return _not_a_checkpoint(source, copied_as_text)
         from transload.formats.zip_scan import walk_index
 
         index = walk_index(source, index)
@@ -186,16 +185,16 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
         what = identify_zip(index.names, source.name)
         if what.format != "npz":
-            return _named(source, what, index)
+            return _not_a_checkpoint(source, what, index)
         from transload.formats.npz import read_npz
 
         reader = read_npz
     problems = Problems(index.problems)
-    # The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name.
+    # The first bytes of a zip archive can be the header length of a safetensors file, which torch detects by its name.
     if b"{" in source.read(8, 64):
-        from transload.formats.safetensors import looks_like
+        from transload.formats.safetensors import looks_like_safetensors
 
-        if looks_like(source):
+        if looks_like_safetensors(source):
             problems.add("zip-inside", detail="it is also a safetensors file, and torch goes by the name")
     light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
     checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
@@ -210,9 +209,9 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
 
 def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
-    """The reader for an archive, by its records; the first that fits, and only its module is imported."""
+    """The reader for an archive with such records; only its module is imported. ``None`` if there is none."""
     has_pickle = archive.find("data.pkl")
-    if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # the latter 1.0 to 1.2
+    if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # model.json in 1.0 to 1.2
         from transload.formats.programs import read_torchscript
 
         return read_torchscript

@@ -19,7 +19,7 @@ from pathlib import Path
 from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
 from transload.findings import Noted, Problems, some
-from transload.formats.safetensors import looks_like
+from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
 from transload.formats.zip import Payload
@@ -515,7 +515,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
             opaque: list[str] = []
             part = merger.prefix + file
             for fqn, at, offset, length, transformed in held:
-                if transformed or looks_like(Slice(source, offset, source.size, "")):
+                if transformed or looks_like_safetensors(Slice(source, offset, source.size, "")):
                     opaque.append(fqn)
                 elif offset < source.size:
                     found = read_item(Slice(source, offset, length, f"{part} › {fqn}"))

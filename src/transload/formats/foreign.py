@@ -673,11 +673,11 @@ _UNDONE = ("If there is no other copy, this undoes it.",)
 
 def _checkpoint(view: View) -> Foreign | None:
     """A checkpoint, inside something else."""
-    from transload.formats.safetensors import looks_like
+    from transload.formats.safetensors import looks_like_safetensors
 
     if view.head.startswith(MAGIC_PICKLE):
         return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)", holds=".pt")
-    if looks_like(view.source):
+    if looks_like_safetensors(view.source):
         return Foreign("safetensors", "a safetensors file", holds=".safetensors")
     return None
 

@@ -2,7 +2,7 @@
 
 Versions 2 and 3 in both byte orders (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). What the readers of
 ggml and of the ``gguf`` package open is read here to the same names, types, shapes and byte ranges; what they refuse is
-read as far as it makes sense, and a problem says so. Quantized tensors have the dtype that ggml calls them by.
+read as far as possible, with a problem. The dtype of a quantized tensor is ggml's name for it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAGIC = b"GGUF"
 _ORDERS = {struct.pack(f"{order}I", version): order for version in (2, 3) for order in "<>"}
 _STRUCTS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# The least that a value takes: a count is compared with the bytes that are there before anything is read for it.
+# The smallest size of a value: a count is compared with the size of the file before anything is read.
 _LEAST = {**{kind: struct.calcsize(f"={code}") for kind, code in _STRUCTS.items()}, _STRING: 8, _ARRAY: 12}
 _LEAST_PAIR, _LEAST_TENSOR = 13, 24
 
-# Read at first: what a header without a vocabulary takes.
+# How much is read first: enough for a header without a vocabulary.
 _FIRST = 1 << 16
 # A header of the largest size could describe four million tensors, which would take gigabytes of memory.
 _MAX_ENTRIES = 1 << 20
@@ -39,13 +39,13 @@ _LAYOUT = ("gguf-hole", "gguf-overlap", "gguf-truncated", "gguf-trailing")
 
 
 class _BadHeaderError(Exception):
-    """The header ends here: a code, and why."""
+    """The header cannot be read further: a code, and why."""
 
 
 class _Header:
-    """Reads a header from its first count on; ``_BadHeaderError`` where it cannot go on.
+    """Reads a header from its first count on; ``_BadHeaderError`` where it is invalid.
 
-    Of an array it keeps the first ``keep`` elements, or all.
+    Of an array it keeps the first ``keep`` elements; all if that is ``None``.
     """
 
     def __init__(self, source: Source, keep: int | None = None) -> None:
@@ -55,7 +55,7 @@ class _Header:
         self.at = 8
 
     def _skip(self, count: int) -> None:
-        """Go on by so many bytes, which may not be there."""
+        """Move forward without reading."""
         self.at += count
         if self.at > MAX_HEADER:
             raise _BadHeaderError("gguf-header-invalid", f"it is longer than {MAX_HEADER:,} bytes, the limit")
@@ -63,7 +63,7 @@ class _Header:
             raise _BadHeaderError("gguf-header-cut", f"it goes on beyond the {self._source.size:,} bytes of the file")
 
     def _take(self, count: int) -> int:
-        """Have the next bytes at hand, and go behind them; where they begin."""
+        """Read the next bytes, and move behind them; where they begin."""
         begin = self.at
         self._skip(count)
         if self.at > len(self._held):
@@ -73,12 +73,12 @@ class _Header:
         return begin
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
-        """Numbers, by their codes in ``struct``."""
+        """The next numbers, with their codes in ``struct``."""
         begin = self._take(struct.calcsize(self.order + codes))
         return struct.unpack_from(self.order + codes, self._held, begin)
 
     def count(self, number: int, least: int, what: str) -> range:
-        """So many entries, of which each takes some bytes at least."""
+        """A range of ``number``, checked: there must be ``least`` bytes for each entry."""
         if number > _MAX_ENTRIES and what != "elements":
             raise _BadHeaderError("gguf-header-invalid", f"it claims {number:,} {what}; the limit is {_MAX_ENTRIES:,}")
         if number * least > self._source.size - self.at:
@@ -86,13 +86,13 @@ class _Header:
         return range(number)
 
     def text(self) -> str:
-        """A string; bytes that are not UTF-8 are spelt out."""
+        """The next string; bytes that are not UTF-8 are escaped."""
         (length,) = self.numbers("Q")
         begin = self._take(length)
         return self._held[begin : self.at].decode("utf-8", "backslashreplace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        """A value of a type."""
+        """The next value, of a type."""
         if kind == _STRING:
             return self.text()
         if kind in _STRUCTS:
@@ -113,7 +113,7 @@ class _Header:
         return _Array(values, count)
 
     def _skip_texts(self, count: int) -> None:
-        """Go behind strings: a vocabulary has hundreds of thousands."""
+        """Move behind strings, fast: a vocabulary has hundreds of thousands."""
         unpack = struct.Struct(f"{self.order}Q").unpack_from
         held, at = self._held, self.at
         for _ in range(count):
@@ -127,18 +127,18 @@ class _Header:
 
 
 class _Array(list[Any]):
-    """The elements of an array that were kept, and how many it has."""
+    """The elements of an array that were kept, and their total number."""
 
     def __init__(self, values: list[Any], total: int) -> None:
         super().__init__(values)
         self.total = total
 
 
-def looks_like(source: Source) -> bool:
-    r"""Whether it begins as a file of a version that is read here does.
+def looks_like_gguf(source: Source) -> bool:
+    r"""Whether it begins like a file of a version that is read here.
 
     >>> from transload.io.sources import BytesSource
-    >>> looks_like(BytesSource(b"GGUF\3\0\0\0"))
+    >>> looks_like_gguf(BytesSource(b"GGUF\3\0\0\0"))
     True
     """
     head = source.read(0, 8)
@@ -146,9 +146,9 @@ def looks_like(source: Source) -> bool:
 
 
 def read_gguf(source: Source) -> Checkpoint:
-    """What a GGUF file holds, from its header alone; never raises for bad content.
+    """Read the header of a GGUF file; never raises for bad content.
 
-    A file cut short still lists every tensor, as in safetensors; one cut in its header those that are described whole.
+    For a truncated file, too, all tensors are listed; if it ends in its header, those with a complete entry.
     """
     noted, header = Noted(), _Header(source, _SHOWN + 1)
     leaves: dict[str, Leaf] = {}
@@ -179,7 +179,7 @@ def read_gguf(source: Source) -> Checkpoint:
     start = -(-header.at // align) * align if whole else 0
     if whole:
         check_layout([each for each in ordered if not each.broken], source.size - start, noted, _LAYOUT, align)
-    else:  # where the data begin is not known
+    else:  # the start of the data is not known
         ordered = [each._replace(broken=True) for each in ordered]
     if quantized := [each for each in ordered if each.dtype in BLOCKS]:
         kinds = ", ".join(
@@ -203,7 +203,7 @@ def read_gguf(source: Source) -> Checkpoint:
 
 
 def header_values(source: Source) -> dict[str, Any]:
-    """All the metadata; the leaves of a checkpoint have what a report has room for."""
+    """All metadata; the leaves of a checkpoint only have the beginning."""
     header, values = _Header(source), {}
     try:
         _, pairs = header.numbers("QQ")
@@ -226,7 +226,7 @@ def _plain(value: Any) -> Any:
 
 
 def _entry(header: _Header, noted: Noted) -> Entry:
-    """One line of the table of tensors. ggml names the innermost dimension first, torch last."""
+    """The next entry in the table of tensors. ggml lists the innermost dimension first, torch last."""
     name = header.text()
     (rank,) = header.numbers("I")
     if rank > _MAX_DIMENSIONS:

@@ -37,7 +37,7 @@ _ESCAPED = re.compile(r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])")  # what writing.plan
 _OF_TORCH = ("zip-no-folder", "zip-two-folders")
 
 
-def looks_like(source: Source) -> bool:
+def looks_like_npy(source: Source) -> bool:
     """Whether it begins with the header of an array."""
     return bool(_split(source.read(0, _MAX_HEADER))[0])
 

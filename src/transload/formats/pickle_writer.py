@@ -1,11 +1,11 @@
-r"""An inert graph back to a pickle: what ``read`` made of a stream, and what was changed in it, as a stream again.
+r"""Pickle a graph of inert nodes, as the reader has made it, or changed.
 
 >>> dumps([1, "a"])
 b'\x80\x02]q\x00(K\x01X\x01\x00\x00\x00aq\x01e.'
 
-Nothing is imported, called or compared. The stream is what Python's own pickler would have written at protocol 2, so
-torch's ``weights_only`` unpickler knows every opcode of it, as long as the graph has no cycle through a tuple and no
-kind of call that only other protocols have.
+Nothing is imported, called or compared. The result is what Python's pickler would write with protocol 2, so torch's
+``weights_only`` unpickler knows every opcode, unless the graph has a cycle through a tuple or a kind of call that only
+other protocols have.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from transload.errors import TransloadError
 from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
 MAX_AGAIN = 1_000_000
-"""Steps spent on tuples and calls that hold themselves. Each is begun again inside itself, and a file of a megabyte
-could ask for 10^10 of them; a true one needs a few."""
+"""Steps for tuples and calls that contain themselves. Each is started again inside itself, which for a file of a
+megabyte could be 10^10 times; a real one needs a few."""
 
 _MAX_EXTENSION = 0x7FFFFFFF
 _SMALL_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
 class CannotPickleGraphError(TransloadError, ValueError):
-    """There is something in the graph that no stream can hold."""
+    """Something in the graph cannot be pickled."""
 
 
 def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], object]] | None = None) -> bytes:
-    """The pickle of a graph of inert nodes and plain values (``read.nodes``).
+    """The pickle of a graph of inert nodes and plain values (``transload.nodes``).
 
-    What is shared stays shared, and cycles stay cycles. ``bytes``, ``bytearray`` and sets are written as calls, as
-    protocol 2 does it. Raises ``CannotPickleGraphError`` for an integer whose value is not known (``Big``), and for
-    anything but nodes. ``protocol`` is only what the stream says of itself: a class inside a class (``A.B``) is
-    found by its name from 4 on. ``expand`` is a type of nodes, each of which is made another one only when it is
-    written: a graph of its own, which is not kept.
+    What is shared stays shared, and cycles stay cycles. ``bytes``, ``bytearray`` and sets are written as calls, as in
+    protocol 2. Raises ``CannotPickleGraphError`` for an integer whose value is not known (``Big``), and for anything
+    but nodes. ``protocol`` is only the number that the pickle begins with: from 4 on, loaders find a nested class
+    (``A.B``) by its name. ``expand`` is a type, and a function that is called for each node of that type when it is
+    written; its result is written instead, and not kept.
     """
     writers = _Writer.WRITERS
     if expand is not None:
@@ -53,7 +53,7 @@ _Step = Callable[["_Writer", Any], None]
 
 
 class _Do:
-    """A step that comes when those above it on the stack are done: a method of the writer, and its argument."""
+    """A step for after those above it on the stack: a method of the writer, and its argument."""
 
     __slots__ = ("act", "argument")
 
@@ -62,7 +62,7 @@ class _Do:
 
 
 class _Writer:
-    """The stream so far, and what is still to be written: a stack, because a graph can be deeper than Python's own."""
+    """The pickle so far, and a stack of what remains: a graph can be deeper than Python's recursion limit."""
 
     def __init__(self, writers: Mapping[type, _Step]) -> None:
         self.writers = writers
@@ -71,8 +71,8 @@ class _Writer:
         self.numbers = 0
         self.todo: list[Any] = []
         self.open: set[int] = set()
-        self.made: list[object] = []  # keeps alive what was made here: the memo knows things by their number
-        self.passing: list[object] | None = None  # the same of a graph that is forgotten when it is written
+        self.made: list[object] = []  # keeps new objects alive, so that their ids in the memo stay unique
+        self.passing: list[object] | None = None  # the same for an expanded node, until it is written
         self.named: dict[str, Global] = {}
         self.again = 0
 
@@ -95,7 +95,7 @@ class _Writer:
         self.out.extend(code)
 
     def expanded(self, node: object) -> None:
-        """Write a graph that nobody else has, and forget it."""
+        """Write a temporary graph, and forget it."""
         self.passing = []
         self.then(node, _Do(_Writer._forget, None))
 
@@ -107,7 +107,7 @@ class _Writer:
 
     def _put(self, node: object) -> None:
         if self.passing is not None and type(node) is not Global:
-            # Texts are kept: nearly all of them are the same in every such graph.
+            # Texts are kept: most of them are the same in every expanded node.
             (self.made if type(node) is str else self.passing).append(node)
         number = self.memo[id(node)] = self.numbers
         self.numbers += 1
@@ -142,10 +142,10 @@ class _Writer:
         self.out.extend(next(pack(form, opcode, code) for most, form, opcode in forms if code <= most))
         self._put(node)
 
-    # -- containers: those that can change are in the memo before what they hold is written
+    # -- containers: mutable ones are put into the memo before their content is written
 
     def container(self, node: Any, items: list[Any], opcodes: bytes, width: int) -> None:
-        """Make an empty one, then put items into it: one of ``width`` values, or all of them from a MARK on."""
+        """Make an empty one, then add a single item of ``width`` values, or all of them after a MARK."""
         empty, single, many = (opcodes[at : at + 1] for at in range(3))
         self.out.extend(empty)
         self._put(node)
@@ -168,7 +168,7 @@ class _Writer:
         self.then(*node, _Do(_Writer._end, ended))
 
     def _begin(self, node: object, parts: int) -> None:
-        """What is in the memo only when it is complete begins. If it has begun before, it holds itself."""
+        """Start what is put into the memo only when it is complete. If it has started before, it contains itself."""
         if id(node) in self.open:
             self.again += parts
             if self.again > MAX_AGAIN:
@@ -176,7 +176,7 @@ class _Writer:
         self.open.add(id(node))
 
     def _end(self, ended: tuple[object, bytes, int]) -> None:
-        """What was begun is complete, unless that was done inside of it: then its parts are thrown away.
+        """Complete what was started. If it was completed inside itself, discard its parts, and get it from the memo.
 
         ``ended`` is the node, the opcode that makes it, and how many values that takes from the stack (0: to a MARK).
         """
@@ -206,7 +206,7 @@ class _Writer:
         self.then(*steps, _Do(_Writer._complete, node))
 
     def _complete(self, node: Call) -> None:
-        """What is put into the result: once, though the call may have been begun twice."""
+        """Write what is put into the result of a call; only once, even if the call was started twice."""
         if id(node) not in self.open:
             return
         self.open.discard(id(node))
@@ -219,7 +219,7 @@ class _Writer:
             steps += (state, _Do(_Writer._emit, b"b"))
         self.then(*steps)
 
-    # -- what protocol 2 has no opcode for, or weights_only does not know
+    # -- what has no opcode in protocol 2, or none that weights_only knows
 
     def instead(self, node: object, module: str, name: str, args: tuple[Any, ...]) -> None:
         callee = self.named.setdefault(name, Global(module, name, 0))
@@ -227,7 +227,7 @@ class _Writer:
         self._begin(node, 4)
         self.then(callee, args, _Do(_Writer._end, (node, b"R", 2)))
 
-    # Functions, not bound methods: a writer that held itself by them would hold the graph until garbage is collected.
+    # Functions, not bound methods: a reference cycle would keep the graph until the garbage collector runs.
     WRITERS: ClassVar[Mapping[type, _Step]] = {
         type(None): lambda writer, _: writer.out.extend(b"N"),
         bool: lambda writer, value: writer.out.extend(b"\x88" if value else b"\x89"),
@@ -244,7 +244,7 @@ class _Writer:
         ),
         Global: _global,
         Call: _call,
-        # As often as it is used, without an entry in the memo: that is how picklers do it, and readers expect it.
+        # Written again at each use, without the memo: that is what picklers do, and readers expect.
         Persistent: lambda writer, node: writer.then(node.id, _Do(_Writer._emit, b"Q")),
         Extension: _extension,
         OutOfBand: lambda writer, _: writer.out.extend(b"\x97"),

@@ -1,7 +1,7 @@
-"""The opcodes of pickle that torch.save does not write unless asked, and what follows each opcode in a stream.
+"""The opcodes of pickle that torch.save does not write by default, and the arguments of all opcodes.
 
-``run_opcode`` runs those of other protocols, and of Python 2, for the machine. ``opcodes`` walks over a pickle without
-running it, ``read_by_frames`` reads it as a loader does that heeds its frames.
+``run_opcode`` runs those of other protocols, and of Python 2, for the machine. ``opcodes`` walks a pickle without
+running it; ``read_by_frames`` reads it like a loader that respects frames.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transload.formats.pickle_state import LONG_FRAME, Broken, Machine
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
 MAX_INT_BYTES = 1024
-"""Longer integers stay opaque: turning a megabyte of LONG4 into an ``int`` and printing it is quadratic work."""
+"""Longer integers are not computed: making an ``int`` of a megabyte of LONG4 and printing it is quadratic work."""
 
 MAX_TEXT_DIGITS = 4300
-"""The same for integers written as text; CPython refuses more digits than this as well."""
+"""The same for integers written as text; CPython has the same limit."""
 
-# What weights_only understands (torch/_weights_only_unpickler.py, 2.13): it refuses a stream with any other opcode.
+# The opcodes that weights_only accepts (torch/_weights_only_unpickler.py, 2.13).
 _WEIGHTS_ONLY = frozenset(b"\x80.cR\x81baesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr")
-# The others, with the names that pickletools gives them.
+# The other opcodes, with their names in pickletools.
 _NAMES = """\
 POP POP_MARK DUP BINBYTES SHORT_BINBYTES FLOAT INT LONG PERSID STRING BINSTRING UNICODE DICT GET INST LIST OBJ
 PUT EXT1 EXT2 EXT4 LONG4 SHORT_BINUNICODE BINUNICODE8 BINBYTES8 ADDITEMS FROZENSET NEWOBJ_EX STACK_GLOBAL MEMOIZE FRAME
@@ -31,7 +31,7 @@ _REFUSED = dict(
     zip((*b"012BCFILPSTVdgilop\x82\x83\x84\x8b\x8c\x8d\x8e", *range(0x90, 0x99)), _NAMES.split(), strict=True)
 )
 
-# Arguments in the stream: so many lines, or so many bytes, which for the counted opcodes are the length of the rest.
+# Arguments of opcodes: a number of lines, or of bytes, which for the counted opcodes are the length of what follows.
 _LINES = {**dict.fromkeys(b"FILPSVgp", 1), **dict.fromkeys(b"ci", 2)}
 _COUNTED = frozenset(b"BCTUX\x8a\x8b\x8c\x8d\x8e\x96")
 _WIDTHS = {
@@ -41,14 +41,14 @@ _WIDTHS = {
     **dict.fromkeys(b"\x8d\x8e\x96\x95G", 8),
 }
 _STEPS = {code: 1 + _WIDTHS.get(code, 0) for code in (_WEIGHTS_ONLY | {*_REFUSED}) - {*b".", *_LINES, *_COUNTED}}
-"""From an opcode to the next one, where that is always as far."""
+"""The distance to the next opcode, where it is fixed."""
 
 _MARKED = frozenset(b"1dlo\x90\x91")
-"""Opcodes that take what is above the last MARK: POP_MARK, DICT, LIST, OBJ, ADDITEMS, FROZENSET."""
+"""Opcodes that pop everything above the last MARK: POP_MARK, DICT, LIST, OBJ, ADDITEMS, FROZENSET."""
 
 _MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
 
-# As codecs.escape_decode does it, which warns on unknown escapes: a warning may be an error somewhere.
+# Like codecs.escape_decode, which warns about unknown escapes; warnings may be errors in the program.
 _ESCAPE = rb"(?s)\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))"
 _ESCAPES = dict(
     zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True)
@@ -58,7 +58,7 @@ _ESCAPES = dict(
 def opcodes(data: bytes, start: int = 0, raw: Iterable[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
     r"""Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
 
-    ``raw`` are where bytes that are not opcodes begin and end.
+    ``raw`` are the starts and ends of bytes that are not opcodes.
 
     >>> [chr(code) for _, code in opcodes(b"K\x01q\x00.")]
     ['K', 'q', '.']
@@ -85,11 +85,11 @@ def opcodes(data: bytes, start: int = 0, raw: Iterable[tuple[int, int]] = ()) ->
 
 
 def read_by_frames(data: bytes, start: int) -> bytes:
-    """The pickle at ``start`` without its frames, as CPython's C unpickler reads it from a file that cannot peek.
+    """The pickle at ``start`` without its frames, as CPython's C unpickler reads it from a file without ``peek``.
 
-    It keeps a whole frame in its buffer. For an argument that does not lie in there whole it reads anew from behind the
-    frame, and what was left in the buffer is lost (python/cpython#154848). So ``cmac`` in a frame and ``os`` behind it
-    are the module ``os``, where a reader that does not heed frames finds ``macos``.
+    It buffers a whole frame. An argument that is not completely in the buffer is read from behind the frame, and the
+    rest of the buffer is lost (python/cpython#154848). So ``cmac`` in a frame and ``os`` behind it are the module
+    ``os``, where a reader that ignores frames finds ``macos``.
     """
     out = bytearray()
     position = end = start  # end of the buffer
@@ -113,7 +113,7 @@ def read_by_frames(data: bytes, start: int) -> bytes:
             if position + length > end:
                 position, end = end, end + length
             if end > len(data):
-                break  # which it does not begin to read
+                break  # it refuses an incomplete frame
         elif op in _LINES:
             for _ in range(_LINES[op]):
                 stop = data.find(b"\n", position, end)
@@ -126,7 +126,7 @@ def read_by_frames(data: bytes, start: int) -> bytes:
             length = int.from_bytes(read(_WIDTHS[op]), "little", signed=op in b"T\x8b")
             if not 0 <= length <= len(data):
                 break
-            if op in b"BC\x8e\x96":  # bytes are put together from both places
+            if op in b"BC\x8e\x96":  # bytes are read from both places
                 end = max(end, position + length)
             read(length)
         elif op in _STEPS:
@@ -137,7 +137,7 @@ def read_by_frames(data: bytes, start: int) -> bytes:
 
 
 def run_opcode(vm: Machine, op: int) -> None:
-    """Run an opcode that the machine leaves to this module: the more frequent ones first."""
+    """Run an opcode that the machine itself does not handle; the more frequent ones come first."""
     if op in _REFUSED:
         vm.out.rare.add(_REFUSED[op])
     items = vm.pop_mark() if op in _MARKED else []
@@ -155,9 +155,8 @@ def run_opcode(vm: Machine, op: int) -> None:
         else:  # BYTEARRAY8; BINBYTES, SHORT_BINBYTES, BINBYTES8
             stack.append(bytearray(raw) if op == 0x96 else raw)
     elif op == 0x95:  # FRAME
-        # The C unpickler ignored frame borders until 2026, the Python one obeys them: the same bytes could load as a
-        # call in one and as text in the other (python/cpython#154848). A writer never nests, overlaps or overruns
-        # frames.
+        # The C unpickler ignored the ends of frames until 2026, the Python one respects them: the same bytes could be a
+        # call in one and text in the other (python/cpython#154848). A pickler never nests or overlaps frames.
         length = int.from_bytes(vm.take(8), "little")
         if vm.pos - 9 < vm.frame_end:
             vm.ambiguous("a frame begins inside a frame")
@@ -171,8 +170,8 @@ def run_opcode(vm: Machine, op: int) -> None:
             stack.append(vm.find(module, name))
             return
         for operand in (module, name):
-            # A call, a constant of some module or a persistent id can turn out to be text, and so can a Python 2 text
-            # that is not UTF-8 (encoding="latin1"): then loaders read on, with a name that is not in the file.
+            # A call, a constant of a module or a persistent id can be text, and so can a Python 2 text that is not
+            # UTF-8 (encoding="latin1"): then loaders continue with a name that is not in the file.
             if type(operand) not in _MAYBE_TEXT and not (type(operand) is bytes and vm.out.python2):
                 raise Broken("STACK_GLOBAL wants two texts")
         vm.odd("a name that is computed")
@@ -227,7 +226,7 @@ def run_opcode(vm: Machine, op: int) -> None:
         stack.append(items)
     elif op == 0x69:  # INST
         module, name = vm.line().decode("ascii"), vm.line().decode("ascii")
-        callee = vm.find(module, name)  # the Python unpickler asks for it before it looks for the MARK
+        callee = vm.find(module, name)  # the Python unpickler imports it before it looks for the MARK
         arguments = tuple(vm.pop_mark())
         vm.stack.append(vm.call(callee, arguments, "inst"))
     elif op == 0x6F:  # OBJ
@@ -260,12 +259,12 @@ def run_opcode(vm: Machine, op: int) -> None:
     elif op == 0x98:  # READONLY_BUFFER
         if not stack:
             raise IndexError
-    elif op != 0x31:  # POP_MARK: it has done its work
+    elif op != 0x31:  # POP_MARK is already done
         raise Broken(f"byte 0x{op:02x} is not a pickle opcode")
 
 
 def _c_text(vm: Machine) -> bytes:
-    """A line that holds a number. C reads it up to a NUL, and takes no digits before it for 0; blanks do not count."""
+    """A line with a number, stripped. C reads up to a NUL, and reads 0 if nothing is before it."""
     text, nul, _ = vm.line().partition(b"\0")
     if nul:
         vm.odd("a number with a NUL in it")
@@ -296,7 +295,7 @@ def _number(vm: Machine, text: bytes) -> int | Big:
 
 
 def _python2_text(vm: Machine, raw: bytes) -> None:
-    """Push a ``str`` of Python 2: text for torch, which decodes it as UTF-8; bytes where that cannot be."""
+    """Push a ``str`` of Python 2: text if it is UTF-8, as which torch decodes it; otherwise bytes."""
     vm.out.python2 = True
     try:
         text = raw.decode()

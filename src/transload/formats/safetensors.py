@@ -1,8 +1,8 @@
 """safetensors: a length, a JSON table, and the tensors' bytes.
 
-The rules are those of the ``safetensors`` package (https://github.com/huggingface/safetensors): what it opens is read
-here to the same names, dtypes, shapes and byte ranges; what it refuses is read as far as it makes sense, and a problem
-says so.
+The rules are those of the ``safetensors`` package (https://github.com/huggingface/safetensors), here the reference:
+what it opens is read to the same names, dtypes, shapes and byte ranges; what it refuses is read as far as possible,
+with a problem.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transload.frozen import NamedTuple
 from transload.io.sources import Source
 
 PREFIX = 8
-# The reference's own limit. Without one, a length field of 2**60 would ask for as much memory.
+# The reference's limit. Without one, a length of 2**60 would allocate as much memory.
 MAX_HEADER = 100_000_000
-# A length beyond the limit is still called safetensors (with a problem) while its upper bytes are zero.
+# A file with a longer header is still safetensors, with a problem, if the upper bytes of the length are zero.
 MAX_PLAUSIBLE = 1 << 40
-# The reference counts in 64 bits and refuses what does not fit.
+# The reference counts in 64 bits, and refuses what does not fit.
 MAX_COUNT = 1 << 64
-# __metadata__ is free text of any size: a report needs its beginning.
+# __metadata__ is text of any size: a report shows its beginning.
 MAX_METADATA_SHOWN = 50
 MAX_METADATA_TEXT = 500
 
@@ -37,9 +37,9 @@ BITS: dict[str, int] = {
 
 
 class Entry(NamedTuple):
-    """A tensor as a header describes it, checked; it lies from ``begin`` to ``end`` of the data.
+    """A checked entry of the header; the tensor is from ``begin`` to ``end`` of the data.
 
-    ``broken`` entries have a name, dtype and shape but no bytes to trust.
+    A ``broken`` entry has a name, dtype and shape, but its offsets cannot be used.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Entry(NamedTuple):
     broken: bool = False
 
 
-def looks_like(source: Source) -> bool:
+def looks_like_safetensors(source: Source) -> bool:
     """Whether the first bytes are a plausible header length and the beginning of a JSON object.
 
     >>> from transload.io.sources import BytesSource
-    >>> looks_like(BytesSource(bytes([2, 0, 0, 0, 0, 0, 0, 0]) + b"{}"))
+    >>> looks_like_safetensors(BytesSource(bytes([2, 0, 0, 0, 0, 0, 0, 0]) + b"{}"))
     True
     """
     head = source.read(0, PREFIX + 64)
@@ -68,9 +68,9 @@ def looks_like(source: Source) -> bool:
 
 
 def read_safetensors(source: Source, file: str = "") -> Checkpoint:
-    """What a safetensors file holds, from its header alone; ``file`` is put into each storage.
+    """Read the header of a safetensors file; ``file`` is that of each storage.
 
-    Never raises for bad content. A file cut short still lists every tensor; those that are not whole have
+    Never raises for bad content. For a truncated file, too, all tensors are listed; those that are not complete have
     ``storage.stored < storage.nbytes``.
     """
     noted = Noted()
@@ -115,7 +115,7 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
 
 
 def header_metadata(source: Source) -> dict[str, str]:
-    """All texts of ``__metadata__``; the facts of a checkpoint have what a report has room for."""
+    """All texts of ``__metadata__``; the facts of a checkpoint only have the beginning."""
     import json
 
     length = int.from_bytes(source.read(0, PREFIX), "little")
@@ -128,7 +128,7 @@ def header_metadata(source: Source) -> dict[str, str]:
 
 
 def _parse(header: bytes, noted: Noted) -> dict[str, object]:
-    """JSON as the reference understands it: stricter than Python on numbers and surrogates."""
+    """Parse JSON as the reference does, which is stricter than Python on numbers and surrogates."""
     import json
 
     repeated: list[str] = []
@@ -136,7 +136,7 @@ def _parse(header: bytes, noted: Noted) -> dict[str, object]:
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
         made = dict(items)
         if len(made) != len(items):
-            seen: set[str] = set()  # there may be many, so no counting one by one
+            seen: set[str] = set()
             for name, _ in items:
                 (repeated.append if name in seen else seen.add)(name)
         return made
@@ -145,19 +145,19 @@ def _parse(header: bytes, noted: Noted) -> dict[str, object]:
         table = json.loads(
             header.decode("utf-8"),
             object_pairs_hook=pairs,
-            # Only -0 and what has more digits than 64 bits need a look; without the hook parsing is twice as fast.
+            # Only -0 needs the hook, without which parsing is twice as fast.
             parse_int=_integer if b"-0" in header else int,
             parse_float=_real,
             parse_constant=_refuse,
         )
         if b"\\ud" in header.lower():
-            # A lone surrogate passes Python's parser, and then no terminal or file can take the name.
+            # Python's parser accepts lone surrogates, which cannot be written to a terminal or file.
             json.dumps(table, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         noted.add("safetensors-header-invalid", "header", "its brackets are nested too deep")
         return {}
     except ValueError as error:
-        # Python's own words for a number of 5,000 digits are advice to a programmer.
+        # Python's message for a number of 5,000 digits is for programmers.
         reason = "it is not JSON: " + ("a number is out of range" if "digits" in str(error) else str(error))
         if isinstance(error, UnicodeDecodeError | UnicodeEncodeError):
             reason = f"it is not UTF-8: {error.reason}"
@@ -172,7 +172,7 @@ def _parse(header: bytes, noted: Noted) -> dict[str, object]:
 
 
 def _integer(text: str) -> int | float:
-    """A JSON integer. To the reference -0 is a float, which no field accepts."""
+    """A JSON integer. For the reference, -0 is a float, which no field accepts."""
     return _real(text) if text == "-0" else int(text)
 
 
@@ -200,25 +200,25 @@ _FIELD_SET = frozenset(FIELDS)
 
 
 def _entry(name: str, raw: Any, noted: Noted) -> Entry | None:
-    """One entry, checked field by field; ``None`` if it does not even say what the tensor is."""
-    odd = type(raw) is list and len(raw) == len(FIELDS)  # one of two other spellings that the reference lets through
+    """An entry, checked field by field; ``None`` if its dtype and shape are not valid."""
+    odd = type(raw) is list and len(raw) == len(FIELDS)  # one of two unusual forms that the reference accepts
     fields: dict[str, Any] = raw if type(raw) is dict else dict(zip(FIELDS, raw, strict=True)) if odd else {}
     dtype: Any = fields.get("dtype")
     sizes: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
     if odd or (fields is raw and not (type(dtype) is str and raw.keys() <= _FIELD_SET)):
         noted.add("safetensors-odd-header", _at(name), "no writer spells an entry like this")
-        if type(dtype) is dict and list(dtype.values()) == [None]:  # the other one
+        if type(dtype) is dict and list(dtype.values()) == [None]:  # the other form
             dtype = next(iter(dtype))
     fine = type(dtype) is str and type(sizes) is list and type(offsets) is list and len(offsets) == 2
     begin, end = offsets if fine else (0, 0)
-    # bool is an int to isinstance, and not to the format
+    # isinstance would accept bool, which the format does not
     fine = fine and type(begin) is type(end) is int and 0 <= begin < MAX_COUNT and 0 <= end < MAX_COUNT
     numel = 1
     for size in sizes if fine else ():
         if type(size) is not int or not 0 <= size < MAX_COUNT:
             fine = False
-        elif numel < MAX_COUNT:  # beyond, the reference refuses it; and later products must stay short
+        elif numel < MAX_COUNT:  # the reference refuses more, and products must not grow without bound
             numel *= size
     if not fine:
         detail = "it needs dtype, shape and two data_offsets, counted from 0 up"
@@ -247,9 +247,9 @@ _LAYOUT = ("safetensors-hole", "safetensors-overlap", "safetensors-truncated", "
 def check_layout(
     entries: list[Entry], held: int, noted: Noted, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
 ) -> None:
-    """Note where tensors, in the order of the file, do not cover the data exactly: holes hide bytes, overlaps share.
+    """Note holes and overlaps between tensors, which are sorted by offset, and missing or extra bytes after the last.
 
-    Each must begin at the next multiple of ``align``.
+    Each must begin at the next multiple of ``align``. ``codes`` are those of the four problems.
     """
     hole, overlap, truncated, trailing = codes
     reached = padded = 0
@@ -272,11 +272,11 @@ def check_layout(
 
 
 def _as_torch(entry: Entry, noted: Noted) -> tuple[str, tuple[int, ...]]:
-    """The dtype that torch has for an entry, and the shape."""
+    """The dtype and shape of an entry in torch."""
     kind, shape = entry.dtype, entry.shape
     if kind != "F4" and kind in SAFETENSORS:
         return SAFETENSORS[kind], shape
-    if kind == "F4" and shape and shape[-1] % 2 == 0:  # torch's four-bit float counts pairs
+    if kind == "F4" and shape and shape[-1] % 2 == 0:  # an element of torch's float4_e2m1fn_x2 is a pair
         return SAFETENSORS[kind], (*shape[:-1], shape[-1] // 2)
     if kind in BITS:
         noted.add("safetensors-dtype-not-in-torch", _at(entry.name), f"{kind} {list(shape)[:8]}")
@@ -286,7 +286,7 @@ def _as_torch(entry: Entry, noted: Noted) -> tuple[str, tuple[int, ...]]:
 def tensor_of(
     entry: Entry, dtype: str, shape: tuple[int, ...], start: int, size: int, file: str, *, big_endian: bool = False
 ) -> tuple[Tensor, Storage | None]:
-    """The tensor of an entry, with torch's dtype and shape, and the bytes it looks at.
+    """The tensor of an entry, with torch's dtype and shape, and its storage.
 
     The file has ``size`` bytes; its data begin at ``start``.
     """

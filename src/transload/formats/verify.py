@@ -1,7 +1,7 @@
-"""Compare every record with the checksum it was saved with: what torch itself never does.
+"""Compare every record with the checksum it was saved with, which torch itself never does.
 
-All threads take parts of the file in its order. A large record is summed in parts that are put together; small ones
-that lie side by side are read at once.
+All threads take parts of the file in its order. The checksum of a large record is combined from those of its parts;
+adjacent small records are read together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from zlib import error as zlib_error
 from transload.checkpoint import Record, Storage
 from transload.errors import CannotReadError
 from transload.findings import Problem
+from transload.formats.zip import DEFLATED
 from transload.frozen import NamedTuple
 from transload.io.checksums import combined, fastest_crc32
 from transload.io.pool import each, threads
@@ -23,13 +24,12 @@ from transload.io.sources import Source, inflated
 _BUFFER = 1 << 20  # stays in the cache of a processor between being read and being summed
 _PART = 16 * _BUFFER
 _SMALL = 64 << 10
-_TINY = 8 << 10  # zlib sums fewer bytes without letting other threads run
-_DEFLATED = 8
+_TINY = 8 << 10  # zlib does not release the GIL for fewer bytes
 _ALONE = 8 << 20  # fewer bytes are not worth starting threads
 
 
 def verify_records(source: Source, records: Iterable[Record], storages: Iterable[Storage]) -> list[Problem]:
-    """A problem for each record whose bytes do not have the checksum the directory states."""
+    """A problem for each record whose bytes do not have the checksum in the directory."""
     todo = [record for record in records if record.offset is not None and record.crc32 is not None]
     users = {storage.record: storage.tensors for storage in storages}
     found = ((todo[index], value) for index, value in checksums(source, todo).items())
@@ -44,7 +44,7 @@ class Lost(NamedTuple):
 
 
 def mismatch(record: Record, value: int | Lost, tensors: tuple[str, ...] = ()) -> Problem:
-    """What is wrong with a record whose bytes have another checksum, or cannot be had."""
+    """The problem of a record whose bytes have another checksum, or cannot be read."""
     shown = ", ".join(name or "the root" for name in tensors[:4])
     more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
     lost = value if isinstance(value, Lost) else Lost(f"checksum {value:08x}, saved with {record.crc32 or 0:08x}")
@@ -53,7 +53,7 @@ def mismatch(record: Record, value: int | Lost, tensors: tuple[str, ...] = ()) -
 
 
 class _Task(NamedTuple):
-    """Bytes to read: part of a record, or small ones side by side; of each its begin, length and place in the list."""
+    """Bytes to read: part of a record, or adjacent small ones; of each its offset, size and index in the list."""
 
     offset: int
     nbytes: int
@@ -63,11 +63,11 @@ class _Task(NamedTuple):
 def checksums(
     source: Source, records: Sequence[Record], tell: Callable[[int], None] | None = None
 ) -> dict[int, int | Lost]:
-    """CRC-32 of the unpacked bytes of each record, by its place in the list, in order; or why there is none.
+    """The CRC-32 of the unpacked bytes of each record, by its index in the list, in order; or why there is none.
 
-    A large record without a checksum of its own is only read, and gets 0. ``tell`` is called with numbers of bytes as
-    they are read. Records that lie over one another are left out when together they are longer than the file: a
-    hundred thousand of them would be read a hundred thousand times, and they are a finding of their own.
+    A large record without a stored checksum is only read, and gets 0. ``tell`` is called with the number of bytes of
+    each read. If the records together are longer than the file, some are left out: a hundred thousand that overlap
+    would be read a hundred thousand times, and overlaps are a problem anyway.
     """
     places = [(offset or 0, stored, index) for index, (_, offset, _, stored, _, _) in enumerate(records)]
     if sum(place[1] for place in places) > source.size:
@@ -87,7 +87,7 @@ def checksums(
     def sum_part(offset: int, nbytes: int, index: int, buffer: memoryview) -> int | Lost:
         record, compute, value = records[index], fastest_crc32(), 0
         try:
-            if record.method == _DEFLATED:
+            if record.method == DEFLATED:
                 for piece in inflated(source, offset, nbytes, record.size):
                     value = crc32(piece, value)
                 told(nbytes)
@@ -112,12 +112,12 @@ def checksums(
                 value = sum_part(begin, nbytes, index, buffer)
                 with lock:
                     parts.setdefault(index, []).append((begin, nbytes, value))
-            elif size > _SMALL or records[index].method == _DEFLATED:
+            elif size > _SMALL or records[index].method == DEFLATED:
                 whole[index] = sum_part(begin, nbytes, index, buffer)
             else:
                 try:
                     data = buffer[: source.readinto(begin, buffer[:nbytes])]
-                except CannotReadError:  # one of them, perhaps
+                except CannotReadError:  # perhaps only one of them
                     for start, size, index in held:
                         whole[index] = sum_part(start, size, index, buffer)
                     return
@@ -142,14 +142,14 @@ def checksums(
 
 
 def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Iterator[_Task]:
-    """Packed records first, since none of them can be shared; then large ones, in parts; then small ones together.
+    """Deflated records first, since they cannot be divided; then large ones, in parts; then adjacent small ones.
 
-    Never over a gap that is more than a small record: a large one lies there, which others read.
+    A larger gap between small ones is not read: other tasks read the large record there.
     """
     for place in places:
-        if records[place[2]].method == _DEFLATED:
+        if records[place[2]].method == DEFLATED:
             yield _Task(place[0], place[1], [place])
-    stored = [place for place in places if records[place[2]].method != _DEFLATED]
+    stored = [place for place in places if records[place[2]].method != DEFLATED]
     for place in stored:
         start, size, _ = place
         if size > _SMALL:

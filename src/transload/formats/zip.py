@@ -461,7 +461,7 @@ def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Pa
         problem = f"{record.size} bytes are more than the {limit} we read"
     elif record.method == 0:
         raw = source.read(record.offset, record.stored)
-    elif record.method == 8:
+    elif record.method == DEFLATED:
         try:
             # One byte more than declared is enough to detect a record that is too long.
             raw = b"".join(inflated(source, record.offset, record.stored, record.size + 1))

@@ -26,9 +26,9 @@ def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     >>> inspect(b"<html>").integrity
     'not-a-checkpoint'
     """
-    from transload.formats import no_collecting, read
+    from transload.formats import gc_paused, read
 
-    with no_collecting():
+    with gc_paused():
         return judge(read(f, verify=verify))
 
 

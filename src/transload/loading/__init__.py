@@ -24,7 +24,7 @@ from transload.errors import (
     NoTorchError,
     UsageError,
 )
-from transload.formats import no_collecting
+from transload.formats import gc_paused
 from transload.frozen import NamedTuple
 from transload.io.memory import view
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
@@ -112,7 +112,7 @@ def load(
     settings = check_settings(threads, pinned_mb, direct)
     # First without the tree of the pickle, where ordinary tensors are only counted; if something is wrong, with it.
     for tree in (True,) if trusted else (False, True):
-        with no_collecting(strangers=trusted), OpenCheckpoint(f, tree=tree) as opened:
+        with gc_paused(user_objects=trusted), OpenCheckpoint(f, tree=tree) as opened:
             _refuse(opened.checkpoint, trusted=trusted)
             if opened.checkpoint.findings:
                 from transload.loading.refusal import leave_out

@@ -28,7 +28,7 @@ from transload.errors import (
     UnsafeError,
     UsageError,
 )
-from transload.formats import no_collecting
+from transload.formats import gc_paused
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import called, members
@@ -250,7 +250,7 @@ def open_checkpoint(f: SourceLike) -> Opened:
 
     ``NotACheckpointError`` if it is not a checkpoint. A damaged one opens, as long as it has any tensors.
     """
-    with no_collecting():
+    with gc_paused():
         opened = Opened(f)
     checkpoint = opened.checkpoint
     if checkpoint.integrity == "not-a-checkpoint" or not checkpoint.tensors:

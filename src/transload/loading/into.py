@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
 from transload.findings import some
-from transload.formats import no_collecting
+from transload.formats import gc_paused
 from transload.loading import check_settings, read_ranges
 from transload.loading.handles import (
     Destinations,
@@ -127,7 +127,7 @@ def load_into(
     opened = open_checkpoint(f)
     with opened:
         goal = Destinations(opened.checkpoint, "auto" if device is None else device)
-        with no_collecting():
+        with gc_paused():
             loading = _Loading(model, opened, goal, prefix, given)
             loading.compare(cast=cast, ignore_shapes=ignore_mismatched_sizes)
             loading.refuse(strict=strict)

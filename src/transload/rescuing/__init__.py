@@ -21,7 +21,7 @@ from transload.checkpoint import FORMATS, Checkpoint
 from transload.contents import with_parts
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import Problem, quoted, rescue_command
-from transload.formats import no_collecting, read_source
+from transload.formats import gc_paused, read_source
 from transload.formats.plain_pickle import holds_tensors
 from transload.io.atomic import AtomicFile
 from transload.io.pool import progress_counter
@@ -120,7 +120,7 @@ def _rescue_file(
             source, recovered = unzipped.source, unzipped._replace(nbytes=unzipped.source.size)
         else:
             source, recovered = _recovered(src, path, member, stack, notes)
-        with no_collecting():
+        with gc_paused():
             recovered, checkpoint = completed(recovered, fill=fill is not None)
             if checkpoint.format not in FORMATS:
                 raise _nothing_to_rescue(checkpoint, checkpoint.path)

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO, cast
 from transload.dtypes import ITEMSIZE
 from transload.errors import RescueError
 from transload.formats.pickle_machine import run_at
-from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
-from transload.formats.safetensors import looks_like as looks_like_safetensors
+from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX, looks_like_safetensors
 from transload.formats.tensors import declared_storages
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transload.errors import ForbiddenWriteError, UsageError
-from transload.formats import no_collecting
+from transload.formats import gc_paused
 from transload.frozen import Reported, facts
 from transload.io import journal
 from transload.io.journal import recover
@@ -107,7 +107,7 @@ def retag(
     try:
         if not target:
             journal.refuse_written_by_others(source.descriptor, path)
-        with no_collecting():
+        with gc_paused():
             plan = plan_of(source, tags, copy=bool(target))
         changes = plan.changes
         if target and not dry_run:

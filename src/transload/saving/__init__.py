@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload._version import __version__
 from transload.errors import CannotWriteError, NotAFileError, NoTorchError, SaveError, SaveWarning, UsageError
-from transload.formats import no_collecting
+from transload.formats import gc_paused
 from transload.formats.torch_legacy import write_legacy
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import Record, Sink, opening_records, write_checkpoint
@@ -184,7 +184,7 @@ class _Save:
         self.legacy_protocol = int(protocol) if legacy else None
         self.byteorder = True  # whether the archive has the record that says it
         self.copies: list[Copy] | None = None  # of the storages, to be written instead
-        with no_collecting(strangers=True):
+        with gc_paused(user_objects=True):
             portable = device == "cpu"
             self.data, self.storages = pickled(
                 obj, module, int(protocol), portable=portable, compact=compact, legacy=legacy
@@ -220,7 +220,7 @@ class _Save:
         rings = rings_for(self.storages)
         with ExitStack() as last:
             if self.copies is None:  # the program is waiting: nothing else makes garbage meanwhile
-                last.enter_context(no_collecting(strangers=True))
+                last.enter_context(gc_paused(user_objects=True))
             for ring in rings.values():
                 last.callback(ring.fetcher.finish)
             records = records_of(self.storages, rings) if self.copies is None else copied_records(self.copies)

@@ -41,9 +41,9 @@ def open_content(f: SourceLike, *, tree: bool = True) -> Iterator[Content]:
     ...     for piece in content.pieces(content.checkpoint.tensor("weight")):
     ...         hash.update(piece)
     """
-    from transload.formats import no_collecting
+    from transload.formats import gc_paused
 
-    with no_collecting():
+    with gc_paused():
         opened = OpenCheckpoint(f, tree=tree)
     with opened:
         yield Content(opened.checkpoint, opened.file, opened.parts)

@@ -43,7 +43,7 @@ def write_content(
 
     If this raises, nothing is left behind.
     """
-    from transload.formats import no_collecting
+    from transload.formats import gc_paused
     from transload.io.pool import progress_counter
 
     start = time.monotonic()
@@ -54,7 +54,7 @@ def write_content(
         raise UsageError(what, where=leftovers_path, fix="Choose another name.")
     if format_ != "raw":
         refuse_existing(dst, overwrite=overwrite)
-    with no_collecting():
+    with gc_paused():
         plan = Plan(content, format_, options)
     checkpoint = content.checkpoint
     report_progress = progress_counter(progress, plan.total(verify=verify), "converting")

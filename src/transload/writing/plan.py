@@ -455,7 +455,7 @@ def _with_aliases(content: Content) -> tuple[Checkpoint, dict[str, str]]:
 
     A safetensors file stores every tensor once; ``save_model`` records further names in the metadata.
     """
-    from transload.formats.safetensors import header_metadata, looks_like
+    from transload.formats.safetensors import header_metadata, looks_like_safetensors
     from transload.formats.zip import starts_like_zip
 
     checkpoint = with_full_names(content.checkpoint)
@@ -463,7 +463,7 @@ def _with_aliases(content: Content) -> tuple[Checkpoint, dict[str, str]]:
     if checkpoint.format in ("safetensors", "sharded", "directory"):
         for file in dict.fromkeys(storage.file for storage in checkpoint.storages):
             source = content.open_file(file)
-            if looks_like(source) and not starts_like_zip(source):
+            if looks_like_safetensors(source) and not starts_like_zip(source):
                 metadata.update(header_metadata(source))
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
     names = {a: b for a, b in metadata.items() if b in by_name and a not in by_name and a != "format"}
