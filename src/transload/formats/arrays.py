@@ -1,7 +1,7 @@
-"""Arrays, numbers and dtypes of numpy as pickles describe them; numpy is not needed.
+"""Arrays, scalars and dtypes of numpy in pickles; numpy is not needed.
 
-``dtype_of`` and ``array_of`` read the nodes of their calls. Whether the bytes are as many as the description says is
-up to the caller: ``raw_bytes`` gives them.
+``dtype_of`` and ``array_of`` read the calls that make them. The caller compares their size with that of the bytes,
+which ``raw_bytes`` returns.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _RECONSTRUCT = frozenset({f"{core}.multiarray._reconstruct" for core in _CORES})
 _FROM_BUFFER = frozenset({f"{core}.numeric._frombuffer" for core in _CORES})
 NUMPY_SCALARS = frozenset({f"{core}.multiarray.scalar" for core in _CORES})
 NUMPY_CALLS = frozenset({"numpy.dtype", *_RECONSTRUCT, *_FROM_BUFFER, *NUMPY_SCALARS})
-"""What makes arrays, numbers and dtypes."""
+"""The functions that make arrays, scalars and dtypes."""
 
 _CODE = re.compile(r"[biufcmMOSUV][0-9]{1,9}", re.ASCII)
 _PLAIN_CODE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SUV][0-9]+", re.ASCII)
 _ENDIANS = ("<", ">", "|", "=")
-_OBJECTS = 1  # among the flags of a dtype: its elements are references
+_OBJECTS = 1  # a flag of a dtype: its elements are references
 _MAX_DIMENSIONS = 64
-_MAX_SIZE = 1 << 62  # elements along a dimension: an array of none can claim any size along the others
+_MAX_SIZE = 1 << 62  # of a dimension: an empty array can have any size along the others
 _BYTES = frozenset({"builtins.bytes", "__builtin__.bytes"})
 
 
 class Dtype(NamedTuple):
-    """A dtype: ``code`` is its kind and size (``f8``). It is ``plain`` without fields, a shape, a unit and objects."""
+    """A dtype: ``code`` is its kind and size (``f8``). A ``plain`` one has no fields, shape, unit or objects."""
 
     code: str
     big_endian: bool
@@ -41,7 +41,7 @@ class Dtype(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array; ``stride`` counts elements, ``data`` is the node that holds its bytes."""
+    """An array; ``stride`` is in elements, ``data`` is the node with its bytes."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Array(NamedTuple):
 
 
 def dtype_of(node: Any) -> Dtype | None:
-    """The dtype that a call makes; ``None`` for one that numpy does not write, which may turn out as another."""
+    """The dtype that a call makes; ``None`` for a call that numpy does not write, whose result is uncertain."""
     if type(node) is not Call or called(node) != "numpy.dtype" or node.kind != "reduce" or node.items or node.appended:
         return None
     args: Any = node.args if type(node.args) is tuple and len(node.args) <= 3 else ()
@@ -60,8 +60,8 @@ def dtype_of(node: Any) -> Dtype | None:
     itemsize = int(code[1:]) * (4 if code[0] == "U" else 1)
     state: Any = (3, "=", None, None, None, itemsize, -1, 0)
     if node.states:
-        # Of a dtype that is not a copy numpy ignores the state. The size in it counts for some kinds, and its flags
-        # say whether there are objects.
+        # numpy ignores the state of a dtype that is not a copy. The size in it counts for some kinds, and its flags
+        # show whether there are objects.
         state = node.states[0]
         if args[1:] != (False, True) or type(state) is not tuple or not 5 <= len(state) <= 9:
             return None
@@ -82,7 +82,7 @@ def is_plain(node: Call) -> bool:
 
 
 def array_of(node: Call) -> Array | None:
-    """The array that a call makes, or number, which has no dimensions; ``None`` if it is not a plain one."""
+    """The plain array that a call makes; a scalar has no dimensions. ``None`` for any other call."""
     name, args = called(node), node.args
     if type(args) is not tuple or node.items or node.appended or node.kind != "reduce":
         return None
@@ -113,7 +113,7 @@ def array_of(node: Call) -> Array | None:
 
 
 def shape_of(shape: Any) -> tuple[int, ...] | None:
-    """The shape of an array, which may be given as a number."""
+    """The shape of an array, which may be a single number; ``None`` if it is not valid."""
     sizes = (shape,) if type(shape) is int else shape
     if type(sizes) is not tuple or len(sizes) > _MAX_DIMENSIONS:
         return None
@@ -121,10 +121,10 @@ def shape_of(shape: Any) -> tuple[int, ...] | None:
 
 
 def raw_bytes(node: Any) -> bytes | bytearray | None:
-    """Bytes, also as pickle writes them for Python 2 (a Latin-1 text, or a call if there are none); else ``None``."""
+    """Bytes, also in the form of protocol 2 (a Latin-1 text, or a call if they are empty); else ``None``."""
     if type(node) is Call and called(node) in _BYTES and node.args == ():
         return b""
-    encoding = "utf-8"  # a text that Python 2 wrote was read as that
+    encoding = "utf-8"  # as which a text that Python 2 wrote was decoded
     if type(node) is Call and called(node) == "_codecs.encode" and type(node.args) is tuple and node.args:
         node, encoding = node.args[0], "latin-1"
     if type(node) is str:

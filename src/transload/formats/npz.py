@@ -1,7 +1,7 @@
 """numpy's files: a ``.npy`` is a header and the numbers of one array, an ``.npz`` a zip archive of them.
 
-numpy is not needed. What is not an array of plain numbers (objects, texts, fields) is listed with its kind, has no
-storage, and a problem says so: an array of Python objects is a pickle, which is not looked into.
+numpy is not needed. What is not an array of plain numbers (objects, texts, fields) is listed with its kind and a
+problem, without a storage. An array of Python objects is a pickle, which is not read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from transload.io.checksums import combined
 from transload.io.sources import Source
 
 MAGIC = b"\x93NUMPY"
-_MAX_HEADER = 10_000  # numpy's own limit: longer ones could take it long to parse
+_MAX_HEADER = 10_000  # numpy's limit
 _SHAPE = rb"((?:\d{1,18}, ?)*(?:\d{1,18})?)"
 _HEADER = re.compile(
     rb"\{'descr': '([<>|=])(\w{1,9})', 'fortran_order': (True|False), 'shape': \(" + _SHAPE + rb"\), \} *\n"
 )
-# Headers of arrays that are certainly no objects: of a plain type, or of fields that have one. numpy evaluates the
-# text, so that others have many spellings.
+# Headers of arrays that certainly contain no objects: of a plain type, or of fields with plain types. numpy evaluates
+# the header as Python, so there are many other spellings.
 _TYPE = rb"'[<>|=][SUVMmbiufc]\d*(?:\[\w+\])?'"
 _FIELD = rb"\('[^'\\\"]*', " + _TYPE + rb"(?:, \([\d, ]*\))?\)"
 _NO_OBJECTS = re.compile(
@@ -34,7 +34,7 @@ _NO_OBJECTS = re.compile(
     rb"'fortran_order': (?:True|False), 'shape': \([\d, ]*\), \} *\n"
 )
 _ESCAPED = re.compile(r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])")  # what writing.plan.member_name writes
-_OF_TORCH = ("zip-no-folder", "zip-two-folders")
+_ONLY_FOR_TORCH = ("zip-no-folder", "zip-two-folders")
 
 
 def looks_like_npy(source: Source) -> bool:
@@ -43,7 +43,7 @@ def looks_like_npy(source: Source) -> bool:
 
 
 def read_npy(source: Source) -> Checkpoint:
-    """The array of a ``.npy`` file, without a name."""
+    """Read a ``.npy`` file: one array, without a name."""
     noted = Noted()
     record = Record("", 0, source.size, source.size)
     tensor, storage = _array((), record, source.read(0, _MAX_HEADER), noted)
@@ -52,12 +52,12 @@ def read_npy(source: Source) -> Checkpoint:
 
 
 def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
-    """The arrays of an archive, each by the name of its member."""
+    """Read the arrays of an archive; each has the name of its member."""
     noted = Noted()
     tensors: list[Tensor] = []
     storages: list[Storage] = []
     for record in archive.records.values():
-        # The index gives names below the first folder, and those outside of it with a slash before them.
+        # The names of records are relative to the first folder, or begin with a slash if they are outside it.
         inside = archive.root and not record.name.startswith("/")
         member = f"{archive.root}/{record.name}" if inside else record.name.removeprefix("/")
         name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), member.removesuffix(".npy"))
@@ -66,8 +66,8 @@ def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes
         tensors.append(tensor)
         storages += [] if storage is None else [storage]
     records = tuple(archive.records.values())
-    # Only torch wants a folder around its records.
-    found = (*(each for each in problems if each.code not in _OF_TORCH), *noted.problems())
+    # Only torch needs a folder around the records.
+    found = (*(each for each in problems if each.code not in _ONLY_FOR_TORCH), *noted.problems())
     return Checkpoint(path, "npz", nbytes, "", tuple(tensors), tuple(storages), records=records, problems=found)
 
 
@@ -81,7 +81,7 @@ def _split(head: bytes) -> tuple[bytes, int]:
 
 
 def _array(path: tuple[str, ...], record: Record, head: bytes, noted: Noted) -> tuple[Tensor, Storage | None]:
-    """The array that begins with ``head`` and is all of a record."""
+    """The array in a record, which begins with ``head``."""
     name = "".join(path)
     text, start = _split(head)
     match = _HEADER.fullmatch(text)

@@ -1,4 +1,4 @@
-"""The record in which ``transload.save`` says where a file comes from: torch, the machine, its devices."""
+"""The record in which ``transload.save`` describes the origin of a file: torch, the machine, its devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from json import dumps, loads
 from transload.render.words import plural
 
 MAX_RECORD = 1 << 20
-"""Ours are below 100 kB. What is longer was not written by us, and is not parsed."""
+"""``transload.save`` writes less than 100 kB. A longer record was written by something else, and is not parsed."""
 
 _MAX_TEXT = 200  # characters of a value that are shown
 _MAX_ITEMS = 64  # GPUs, rows of storages, entries
@@ -16,9 +16,9 @@ _PLAIN = ("transload", "torch", "cuda", "hip", "python", "system", "machine", "d
 
 
 def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
-    """Where a file comes from, as the bytes of the record tell: names and short texts. Never raises.
+    """The origin of a file according to the record, as names and short texts. Never raises.
 
-    Empty if it is not one of ours. Anybody can write anything into it: it is a hint, not a proof.
+    Empty if ``transload.save`` did not write it. Anybody can write anything into it: it is a hint, not a proof.
 
     >>> read_recorded(b'{"schema": 1, "torch": "2.13.0", "storages": [["cuda:1", 3], ["cpu", 1]]}')
     (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storage)'))
@@ -43,11 +43,11 @@ def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
             continue
         if row[0] in devices or len(devices) < _MAX_ITEMS:
             devices[_short(row[0])] = devices.get(_short(row[0]), 0) + max(0, row[1])
-    told = (
+    counted = (
         ("gpus", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in gpus.items())),
         ("saved from", ", ".join(f"{name} ({plural(count, 'storage')})" for name, count in devices.items())),
     )
-    out += [pair for pair in told if pair[1]]
+    out += [pair for pair in counted if pair[1]]
     added = found.get("entries")  # by the user
     for name, value in list(added.items())[:_MAX_ITEMS] if isinstance(added, dict) else ():
         out.append((_short(name), _short(value if isinstance(value, str) else dumps(value, ensure_ascii=False))))

@@ -1,4 +1,4 @@
-"""What each problem a reader can meet means: for safety, for integrity, and for the person who has it."""
+"""What each problem that a reader notes means for safety and integrity, and what to do about it."""
 
 from __future__ import annotations
 
@@ -27,53 +27,53 @@ from transload.frozen import replace
 RESCUE = "$ transload rescue FILE NEW.pt"
 CONVERT = "$ transload convert FILE NEW.safetensors"
 WITHOUT_CODE = "This takes its tensors alone, without its code, so that no trust is needed."
-"""What leads to the command that takes them out."""
+"""Precedes the command that extracts them."""
 
 _SEVERITIES = ("error", "warning", "note")
 SETS = frozenset({"sharded", "dcp", "deepspeed", "megatron"})
-"""The formats of several files."""
+"""The formats that consist of several files."""
 
 _ARCHIVES = frozenset({"torch-zip", "torchscript", "torch-export"})
 RESCUED = SETS | _ARCHIVES | {"torch-legacy", "safetensors"}
-"""The formats that a rescue takes."""
+"""The formats that ``rescue`` accepts."""
 
 _CONVERTED = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory", "torchscript", "pickle"})
 
 
 def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """The findings with real commands in their advice. What was advised once, in the order of reading, is not repeated.
+    """The findings with the path of the file in their commands. Repeated advice is left out.
 
-    A command that would find nothing to do is left out, with the sentence before it.
+    So is a command that would have nothing to do, with the sentence before it.
     """
     found = list(checkpoint.findings)
-    told: set[str] = set()
+    given: set[str] = set()
     for index in sorted(range(len(found)), key=lambda index: _SEVERITIES.index(found[index].severity)):
         finding = found[index]
         fix = finding.fix
         if fix and finding.code == "needs-trust" and (command := convert_command(checkpoint)):
-            fix = (*fix, WITHOUT_CODE, command)  # the way that needs no trust
-        fix = tuple(_advice(fix, checkpoint, told))
+            fix = (*fix, WITHOUT_CODE, command)
+        fix = tuple(_advice(fix, checkpoint, given))
         if fix != finding.fix:
             found[index] = replace(finding, fix=fix)
     return tuple(found)
 
 
-def _advice(fix: tuple[str, ...], checkpoint: Checkpoint, told: set[str]) -> Iterator[str]:
+def _advice(fix: tuple[str, ...], checkpoint: Checkpoint, given: set[str]) -> Iterator[str]:
     lines = iter(zip(fix, (*fix[1:], ""), strict=False))
     for line, following in lines:
         if following in _COMMANDS:
             command = _COMMANDS[following](checkpoint)
             next(lines)
-            if command and command not in told:
-                told.add(command)
+            if command and command not in given:
+                given.add(command)
                 yield from (line, command)
-        elif line not in told or not line.endswith("."):
-            told.add(line)
+        elif line not in given or not line.endswith("."):
+            given.add(line)
             yield line
 
 
 def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
-    """The first command advised, with the sentence that leads to it."""
+    """The first command in some findings, with the sentence before it."""
     for finding in findings:
         for at, line in enumerate(finding.fix):
             if line.startswith("$ "):
@@ -82,24 +82,24 @@ def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
 
 
 def convert_command(checkpoint: Checkpoint) -> str:
-    """The command that takes the tensors out of a pickle; empty for attacks, and where none is whole."""
+    """The command that extracts the tensors from a pickle; empty for dangerous or damaged files."""
     sound = checkpoint.integrity not in ("damaged", "not-a-checkpoint") and checkpoint.safety != "dangerous"
     return _convert(checkpoint) if sound and checkpoint.format in _CONVERTED and checkpoint.storages else ""
 
 
 def _rescue(checkpoint: Checkpoint) -> str:
-    """Empty for what a rescue does not take, for attacks, and where nothing is left to save."""
+    """The rescue command; empty for formats that it does not accept, for attacks, and where nothing can be saved."""
     if checkpoint.format not in RESCUED or checkpoint.safety == "dangerous":
         return ""
     whole = any(storage.nbytes and storage.stored >= storage.nbytes for storage in checkpoint.storages)
-    if not checkpoint.storages:  # the index of an archive may be hurt, which has a checksum to repair it by
+    if not checkpoint.storages:  # the index of an archive may be damaged, and has a checksum to repair it with
         whole = checkpoint.format in _ARCHIVES and any(record.name.endswith(".pkl") for record in checkpoint.records)
     formats = {checkpoint.format, *(dict(part.facts).get("format") for part in checkpoint.parts)}
     return rescue_command(checkpoint.path, ".safetensors" if "safetensors" in formats else ".pt") if whole else ""
 
 
 def _convert(checkpoint: Checkpoint) -> str:
-    """Into a file of the same name and the other ending."""
+    """The command that converts into a file of the same name, with another suffix."""
     if not is_named(checkpoint.path):
         return CONVERT
     stem, ending = os.path.splitext(checkpoint.path.rstrip("/"))  # noqa: PTH122 - pathlib is slow to import
@@ -112,7 +112,7 @@ _SHOWN = 10
 
 
 class Rule(NamedTuple):
-    """How a problem is judged: a title for a person, its severity, and the verdict it forces on each scale."""
+    """How a problem is judged: a title, its severity, and the best verdicts that are possible with it."""
 
     title: str
     severity: Severity
@@ -128,7 +128,7 @@ _STEP = re.compile(r"^- (.+)$", re.MULTILINE)
 
 @cache
 def rules() -> dict[str, Rule]:
-    """Every rule by its code, from docs/findings.md; a file without any problem does not need them.
+    """Every rule by its code, from docs/findings.md.
 
     >>> rules()["zip-shifted"].safety, rules()["zip-shifted"].severity
     ('dangerous', 'error')
@@ -137,8 +137,8 @@ def rules() -> dict[str, Rule]:
     for section in manual_page("findings").split("\n## ")[1:]:
         head = _HEAD.match(section)
         if head is None:
-            raise ValueError(section)  # of our own page
-        # The page shows a command as code. ``with_commands`` replaces FILE in it.
+            raise ValueError(section)  # a mistake in the page
+        # The page shows commands as code. ``with_commands`` replaces FILE in them.
         steps = [f"$ {step[1:-1]}" if step.startswith("`transload ") else step for step in _STEP.findall(section)]
         effects: dict[str, Any] = dict(_EFFECT.findall(section))
         severity: Any = head["severity"]
@@ -146,7 +146,7 @@ def rules() -> dict[str, Rule]:
     return found
 
 
-# Problems that say nothing once another is told.
+# Problems that another one explains.
 _EXPLAINS = {
     "zip-unreadable-entry": frozenset(
         {
@@ -167,16 +167,15 @@ _EXPLAINS = {
 
 
 def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, tuple[Finding, ...]]:
-    """The worst safety that the problems force, and one finding for each kind of problem."""
+    """The best safety that is possible with these problems, and one finding for each kind of problem."""
     groups: dict[str, list[Problem]] = {}
     for problem in problems:
         groups.setdefault(problem.code, []).append(problem)
     rules = {code: rule_of(code) for code in groups}
-    # One accident, one finding; the verdict counts all.
-    told = {effect for cause, effects in _EXPLAINS.items() if cause in groups for effect in effects}
+    explained = {effect for cause, effects in _EXPLAINS.items() if cause in groups for effect in effects}
     findings = []
     for code, group in groups.items():
-        if code in told:
+        if code in explained:
             continue
         evidence = []
         for problem in group[:_SHOWN]:
@@ -190,17 +189,17 @@ def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, tuple[Finding
 
 
 def rule_of(code: str) -> Rule:
-    """The rule for a code. A problem nobody has judged yet is never a good sign."""
+    """The rule for a code; a strict one if the code is not known."""
     return rules().get(code) or Rule(code.replace("-", " "), "error", "unknown", "damaged")
 
 
 # -- whether a file is too damaged to be loaded or converted
 
-# Damage that torch.load does not notice either, and that leaves every tensor what it is, or is told in a warning.
+# Damage that only gets a warning: torch.load does not detect it either, or some tensors are left out.
 LEFT_OUT = frozenset({"gguf-quantized", "npy-not-numbers", "npy-objects", "npy-size"})
-_TOLD = LEFT_OUT | {"storage-skipped"}
+_WARNED = LEFT_OUT | {"storage-skipped"}
 _HARMLESS = frozenset({"link-outside"})
-# What could be repaired and is not whole as it is.
+# Problems that can be repaired, but only by a rescue.
 _NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
 
 
@@ -213,7 +212,7 @@ def refuse_broken(checkpoint: Checkpoint) -> None:
             sentence_of(finding, "this is not a checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
         )
     broken = set()
-    for code in codes_of(checkpoint) - _TOLD:
+    for code in codes_of(checkpoint) - _WARNED:
         rule = rule_of(code)
         damaged = rule.severity == "error" and rule.integrity in ("damaged", "not-a-checkpoint")
         if code in _NOT_WHOLE or (damaged and code not in _HARMLESS):
@@ -226,35 +225,35 @@ def refuse_broken(checkpoint: Checkpoint) -> None:
 
 
 def codes_of(checkpoint: Checkpoint) -> set[str]:
-    """The problems that count. torch writes the magic number in the protocol it was asked for."""
+    """The codes of all problems, without a magic number that is only written in another protocol."""
     codes = {problem.code for problem in checkpoint.problems}
     first = checkpoint.pickles[0] if checkpoint.pickles else None
     if first and not (first.globals or first.calls or first.persistent or first.irregular or first.ambiguous):
-        codes.discard("legacy-odd-magic")  # a number, and nothing that is called
+        codes.discard("legacy-odd-magic")  # a number, without any calls
     return codes
 
 
-def worth_a_warning(checkpoint: Checkpoint) -> str:
-    """What is wrong with a file that is loaded all the same; empty if nothing is."""
-    found = [finding for finding in checkpoint.findings if finding.code in _TOLD]
+def load_warning(checkpoint: Checkpoint) -> str:
+    """The warning about damage that does not prevent loading; empty if there is none."""
+    found = [finding for finding in checkpoint.findings if finding.code in _WARNED]
     return "; ".join(sentence_of(finding) for finding in found)
 
 
 def _worst(checkpoint: Checkpoint, codes: set[str]) -> Finding | None:
-    """The finding to tell: one of these codes, else the first error there is."""
+    """The finding to report: one of these codes, else the first error."""
     named = [finding for finding in checkpoint.findings if finding.code in codes]
     return next(iter([*named, *(f for f in checkpoint.findings if f.severity == "error")]), None)
 
 
 def sentence_of(finding: Finding | None, otherwise: str = "") -> str:
-    """A finding in one sentence."""
+    """A finding in one sentence; ``otherwise`` without one."""
     if finding is None:
         return otherwise
     return f"{finding.title}: {'; '.join(finding.evidence)}" if finding.evidence else finding.title
 
 
 def _fix(checkpoint: Checkpoint, finding: Finding | None) -> str:
-    """What the finding advises, and the command for the file, which another one may have told already."""
+    """The advice of a finding, and the first command for the file, which may be in another finding."""
     own = finding.fix if finding else ()
     if any(line.startswith("$ ") for line in own):
         return "\n".join(own)

@@ -142,11 +142,11 @@ def load(
             opened.seek_past_content()
             break
     if plan.warning or checkpoint.findings:
-        from transload.judge.problems import worth_a_warning
+        from transload.judge.problems import load_warning
 
         if plan.warning:
             warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=2)
-        if wrong := worth_a_warning(checkpoint):
+        if wrong := load_warning(checkpoint):
             warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
     return made
 
