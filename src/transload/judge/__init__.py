@@ -1,4 +1,4 @@
-"""Facts to verdicts: pure functions from what a reader found to findings. Nothing here touches a file."""
+"""Judge the facts that a reader has found: pure functions that never touch a file, except for ``inspect``."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
         return judge(read(f, verify=verify))
 
 
-def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
+def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     """The same checkpoint with both verdicts, the findings, who wrote it, and what torch.load will do with it.
 
-    The last two only if it is to be ``told``: they are for people.
+    The last two only with ``describe``: they are for people.
     """
     is_plain = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
     names = _judge_pickles(checkpoint.pickles, "transload.load" if is_plain else "torch.load")
@@ -53,25 +53,25 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
         globals=names.globals,
         flavour=checkpoint.flavour or _flavour(checkpoint),
         findings=(
-            # In what torch.load does not read, nobody has to allow any names.
+            # Names need not be allowed in formats that torch.load does not read.
             *(f for f in names.findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED),
             *findings,
-            *_of_values(checkpoint),
+            *_other_findings(checkpoint),
         ),
     )
     if judged.findings:
         from transload.judge.problems import with_commands
 
         judged = replace(judged, findings=with_commands(judged))
-    if not told:
+    if not describe:
         return judged
     from transload.judge.torch_releases import origin, prediction
 
-    # torch.load passes over the other records of an archive, and the pickles in them.
+    # torch.load ignores other records of an archive, and the pickles in them.
     loaded = [pickle for pickle in checkpoint.pickles if pickle.main or checkpoint.format != "torch-zip"]
     part = names if len(loaded) == len(checkpoint.pickles) else _judge_pickles(loaded)
-    told_of = f"torch.load {prediction(judged, worst_safety(part.safety, forced), as_data=part.as_data)}"
-    return replace(judged, written_by=origin(checkpoint), prediction=told_of)
+    outcome = prediction(judged, worst_safety(part.safety, forced), as_data=part.as_data)
+    return replace(judged, written_by=origin(checkpoint), prediction=f"torch.load {outcome}")
 
 
 def _judge_pickles(pickles: Sequence[Pickle], load: str = "torch.load") -> Judgement:
@@ -84,7 +84,7 @@ def _judge_pickles(pickles: Sequence[Pickle], load: str = "torch.load") -> Judge
 
 
 def integrity_of(checkpoint: Checkpoint) -> Integrity:
-    """The verdict on the bytes alone, by what the reader met."""
+    """The verdict on the integrity of the bytes."""
     base: Integrity = "whole" if checkpoint.checksummed else "unchecked"
     if not checkpoint.problems:
         return base
@@ -94,7 +94,7 @@ def integrity_of(checkpoint: Checkpoint) -> Integrity:
 
 
 def _flavour(checkpoint: Checkpoint) -> str:
-    """A tree that a known program writes."""
+    """The program whose layout a checkpoint has; empty if it is not known."""
     paths = [tensor.path for tensor in checkpoint.tensors]
     top = {leaf.path[0] for leaf in checkpoint.leaves if leaf.path} | {path[0] for path in paths if path}
     if "pytorch-lightning_version" in top:
@@ -106,12 +106,12 @@ def _flavour(checkpoint: Checkpoint) -> str:
     return ""
 
 
-def _of_values(checkpoint: Checkpoint) -> list[Finding]:
-    """Findings that no name and no problem of a reader leads to."""
+def _other_findings(checkpoint: Checkpoint) -> list[Finding]:
+    """Findings that neither names nor problems lead to."""
     found = []
     rare = sorted({name for pickle in checkpoint.pickles if pickle.main for name in pickle.rare})
     if rare and checkpoint.format.startswith("torch-") and checkpoint.format not in _PROGRAMS:
-        # Such a file loads only without weights_only, however harmless it is.
+        # Even if it is harmless, it can only be loaded without weights_only.
         title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
         evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
         fix = "Save it again without pickle_protocol, or pass weights_only=False if you trust the file."

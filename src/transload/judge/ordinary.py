@@ -1,6 +1,6 @@
-"""Pickles that there is nothing to judge about: they name what a state dict is made of, and use it as torch.save does.
+"""Ordinary pickles: they only contain what a state dict consists of, in the form that torch.save writes.
 
-Most files are such, and for them neither ``names`` nor ``safety`` is imported, which judge all others.
+Most files are ordinary, and do not need ``names`` and ``safety``, which judge all others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PURPOSES = {
 class Judgement(NamedTuple):
     """The safety verdict on some pickles, every global they name, and why.
 
-    ``inside`` are what they find inside classes that they name, by module and name. ``as_data``: torch refuses names in
-    it, and ``transload.load`` makes what they stand for as data.
+    ``inside`` are names nested in classes that they name, by module and name. ``as_data`` is whether torch refuses some
+    names, and ``transload.load`` makes what they stand for without importing them.
     """
 
     safety: Safety
@@ -40,7 +40,7 @@ class Judgement(NamedTuple):
 
 
 def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
-    """The judgement of ``safety`` on pickles in which nothing is out of the ordinary; ``None`` on others."""
+    """The same judgement as ``safety`` for ordinary pickles; ``None`` for others."""
     found: list[GlobalUse] = []
     for pickle in pickles:
         if pickle.built or pickle.extensions or pickle.data or (found and pickle.globals):
@@ -59,7 +59,7 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
                 if call.states:
                     odd = odd or not all(map(_is_metadata, call.states))
                     built += 1
-            else:  # the last two arguments say whether it requires gradients, and are its hooks
+            else:  # the last two arguments are requires_grad and the hooks
                 count = 6 if callee is tensor else 3 if callee is parameter else -1
                 odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
                 odd = odd or not _is_empty(args[-1], ordered)
@@ -73,12 +73,12 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
 
 
 def _is_metadata(state: object) -> bool:
-    """Whether it is the attribute that state_dict() gives to what it returns, and nothing else."""
+    """Whether a state only sets ``_metadata``, as state_dict() does."""
     return type(state) is Dict and len(state.items) == 2 and state.items[0] == "_metadata"
 
 
 def _is_empty(hooks: object, ordered: object) -> bool:
-    """Whether the hooks of a tensor are none: an ordered dictionary that nothing is put into."""
+    """Whether the hooks of a tensor are an empty ``OrderedDict``."""
     if type(hooks) is not Call or hooks.callee is not ordered:
         return False
     return not (hooks.args or hooks.items or hooks.states or hooks.appended)

@@ -1,7 +1,7 @@
-"""Which torch releases can have written a file, from the traces their writers leave; and what torch.load does with it.
+"""Which torch releases can have written a file, and what torch.load does with it.
 
-torch stamps no version into a checkpoint (pytorch/pytorch#44295 has asked since 2020), but each change of the writer
-shows. Every rule of ``origin`` narrows a range of releases and says by what.
+torch does not record its version in a checkpoint (pytorch/pytorch#44295 asks for it since 2020), but changes of the
+writer leave traces. Every clue narrows a range of releases, and is listed as evidence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transload.nodes import Call, Dict, Global
 
 
 class _Clue(NamedTuple):
-    """A trace: the first and last release that leave it, and what it is. An empty bound is open."""
+    """A trace of the writer: the first and last release that leave it, and what it is. An empty bound is open."""
 
     oldest: str
     newest: str
@@ -47,12 +47,12 @@ _VERSION_KEYS = {
     "pytorch_version": "torch",
 }
 _MAX_VERSION = 80
-# Where records may be lost, one that is not seen proves nothing.
+# Problems with which records may be lost, so that a missing one proves nothing.
 _PARTIAL = frozenset({"zip-count", "zip-directory-broken", "zip-head-lost", "zip-no-directory", "zip-walked"})
 
 
 def origin(checkpoint: Checkpoint) -> Origin:
-    """The narrowest range all traces agree on, with the traces; and versions the file records of itself."""
+    """The narrowest range of releases that all clues allow, with the clues; and versions recorded in the file."""
     recorded = dict((*checkpoint.written_by.recorded, *_recorded(checkpoint)))
     names = {f"{module}.{name}" for pickle in checkpoint.pickles for module, name in pickle.globals}
     clues = [*_container(checkpoint), *(clue for name, clue in _NAMES.items() if name in names)]
@@ -62,7 +62,7 @@ def origin(checkpoint: Checkpoint) -> Origin:
     oldest = max((clue.oldest for clue in clues if clue.oldest), key=_order, default="")
     newest = min((clue.newest for clue in clues if clue.newest), key=_order, default="")
     note = " (or a later one told to write the old format)" if checkpoint.format == "torch-legacy" else ""
-    if oldest and newest and _order(oldest) > _order(newest):  # of the old format: a later torch, told to write it
+    if oldest and newest and _order(oldest) > _order(newest):  # a later torch has written the old format
         newest = note = ""
     evidence = [clue.text for clue in clues]
     if any(name.startswith("numpy.core.") for name in names):
@@ -79,7 +79,7 @@ def _order(release: str) -> tuple[int, ...]:
 
 
 def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
-    """What the container shows."""
+    """The clues in the container."""
     names = [record.name for record in checkpoint.records]
     partial = any(problem.code in _PARTIAL for problem in checkpoint.problems)
     byteorder = "byteorder" in names
@@ -106,7 +106,7 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
             yield _Clue("2.8", "2.8", "weights saved by torch.save")
         elif any(name.endswith("_weights_config.json") for name in names):
             yield _Clue("2.9", "", "weights with a table of their own")
-    # A save that never got as far as its object shows nothing.
+    # Without an index, the save was interrupted too early to leave clues.
     elif checkpoint.format in ("torch-zip", "torch-directory") and "data.pkl" in names:
         keys = [name for name in names if name.startswith(("data/", "tensors/"))]
         facts = dict(checkpoint.facts)
@@ -130,7 +130,7 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
 
 
 def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
-    """Versions somebody stored in the file: under a well-known key, or as torch's own version object."""
+    """Versions stored in the file: under a well-known key, or as a ``TorchVersion``."""
     for pickle in checkpoint.pickles:
         root = pickle.root
         items = root.items if type(root) is Dict else root.items or [] if type(root) is Call else []
@@ -167,14 +167,14 @@ _OTHER_LOADER: dict[str, str] = {
     "gguf": "fails, with an error that does not say why: it is a file of llama.cpp, and transload.load reads what is "
     "not quantized",
 }
-# Containers that torch reads as long as the part it looks at is in order.
+# Problems of containers that torch does not detect, and other programs read differently.
 _TWO_READINGS = frozenset(
     {
         *("zip-directory-record", "zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ"),
         *("zip-nul-name", "zip-odd-name", "zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
     }
 )
-# Problems torch.load does not notice.
+# Problems that torch.load does not detect.
 _UNNOTICED = frozenset(
     {
         *("crc-mismatch", "legacy-trailing-bytes", "legacy-unlisted", "pickle-irregular", "pickle-trailing-bytes"),
@@ -193,10 +193,10 @@ _REFUSES = "refuses it (weights_only=True, the default from 2.6 on)"
 
 
 def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
-    """The outcome with a torch of today, on a machine with and without the devices the file names.
+    """The outcome with a current torch, on machines with and without the devices in the file.
 
-    ``safety`` is that of the part torch reads, which may be better than that of the whole file; ``as_data`` is as in a
-    ``Judgement``. What one release says on one machine, word for word, is in ``checking.torch_says``.
+    ``safety`` is that of the part that torch reads, which may be better than that of the whole file; ``as_data`` is as
+    in a ``Judgement``. ``checking.torch_says`` has the exact messages of one release on one machine.
     """
     codes = {problem.code for problem in checkpoint.problems}
     noticed = codes - _UNNOTICED
@@ -249,7 +249,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     elif _NESTED & {use.full_name for use in checkpoint.globals}:
         first = "loads it up to torch 2.14"
         if any(part.name.startswith("_metadata_cache/") for tensor in checkpoint.tensors for part in tensor.parts):
-            # The bounds of its lengths, without the class that older releases save with them and ask for.
+            # The bounds of its lengths, without the class that older releases save with them and need.
             first = "fails up to torch 2.14, which cannot rebuild a jagged tensor that 2.15 saved"
         first += "; from 2.15 on it refuses nested tensors until you allow them"
     devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]

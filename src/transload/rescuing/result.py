@@ -1,4 +1,4 @@
-"""What a rescue found, and what it wrote or would write; and its report."""
+"""The result of a rescue, and its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Certainty = Literal["proven", "probable", "ambiguous"]
 class TensorOutcome(NamedTuple):
     """What became of one tensor.
 
-    ``checked`` is whether a checksum vouches for its bytes. ``why`` is the reason it is lost.
+    ``checked`` is whether a checksum confirms its bytes. ``why`` is the reason it is lost.
     """
 
     name: str
@@ -34,9 +34,9 @@ class LostRecord(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """A corrected byte: its offset in the damaged file, its old and new value, and the record it belongs to.
+    """A repaired byte: its offset in the damaged file, its old and new value, and its record.
 
-    ``record`` is empty for a byte outside all records: in a header, the directory or padding.
+    ``record`` is empty for a byte in a header, the directory or padding.
     """
 
     position: int
@@ -52,7 +52,7 @@ class Repair(NamedTuple):
 
 
 def doubts(repairs: Iterable[Repair]) -> tuple[str, ...]:
-    """Why a rescue with these repairs is not complete: a warning where some are not proven."""
+    """A warning if some of these repairs are not proven."""
     count = sum(repair.certainty != "proven" for repair in repairs)
     if not count:
         return ()

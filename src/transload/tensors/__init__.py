@@ -59,7 +59,7 @@ class OpenCheckpoint:
                 problems = tuple(problem for problem in read.problems if not problem.where.startswith(others))
                 pickles = tuple(pickle for pickle in read.pickles if pickle.main)
                 read = replace(read, problems=problems, pickles=pickles)
-            self.checkpoint = judge(read, told=tree)
+            self.checkpoint = judge(read, describe=tree)
         except BaseException:
             self.close()
             raise

@@ -192,7 +192,7 @@ class _Scan:
         )
         checksummed = bool(compared) and not unsummed and not self.bad and not known
         judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
-        judged = judge(judged, told=False) if new else replace(judged, integrity=integrity_of(judged))
+        judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
         broken = {name: ("broken", why) for name, why in misplaced(content).items()}
         damaged = damages(content, self._records, self.bad, {**broken, **self._failed})
         entries = with_aliases(content, self._entries) if self._hashes else self._entries
