@@ -15,7 +15,7 @@ from tests import forge
 from tests.each import each
 
 import transload
-from transload.cli.files import expanded
+from transload.cli.files import expand_paths
 from transload.errors import CannotReadError
 from transload.judge import inspect
 from transload.verifying import Damage, Verification, verify
@@ -249,11 +249,11 @@ def test_what_a_directory_stands_for(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     for name in ("runs/a.pt", "runs/b.pt"):
         torch.save(state(), tmp_path / name)
-    assert expanded([str(tmp_path)]) == [str(tmp_path / "runs" / "a.pt"), str(tmp_path / "runs" / "b.pt")]
+    assert expand_paths([str(tmp_path)]) == [str(tmp_path / "runs" / "a.pt"), str(tmp_path / "runs" / "b.pt")]
     save_file(state(), tmp_path / "model.safetensors")
     torch.save(state(), tmp_path / "optimizer.pt")
-    assert expanded([str(tmp_path)]) == [str(tmp_path), str(tmp_path / "optimizer.pt")]
-    assert expanded([str(tmp_path / "runs" / "a.pt")]) == [str(tmp_path / "runs" / "a.pt")]
+    assert expand_paths([str(tmp_path)]) == [str(tmp_path), str(tmp_path / "optimizer.pt")]
+    assert expand_paths([str(tmp_path / "runs" / "a.pt")]) == [str(tmp_path / "runs" / "a.pt")]
 
 
 # -- hashes

@@ -1,4 +1,4 @@
-"""The command line: a static table of commands. Only the module of the one that is named gets imported."""
+"""The command line: a static table of commands. Only the module of the requested command is imported."""
 
 COMMANDS: dict[str, str] = {
     "check": "whether a checkpoint loads here, and what torch.load would say",
@@ -11,8 +11,8 @@ COMMANDS: dict[str, str] = {
     "run": "run a Python program unchanged on the devices of this machine",
     "verify": "check that every byte of a checkpoint is the one that was saved",
 }
-"""Each command and its line of help. The command ``x`` is two functions of ``files``, ``doctor`` or ``commands``:
+"""Each command and its line of help. The command ``x`` is two functions in ``files``, ``doctor`` or ``commands``:
 
 ``x_arguments(parser)`` declares its options, and ``run_x(arguments)`` returns the exit code, or a function that runs
-somebody's program and returns it. ``help.md`` has the examples and the exit codes that its help shows.
+a program and returns its exit code. ``help.md`` has the examples and the exit codes that the help shows.
 """

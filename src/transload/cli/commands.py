@@ -1,6 +1,6 @@
-"""The commands that call one function, for a file or for each of several, and show its result.
+"""The commands that call one function, for one file or for each of several, and show its result.
 
-``transload run`` must start at once, so nothing is imported here at the top, not even typing.
+``transload run`` must start quickly, so nothing is imported at the top, not even typing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def convert_arguments(parser: ArgumentParser) -> None:
 
 
 def run_convert(arguments: Namespace) -> int:
-    """Convert, or list what can be chosen."""
-    from transload.cli.output import given, show, show_result, write
+    """Convert, or list the parts that ``--key`` can choose."""
+    from transload.cli.output import keywords, show, show_result, write
     from transload.converting import convert, parts
     from transload.errors import UsageError
 
@@ -53,7 +53,7 @@ def run_convert(arguments: Namespace) -> int:
         return 0
     if arguments.out is None:
         raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
-    options = given(arguments, "to key strip dtype allow_inf max_shard_size verify overwrite")
+    options = keywords(arguments, "to key strip dtype allow_inf max_shard_size verify overwrite")
     result = convert(arguments.path, arguments.out, **options, progress=not arguments.json)
     from transload.converting import report
 
@@ -90,7 +90,7 @@ def run_explain(arguments: Namespace) -> int:
 
 
 def _read_log(path: str) -> tuple[bytes, bool]:
-    """The end of the log, and whether there is more of it."""
+    """The end of the log, and whether there was more."""
     import os
     import sys
 
@@ -109,7 +109,7 @@ def _read_log(path: str) -> tuple[bytes, bool]:
         return read_end(sys.stdin.buffer)
     except OSError as error:
         names_a_log = path.endswith((".txt", ".log", ".err", ".out")) and "\n" not in path and ": " not in path
-        if path.count(" ") > 1 and not names_a_log and not os.path.lexists(path):  # no file, but the text itself
+        if path.count(" ") > 1 and not names_a_log and not os.path.lexists(path):  # it is the text itself
             return path.encode("utf-8", "surrogateescape"), False
         from transload.errors import CannotReadError
 
@@ -130,7 +130,7 @@ def _read_log(path: str) -> tuple[bytes, bool]:
 def rescue_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``rescue``: nothing in the checkpoint is run or loaded."""
     option = parser.add_argument
-    # Not `path`: other commands finish an interrupted retag of their `path`; the source of a rescue is never written.
+    # Not `path`: commands finish an interrupted retag of their `path`, and a rescue never writes to its source.
     option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
     option("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
     option("--dry-run", action="store_true", help="report what would be written, and write nothing")
@@ -141,13 +141,13 @@ def rescue_arguments(parser: ArgumentParser) -> None:
 
 def run_rescue(arguments: Namespace) -> int:
     """Rescue a checkpoint."""
-    from transload.cli.output import given, show_result
+    from transload.cli.output import keywords, show_result
     from transload.errors import UsageError
     from transload.rescuing import rescue
 
     if arguments.dst is None and not arguments.dry_run:
         raise UsageError("no output file is named", fix="transload rescue SRC DST, or --dry-run to only see the plan.")
-    options = given(arguments, "fill dry_run member overwrite")
+    options = keywords(arguments, "fill dry_run member overwrite")
     result = rescue(arguments.src, arguments.dst, **options, progress=not arguments.json)
     from transload.rescuing.result import report
 
@@ -159,7 +159,7 @@ def run_rescue(arguments: Namespace) -> int:
 
 
 def run_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``run``; what follows the script is the script's."""
+    """Declare the options of ``run``; everything after the script is passed to it."""
     from argparse import PARSER
 
     option = parser.add_argument
@@ -173,7 +173,7 @@ def run_arguments(parser: ArgumentParser) -> None:
 
 
 def run_run(arguments: Namespace) -> Callable[[], int]:
-    """Look for the program; return what runs it."""
+    """Find the program, and return a function that runs it."""
     from transload.patching import checked
     from transload.patching.script import program_of
 
@@ -197,11 +197,11 @@ def verify_arguments(parser: ArgumentParser) -> None:
 
 
 def run_verify(arguments: Namespace) -> int:
-    """Verify all files, show what there is to show, write the manifest if all is well, return the worst exit code."""
+    """Verify all files, show the results, write the manifest if all is well, and return the worst exit code."""
     from functools import partial
 
-    from transload.cli.files import expanded, for_each
-    from transload.cli.output import complain, show
+    from transload.cli.files import expand_paths, for_each
+    from transload.cli.output import print_error, show
     from transload.errors import TransloadError, UsageError
     from transload.verifying import report, several, verify
 
@@ -209,25 +209,25 @@ def run_verify(arguments: Namespace) -> int:
     if arguments.write or arguments.against:
         from transload.verifying.manifest import read_manifest, refuse_target
 
-        if arguments.write:  # refused before anything is read
+        if arguments.write:  # before anything is read
             refuse_target(arguments.write, overwrite=arguments.force)
         manifest = read_manifest(arguments.against) if arguments.against else None
     named = arguments.paths or [entry.path for entry in (manifest.files if manifest else ())]
     if not named:
         raise UsageError("no file is named", fix="transload verify FILE…")
-    paths = expanded(named)
+    paths = expand_paths(named)
 
-    def look(path: str) -> Verification:
+    def examine(path: str) -> Verification:
         hashes = arguments.hash or bool(arguments.write)
         return verify(path, hashes=hashes, values=arguments.values, against=manifest, progress=True)
 
     shown = {"hashes": arguments.hash}
-    done, code = for_each(arguments, paths, look, partial(report, **shown), partial(several, **shown))
+    done, code = for_each(arguments, paths, examine, partial(report, **shown), partial(several, **shown))
     if code == 2:
         return code
     if arguments.write and code:
         fix = "Repair it first: transload rescue FILE NEW."
-        complain(TransloadError("is not written, since not every file is whole", where=arguments.write, fix=fix))
+        print_error(TransloadError("is not written, since not every file is whole", where=arguments.write, fix=fix))
     elif arguments.write:
         from transload.verifying import write_manifest, written
 
@@ -241,17 +241,17 @@ def run_verify(arguments: Namespace) -> int:
 
 
 def check_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``check``: can it be loaded here, where would it land. Nothing is loaded."""
+    """Declare the options of ``check``: nothing is loaded."""
     parser.add_argument("paths", nargs="+", metavar="FILE", help="a checkpoint file, or a directory of some")
     parser.add_argument("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
 
 
 def run_check(arguments: Namespace) -> int:
-    """Check all files, and return the worst exit code."""
+    """Check all files, show the results, and return the worst exit code."""
     from transload.checking import check_here, diagnosis_here, report, several
-    from transload.cli.files import expanded, for_each
+    from transload.cli.files import expand_paths, for_each
 
-    paths = expanded(arguments.paths)
+    paths = expand_paths(arguments.paths)
     device = None if arguments.device == "none" else arguments.device
     if "," in arguments.device:
         device = [name.strip() for name in arguments.device.split(",")]
@@ -279,9 +279,9 @@ def retag_arguments(parser: ArgumentParser) -> None:
 
 
 def run_retag(arguments: Namespace) -> int:
-    """Retag all files, or take that back; a file that fails does not stop it."""
-    from transload.cli.files import expanded, for_each
-    from transload.cli.output import given
+    """Retag all files, or undo that; a file that fails does not stop the others."""
+    from transload.cli.files import expand_paths, for_each
+    from transload.cli.output import keywords
     from transload.errors import UsageError
     from transload.retagging import report, retag, several, undo
 
@@ -301,14 +301,14 @@ def run_retag(arguments: Namespace) -> int:
             raise UsageError(f"all others are given two devices: {tags['*']} and {arguments.to}")
         if not tags:
             raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
-    paths = expanded(arguments.paths, parts=True)
+    paths = expand_paths(arguments.paths, parts=True)
     if arguments.out and len(paths) > 1:
         raise UsageError("-o names one copy, and there are several files", fix="Retag them one by one, or in place.")
 
     def change(path: str) -> Retag:
         if arguments.undo:
             return undo(path, dry_run=arguments.dry_run)
-        return retag(path, tags, **given(arguments, "out dry_run keep_undo hard_links"))
+        return retag(path, tags, **keywords(arguments, "out dry_run keep_undo hard_links"))
 
-    # retag finishes an interrupted one itself, and says more
+    # retag itself finishes an interrupted one, and reports it
     return for_each(arguments, paths, change, report, several, finish=False)[1]

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from transload.cli.output import complain, show, show_result
+from transload.cli.output import print_error, show, show_result
 from transload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
     from transload.render.lines import Block
 
-_PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
-_LONG_PATIENCE = 5.0  # and whoever reads stderr elsewhere
+_PATIENCE = 1.0  # seconds after which a terminal shows what takes so long
+_LONG_PATIENCE = 5.0  # the same if stderr is not a terminal
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
@@ -50,24 +50,24 @@ def _seconds(text: str) -> float:
 
 
 def run_doctor(arguments: Namespace) -> int:
-    """Examine or read a machine, say what is wrong with it, return the exit code."""
-    _refuse_nonsense(arguments)
+    """Examine this machine or read a saved one, report what is wrong, and return the exit code."""
+    _refuse_conflicts(arguments)
     if arguments.explain is not None:
         _explain(arguments.explain, arguments.color)
         return 0
     if arguments.compare is not None or arguments.gather is not None:
-        from transload.cli.several import run_compare, run_gather
+        from transload.cli.compare import run_compare, run_gather
 
         return run_compare(arguments) if arguments.compare is not None else run_gather(arguments)
     from transload.diagnose import doctor, judge_machine
     from transload.diagnose.redact import Names, names_here, redacted
 
     if arguments.saved is not None:
-        from transload.cli.several import text_of
+        from transload.cli.compare import read_report
         from transload.diagnose.saved import machine_in
 
         where = "standard input" if arguments.saved == "-" else arguments.saved
-        diagnosis, names = judge_machine(machine_in(text_of(arguments.saved), where)), Names()
+        diagnosis, names = judge_machine(machine_in(read_report(arguments.saved), where)), Names()
     else:
         python = _interpreter(arguments.python) if arguments.python is not None else ""
         timeout = arguments.timeout or 0.0
@@ -86,13 +86,13 @@ def run_doctor(arguments: Namespace) -> int:
 
     show_result(diagnosis, blocks, arguments)
     if arguments.require and not diagnosis.cuda_usable:
-        complain(UsageError("CUDA is required but not usable here"))
+        print_error(UsageError("CUDA is required but not usable here"))
         return 1
     return int(not diagnosis.ok)
 
 
-def _refuse_nonsense(arguments: Namespace) -> None:
-    """Refuse options that would silently do nothing beside others."""
+def _refuse_conflicts(arguments: Namespace) -> None:
+    """Refuse options that would silently do nothing in combination."""
     given = {f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if value not in (None, False)}
     given |= {"--from"} if arguments.saved is not None else set()
     given |= {"--gather"} if arguments.gather is not None else set()
@@ -127,7 +127,7 @@ def _explain(word: str, colour: str) -> None:
 
 
 def _interpreter(given: str) -> str:
-    """The interpreter that is meant by a path, by the folder of an environment, or by a command on the PATH."""
+    """The interpreter that a path, the directory of an environment, or a command on the PATH stands for."""
     from transload.diagnose.host import Host
     from transload.diagnose.probes.python import located
 
@@ -140,28 +140,28 @@ def _interpreter(given: str) -> str:
 
 @contextmanager
 def _progress(*, redact: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows on stderr what is being waited for, once that takes long.
+    """A function that shows on stderr what the command is waiting for, if that takes long.
 
-    On a terminal that is a line which is overwritten, and wiped away at the end; elsewhere it is written once.
+    On a terminal it overwrites a line, which is erased at the end; elsewhere it writes only once.
     """
     from time import monotonic
 
     from transload.render.lines import style_of
 
-    stream, begun, shown = sys.stderr, monotonic(), 0
+    stream, start, shown = sys.stderr, monotonic(), 0
     terminal = stream is not None and stream.isatty()
 
-    def tell(words: str) -> None:
+    def progress(words: str) -> None:
         nonlocal shown
-        late = monotonic() - begun >= (_PATIENCE if terminal else _LONG_PATIENCE)
+        late = monotonic() - start >= (_PATIENCE if terminal else _LONG_PATIENCE)
         if stream is None or not late or (shown and not terminal):
             return
         from transload.diagnose.redact import names_here, redacted
         from transload.machine import Machine
         from transload.render.words import printable
 
-        told = redacted(Machine(transload=words), names_here()).transload if redact else words
-        style, line = style_of(stream), printable(told, None)
+        words = redacted(Machine(transload=words), names_here()).transload if redact else words
+        style, line = style_of(stream), printable(words, None)
         if not terminal:
             line = f"transload: still {line}\n"
         elif len(line) + 3 > style.width:
@@ -171,7 +171,7 @@ def _progress(*, redact: bool) -> Iterator[Callable[[str], None]]:
         shown = len(line)
 
     try:
-        yield tell
+        yield progress
     finally:
         if shown and terminal:
             print(f"\r{' ' * shown}\r", end="", file=stream, flush=True)

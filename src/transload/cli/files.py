@@ -1,10 +1,10 @@
-"""What is common to the commands that take several files, and ``inspect``. A file that fails does not stop them."""
+"""``inspect``, and what the commands for several files have in common. A file that fails does not stop the others."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from transload.cli.output import as_bug, complain, finish_retag, show, write
+from transload.cli.output import as_bug, finish_retag, print_error, show, write
 from transload.errors import TransloadError
 
 if TYPE_CHECKING:
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 def for_each(
     arguments: Namespace,
     paths: Sequence[str],
-    look: Callable[[str], Any],
+    examine: Callable[[str], Any],
     report: Callable[[Any], Iterable[Block]],
     several: Callable[[Sequence[Any], int], Iterable[Block]],
     *,
     finish: bool = True,
 ) -> tuple[list[Any], int]:
-    """Look at each file and show the report of one, the table of several, or the JSON; errors are told.
+    """Examine each file, print errors, and show the report of one file, a table of several, or JSON.
 
-    Returns what was found out, and the exit code: 1 if something is wrong with a file, 2 if one could not be read.
+    Returns the results, and the exit code: 1 if something is wrong with a file, 2 if one could not be read.
     """
     results: list[Any] = []
     for path in paths:
         try:
             if finish:
                 finish_retag(path)
-            results.append(look(path))
+            results.append(examine(path))
         except TransloadError as error:  # noqa: PERF203
             results.append(error)
         except Exception as error:  # noqa: BLE001  a bug with one file must not hide the others
@@ -41,17 +41,17 @@ def for_each(
     done = []
     for result in results:
         if isinstance(result, TransloadError):
-            complain(result)
+            print_error(result)
         else:
             done.append(result)
     if arguments.json:
         from transload.render.json import error_to_dict, to_json
 
-        told = (
+        documents = (
             error_to_dict(path, each) if isinstance(each, TransloadError) else each.to_dict()
             for path, each in zip(paths, results, strict=True)
         )
-        write(to_json(told, several=len(paths) > 1))
+        write(to_json(documents, several=len(paths) > 1))
     elif len(results) > 1:
         show(several(done, len(results)), arguments.color)
     elif done:
@@ -59,11 +59,11 @@ def for_each(
     return done, 2 if len(done) < len(results) else int(not all(getattr(each, "ok", True) for each in done))
 
 
-def expanded(names: Iterable[str], *, parts: bool = False) -> list[str]:
-    """The files that names on the command line stand for: patterns that no shell has expanded, and directories.
+def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
+    """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints.
 
-    A directory stands for itself and other checkpoints in it, or, where it is not one itself, for those in it alone.
-    With ``parts``, one that is a checkpoint stands for the files of torch that it consists of.
+    A directory that is a checkpoint stands for itself and other checkpoints in it; any other for those in it. With
+    ``parts``, a directory that is a checkpoint stands for the torch files it consists of.
     """
     from contextlib import suppress
     from glob import glob
@@ -104,7 +104,7 @@ def inspect_arguments(parser: ArgumentParser) -> None:
 
 
 def run_inspect(arguments: Namespace) -> int:
-    """Inspect all files, show what there is to show, return the worst exit code."""
+    """Inspect all files, show the results, and return the worst exit code."""
     from transload.judge import inspect
 
     lists = {"tensors": arguments.tensors, "names": arguments.globals, "structure": arguments.tree}
@@ -123,14 +123,14 @@ def run_inspect(arguments: Namespace) -> int:
             yield BLANK
             yield from report(checkpoint)
 
-    def look(path: str) -> Checkpoint:
-        return inspect(_named(path), verify=arguments.verify)
+    def examine(path: str) -> Checkpoint:
+        return inspect(_path_or_stdin(path), verify=arguments.verify)
 
-    return for_each(arguments, arguments.paths, look, report, several)[1]
+    return for_each(arguments, arguments.paths, examine, report, several)[1]
 
 
-def _named(path: str) -> str | BinaryIO:
-    """What a path names; ``-`` is standard input, which is kept in memory where it is a pipe."""
+def _path_or_stdin(path: str) -> str | BinaryIO:
+    """A path, or standard input for ``-``; a pipe is read into memory."""
     if path != "-":
         return path
     import io

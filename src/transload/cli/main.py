@@ -1,7 +1,7 @@
-"""The entry point: finds the command, runs it, and turns whatever escapes into one message and an exit code.
+"""The entry point: finds the command, runs it, and turns any exception into one message and an exit code.
 
-0: all is well. 1: the thing examined has a problem. 2: the command could not do its job. Beyond the table of commands
-nothing is imported until it is known what is asked for; ``--help`` and ``--version`` need no argument parser.
+0: all is well. 1: the thing examined has a problem. 2: the command could not do its job. Only the table of commands is
+imported before the command is known; ``--help`` and ``--version`` need no argument parser.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 from transload.cli import COMMANDS
 
-TYPE_CHECKING = False  # typing costs more than all the rest of --version
+TYPE_CHECKING = False  # importing typing takes longer than everything else in --version
 if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Callable
@@ -37,41 +37,41 @@ options:
   -h, --help     show this, or the help of a command
   -V, --version  show the version"""
 _HELP_WIDTH = 80
-_INTERRUPTED = 130  # 128 and the number of the signal, as shells report it
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED = 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; ``argv`` is ``sys.argv[1:]`` unless given.
+    """Run one command and return its exit code; ``argv`` defaults to ``sys.argv[1:]``.
 
-    What a program does that a command has started, its exceptions and its exit, is not ours to tell.
+    Exceptions and exits of a program that ``transload run`` has started are not handled here.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = _dispatch(argv)
         if sys.stdout is not None:
-            sys.stdout.flush()  # here, where a closed pipe or a full disk can still be told
+            sys.stdout.flush()  # now, while a closed pipe or a full disk can still be reported
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except SystemExit as leaving:  # argparse leaves so, after its own message
+    except SystemExit as leaving:  # argparse exits after printing its message
         return leaving.code if isinstance(leaving.code, int) else 0
     except BrokenPipeError:
-        _hush_stdout()
+        _silence_stdout()
         return _PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the last resort
-        from transload.cli.output import as_bug, complain
+        from transload.cli.output import as_bug, print_error
         from transload.errors import TransloadError
 
-        if isinstance(error, OSError) and not isinstance(error, TransloadError):  # reading raises ours: it was writing
-            _hush_stdout()
+        if isinstance(error, OSError) and not isinstance(error, TransloadError):  # reading raises TransloadError
+            _silence_stdout()
             error = TransloadError(f"cannot write the result: {error.strerror or error}")
-        complain(error if isinstance(error, TransloadError) else as_bug(error))
+        print_error(error if isinstance(error, TransloadError) else as_bug(error))
         return 2
     return code() if callable(code) else code
 
 
-def _hush_stdout() -> None:
-    """Nobody reads stdout any more: the interpreter's own flush at exit must not complain of it."""
+def _silence_stdout() -> None:
+    """Discard further output: the flush at interpreter exit must not fail again."""
     from contextlib import suppress
 
     with suppress(OSError, ValueError, AttributeError):
@@ -125,23 +125,23 @@ def _module_of(command: str) -> ModuleType:
 
 
 def parser_of(command: str) -> ArgumentParser:
-    """The parser of a command, with its options and those that all have."""
+    """The parser of a command, with its options and those of all commands."""
     from argparse import ArgumentParser, RawDescriptionHelpFormatter
     from functools import partial
 
     line = COMMANDS[command]
-    loader: Any = sys.modules[__name__].__loader__  # as pkgutil does, which imports too much
+    loader: Any = sys.modules[__name__].__loader__  # what pkgutil does, which imports too much
     page = loader.get_data(os.path.join(os.path.dirname(__file__), "help.md")).decode()
     parser = ArgumentParser(
         prog=f"transload {command}",
         description=line[0].upper() + line[1:] + ".",
         epilog=page.partition(f"\n## {command}\n\n")[2].partition("\n\n## ")[0].rstrip("\n") + "\n",
-        # Left to itself the formatter imports shutil to ask for the width, and with it every compressor Python has.
+        # Without a width the formatter imports shutil to ask for it, and with that every compression module.
         formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
         allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
     )
     getattr(_module_of(command), f"{command}_arguments")(parser)
-    if command != "run":  # which prints nothing of its own
+    if command != "run":  # it prints no result
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
         parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
     return parser
@@ -149,9 +149,9 @@ def parser_of(command: str) -> ArgumentParser:
 
 def _run(command: str, rest: list[str]) -> Outcome:
     parser = parser_of(command)
-    # Where DST may be left out, options may still stand between it and SRC.
-    between = command in ("convert", "rescue")
-    arguments = parser.parse_intermixed_args(rest) if between else parser.parse_args(rest)
+    # With an optional DST, options between SRC and DST need this.
+    intermixed = command in ("convert", "rescue")
+    arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
     if path := getattr(arguments, "path", None):
         from transload.cli.output import finish_retag
 
@@ -160,14 +160,14 @@ def _run(command: str, rest: list[str]) -> Outcome:
     if in_json:
         from transload.cli import output
 
-        output.begun = False
+        output.json_written = False
     try:
         code: Outcome = getattr(_module_of(command), f"run_{command}")(arguments)
     except Exception as error:
         from transload.errors import TransloadError
 
-        # An object for a program to read, unless the result is there already; people get theirs on stderr.
-        if in_json and isinstance(error, TransloadError) and not output.begun:
+        # Programs get the error as JSON, unless the result was already written; people read it on stderr.
+        if in_json and isinstance(error, TransloadError) and not output.json_written:
             from transload.render.json import error_to_dict, to_json
 
             path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""

@@ -1,4 +1,4 @@
-"""Where a command's words go: the result to stdout, everything else to stderr."""
+"""Where the output of a command goes: the result to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from transload.render.lines import Block
 
-begun = False
-"""Whether a document was written to stdout: a second one would make neither readable."""
+json_written = False
+"""Whether JSON was written to stdout: a second document would make neither parsable."""
 
 
-def given(arguments: Namespace, names: str) -> dict[str, Any]:
-    """The arguments of these names, to be passed on under the same names."""
+def keywords(arguments: Namespace, names: str) -> dict[str, Any]:
+    """Some of the arguments, as keyword arguments of the same names."""
     return {name: getattr(arguments, name) for name in names.split()}
 
 
@@ -28,12 +28,12 @@ def show(blocks: Iterable[Block], colour: str) -> None:
     """Write a report to stdout."""
     from transload.render.lines import emit
 
-    if sys.stdout is not None:  # closed by the caller: the exit code is all that is wanted
+    if sys.stdout is not None:  # None if the caller closed it, and wants only the exit code
         emit(blocks, sys.stdout, colour)
 
 
 def show_result(result: Any, report: Callable[[Any], Iterable[Block]], arguments: Namespace) -> None:
-    """What a command has found out: as JSON if that was asked for, else as a report."""
+    """Write the result of a command: as JSON if requested, else as a report."""
     if arguments.json:
         from transload.render.json import to_json
 
@@ -43,15 +43,15 @@ def show_result(result: Any, report: Callable[[Any], Iterable[Block]], arguments
 
 
 def write(pieces: Iterable[str]) -> None:
-    """Write text to stdout as it is."""
-    global begun  # noqa: PLW0603 - there is one stdout, too
+    """Write JSON to stdout."""
+    global json_written  # noqa: PLW0603 - there is only one stdout
     if sys.stdout is not None:
-        begun = True
+        json_written = True
         sys.stdout.writelines(pieces)
 
 
-def complain(error: TransloadError) -> None:
-    """Tell one of our errors on stderr: where and what, and below what to do, commands set off."""
+def print_error(error: TransloadError) -> None:
+    """Print one of our errors to stderr: where and what, and below it what to do, with commands indented."""
     from transload.render.words import printable
 
     where = f"{printable(error.where, None)}: " if error.where else ""
@@ -68,7 +68,7 @@ _RECOVERED = {
 
 
 def finish_retag(path: str) -> None:
-    """Finish an interrupted retag of a file, or take it back, before anything looks at the file."""
+    """Finish or undo an interrupted retag of a file before anything reads the file."""
     from transload.io.sources import has_journal
 
     if has_journal(path):
@@ -80,7 +80,7 @@ def finish_retag(path: str) -> None:
 
 
 def as_bug(error: Exception, where: str = "") -> TransloadError:
-    """What to say of an exception that should never have got so far; ``TRANSLOAD_DEBUG`` also shows where it arose."""
+    """The error to show for an exception that is a bug; ``TRANSLOAD_DEBUG`` also prints its traceback."""
     if os.environ.get("TRANSLOAD_DEBUG"):
         from traceback import print_exception
 

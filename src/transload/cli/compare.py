@@ -9,7 +9,7 @@ from signal import SIGTERM, signal
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
-from transload.cli.output import complain, show_result
+from transload.cli.output import print_error, show_result
 from transload.errors import CannotReadError, TransloadError, UsageError
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _LONGEST_REPORT = 1 << 26
 _LONGEST = 1 << 30  # of all reports in one stream
 
 
-def text_of(path: str, longest: int = _LONGEST_REPORT) -> str:
-    """The text of a report; ``-`` is standard input. The redirection of PowerShell writes UTF-16."""
+def read_report(path: str, longest: int = _LONGEST_REPORT) -> str:
+    """Read the text of a report; ``-`` is standard input. PowerShell redirects output as UTF-16."""
     from pathlib import Path
 
     where = "standard input" if path == "-" else path
@@ -43,32 +43,32 @@ def text_of(path: str, longest: int = _LONGEST_REPORT) -> str:
     return data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")
 
 
-def _add(reports: dict[str, Diagnosis | str], text: str, name: str) -> None:
-    """Judge the reports in a text, or say why not; it is called ``name`` unless it says who wrote it."""
+def _add_reports(reports: dict[str, Diagnosis | str], text: str, name: str) -> None:
+    """Judge the reports in a text and add them, or why not; ``name`` is used for a report that names no machine."""
     from transload.diagnose import judge_machine
     from transload.diagnose.saved import machine_of, reports_in
 
-    told = list(reports_in(text))
-    for place, (label, document) in enumerate(told, 1):
-        given = document.get("node") if isinstance(document, dict) else None
-        unnamed = (f"{name} {place}" if len(told) > 1 else name) if name else f"report {place}"
-        called = who = given if isinstance(given, str) and given else label or unnamed
-        again = 1
-        while who in reports:
-            again += 1
-            who = f"{called} ({again})"
+    found = list(reports_in(text))
+    for place, (label, document) in enumerate(found, 1):
+        node = document.get("node") if isinstance(document, dict) else None
+        unnamed = (f"{name} {place}" if len(found) > 1 else name) if name else f"report {place}"
+        machine = unique = node if isinstance(node, str) and node else label or unnamed
+        number = 1
+        while unique in reports:
+            number += 1
+            unique = f"{machine} ({number})"
         try:
             if isinstance(document, ValueError):
                 raise document
-            reports[who] = judge_machine(machine_of(document, ""))
+            reports[unique] = judge_machine(machine_of(document, ""))
         except TransloadError as error:
-            reports[who] = error.what
+            reports[unique] = error.what
         except ValueError as error:
-            reports[who] = str(error)
+            reports[unique] = str(error)
 
 
 def run_compare(arguments: Namespace) -> int:
-    """Compare the reports in files, folders and standard input."""
+    """Compare the reports in files, directories and standard input."""
     from transload.diagnose.compare import compare
 
     reports: dict[str, Diagnosis | str] = {}
@@ -76,14 +76,14 @@ def run_compare(arguments: Namespace) -> int:
     paths = list(_paths(arguments.compare))
     for path, name in zip(paths, _names(paths), strict=True):
         try:
-            text = text_of(path, _LONGEST)
+            text = read_report(path, _LONGEST)
         except TransloadError as error:
             reports[name] = error.what
             continue
         if text.strip():
-            _add(reports, text, "" if path == "-" else name)
+            _add_reports(reports, text, "" if path == "-" else name)
         else:
-            silent.append(name)  # the launcher made the file, and nothing came
+            silent.append(name)  # the launcher created the file, and nothing was written to it
     return _show(compare(reports, silent=silent), arguments)
 
 
@@ -92,14 +92,14 @@ def _show(comparison: Comparison, arguments: Namespace) -> int:
 
     show_result(comparison, report, arguments)
     if arguments.require and comparison.without_cuda:
-        complain(UsageError(f"CUDA is required but not usable on {folded(comparison.without_cuda)}"))
+        print_error(UsageError(f"CUDA is required but not usable on {folded(comparison.without_cuda)}"))
     if comparison.unreadable or not comparison.nodes:
         return 2
     return int(not comparison.ok or bool(arguments.require and comparison.without_cuda))
 
 
 def _paths(given: Iterable[str]) -> Iterator[str]:
-    """The files that are meant: a folder stands for the ``.json`` in it, and a pattern for what matches it."""
+    """The files to read: a directory stands for its ``.json`` files, and a pattern for what it matches."""
     from glob import escape, glob
 
     for path in given:
@@ -114,7 +114,7 @@ def _paths(given: Iterable[str]) -> Iterator[str]:
 
 
 def _names(paths: list[str]) -> list[str]:
-    """What to call the machines: their files without what all have in common.
+    """Names for the machines: the paths of their reports, without what all have in common.
 
     >>> _names(["out/gpu1.json", "out/gpu2.json"]), _names(["out/0/stdout.log", "out/1/stdout.log"])
     (['gpu1', 'gpu2'], ['0', '1'])
@@ -130,7 +130,7 @@ def _names(paths: list[str]) -> list[str]:
 
 
 def _waiting(missing: list[int], seconds: float) -> None:
-    """Say why nothing happens."""
+    """Say what the command is waiting for."""
     from transload.diagnose.compare import folded
 
     who = folded([f"rank {rank}" for rank in missing])
@@ -138,10 +138,10 @@ def _waiting(missing: list[int], seconds: float) -> None:
 
 
 def run_gather(arguments: Namespace) -> int:
-    """Examine this rank's machine and bring the report to rank 0, which compares them all.
+    """Examine this rank's machine and send the report to rank 0, which compares all of them.
 
-    Each rank ends with the exit code of rank 0, if it waits for that, and whatever was found on it: a launcher that
-    sees one fail may end all, rank 0 included.
+    Every rank that waits for rank 0 exits with its code, whatever was found on the rank itself: when one rank fails, a
+    launcher may end all of them, including rank 0.
     """
     from transload.diagnose import judge_machine
     from transload.diagnose.compare import compare, report
@@ -155,12 +155,12 @@ def run_gather(arguments: Namespace) -> int:
     seconds = arguments.timeout or PATIENCE
     end = monotonic() + seconds
     with suppress(ValueError):  # not the main thread
-        signal(SIGTERM, lambda *_: sys.exit(128 + SIGTERM))  # so a launcher ends a rank, which cleans up first
+        signal(SIGTERM, lambda *_: sys.exit(128 + SIGTERM))  # clean up when a launcher ends a rank
 
     def conclude(found: dict[int, str]) -> tuple[str, int]:
         reports: dict[str, Diagnosis | str] = {}
         for number in sorted(found):
-            _add(reports, found[number], f"rank {number}")
+            _add_reports(reports, found[number], f"rank {number}")
         silent = [f"rank {number}" for number in range(size) if number not in found]
         comparison = compare(reports, silent=silent, together=True)
         code = _show(comparison, arguments)
@@ -184,16 +184,16 @@ def run_gather(arguments: Namespace) -> int:
         except TransloadError as error:
             if rank:
                 raise
-            complain(error)
+            print_error(error)
             code = conclude({0: text})[1] or 2
     except TransloadError as error:
         if rank == 0 or isinstance(error, UsageError):
             raise
-        complain(error)
+        print_error(error)
         sleep(max(0.0, end + GRACE - monotonic()))  # until rank 0 is done: see above
         return 2
     if code and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        # Shown by torchrun below its own traceback, which would else look like a crash.
+        # torchrun shows this below its traceback, so that it does not look like a crash.
         words = f"transload doctor exits with {code}: see the comparison that rank 0 has printed"
         message = {"message": words, "extraInfo": {"timestamp": str(int(time()))}}
         with suppress(OSError), open(torchrun, "w", encoding="utf-8") as stream:
