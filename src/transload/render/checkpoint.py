@@ -1,4 +1,4 @@
-"""What a person reads about a checkpoint: a summary, what was found, the tensors as a tree, and lists in full."""
+"""The report on a checkpoint: a summary, the findings, the tensors as a tree, and full lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transload.contents import Contents, Tensor
     from transload.findings import Finding
 
-# Verdict → (role, reason). The verdict itself is shown as it stands in the JSON and in the manual, to be searched for.
+# Verdict → (role, reason). The verdict itself is shown as in the JSON and the manual, so that it can be searched for.
 SAFETY: dict[str, tuple[str, str]] = {
     "data-only": ("good", "loading it runs no code"),
     "needs-trust": ("trust", "it asks for what torch does not load by default"),
@@ -38,17 +38,17 @@ SEVERITY: dict[str, tuple[str, str]] = {
     "note": ("dim", "·"),
 }
 
-# Verdicts on single names, the worst first: that is what one looks for.
+# Verdicts on single names, the worst first.
 _NAMES: dict[str, tuple[str, str]] = {
     "dangerous": ("bad", "runs code of the file's choosing"),
     "unknown": ("trust", "not part of plain checkpoints: what it does depends on who made it"),
     "harmless": ("trust", "known and harmless, but torch does not load it by default"),
     "data": ("good", "part of plain checkpoints"),
 }
-# Those that make the verdict on the file.
+# Verdicts on names that explain the verdict on the file.
 _BLAMED = {"needs-trust": ("unknown", "harmless"), "unknown": ("unknown",), "dangerous": ("dangerous",)}
 
-# Most of each that is shown.
+# The most of each that is shown.
 _ITEMS = 6
 _FACTS = 8
 _FINDINGS = 20
@@ -57,7 +57,7 @@ _PARTS = 40
 _TREE_LINES = 48
 
 TRUSTED = "Only if you trust the file, from torch 2.5 on:"
-"""What leads to lines of code."""
+"""The sentence before lines of code."""
 
 _LABEL = 12  # columns
 _TREE_NAME = 64
@@ -66,7 +66,7 @@ _HOUSEKEEPING = frozenset(
     {"folder", "version", "byteorder", "format_version", "storage_alignment", "serialization_id", "archive_version"}
 )
 _PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
-_NEAR = 2  # steps from the root; what lies deeper is some module's own affair
+_NEAR = 2  # levels below the root; deeper values are details of some module
 _STATISTICS = ("running_mean", "running_var")
 _NUMBERS = ("float", "bfloat", "complex", "q", "Q", "IQ", "TQ", "MXFP", "NVFP")
 _DOT = " · "
@@ -76,7 +76,7 @@ _INDENT = "    "
 def report(
     checkpoint: Contents, *, tensors: bool = False, names: bool = False, structure: bool = False
 ) -> Iterator[Block]:
-    """Everything ``transload inspect`` says of one file. Lists that are asked for take the place of the folded tree."""
+    """Everything ``transload inspect`` says about one file. Requested lists replace the folded tree."""
     yield Prose(((printable(checkpoint.path, None), "strong"),))
     for label, words in summary(checkpoint).items():
         yield Prose(words, lead=((f"  {label:<{_LABEL}}", "dim"),))
@@ -97,7 +97,7 @@ def report(
 
 
 def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
-    """A table of several files, of ``total`` those that could be read, then what was found in those with a problem."""
+    """A table of the files that could be read, out of ``total``, then the findings for those with a problem."""
     rows: list[tuple[Words, ...]] = []
     for each in seen:
         devices = [printable(use.device, 24) for use in each.devices]
@@ -124,9 +124,9 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
 
 
 def summary(checkpoint: Contents) -> dict[str, Line]:
-    """The short answer, the same in a terminal, a REPL and a notebook; each label and its words.
+    """The short answer, by label; the same in a terminal, a REPL and a notebook.
 
-    What it is, who wrote it, how big, where it lands, whether to trust it, what ``torch.load`` will do.
+    What it is, who wrote it, its size and devices, whether to trust it, what ``torch.load`` will do.
     """
     out: dict[str, Line] = {"format": ((format_words(checkpoint), ""),)}
     if checkpoint.written_by.text != "unknown":
@@ -152,7 +152,7 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
         ]
         out[label] = _listed(shown, len(uses) - _ITEMS)
 
-    # The values nearest to the root: epoch, step, loss are kept there.
+    # The values nearest to the root, such as epoch, step and loss.
     leaves = checkpoint.leaves
     depth = min((len(leaf.path) for leaf in leaves), default=0)
     if depth <= _NEAR:
@@ -160,7 +160,7 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
         values = [((f"{printable(leaf.name, 40)} ", "dim"), (printable(leaf.text, 40), "")) for leaf in near]
         out["values"] = _listed(values, len(leaves) - len(near))
 
-    # What only this kind of container has to tell; of a plain archive it is housekeeping, and left to the JSON.
+    # Facts about this kind of container; those of a plain archive are uninteresting, and only in the JSON.
     if checkpoint.format not in _PLAIN:
         facts = [
             f"{printable(name)} {printable(text, 60)}" for name, text in checkpoint.facts if name not in _HOUSEKEEPING
@@ -180,7 +180,7 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
 
 
 def _listed(items: Iterable[Line], more: int = 0) -> Line:
-    """``cuda:0 288 tensors, 1.3 GB · cpu 2 tensors, 4 kB · 3 more``; no item is broken across lines."""
+    """``cuda:0 288 tensors, 1.3 GB · cpu 2 tensors, 4 kB · 3 more``; lines break only between items."""
     words: list[Span] = []
     for item in items:
         words += [(_DOT, "dim")] if words else []
@@ -191,7 +191,7 @@ def _listed(items: Iterable[Line], more: int = 0) -> Line:
 
 
 def _safety_reason(checkpoint: Contents) -> str:
-    """Why the safety verdict is what it is, with the names that make it so."""
+    """The reason for the safety verdict, with the names that cause it."""
     reason = SAFETY[checkpoint.safety][1]
     if checkpoint.safety == "unknown" and checkpoint.integrity == "not-a-checkpoint":
         return "not judged, since it is not a checkpoint"
@@ -204,7 +204,7 @@ def _safety_reason(checkpoint: Contents) -> str:
 
 
 def summary_lines(checkpoint: Contents) -> list[str]:
-    """Plain text of at most ten lines, without colour or signs that a terminal may lack; ``repr()`` shows it."""
+    """The ``repr()``: at most ten lines of plain text, without colours or characters that a terminal may lack."""
     lines = [f"<Checkpoint {printable(checkpoint.path)!s}>"]
     for label, words in summary(checkpoint).items():
         text = "".join(text for text, _ in words).replace(_DOT, "; ").replace("…", "...").replace(GLUE, " ")
@@ -223,11 +223,11 @@ def format_words(checkpoint: Contents) -> str:
 
 
 def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
-    """Parameters in the tensors, numbers in averaged copies of them, and numbers kept by an optimizer.
+    """The numbers of elements in the model, in averaged copies of it (EMA), and in optimizer state.
 
-    What is shared counts once. A tensor belongs to an optimizer when a step of its path begins with "optim", and to a
-    copy when "ema" is a word of a step: of a file that holds nothing else, that is the model. Integers are counters,
-    labels and the states of random generators, not parameters, and the statistics of a batch norm are none either.
+    Shared tensors count once. A tensor belongs to an optimizer if a component of its path begins with "optim", and to
+    an averaged copy if "ema" is a word in a component; in a file with nothing else, that copy is the model. Integers
+    (counters, labels, states of random generators) and batch norm statistics are not parameters.
     """
     seen: set[object] = set()
     model = averages = optimizer = 0
@@ -252,7 +252,7 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
 
 
 def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
-    """The findings, errors first, the blocks of each together."""
+    """The blocks of each finding, errors first."""
     order = sorted(found, key=lambda finding: list(SEVERITY).index(finding.severity))
     for finding in order[:_FINDINGS]:
         role, sign = SEVERITY[finding.severity]
@@ -264,12 +264,12 @@ def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
             blocks.append(Prose(((more, "dim"),), lead=_INDENT))
         arrow = (("  → ", "good"),)
         for step in steps(finding.fix):
-            if step[0].startswith("$ "):  # to be copied, so never folded
+            if step[0].startswith("$ "):  # never folded, so that it can be copied
                 command = ((printable(step[0][2:], None), "strong"),)
                 blocks.append(Prose(command, lead=((_INDENT, ""), ("$ ", "dim")), whole=True))
             elif len(step) == 1:
                 blocks.append(Prose(printable(step[0], None), lead=arrow))
-            else:  # lines to be pasted: at the margin and never folded, since Python minds both
+            else:  # code to paste: at the margin and never folded, since both matter to Python
                 lines = [Prose(printable(line, None).replace(" ", GLUE)) for line in step]
                 blocks += [Prose(TRUSTED, lead=arrow), BLANK, *lines, BLANK]
         yield blocks
@@ -278,7 +278,7 @@ def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
 
 
 def steps(fix: Iterable[str]) -> list[list[str]]:
-    """What to do, step by step: a sentence or a command is one, lines of code that follow each other are one.
+    """What to do, step by step: a sentence, a command, or consecutive lines of code.
 
     >>> steps(["Ask who made it.", "import torch", "torch.load(path)"])
     [['Ask who made it.'], ['import torch', 'torch.load(path)']]
@@ -297,7 +297,7 @@ def steps(fix: Iterable[str]) -> list[list[str]]:
 
 
 def _parts(checkpoint: Contents) -> Iterator[Block]:
-    """The files of a directory, or the pieces of a package."""
+    """The files of a directory, or the contents of a package."""
     if not checkpoint.parts:
         return
     yield from heading("parts", count(len(checkpoint.parts)))
@@ -311,7 +311,7 @@ def _parts(checkpoint: Contents) -> Iterator[Block]:
 
 
 def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
-    """The tensors as a tree in a screenful or so, equal branches folded."""
+    """The tensors as a tree of about a screenful, with equal branches folded."""
     if not checkpoint.tensors:
         return
     tree = tensor_tree(checkpoint.tensors)
@@ -329,7 +329,7 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
         name = ((row.guide, "dim"), (printable(twig.name, _TREE_NAME) or '""', ""), (copies, "dim"))
         tensor = twig.tensor
         if tensor is None:
-            # Beside a branch: the number of tensors where it is closed, the size of one where it is several.
+            # For a branch: the number of tensors if it is closed, the size of each if it stands for several.
             inside = [plural(twig.tensors // twig.copies, "tensor")] if row.closed else []
             inside += [f"{size(twig.nbytes // twig.copies)} each"] if copies else []
             rows.append((name, "", ((", ".join(inside), "dim"),), "", size(twig.nbytes)))
@@ -343,7 +343,7 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
 
 
 def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
-    """One line a tensor: name, dtype, shape, device, bytes, storage, and what is special about it."""
+    """One line for each tensor: name, dtype, shape, device, bytes, storage, and what is special about it."""
     yield from heading("tensors", count(len(checkpoint.tensors)))
     storages = {storage.id: storage for storage in checkpoint.storages}
     rows = []
@@ -362,7 +362,7 @@ def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
 
 
 def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:
-    """The names the file asks a loader to import, the worst first."""
+    """The names that the file imports, the worst first."""
     yield from heading("globals", count(len(checkpoint.globals)))
     if not checkpoint.globals:
         yield note("it asks for nothing to be imported")

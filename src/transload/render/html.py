@@ -1,4 +1,4 @@
-"""The notebook view: one fragment of HTML and CSS, no script, for light and dark pages alike."""
+"""The notebook view: a fragment of HTML and CSS without scripts, for light and dark themes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from transload.contents import Contents
 
 MAX_TWIGS = 600
-"""Lines of the tensor tree in the page: a notebook is saved with its output, and must open again."""
+"""Lines of the tensor tree in the page: a notebook is saved with its output, and must still open."""
 
-# Most of each that is shown.
+# The most of each that is shown.
 _FINDINGS = 20
 _EVIDENCE = 20
 _BARS = 8
@@ -26,11 +26,11 @@ _PARTS = 60
 
 
 def fragment(checkpoint: Contents) -> str:
-    """HTML to put into any page. Viewers that strip styles show the plain text inside it instead."""
-    # In the style, text takes the page's own colour and shades of it, so that any theme fits. Only the verdicts have
-    # colours of their own, of a lightness that reads on white and on black, brighter where a page says that it is dark.
+    """HTML for any page. Viewers that strip styles show the plain text in it instead."""
+    # Text has the colour of the page and shades of it, to fit any theme. Only verdicts have their own colours, readable
+    # on white and on black, and brighter if the page says that it is dark.
     css = (get_data(__package__, "notebook.css") or b"").decode()
-    # The style attribute hides the rich form from viewers which drop <style>: there the CSS cannot bring it back.
+    # The style attribute hides the rich form in viewers that drop <style>, where no CSS makes it visible again.
     plain = escape("\n".join(summary_lines(checkpoint)))
     body = "".join((*_head(checkpoint), *_sections(checkpoint)))
     return (
@@ -70,11 +70,11 @@ def _head(checkpoint: Contents) -> Iterator[str]:
 
 
 def _sections(checkpoint: Contents) -> Iterator[str]:
-    """What can be opened: the dtypes, the parts, the tensors."""
+    """The sections that can be opened: dtypes, parts, tensors."""
     if dtypes := checkpoint.dtypes:
         total = sum(nbytes for _, _, nbytes in dtypes) or 1
         yield _section("dtypes", len(dtypes)) + '<div class="tl-bars">'
-        for dtype, tensors, nbytes in dtypes[:_BARS]:  # a bar for each, as long as its part of the bytes
+        for dtype, tensors, nbytes in dtypes[:_BARS]:  # a bar for each, in proportion to its bytes
             share = max(1, 1000 * nbytes // total) / 10
             yield f'<span>{_safe(dtype, 40)}</span><span class="tl-bar"><i style="width:{share}%"></i></span>'
             yield f"<span>{size(nbytes)}</span><span>{plural(tensors, 'tensor')}</span>"
@@ -93,7 +93,7 @@ def _sections(checkpoint: Contents) -> Iterator[str]:
 
 
 def _twigs(twig: Twig, shown: dict[int, int], *, mixed: bool, is_open: bool) -> Iterator[str]:
-    """The children of a twig, nested; the tree is as deep as ``tree`` lets a name be."""
+    """The children of a twig, nested; ``tree`` limits the depth."""
     some = shown.get(id(twig), 0)
     for child in twig.children[:some]:
         name = _safe(child.name) or "&quot;&quot;"
@@ -133,7 +133,7 @@ def _section(title: str, number: int, *, is_open: bool = True) -> str:
 
 
 def _line(name: str, kind: str, shape: str, total: str) -> str:
-    """One row of four cells; all arguments are HTML already."""
+    """A row of four cells; all arguments are HTML."""
     return (
         f'<div class="tl-line"><span class="tl-name">{name}</span><span class="tl-dim">{kind}</span>'
         f"<span>{shape}</span><span>{total}</span></div>"

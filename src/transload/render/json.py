@@ -1,4 +1,4 @@
-"""Results as JSON: everything, on one line a tensor, in ASCII, and always valid."""
+"""Results as JSON: complete, with each tensor on one line, in ASCII, and always valid."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SAFE_BITS = 4096  # int.__str__ refuses numbers of over 4300 digits
 
 
 def to_json(documents: Iterable[dict[str, Any]], *, several: bool) -> Iterator[str]:
-    r"""Pieces of one JSON text: an object, or an array of them where ``several`` files were asked for.
+    r"""Pieces of one JSON text: an object, or an array of objects for ``several`` files.
 
-    Long lists stand one element a line, which keeps the C encoder at work and ``grep`` useful.
+    Long lists have one element on each line, so that the C encoder does most of the work and ``grep`` is useful.
 
     >>> "".join(to_json([{"schema": 1, "tensors": [{"name": "w"}]}], several=False))
     '{\n"schema": 1,\n"tensors": [\n{"name": "w"}\n]\n}\n'
@@ -39,13 +39,13 @@ def to_json(documents: Iterable[dict[str, Any]], *, several: bool) -> Iterator[s
 
 
 def error_to_dict(path: str, error: TransloadError) -> dict[str, Any]:
-    """What stands for a file that could not be read."""
-    told = {"what": error.what, "where": error.where, "fix": error.fix, "errno": getattr(error, "errno", None)}
-    return {"schema": 1, "path": path, "ok": False, "error": told}
+    """The object for a file that could not be read."""
+    detail = {"what": error.what, "where": error.where, "fix": error.fix, "errno": getattr(error, "errno", None)}
+    return {"schema": 1, "path": path, "ok": False, "error": detail}
 
 
 def _text(value: object) -> str:
-    """Strict JSON; what has no form in it becomes text. ``ensure_ascii`` keeps lone surrogates, as escapes."""
+    """Strict JSON; what JSON cannot represent becomes a string. ``ensure_ascii`` escapes lone surrogates."""
     try:
         return json.dumps(value, ensure_ascii=True, allow_nan=False)
     except (ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""A report on a terminal or in a pipe: prose that folds, tables that align, and what each stream can show.
+"""Print reports to a terminal or a pipe: folded prose, aligned tables, in the characters the stream can encode.
 
-Whoever builds a report writes blocks in full Unicode and never thinks of the stream. ``layout`` makes lines of them in
-the ``Style`` of one stream, and ``emit`` writes those in colour.
+Code that builds a report yields blocks in full Unicode and does not care about the stream. ``layout`` turns them into
+lines in the ``Style`` of a stream, and ``emit`` writes those, in colour if possible.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Span = tuple[str, str]
 """Text and its role: ``""``, ``strong``, ``dim``, or a verdict: ``good``, ``trust``, ``bad``."""
 
 Line = tuple[Span, ...]
-"""One line on the screen, or one cell of a table."""
+"""A line on the screen, or a cell of a table."""
 
 Words = Line | str
 """A line, or a text without a role."""
 
 GLUE = "\u00a0"
-"""A blank at which no line is broken. It is ours: in names it is escaped."""
+"""A non-breaking space. Only reports use it: in names it is escaped."""
 
 PIPE_WIDTH = 100
-"""Where prose is folded when nobody knows the reader's width. Names and tables are never cut there."""
+"""The width of prose if the width of the reader is unknown. Names and tables are not truncated then."""
 
 _NARROWEST = 40
-_LEAST_NAME = 30  # rather than cut names shorter than this, a column is left out;
-_LEAST = 10  # and when there is none left to leave out, names are cut down to this
+_LEAST_NAME = 30  # columns are dropped before names are truncated to less than this;
+_LEAST = 10  # when there are none left to drop, names are truncated down to this
 _WORD = regex(r" +|[^ ]+ *")
-_HANG = 6  # where words stand whose lead has a line of its own
-_WIDEST = 96  # one very long name must not push the columns of all others off the screen
+_HANG = 6  # the indentation of words whose lead has its own line
+_WIDEST = 96  # one very long name must not push the columns of all rows off the screen
 _CODES = {"strong": "1", "dim": "2", "good": "32", "trust": "33", "bad": "31"}
 
 _GLYPHS = "…·×→›✓✗├─└│▁█▾"
-# The same signs for a stream that cannot encode them; names lose nothing else.
+# Replacements for a stream that cannot encode these characters.
 _ASCII: dict[int, int | str] = {
     **str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""'),
     ord("…"): "...",
@@ -51,14 +51,14 @@ _ASCII: dict[int, int | str] = {
 }
 
 
-# -- what a stream can show
+# -- styles
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What may be written to a stream.
+    """What a stream can show.
 
-    ``cut`` says that names too long for ``width`` may be shortened, which is right for eyes and wrong for pipes.
+    ``cut``: names that are too long for ``width`` are truncated, which is right for a terminal and wrong for a pipe.
     """
 
     colour: bool = False
@@ -68,7 +68,7 @@ class Style:
     encoding: str = "utf-8"
 
     def text(self, text: str) -> str:
-        r"""``text`` as this stream can encode it.
+        r"""``text`` in characters that the stream can encode.
 
         >>> Style(unicode=False, encoding="ascii").text("a → ü")
         'a -> \\xfc'
@@ -85,7 +85,7 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
     environ = os.environ if environ is None else environ
     try:
         terminal = stream.isatty()
-    except (AttributeError, ValueError):  # replaced or closed by somebody
+    except (AttributeError, ValueError):  # replaced or closed
         terminal = False
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
@@ -93,7 +93,7 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
         unicode = True
     except (UnicodeError, LookupError):
         encoding, unicode = "ascii", False
-    # COLUMNS where it is set, else what the terminal says: shutil's way without the cost of importing it.
+    # COLUMNS if it is set, else the width of the terminal: like shutil, without the cost of importing it.
     columns = environ.get("COLUMNS", "")[:6]
     width = int(columns) if columns.isascii() and columns.isdigit() else 0
     if terminal and not width:
@@ -103,12 +103,12 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
             width = 0
     coloured = wants_colour(colour, environ, terminal=terminal)
     if coloured and terminal and sys.platform == "win32":
-        coloured = _takes_codes(stream)
+        coloured = _enable_colours(stream)
     return Style(coloured, unicode, max(_NARROWEST, width or PIPE_WIDTH), terminal, encoding)
 
 
 def wants_colour(flag: str, environ: Mapping[str, str], *, terminal: bool) -> bool:
-    """The flag rules, then NO_COLOR, then FORCE_COLOR, then whether it is a terminal that knows colours.
+    """Whether to use colours: the flag decides, then NO_COLOR, then FORCE_COLOR, then the terminal.
 
     >>> wants_colour("auto", {"NO_COLOR": "1", "FORCE_COLOR": "1"}, terminal=True)
     False
@@ -124,8 +124,8 @@ def wants_colour(flag: str, environ: Mapping[str, str], *, terminal: bool) -> bo
 
 if sys.platform == "win32":
 
-    def _takes_codes(stream: TextIO) -> bool:
-        """Ask a console of Windows to read escape codes as colours; one that cannot would print them as they are."""
+    def _enable_colours(stream: TextIO) -> bool:
+        """Make a Windows console interpret escape codes; return false if it would print them instead."""
         import ctypes
         import msvcrt
 
@@ -133,7 +133,7 @@ if sys.platform == "win32":
         try:
             handle = ctypes.c_void_p(msvcrt.get_osfhandle(stream.fileno()))
         except (OSError, ValueError):
-            return True  # it is not a console, but something that says it is a terminal
+            return True  # not a console, but something that claims to be a terminal
         if not console.GetConsoleMode(handle, ctypes.byref(mode)):
             return True
         return bool(console.SetConsoleMode(handle, mode.value | 4))  # ENABLE_VIRTUAL_TERMINAL_PROCESSING
@@ -144,10 +144,10 @@ if sys.platform == "win32":
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """Words that fold at the width. ``lead`` stands before the first line; the others are indented as far.
+    """Text that is folded at the width. ``lead`` precedes the first line; further lines are indented by its width.
 
-    A lead that takes more than half of the width gets a line of its own. What is ``whole`` is one line, however long:
-    it is there to be copied.
+    A lead that takes more than half of the width gets its own line. ``whole`` text stays on one line, however long, so
+    that it can be copied.
     """
 
     body: Words
@@ -157,11 +157,11 @@ class Prose:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells in aligned columns, indented as a whole.
+    """Rows of cells in aligned columns.
 
-    ``right`` are the columns of numbers; in the columns ``dim``, and in ``titles``, texts without a role are dim. Where
-    eyes have too little width, cells of the columns ``shrinks`` are cut in the middle; before they get too short, the
-    columns of ``drops`` are left out; both in the order given.
+    Columns ``right`` are right-aligned; in columns ``dim``, and in ``titles``, text without a role is dim. On a narrow
+    terminal, cells in columns ``shrinks`` are truncated in the middle; before they get too short, columns ``drops`` are
+    left out; both in the order given.
     """
 
     rows: Sequence[Sequence[Words]]
@@ -189,7 +189,7 @@ def note(text: str) -> Block:
 
 
 def row(label: str, words: str, role: str = "") -> Block:
-    """A line of a report: what it is about, dim, and the words."""
+    """A line of a report: a dim label, and the words."""
     return Prose(((words, role),), lead=((f"  {label:<12}", "dim"),))
 
 
@@ -197,24 +197,24 @@ def row(label: str, words: str, role: str = "") -> Block:
 
 
 def emit(blocks: Iterable[Block], stream: TextIO, colour: str = "auto") -> None:
-    """Write a report to a stream as that stream can show it."""
+    """Write a report to a stream, in the style of that stream."""
     style = style_of(stream, colour)
-    show = _painted if style.colour else plain
+    show = _coloured if style.colour else plain
     stream.writelines(show(line) + "\n" for line in layout(blocks, style))
 
 
 def as_text(blocks: Iterable[Block]) -> str:
-    """A report as a pipe gets it, without colour."""
+    """A report as text without colour, as in a pipe."""
     return "\n".join(plain(line) for line in layout(blocks, Style()))
 
 
 def plain(line: Line) -> str:
-    """The line's text without its roles or trailing blanks."""
+    """The text of a line, without trailing spaces."""
     return "".join(text for text, _ in line).rstrip()
 
 
-def _painted(line: Line) -> str:
-    """The line with escape codes around what has a role, neighbours of one role together, and no trailing blanks."""
+def _coloured(line: Line) -> str:
+    """The text of a line with escape codes for the roles, without trailing spaces."""
     out: list[str] = []
     rest = len(plain(line))
     for role, spans in groupby(line, key=itemgetter(1)):
@@ -227,7 +227,7 @@ def _painted(line: Line) -> str:
 
 
 def layout(blocks: Iterable[Block], style: Style) -> Iterator[Line]:
-    """The blocks as lines no wider than ``style.width``, in letters the stream can encode.
+    """The blocks as lines no wider than ``style.width``, in characters the stream can encode.
 
     >>> [plain(line) for line in layout([Prose("a b c", lead="> ")], Style(width=5))]
     ['> a b', '  c']
@@ -237,7 +237,7 @@ def layout(blocks: Iterable[Block], style: Style) -> Iterator[Line]:
 
 
 def cells(text: str) -> int:
-    """Columns that ``text`` takes in a terminal: East Asian wide letters take two, combining marks none."""
+    """The columns that ``text`` takes in a terminal: wide East Asian characters take two, combining marks none."""
     return len(text) if text.isascii() else sum(map(_cells, text))
 
 
@@ -248,7 +248,7 @@ def _cells(char: str) -> int:
 
 
 def _first(text: str, width: int) -> str:
-    """As much of the beginning as takes at most ``width`` columns."""
+    """The longest prefix that takes at most ``width`` columns."""
     if text.isascii():
         return text[:width]
     used = 0
@@ -264,13 +264,13 @@ def _length(line: Line) -> int:
 
 
 def _encodable(words: Words, style: Style, role: str = "") -> Line:
-    """The words in letters the stream has; a blank is one in every encoding, and is put in place of the glue later."""
+    """The words in characters the stream can encode; glue is kept, since it becomes a space later."""
     line = ((words, role),) if isinstance(words, str) else words
     return tuple((GLUE.join(map(style.text, text.split(GLUE))), role) for text, role in line)
 
 
 def _folded(block: Prose, style: Style) -> Iterator[Line]:
-    """Greedy filling, word by word. A word longer than a line stays whole, except for eyes."""
+    """Fill lines word by word. A word that is longer than a line is broken only on a terminal."""
     lead, body = _encodable(block.lead, style), _encodable(block.body, style)
     if block.whole:
         yield tuple((text.replace(GLUE, " "), role) for text, role in (*lead, *body))
@@ -285,7 +285,7 @@ def _folded(block: Prose, style: Style) -> Iterator[Line]:
     used = 0
     for word in _words(body):
         pieces = [word]
-        if style.cut and _stripped(word) > room:  # else the terminal would break it across the indent
+        if style.cut and _stripped(word) > room:  # else the terminal would wrap it without the indentation
             pieces = []
             for text, role in word:
                 rest = text
@@ -303,7 +303,7 @@ def _folded(block: Prose, style: Style) -> Iterator[Line]:
 
 
 def _words(body: Line) -> Iterator[Line]:
-    """Words with the blanks that follow them; a word may run through several spans."""
+    """Words with the spaces that follow them; a word may extend over several spans."""
     word: list[Span] = []
     for text, role in body:
         for piece in _WORD.findall(text):
@@ -316,7 +316,7 @@ def _words(body: Line) -> Iterator[Line]:
 
 
 def _stripped(word: Line) -> int:
-    """The length without the blanks at the end."""
+    """The length without trailing spaces."""
     text = word[-1][0]
     return _length(word) - len(text) + len(text.rstrip(" "))
 
@@ -343,7 +343,7 @@ def _aligned(table: Table, style: Style) -> Iterator[Line]:
 
 
 def _fitted(table: Table, widths: list[int], shown: list[int], width: int) -> list[int]:
-    """The columns that fit, some made narrower in ``widths``."""
+    """The columns that fit; ``widths`` of some are reduced."""
     drops = [column for column in table.drops if column in shown]
     while True:
         over = table.indent + sum(widths[c] + 2 for c in shown) - 2 - width
@@ -361,7 +361,7 @@ def _fitted(table: Table, widths: list[int], shown: list[int], width: int) -> li
 
 
 def _shrunk(cell: Line, width: int, dots: str) -> Line:
-    """The cell with its longest span cut in the middle, so that all of it takes ``width``."""
+    """The cell with its longest span truncated in the middle, so that the cell takes ``width`` columns."""
     place = max(range(len(cell)), key=lambda index: cells(cell[index][0]))
     text, role = cell[place]
     room = max(1, width - _length(cell) + cells(text))

@@ -1,4 +1,4 @@
-"""The whole tree of a checkpoint's root, drawn from inert nodes: shared once, cycles named, depth and lines bounded."""
+"""Draw the object tree of a checkpoint from inert nodes: shared nodes once, cycles marked, depth and lines limited."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _Child = tuple[str, "Key", object]
 
 
 def structure(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Block]:
-    """The objects of the file as the pickle would build them, one a line, tensors by what they are.
-
-    Of a file without a pickle, the values.
-    """
+    """The objects that the pickle would build, one on each line; for a file without a pickle, its values."""
     yield from heading("structure")
     if not any(pickle.main for pickle in checkpoint.pickles):
         for leaf in checkpoint.leaves[:max_lines]:
@@ -46,7 +43,7 @@ def structure(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Bloc
 
 
 def _lines(root: object, tensors: dict[_Path, Tensor]) -> Iterator[Line]:
-    """One walk. A node that is met again is shown as ``→ #7``, and its first showing carries ``#7``."""
+    """The lines of the tree. A shared node is marked ``#7`` where it is shown, and ``→ #7`` elsewhere."""
     shared = _shared(root)
     numbers: dict[int, int] = {}
     stack: list[tuple[str, str, str, _Path, object]] = [("", "", "", (), root)]
@@ -74,7 +71,7 @@ def _lines(root: object, tensors: dict[_Path, Tensor]) -> Iterator[Line]:
 
 
 def _words(node: Any, tensor: Tensor | None) -> Line:
-    """What a node is, and how much is in it."""
+    """What a node is, and how many items it has."""
     kind = type(node)
     if tensor is not None:
         device = "" if tensor.device == "cpu" else f" on {printable(tensor.device, 40)}"
@@ -100,7 +97,7 @@ def _words(node: Any, tensor: Tensor | None) -> Line:
 
 
 def _shared(root: object) -> set[int]:
-    """Ids of the containers that are met more than once."""
+    """The ids of containers that occur more than once."""
     seen: set[int] = set()
     again: set[int] = set()
     stack = [root]
@@ -117,7 +114,7 @@ def _shared(root: object) -> set[int]:
 
 
 def _children(node: Any) -> list[_Child]:
-    """What lies directly in a node: its words, the step of a tensor's path that leads there, and the child."""
+    """The children of a node: the label, the path component as in ``Tensor.path``, and the child itself."""
     kind = type(node)
     if kind is Dict:
         return _pairs(node.items)
@@ -127,15 +124,15 @@ def _children(node: Any) -> list[_Child]:
         return _counted(node.items)
     if kind is not Call:
         return []
-    # Containers among the arguments, then what was put into the object; paths as ``formats.tensors`` makes them.
+    # Containers among the arguments, then what was put into the object; with paths as in ``formats.tensors``.
     out: list[_Child] = []
     callee = _callee(node)
     if type(node.args) is tuple and not callee.startswith("_rebuild_"):
         out += [child for child in _counted(node.args) if type(child[2]) in _CONTAINERS and not _inline(child[2])]
-    # The state of an OrderedDict is ``state_dict()``'s ``_metadata``: versions of modules, of no interest here.
+    # The state of an OrderedDict is the ``_metadata`` of ``state_dict()``: versions of modules, of no interest here.
     if node.states and callee != "OrderedDict":
         state = node.states[-1]
-        halves = state if type(state) is tuple and len(state) == 2 else (state,)  # attributes, and those in slots
+        halves = state if type(state) is tuple and len(state) == 2 else (state,)  # __dict__ and __slots__
         if all(type(half) is Dict for half in halves):
             out += [child for half in halves for child in _pairs(half.items)]
         else:
@@ -145,7 +142,7 @@ def _children(node: Any) -> list[_Child]:
 
 
 def _callee(call: Call) -> str:
-    """The last part of the name that is called; empty where it is not a name."""
+    """The last component of the called name; empty if the callee is not a name."""
     return call.callee.name if type(call.callee) is Global else ""
 
 
@@ -163,7 +160,7 @@ def _pairs(items: list[object]) -> list[_Child]:
 
 
 def _inline(node: Any) -> str:
-    """A list or tuple of a few plain values as Python writes it, and empty for any other node."""
+    """A list or tuple of a few plain values as Python writes it; empty for any other node."""
     if type(node) not in (list, tuple) or len(node) > _SHORT or any(type(item) not in _PLAIN for item in node):
         return ""
     inside = ", ".join(map(_value, node))
@@ -173,7 +170,7 @@ def _inline(node: Any) -> str:
 
 
 def _value(node: Any) -> str:
-    """A value that holds nothing else, in a few words."""
+    """A value that is not a container, in a few words."""
     kind = type(node)
     if kind is str:
         return f"'{printable(node, 80)}'"

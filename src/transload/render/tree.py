@@ -1,4 +1,4 @@
-"""Tensor names as a tree, with what repeats folded: thirty-two equal layers are one line, and one of them is shown."""
+"""Tensor names as a tree, with repetition folded: thirty-two equal layers become one line, followed by one of them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 _SEPARATOR = regex(r"(?=[./])")
 _DIGITS = regex(r"[0-9]{1,18}")
 _DEEPEST = 48  # a name of a million dots is one long name, not a million levels
-_ALIKE = 2  # branches whose names differ only in a number fold from this many on,
-_ALIKE_TENSORS = 3  # single tensors from this many,
-_ALIKE_UNNUMBERED = 8  # and whatever has the same structure, under any names, from this many
+_ALIKE = 2  # this many branches are folded if their names differ only in a number,
+_ALIKE_TENSORS = 3  # this many single tensors,
+_ALIKE_UNNUMBERED = 8  # and this many branches or tensors of the same structure under any names
 
 
 @dataclass(frozen=True, slots=True)
 class Twig:
-    """A branch or a tensor of the tree; or several equal ones, of which ``children`` shows the first.
+    """A branch or a tensor of the tree; or several equal ones, with the ``children`` of the first.
 
-    ``label`` begins with the separator that joins it to its parent's. ``copies`` is how many equal ones there are;
-    ``tensors`` and ``nbytes`` count all of them.
+    ``label`` begins with the separator after its parent's label. ``copies`` is the number of equal ones; ``tensors``
+    and ``nbytes`` count all of them.
     """
 
     label: str
@@ -38,25 +38,25 @@ class Twig:
 
     @property
     def name(self) -> str:
-        """The label as it reads below its parent."""
+        """The label without the separator."""
         return self.label[1:] if self.label[:1] in ("/", ".") else self.label
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the drawn tree: the guide before it, and a twig; or how many siblings there is no room for."""
+    """A line of the drawn tree: a guide and a twig; or how many more siblings there is no room for."""
 
     guide: str
     twig: Twig | None
     more: int = 0
     closed: bool = False
-    """The twig has children, which there is no room for."""
+    """There is no room for the children of the twig."""
 
 
 class _Branch:
-    """The tree while it grows. ``separator`` and ``text`` are a piece of a name.
+    """A node of the tree under construction. ``separator`` and ``text`` are a component of a name.
 
-    ``form`` is a number for the structure below: branches of equal form differ in nothing that is shown.
+    ``form`` identifies the structure below: branches of equal form look the same.
     """
 
     __slots__ = ("children", "form", "separator", "tensors", "text")
@@ -69,7 +69,7 @@ class _Branch:
         self.form = 0
 
     def measure(self, forms: dict[object, int]) -> None:
-        """Fill in the form, the deepest first."""
+        """Compute the form, from the bottom up."""
         for child in self.children.values():
             child.measure(forms)
         looks = tuple((t.dtype, t.shape, t.device, t.kind, t.cls) for t in self.tensors)
@@ -104,11 +104,11 @@ def _branch(label: str, children: tuple[Twig, ...], copies: int = 1) -> Twig:
 
 
 def _twigs(branch: _Branch) -> tuple[Twig, ...]:
-    """The children of a branch, in order; those that are alike folded into the first of them."""
+    """The children of a branch, in order; similar ones are folded into the first of them."""
     alike: dict[tuple[int, str, str | None], list[_Branch]] = {}
     for child in branch.children.values():
         pattern, numbers = _DIGITS.subn("#", child.text)
-        # Without a number in it, a name has kin under any name.
+        # Names without a number are grouped by form alone.
         alike.setdefault((child.form, child.separator, pattern if numbers else None), []).append(child)
     groups: dict[_Branch, list[_Branch]] = {}
     for (_, _, numbered), group in alike.items():
@@ -118,7 +118,7 @@ def _twigs(branch: _Branch) -> tuple[Twig, ...]:
 
 
 def _twig(group: list[_Branch]) -> Iterator[Twig]:
-    """The twig of some equal branches: usually one, but more if several tensors have the very same name."""
+    """The twig for some equal branches: usually one, but more if several tensors have the same name."""
     first, copies = group[0], len(group)
     label = first.separator + _label([branch.text for branch in group])
     children = _twigs(first)
@@ -131,7 +131,7 @@ def _twig(group: list[_Branch]) -> Iterator[Twig]:
 
 
 def _label(names: list[str]) -> str:
-    """``0 … 31`` for a run of numbers, ``0, 2, 4 … 62`` for others, both in the order of the numbers."""
+    """``0 … 31`` for consecutive numbers, ``0, 2, 4 … 62`` for others, in numerical order."""
     numbered = sorted(([int(digits) for digits in _DIGITS.findall(name)], place) for place, name in enumerate(names))
     names = [names[place] for _, place in numbered]
     if len(names) == 1:
@@ -142,7 +142,7 @@ def _label(names: list[str]) -> str:
 
 
 def tree_rows(root: Twig, limit: int) -> Iterator[Row]:
-    """The tree drawn in about ``limit`` lines. Upper levels come first; what has no room stays closed."""
+    """The tree in about ``limit`` lines. Upper levels take precedence; branches without room stay closed."""
     return _rows(root, opened(root, limit), "", top=True)
 
 
@@ -159,7 +159,7 @@ def _rows(twig: Twig, shown: dict[int, int], guide: str, *, top: bool = False) -
 
 
 def opened(root: Twig, limit: int) -> dict[int, int]:
-    """By ``id()`` of a twig, how many of its children to show: breadth first, until ``limit`` are spent."""
+    """How many children of each twig to show, by ``id()``: breadth first, up to ``limit`` in total."""
     shown: dict[int, int] = {}
     queue = deque([root])
     while queue and limit > 0:

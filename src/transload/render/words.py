@@ -1,13 +1,13 @@
-"""Names, sizes, counts and shapes for people. They come from files of strangers, so none is shown raw or endless."""
+"""Names, sizes, counts and shapes as text. They come from untrusted files, so they are escaped and truncated."""
 
 from __future__ import annotations
 
 LIMIT = 160
-"""Longest name shown whole, unless the caller asks otherwise. A pickle may carry a key of a gigabyte."""
+"""The longest name that is shown completely by default. A pickle may have a key of a gigabyte."""
 
-_MARKS_IN_A_ROW = 4  # more than written languages need; towers of hundreds paint over the lines above and below
+_MARKS_IN_A_ROW = 4  # more than any language needs; a stack of hundreds would cover the lines above and below
 
-# Shown as nothing or as a blank, though str.isprintable() calls them printable: two names could look the same.
+# Invisible, although str.isprintable() is true: two names could look the same.
 _INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | frozenset(
     map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
 )
@@ -19,10 +19,10 @@ _DIMENSIONS = 8
 
 
 def printable(text: str, limit: int | None = LIMIT) -> str:
-    r"""``text`` with everything that is not plainly visible escaped as Python would, cut in the middle at ``limit``.
+    r"""``text`` with everything invisible escaped as in Python, truncated in the middle to ``limit`` characters.
 
-    Control characters, terminal sequences, line ends, direction marks, invisible letters and lone surrogates all
-    become backslash escapes; ``limit=None`` cuts nothing.
+    Control characters, terminal sequences, line ends, direction marks, invisible characters and lone surrogates become
+    backslash escapes; ``limit=None`` truncates nothing.
 
     >>> printable("a\x1b[31m\n")
     'a\\x1b[31m\\n'
@@ -39,14 +39,14 @@ def printable(text: str, limit: int | None = LIMIT) -> str:
         for char in text:
             marks = marks + 1 if category(char).startswith("M") else 0
             hidden = not char.isprintable() or char in _INVISIBLE or marks > _MARKS_IN_A_ROW
-            # repr() leaves the printable ones alone, so these are spelled from their code point.
+            # repr() would not escape the printable ones among these.
             out.append(char.encode("unicode_escape", "surrogatepass").decode("ascii") if hidden else char)
         text = "".join(out)
     return text if limit is None else cut(text, limit)
 
 
 def cut(text: str, limit: int) -> str:
-    """At most ``limit`` characters: the beginning and the end, with ``…`` between. Both ends of a name tell most."""
+    """At most ``limit`` characters: the start and the end, which say most about a name, with ``…`` between."""
     if len(text) <= limit:
         return text
     tail = max(0, limit - 1) // 2
@@ -55,7 +55,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in decimal units, three digits.
+    """A number of bytes in decimal units, with three digits.
 
     >>> size(999), size(1_350_000_000), size(404_770_816)
     ('999 B', '1.35 GB', '405 MB')
@@ -64,7 +64,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """A count: exact while that is short, else three digits and a word.
+    """A count: exact if that is short, else three digits and a word.
 
     >>> count(290), count(12_345), count(6_738_415_616)
     ('290', '12,345', '6.74 billion')
@@ -75,7 +75,7 @@ def count(number: int) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """``number`` of ``noun``, which takes a plain s.
+    """``number`` and ``noun``, with an s for the plural.
 
     >>> plural(1, "tensor"), plural(2, "tensor")
     ('1 tensor', '2 tensors')
@@ -84,7 +84,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape as torch prints it; one of very many dimensions is cut.
+    """A shape as torch prints it, truncated if it has many dimensions.
 
     >>> shape_text((4, 3)), shape_text(())
     ('[4, 3]', '[]')
@@ -96,7 +96,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def _scaled(number: int, units: tuple[str, ...]) -> str:
-    """Three digits of ``number`` and the unit of thousands that fits."""
+    """Three digits of ``number``, with a unit for the power of 1000."""
     value, unit = float(number), 0
     while abs(value) >= 999.5 and unit < len(units) - 1:
         value /= 1000
