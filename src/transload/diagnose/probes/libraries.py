@@ -495,24 +495,32 @@ def _extension(
             return replace(bare, missing=(f"libbitsandbytes_cuda{install.cuda.replace('.', '')}.so",))
     examined = ((path, process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
     elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
-    found = []
-    for path, elf in elves.items():
-        each, missing = replace(bare, library=path), [each.name for each in process.open(path)]
-        if not any(_CODECS.match(name) for name in missing):
-            wanted = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)] if install else []
-            asked = [each for each in wanted if each.name not in absent]
-            folder = f"{install.location}/lib/" if install else ""
-            torch_elves = (each.elf for each in process.files.values() if each.path.startswith(folder))
-            left = _defined_by_none(torch_elves, asked)
-            absent.update({each.name: each in left for each in asked})
-            left = _defined_by_none(elves.values(), [each for each in wanted if absent[each.name]])
-            each = replace(
-                each,
-                architectures=tuple(architectures(elf) or ()),
-                undefined=tuple(each.name for each in left[:_MOST_SYMBOLS]),
-                missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
-            )
-        found.append(each)
+    missing = {path: [each.name for each in process.open(path)] for path in elves}
+    loaded = {path: elf for path, elf in elves.items() if not any(map(_CODECS.match, missing[path]))}
+    wanted: dict[str, list[UndefinedSymbol]] = {}
+    lacking: set[UndefinedSymbol] = set()
+    if install:
+        folder = f"{install.location}/lib/"
+        for path, elf in loaded.items():
+            wanted[path] = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)]
+        needed = list(dict.fromkeys(chain.from_iterable(wanted.values())))  # torch's libraries are searched once
+        asked = [each for each in needed if each.name not in absent]
+        torch_elves = (each.elf for each in process.files.values() if each.path.startswith(folder))
+        left = set(_defined_by_none(torch_elves, asked))
+        absent.update({each.name: each in left for each in asked})
+        lacking.update(_defined_by_none(elves.values(), [each for each in needed if absent[each.name]]))
+    found = [
+        replace(
+            bare,
+            library=path,
+            architectures=tuple(architectures(loaded[path]) or ()),
+            undefined=tuple([each.name for each in wanted.get(path, ()) if each in lacking][:_MOST_SYMBOLS]),
+            missing=tuple(dict.fromkeys(name for name in missing[path] if not _DRIVER.match(name))),
+        )
+        if path in loaded
+        else replace(bare, library=path)
+        for path in elves
+    ]
     found = [each for each in found if each.architectures or each.undefined or each.missing] or found
     found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
     every = {name for each in found for name in each.architectures}
