@@ -1,6 +1,6 @@
-"""Why PyTorch does not see the GPU: a host is probed, the facts are judged, and one cause is named.
+"""Why PyTorch does not see the GPU: probes examine the host, and rules judge the facts and name one cause.
 
-The room is not called ``doctor``, which is the name of the public function.
+The package is not called ``doctor``, which is the name of the public function.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def doctor(
     """Examine this machine, and the environment of ``python`` (this interpreter unless another is named).
 
     Nothing is changed and torch is not imported into this process; with ``torch=False`` it is not run at all.
-    ``timeout`` is the most seconds the torch child may take; without one it is 60, less where it hangs without
-    working. ``progress`` is called with words on what is being waited for.
+    ``timeout`` is the most seconds that torch may take in its child process; the default is 60, or less if it hangs
+    without working. ``progress`` is called with a few words on the current step.
 
     >>> transload.doctor().status  # doctest: +SKIP
     'ok'
@@ -32,7 +32,7 @@ def doctor(
 
 
 def judge_machine(machine: Machine) -> Diagnosis:
-    """The diagnosis of a machine, wherever its facts were taken."""
+    """The diagnosis of a machine, whose facts may come from another host."""
     from transload.diagnose.rules import BY_CODE
     from transload.diagnose.verdict import decide
 

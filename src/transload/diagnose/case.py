@@ -1,7 +1,6 @@
-"""What a rule is, and what it judges: a machine with what follows from its facts.
+"""What a rule is, and what it judges: a ``Case``, a machine with conclusions from its facts.
 
-Rules read a ``Case`` as they read a ``Machine``. Every check runs once, when it is first asked for: ``fires`` tells
-one rule whether another one matches.
+Every check runs once, when its result is first needed. A rule can ask whether another one matches.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _NVIDIA_LIBRARY = re.compile(r"lib(?:cu(?!rl|ps)|nv(?!di)|nccl|caffe2_nvrtc)\w*\
 class Layer(NamedTuple):
     """One link of the chain from the card to the kernel that runs on it.
 
-    Faults of one chain follow from one another: the first broken layer is the cause of the others. Faults of
-    different chains are independent.
+    Within a chain the first broken layer is the cause of faults in later ones. Faults of different chains are
+    independent.
     """
 
     name: str
@@ -63,9 +62,9 @@ LAYERS: tuple[Layer, ...] = (
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
-    ``fix`` are lines in order: a command begins with ``$ ``, a title in place of the rule's with ``= ``, anything else
-    is a sentence. Without them, they are what ``steps.md`` says under the code. ``likely`` says that the evidence fits
-    but does not prove it.
+    The lines of ``fix`` are commands, which begin with ``$ ``, sentences, or a title that replaces the rule's, which
+    begins with ``= ``. ``None`` means the section of ``steps.md`` with that code. ``likely`` means that the evidence
+    suggests the cause but does not prove it.
     """
 
     evidence: Lines
@@ -75,14 +74,14 @@ class Match(NamedTuple):
 
 
 Found = Iterator[tuple[str, Match]]
-Check = Callable[["Case"], Found]  # A check yields the codes of the causes that it sees, each with what it saw.
+Check = Callable[["Case"], Found]  # Yields the codes of the causes that it finds, each with what it saw.
 
 
 class Rule(NamedTuple):
     """A cause: its stable code and the layer it breaks. Its page, docs/doctor/CODE.md, has its title.
 
-    A ``symptom`` is reported only if no fault explains it: it says what happened, not why. ``check`` is ``None`` for
-    what a machine cannot show (a program's own fault, another system): the page is all there is.
+    A ``symptom`` says what happened, not why, and is reported only if no fault explains it. ``check`` is ``None`` for
+    causes that facts cannot show, such as a fault of the program: they only have a page.
     """
 
     code: str
@@ -129,7 +128,7 @@ RULES = {code: Rule(code, layer) for layer, codes in _PAGE_ONLY.items() for code
 def rules(layer: str, *codes: str, likely: Lines = (), symptom: bool = False) -> Callable[[Check], Check]:
     """Make the decorated function the check of the rules with these codes.
 
-    In a layer the first rule that matches is the cause. ``likely`` are the codes of those that can never be certain.
+    In a layer the first rule that matches is the cause. Those in ``likely`` are never certain.
     """
 
     def add(check: Check) -> Check:
@@ -152,7 +151,7 @@ class Card(NamedTuple):
 
 
 class Case(Machine):
-    """A machine to be judged: its facts, and what follows from them."""
+    """A machine to be judged: its facts, and conclusions from them."""
 
     __setattr__ = object.__setattr__  # a machine is frozen, and ``__init__`` adds to it
 
@@ -167,22 +166,22 @@ class Case(Machine):
         self.card_nodes = tuple(node for node in found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
         self.nodes_absent = bool(found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
 
-        # -- CUDA: whether the driver or torch was seen to use a GPU, in which case no rule may say otherwise
+        # -- CUDA: whether the driver or torch used a GPU, which no rule may contradict
         self.works = cuda.works or run.cuda_works
         unasked = cuda.answer.state == "unasked"
         # Whether it should have been asked, but the child process could not be run.
         self.driver_unasked = unasked and bool(cuda.answer.detail or "cuda" in self.problems)
         self.no_libcuda = cuda.answer.state == "no-library"
-        # Whether it was asked and has no GPU; or it could not be asked, and files show why it fails: no process can
+        # Whether it was asked and has no GPU; or could not be asked, and files show that it must fail: no process can
         # use a GPU without the kernel module or a device node.
         elsewhere = self.surroundings.wsl or hardware.dxg or hardware.tegra
         shown = not elsewhere and (kernel.loaded is False or self.nodes_absent)
         self.fails = not self.works and (not unasked or (self.driver_unasked and shown))
-        # The variables without which it was seen to work, and what that experiment proved; empty if none succeeded.
+        # The variables without which it works, and a line about that experiment; empty if none succeeded.
         tried = next((tried for tried in self.driver.experiments if tried.cuda.works), None)
         self.works_without = tried.change if tried else ()
         freed = f"without {', '.join(self.works_without)} the driver starts and finds "
-        self.relief = f"{freed}{plural(tried.cuda.count, 'GPU')}" if tried else ""
+        self.works_without_line = f"{freed}{plural(tried.cuda.count, 'GPU')}" if tried else ""
         # Whether it fails for a reason other than a variable.
         self.broken = self.fails and not self.works_without
         # What it returned: the first result that is not 0, 100 for no device, -1 without an answer.
@@ -190,48 +189,48 @@ class Case(Machine):
         self.code = (cuda.init or counted) if cuda.answer.answered else -1
         # The CUDA version that it reports, 12080 for 12.8; 0 if unknown.
         self.driver_cuda = cuda.version or nvml.cuda
-        # The libcuda.so.1 that a process gets: the file that was mapped, or else the one the loader should find.
+        # The libcuda.so.1 that a process loads: the file that was mapped, else the one that the loader should find.
         libraries = self.driver.libraries
         same = (lib for lib in libraries.cuda or () if cuda.library and cuda.library in (lib.path, lib.target))
         self.libcuda: Library | None = next(same, libraries.libcuda)
-        # That one, if its version is not the kernel driver's and it is not a compat library.
+        # The same, if its version differs from the kernel driver's and it is not a compat library.
         lib = self.libcuda if self.libcuda and self.libcuda.kind == "driver" else None
         known = lib and kernel.version and _RELEASE.fullmatch(lib.version)
         self.mismatched = lib if lib and known and lib.version != kernel.version else None
         # Whether NVML, and so the kernel driver, works and sees a card.
         self.nvml_works = nvml.answer.answered and nvml.init == 0 and nvml.count > 0
-        # Whether it fails and no card has a node. A forbidden /dev/nvidiactl alone was created by the library.
+        # Whether it fails and no card has a node. A forbidden /dev/nvidiactl may exist: the library creates it.
         made = at(CONTROL).error == "EPERM" and not (self.card_nodes or at(UVM).exists)
         self.without_nodes = self.broken and (self.nodes_absent or made)
 
         # -- the card: whether it was removed while its driver is still loaded, which keeps the nodes
         bare = isinstance(hardware.pci, tuple) and not (hardware.present or kernel.gpus)
         removed = bare and kernel.loaded is True and not self.surroundings.container
-        # Whether the machine, also outside of a container, certainly has an NVIDIA card.
+        # Whether the host, even outside of this container, certainly has an NVIDIA card.
         self.host_has_gpu = bool(hardware.gpus or kernel.loaded or kernel.gpus) and not removed
-        # Whether no NVIDIA GPU was found anywhere: then nothing about a driver can be wrong.
+        # Whether no NVIDIA GPU was found anywhere: then the driver cannot be at fault.
         node = found and not self.nodes_absent and not removed
         here = hardware.present or self.host_has_gpu or node or self.nvml_works or self.works or self.surroundings.wsl
         self.no_gpu = isinstance(hardware.pci, tuple) and not here
-        # Whether there certainly is one; under WSL /dev/dxg alone may belong to any vendor's. ``None``: unknown.
+        # Whether there certainly is one: under WSL /dev/dxg may be another vendor's. ``None``: unknown.
         in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in libraries.cuda or ())
         self.has_nvidia = bool(hardware.gpus or hardware.tegra or in_wsl or cuda.works or self.nvml_works)
         self.nvidia = True if self.has_nvidia else False if self.no_gpu else None
         # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
         meant = first is None or not first.cpu_only or self.torch.shadow
         self.no_gpu_severity: Severity = "error" if meant else "note"
-        # Whether Slurm gave this job a GPU. In a list of indices, ``0`` is a card.
+        # Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but none in a count.
         counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
         lists = any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
         self.slurm_granted = counts or lists
 
-        # -- torch: whether it was not run, so that only its files are known; whether it was seen to be imported
+        # -- torch: whether it was not run, so that only its files are known; whether it was imported
         self.torch_not_run = run.answer.state == "unasked"
         step = run.step("import")
         self.imported = step is not None and step.ok
-        # Why it could not be imported; empty if it could, or was not tried.
+        # Why it could not be imported; empty if it could, or was not run.
         self.import_error = step.error if step and not step.ok else ""
-        # Whether it was seen to do all its work on the GPU: then nothing about it is broken.
+        # Whether all its steps succeeded on the GPU: then nothing about it is broken.
         self.computes = run.cuda_works and self.failed() is None
         # The version of the torch that is imported, and the CUDA version that it was built with, also as two numbers.
         self.torch_version = run.version or (first.version if first else "")
@@ -250,24 +249,24 @@ class Case(Machine):
     # -- rules
 
     def found(self, check: Check) -> dict[str, Match]:
-        """What a check finds in this case; it runs once."""
+        """What a check finds in this case, which is computed once."""
         if check not in self._found:
             self._found[check] = dict(check(self))
         return self._found[check]
 
-    def fires(self, *codes: str) -> bool:
+    def matches(self, *codes: str) -> bool:
         """Whether any of these rules matches."""
         return any(code in self.found(check) for code in codes if (check := RULES[code].check))
 
     @cached_property
     def withheld(self) -> bool:
-        """Whether a container, pod, job or VM host has no GPU for this process, and its torch is built without CUDA."""
-        return self.no_gpu_severity == "note" and self.fires("C09", "C05", "C04", "C08", "C01", "K05")
+        """Whether a container, pod, job or VM host gives this process no GPU, and its torch is built without CUDA."""
+        return self.no_gpu_severity == "note" and self.matches("C09", "C05", "C04", "C08", "C01", "K05")
 
     @cached_property
     def driver_misfit(self) -> bool:
-        """Whether the driver does not support the card, or lacks its firmware: that is why it does not start."""
-        return self.fires("K06", "K07", "K08", "K09", "K12")
+        """Whether the driver does not start because it does not support the card, or lacks its firmware."""
+        return self.matches("K06", "K07", "K08", "K09", "K12")
 
     # -- in words
 
@@ -318,7 +317,7 @@ class Case(Machine):
         return f"the loaded kernel driver is {self.kernel.version or 'of unknown version'}{flavour}"
 
     def logged(self, pattern: str) -> str:
-        """What matches in the kernel log, whose messages may span several lines."""
+        """A line that quotes the first match in the kernel log, whose messages may span several lines."""
         found = re.search(pattern, self._log) if self._log else None
         return f"the kernel log says: {found[0][:160].strip()}" if found else ""
 
@@ -349,10 +348,10 @@ class Case(Machine):
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:
-        """The cards of this process; if the driver does not work, all that NVML or the PCI bus lists."""
+        """The cards of this process; if the driver does not work, all cards that NVML or the PCI bus lists."""
         driver = self.driver
-        told = driver.cuda.gpus if driver.cuda.works else driver.nvml.gpus
-        known = tuple(Card(gpu.name or "the GPU", gpu.capability) for gpu in told if len(gpu.capability) == 2)
+        gpus = driver.cuda.gpus if driver.cuda.works else driver.nvml.gpus
+        known = tuple(Card(gpu.name or "the GPU", gpu.capability) for gpu in gpus if len(gpu.capability) == 2)
         chips = ((gpu, chip_of(gpu.device)) for gpu in self.hardware.gpus if gpu.driver != "vfio-pci")
         return known or tuple(
             Card(f"the card at {gpu.address} ({chip.code}, {chip.generation})", chip.capability, not chip.inferred)
@@ -374,7 +373,7 @@ class Case(Machine):
         return fixes.reinstall(self, gpu=self.nvidia)
 
 
-def quoted(text: str) -> str:
+def torch_says(text: str) -> str:
     """The first line of an error's text, as evidence; empty if there is none."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     said = "torch " if line.startswith("hung ") else "torch says: "
@@ -382,7 +381,7 @@ def quoted(text: str) -> str:
 
 
 def is_nvidia_library(name: str) -> bool:
-    """Whether a file is one of the CUDA libraries; libcuda and libnvidia-*, the driver's own, are not.
+    """Whether a file is one of the CUDA libraries, without the driver's libcuda and libnvidia-*.
 
     >>> is_nvidia_library("libcudnn.so.9"), is_nvidia_library("libcuda.so.1"), is_nvidia_library("libcurl.so.4")
     (True, False, False)

@@ -53,7 +53,7 @@ def names_here() -> Names:
 _NONE = Names()
 
 
-def redacted(told: T, names: Names = _NONE, *, runnable: bool = False) -> T:
+def redacted(subject: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     """A diagnosis or a machine, redacted as a whole.
 
     ``runnable`` is for its owner: in what a fix says only the own home is replaced, by a word that the shell knows. A
@@ -63,9 +63,9 @@ def redacted(told: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     >>> redacted(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
     '~/venv/bin/python'
     """
-    machine: Any = getattr(told, "machine", None) or told
+    machine: Any = getattr(subject, "machine", None) or subject
     redactor = _Redactor(machine, names)
-    return _mapped(told, redactor.to_do if runnable else redactor.text)
+    return _mapped(subject, redactor.to_do if runnable else redactor.text)
 
 
 def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:

@@ -44,10 +44,10 @@ class Muted:
 class Diagnosis:
     """What is wrong with a machine, if anything, and what to do about it.
 
-    ``cause`` is the first thing to fix; ``findings`` do not follow from each other: the cause first, in the order
-    to fix them; ``muted`` are those that will go away by themselves. ``status`` is ``ok``, ``broken`` (CUDA or torch
-    does not work), ``degraded`` (it works, but something is wrong) or ``no-gpu`` (there is no accelerator, and torch
-    works without one: nothing to repair).
+    ``cause`` is the first thing to fix. ``findings`` are independent of each other, in the order to fix them; ``muted``
+    are those that fixing another will resolve. ``status`` is ``ok``, ``broken`` (CUDA or torch does not work),
+    ``degraded`` (it works, but something is wrong) or ``no-gpu`` (there is no accelerator, and torch works without one:
+    nothing to repair).
     """
 
     status: Status
@@ -63,7 +63,7 @@ class Diagnosis:
 
     @property
     def cuda_usable(self) -> bool:
-        """Whether CUDA works: seen in torch itself, or without torch by the driver's word and no error against it."""
+        """Whether CUDA works: torch used it, or torch was not run, the driver works and no error was found."""
         if self.machine.torch_run.answer.state != "unasked":
             return self.machine.torch_run.cuda_works
         return self.machine.driver.cuda.works and self.status != "broken"
@@ -85,19 +85,19 @@ class Diagnosis:
         return f"<Diagnosis {self.status}{cause}, {len(self.findings)} findings>"
 
     def __str__(self) -> str:
-        """The report as a pipe gets it: redacted but for what a fix says to type, without colour."""
+        """The report without colour, redacted except for the commands of fixes."""
         from transload.diagnose.redact import names_here, redacted
 
         return as_text(report(redacted(self, names_here(), runnable=True)))
 
 
 def report(diagnosis: Diagnosis) -> Iterator[Block]:
-    """Everything ``transload doctor`` says when nothing special is asked for."""
+    """What ``transload doctor`` prints without options."""
     machine, cause = diagnosis.machine, diagnosis.cause
     role = _ROLE[diagnosis.status]
     errors = sum(finding.severity == "error" for finding in diagnosis.findings)
     if cause is None:
-        yield Prose(((_well(diagnosis), role),))
+        yield Prose(((_headline(diagnosis), role),))
     for place, finding in enumerate(diagnosis.findings, 1):
         if cause and place == 1:
             several = f", for {errors} reasons; the first" if errors > 1 else ""
@@ -120,22 +120,22 @@ def report(diagnosis: Diagnosis) -> Iterator[Block]:
 
     yield from _links(diagnosis)
 
-    # what could not be found out and would have helped
-    told = [f"{probe}: {why}" for probe, why in machine.problems.items()]
+    # what could not be determined and would have helped
+    unknown = [f"{probe}: {why}" for probe, why in machine.problems.items()]
     log = machine.kernel.log
     unsure = cause is not None and (cause.title.startswith("probably: ") or _is_symptom(cause))
     if cause is not None and isinstance(log, Unknown) and unsure and log.reason not in " ".join(cause.evidence):
-        told.append(f"the kernel log: {log.reason}")
-    if told:
+        unknown.append(f"the kernel log: {log.reason}")
+    if unknown:
         yield BLANK
-        yield Prose(((printable("; ".join(told), 600), ""),), lead=(("Unknown  ", "trust"),))
+        yield Prose(((printable("; ".join(unknown), 600), ""),), lead=(("Unknown  ", "trust"),))
     more = f"transload doctor --explain {cause.code} explains more; " if cause else ""
     yield BLANK
     yield Prose(((f"{more}--verbose shows all facts; --json is for a bug report", "dim"),))
 
 
 def _subject(diagnosis: Diagnosis) -> str:
-    """What does not work, by what was seen and not by what was concluded."""
+    """What does not work, by observations rather than conclusions."""
     machine, run = diagnosis.machine, diagnosis.machine.torch_run
     if run.cuda_works:
         return "CUDA works, but there is a problem"
@@ -152,8 +152,8 @@ def _subject(diagnosis: Diagnosis) -> str:
     return "CUDA does not work"
 
 
-def _well(diagnosis: Diagnosis) -> str:
-    """What to say of a machine that has nothing to repair."""
+def _headline(diagnosis: Diagnosis) -> str:
+    """The headline for a machine that needs no repair."""
     machine, run = diagnosis.machine, diagnosis.machine.torch_run
     first = machine.torch.first
     torch = f"torch {printable(run.version)}" if run.version else _torch_words(first) if first else "torch"
@@ -182,7 +182,7 @@ def _code(finding: Finding) -> tuple[str, str]:
 
 
 def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
-    """What to do, line by line. Commands and what belongs into a file are never folded: they are there to be copied."""
+    """The lines of a fix. Commands and lines for a file are never wrapped, so that they can be copied."""
     for line in fix:
         copied = line.startswith(("$ ", "| "))
         mark = line[:2] if copied else ""
@@ -191,12 +191,12 @@ def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
 
 
 def _is_symptom(finding: Finding) -> bool:
-    """Whether it says what happened and not why."""
+    """Whether it says what happened rather than why."""
     return finding.code in BY_CODE and BY_CODE[finding.code].symptom
 
 
 def _links(diagnosis: Diagnosis) -> Iterator[Block]:
-    """The chain of layers, each with what was seen of it and what follows from the cause."""
+    """The chain of layers, each with its state and with findings that follow from the cause."""
     muted = {each.finding.code: each.because for each in diagnosis.muted}
     every = (*diagnosis.findings, *(each.finding for each in diagnosis.muted))
     seen = chain(diagnosis.machine)
@@ -215,7 +215,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             mark, role = _MARKS["broken"]
         elif "warning" in severities:
             mark, role = _SIGNS["warning"]
-        elif state == "broken":  # by the cause; or where nobody needs it
+        elif state == "broken":  # because of the cause; or nobody needs it
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(_code(finding)[0] for finding in own)
         dim = "dim" if mark == "–" else ""
@@ -229,7 +229,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
 
 
 def page(markdown: str) -> Iterator[Block]:
-    """The page of a cause, from its Markdown: prose folds, what is there to be copied does not."""
+    """The page of a cause, from its Markdown: prose is wrapped, code is not."""
     before = ""
     for kind, text in parts(markdown):
         if kind == "heading":
@@ -247,7 +247,7 @@ def page(markdown: str) -> Iterator[Block]:
         before = kind
 
 
-# -- what was seen of each layer
+# -- the state of each layer
 
 ORDER = (
     *("hardware", "kernel", "surroundings", "nodes", "libraries", "driver"),
@@ -255,23 +255,23 @@ ORDER = (
 )
 """The layers as they are shown: from the card upwards, not in the order to fix them."""
 
-_SELDOM = frozenset({"CUDA_HOME", "CUDA_PATH", "PYTHONPATH"})  # set on many machines, and no matter to a wheel
+_SELDOM = frozenset({"CUDA_HOME", "CUDA_PATH", "PYTHONPATH"})  # set on many machines, and irrelevant to a wheel
 _VALUE = 60
 _ERROR = 200
 
 
 Seen = tuple[State, str]
-"""How a layer was seen, and what of it. ``idle``: not reached, or there is nothing to do for it."""
+"""The state of a layer, and a line about it. ``idle``: not reached, or not needed."""
 
 
 def chain(machine: Machine) -> dict[str, Seen]:
-    """The layers of a machine, hardware first, without those it does not have.
+    """The layers of a machine with their states, hardware first, without those that it does not have.
 
     >>> from transload.machine import Machine
     >>> list(chain(Machine()))[:2]
     ['hardware', 'variables']
     """
-    # the layers between the card and torch matter only where there is a GPU
+    # the layers between the card and torch matter only with a GPU
     gpu = machine.hardware.present or machine.driver.cuda.works or machine.driver.nvml.count > 0
     around, pci = machine.surroundings, machine.hardware.pci
     places = (
@@ -298,17 +298,17 @@ def chain(machine: Machine) -> dict[str, Seen]:
 
 
 def _first(*options: tuple[object, State, str]) -> Seen:
-    """The state and the words of the first option that holds."""
-    return next((state, words) for holds, state, words in options if holds)
+    """The state and the words of the first option whose condition is true."""
+    return next((state, words) for condition, state, words in options if condition)
 
 
 def _reason(fact: object) -> str:
-    """Why a fact is not known."""
+    """Why a fact is not known; empty if it is."""
     return printable(fact.reason) if isinstance(fact, Unknown) else ""
 
 
 def _driver_links(machine: Machine) -> dict[str, Seen]:
-    """The kernel driver, its nodes and its libraries, of a machine with a GPU."""
+    """The kernel driver, its nodes and its libraries on a machine with a GPU."""
     kernel, libraries, cuda = machine.kernel, machine.driver.libraries, machine.driver.cuda
     windows, taken = machine.surroundings.wsl or machine.hardware.dxg, libraries.libcuda
     foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
@@ -341,7 +341,7 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
         ),
         "driver": _first(
             (cuda.works, "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"),
-            (not cuda.answer.answered, *_silence(cuda.answer)),
+            (not cuda.answer.answered, *_no_answer(cuda.answer)),
             (cuda.init, "broken", f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()),
             (True, "broken", "starts, but has no GPU for this process"),
         ),
@@ -349,14 +349,16 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
 
 
 def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
-    """The environment, its torch and what torch did."""
+    """The Python environment, its torch, and what happened when torch was run."""
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     cuda, libraries = machine.driver.cuda, machine.torch_libraries
 
     through = first is not None and in_search_path(machine, "PYTHONPATH", first.location.rpartition("/")[0])
     hiding = torch.shadow_via == "PYTHONPATH"
-    told = shown_variables()[0] - (_SELDOM - ({"PYTHONPATH"} if hiding or through else set()))
-    shown = [printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in told]
+    deciding = shown_variables()[0] - (_SELDOM - ({"PYTHONPATH"} if hiding or through else set()))
+    shown = [
+        printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in deciding
+    ]
     where = f" in {python.prefix}" if python.prefix else ""
     kind = f", {python.environment}" if python.environment else ""
     built = ""
@@ -398,16 +400,16 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
         elif gpu:
             found["fit"] = "idle", "not checked"
 
-    # without any GPU it is not a fault that CUDA does not start
+    # without a GPU it is not a fault that CUDA does not start
     needed = gpu or machine.accelerators
     bad = (step for step in run.steps if not step.ok and (needed or step.name != "init"))
     failed = next((f"{step.name}: {step.error}" for step in bad), "")
-    state, silence = _silence(run.answer)
+    state, missing_answer = _no_answer(run.answer)
     done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
     found["run"] = _first(
-        (run.answer.state == "unasked", state, silence.replace("not asked", "not run", 1)),
+        (run.answer.state == "unasked", state, missing_answer.replace("not asked", "not run", 1)),
         (failed, "broken", printable(failed, _ERROR)),
-        (not run.answer.answered, "broken", silence),
+        (not run.answer.answered, "broken", missing_answer),
         (run.cuda_works, "ok", f"{printable(done)} on {_devices(machine)}"),
         (gpu, "broken", "torch.cuda.is_available() is False"),
         (run.backends, "ok", printable(f"works with {', '.join(run.backends)}")),
@@ -427,8 +429,8 @@ _SILENT = {
 }
 
 
-def _silence(answer: Answer) -> Seen:
-    """What it means that there is no answer: nobody asked, or nobody could, or it went wrong."""
+def _no_answer(answer: Answer) -> Seen:
+    """The state and the words for a missing answer: not asked, could not be asked, or failed."""
     if answer.state not in _SILENT:
         return "idle", "no library found"
     why = f"{_SILENT[answer.state]}: {printable(answer.detail, _ERROR)}" if answer.detail else _SILENT[answer.state]
@@ -436,7 +438,7 @@ def _silence(answer: Answer) -> Seen:
 
 
 def cards(machine: Machine) -> str:
-    """The NVIDIA cards in words: as NVML names them, else the kernel, else CUDA, else by their number on the bus."""
+    """The NVIDIA cards by the names of NVML, else of the kernel, else of CUDA, else by their PCI device ids."""
     named = [_card(gpu.name, gpu.capability, gpu.memory) for gpu in machine.driver.nvml.gpus if gpu.name]
     named = named or [printable(gpu.model) for gpu in machine.kernel.gpus if gpu.model]
     named = named or [_card(gpu.name, gpu.capability, gpu.memory) for gpu in machine.driver.cuda.gpus]
@@ -451,19 +453,19 @@ def cards(machine: Machine) -> str:
 
 def _card(name: str, capability: tuple[int, ...], memory: int) -> str:
     level = f" ({'.'.join(map(str, capability))})" if capability else ""
-    gib = memory / 2**30  # as nvidia-smi and torch count it
+    gib = memory / 2**30  # the unit of nvidia-smi and torch
     size = f", {gib:.0f} GiB" if gib >= 9.95 else f", {gib:.1f} GiB"
     return f"{printable(name)}{level}{size if memory > 0 else ''}"
 
 
 def _devices(machine: Machine) -> str:
-    """What torch computed on: ``NVIDIA H200`` of ``NVIDIA H200 (9, 0)``."""
+    """The GPUs torch computed on, without their capabilities: ``NVIDIA H200`` for ``NVIDIA H200 (9, 0)``."""
     names = dict.fromkeys(printable(device.partition(" (")[0]) for device in machine.torch_run.devices)
     return ", ".join(names) or "the GPU"
 
 
 def _torch_words(install: TorchInstall) -> str:
-    """A torch by its version, as people write it."""
+    """``torch 2.13.0``."""
     return f"torch {printable(install.version or install.dist_version or 'of unknown version')}"
 
 
@@ -476,20 +478,20 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def facts(machine: Machine) -> Iterator[Block]:
-    """All facts, a section a layer. What is empty or was not told is left to ``--json``."""
+    """All facts, one section for each layer. Empty and unknown values are only in ``--json``."""
     for field in fields(Machine):
         section, value = field.name, getattr(machine, field.name)
-        told = [fact for fact in _flat(section, value) if not _empty(fact[1])]
-        if isinstance(value, str) or not told:
+        shown = [fact for fact in _flat(section, value) if not _empty(fact[1])]
+        if isinstance(value, str) or not shown:
             continue
         known = table("facts")["sections"][section]
         yield from heading(known["title"], known.get("remark", ""))
-        labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in told}
+        labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in shown}
         width = min(_LABEL, max(map(len, labels.values())))
-        for source in dict.fromkeys(source_of(name) for name, _ in told):
+        for source in dict.fromkeys(source_of(name) for name, _ in shown):
             if source:
                 yield note(f"from {source}")
-            for name, fact in told:
+            for name, fact in shown:
                 if source_of(name) == source:
                     text = fact.reason if isinstance(fact, Unknown) else _words(fact)
                     doubt = (("? ", "trust"),) if isinstance(fact, Unknown) else ()
@@ -509,15 +511,15 @@ def source_of(name: str) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Each fact by its full name; things of the same kind are numbered, and those that hold no others told at once."""
+    """Each fact with its full name. Elements of a list are numbered; one with only plain fields is a single fact."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(f"{name}.{key}", each)
     elif isinstance(value, tuple) and not all(isinstance(each, _PLAIN) for each in value):
         for place, each in enumerate(value):
-            held = [getattr(each, field.name) for field in fields(each)]
-            whole = all(isinstance(part, (*_PLAIN, tuple)) for part in held)
-            yield from [(f"{name}[{place}]", each)] if whole else _flat(f"{name}[{place}]", each)
+            values = [getattr(each, field.name) for field in fields(each)]
+            plain = all(isinstance(part, (*_PLAIN, tuple)) for part in values)
+            yield from [(f"{name}[{place}]", each)] if plain else _flat(f"{name}[{place}]", each)
     elif is_dataclass(value) and not isinstance(value, Unknown):
         for field in fields(value):
             yield from _flat(f"{name}.{field.name}", getattr(value, field.name))
@@ -526,7 +528,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _empty(value: Any) -> bool:
-    """Whether there is nothing to tell: text or numbers that stand for "not told"."""
+    """Whether a value means that nothing is known."""
     return not isinstance(value, bool | Unknown) and value in ("", (), -1, None, {})
 
 
@@ -536,7 +538,7 @@ def _words(value: Any, field: str = "") -> str:
     if isinstance(value, tuple):
         return ", ".join(_words(each) for each in value)
     if is_dataclass(value):
-        told = ((each, getattr(value, each.name)) for each in fields(value))
-        worth = ((each.name, part) for each, part in told if not _empty(part) and part != each.default)
+        values = ((each, getattr(value, each.name)) for each in fields(value))
+        worth = ((each.name, part) for each, part in values if not _empty(part) and part != each.default)
         return "; ".join(f"{name} {_words(part, name)}" for name, part in worth)
     return _NUMBERS[field].format(value) if field in _NUMBERS and isinstance(value, int) else str(value)

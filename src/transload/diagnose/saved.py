@@ -58,15 +58,15 @@ def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
     They follow each other, in an array or not; lines of several may be mixed where each says whose it is. What cannot
     be parsed is an error, and reading goes on with the next report.
 
-    >>> [(name, told["schema"]) for name, told in reports_in('b: {\na: {"schema": 1}\nb: "schema": 2}')]
+    >>> [(name, report["schema"]) for name, report in reports_in('b: {\na: {"schema": 1}\nb: "schema": 2}')]
     [('b', 2), ('a', 1)]
     """
     streams = {"": text}
     if text.lstrip()[:1] not in ("{", "") and (_TAG.search(text) or _LABELLED.search(text)):
         if _TAG.search(text):
             _, *split = _TAG.split(text)
-            told = zip(split[::3], split[1::3], split[2::3], strict=True)
-            pieces = [(who.rpartition(",")[2], piece) for who, stream, piece in told if stream == "stdout"]
+            tagged = zip(split[::3], split[1::3], split[2::3], strict=True)
+            pieces = [(who.rpartition(",")[2], piece) for who, stream, piece in tagged if stream == "stdout"]
         else:
             marked = ((_LABEL.match(line), line) for line in text.splitlines())
             pieces = [(match[1] or match[2], line[match.end() :]) for match, line in marked if match]
@@ -87,11 +87,11 @@ def _parsed(stream: str) -> Iterator[object | ValueError]:
     while (at := _BLANK.match(stream, at).end()) < len(stream):  # type: ignore[union-attr]  # it always matches
         if stream[at] in "{[":
             try:
-                told, at = decoder.raw_decode(stream, at)
+                value, at = decoder.raw_decode(stream, at)
             except (ValueError, RecursionError) as error:
                 yield ValueError(f"it is not JSON: {error}")
             else:
-                yield from told if isinstance(told, list) else [told]
+                yield from value if isinstance(value, list) else [value]
                 continue
         begin = _BEGIN.search(stream, at + 1)
         at = begin.start() if begin else len(stream)

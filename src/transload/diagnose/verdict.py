@@ -1,4 +1,4 @@
-"""One answer out of many findings: which of them are causes, in which order to fix them, and what merely follows."""
+"""Turns findings into a diagnosis: which are causes, in which order to fix them, and which only follow from others."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from transload.diagnose.case import Rule
     from transload.machine import Machine
 
-_WORDS = 200  # of an error of ours
+_WORDS = 200  # characters of an error in a rule
 _ORDER = {layer.name: place for place, layer in enumerate(LAYERS)}
 _CHAIN = {layer.name: layer.chain for layer in LAYERS}
-# A fault in one of these layers leaves nothing to be said of whether the driver fits the build.
+# With a fault in one of these layers, whether the driver fits the build cannot be judged.
 _BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "libraries"})
 
 
 def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
-    """Judge a machine by all rules. One that raises is named in the machine's problems: the others still count."""
+    """Judge a machine by all rules. A rule that raises is named in the machine's problems; the others still count."""
     case, run = Case(machine), machine.torch_run
-    died = any(not step.ok for step in run.steps)  # of something the driver's word does not settle
+    failed = any(not step.ok for step in run.steps)  # then a working driver proves nothing
     met: list[tuple[Rule, Finding]] = []
     raised: dict[str, str] = {}
     for rule in rules:
         try:
             found = rule.finding(case)
-        except Exception as error:  # noqa: BLE001  said in the report, as a bug of ours
+        except Exception as error:  # noqa: BLE001  reported as a bug in transload
             raised[f"rule {rule.code}"] = f"{type(error).__name__}: {error}"[:_WORDS]
             continue
         if found is None:
             continue
-        # no rule overrules an observation: what works is not broken, whatever else is odd about it
-        seen_at_work = _CHAIN[rule.layer] == "machine" and machine.driver.cuda.works
+        # no rule overrides an observation: what works is not broken, however unusual it is
+        driver_works = _CHAIN[rule.layer] == "machine" and machine.driver.cuda.works
         computes = rule.layer != "extensions" and run.cuda_works
-        if found.severity == "error" and (seen_at_work or computes) and not died:
+        if found.severity == "error" and (driver_works or computes) and not failed:
             found = replace(found, severity="note")
         met.append((rule, found))
     met.sort(key=lambda pair: _ORDER[pair[0].layer])  # stable: in a layer, the order of the rules
@@ -68,9 +68,9 @@ def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
 
 
 def _because(rule: Rule, causes: Iterable[Rule]) -> str:
-    """The code of the cause that already explains a fault, or nothing.
+    """The code of the cause that explains a fault; empty if there is none.
 
-    Causes of its own chain come first, then what hides the cards.
+    Causes in the same chain come first, then environment variables.
     """
     chain = _CHAIN[rule.layer]
     chains = [(_CHAIN[cause.layer], cause) for cause in causes]

@@ -1,4 +1,4 @@
-"""The card and NVIDIA's kernel driver: whether they are there, fit each other, and work."""
+"""The card and NVIDIA's kernel driver: whether they exist, are compatible, and work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import UVM, Case, Found, Match, quoted, rules
+from transload.diagnose.case import UVM, Case, Found, Match, rules, torch_says
 from transload.diagnose.tables import chip_of, first_branch, generation, result
 from transload.machine import Unknown
 from transload.render.words import plural
@@ -33,7 +33,7 @@ def _bus(m: Case) -> str:
 
 @rules("hardware", "N01", "H06", "H02")
 def absent(m: Case) -> Found:
-    """A card that is not given, switched off or lost."""
+    """A card that this session was not given, that is switched off, or lost."""
     notebook, prime, first = m.surroundings.notebook, m.platform.prime, m.torch.first
     if notebook in ("colab", "kaggle") and m.no_gpu:
         yield "N01", Match((f"this is {notebook.title()}", _bus(m)), m.steps(f"N01 {notebook}"), severity="note")
@@ -77,7 +77,7 @@ def not_started(m: Case) -> Found:
 
 @rules("hardware", "H03", "H01")
 def broken_or_none(m: Case) -> Found:
-    """A card with bad memory, or no sign of any."""
+    """A card with bad memory, or no card at all."""
     # a pending or failed remapping or retirement; an error if a program already failed because of it
     marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
     died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
@@ -95,7 +95,7 @@ def broken_or_none(m: Case) -> Found:
         yield "H03", Match(tuple(evidence) or (m.answer,), fix, severity="error" if fatal else "warning")
 
     around = m.surroundings
-    if around.wsl or m.platform.system == "Darwin" or m.works or m.fires("N01", "H06"):
+    if around.wsl or m.platform.system == "Darwin" or m.works or m.matches("N01", "H06"):
         return
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
     if isinstance(m.hardware.pci, Unknown) and not present and m.code in (-1, 100):
@@ -125,7 +125,7 @@ def _branch(m: Case) -> int:
 
 
 def _unsupported(m: Case) -> Iterator[tuple[str, Chip, Generation]]:
-    """The cards that the driver does not handle: described in a line, and what is known of each."""
+    """The cards that the driver does not list: a line about each, its chip and its generation."""
     for card in m.unseen_cards:
         chip = chip_of(card.device)
         known = generation(chip.generation) if chip else None
@@ -198,7 +198,7 @@ def unsupported(m: Case) -> Found:
 
 @rules("kernel", "K04", "K05")
 def held_card(m: Case) -> Found:
-    """Another driver holds the card: nouveau or nova where none is bound to nvidia, or vfio-pci all of them."""
+    """Another driver has the cards: nouveau or nova, with none bound to nvidia, or vfio-pci all of them."""
     drivers = {card.driver for card in m.hardware.gpus}
     held = drivers.intersection(_NOUVEAU)
     if not _needs_driver(m):
@@ -214,7 +214,7 @@ def held_card(m: Case) -> Found:
 
 @rules("kernel", "K02", "K03", "K01")
 def module_missing(m: Case) -> Found:
-    """The module is not loaded, without a reason that the rules above report."""
+    """The module is not loaded, for a reason other than those above."""
     held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in m.hardware.gpus)
     if not _needs_driver(m) or m.kernel.loaded is not False or held or m.driver_misfit:
         return
@@ -249,7 +249,7 @@ def module_missing(m: Case) -> Found:
 
 
 def _numbers(kernel: str) -> tuple[int, ...]:
-    """The numbers of a kernel's version, for comparing: ``6.8.0-45-generic`` is before ``6.12.4``."""
+    """The numbers of a kernel release, for comparing: ``6.8.0-45-generic`` is before ``6.12.4``."""
     return tuple(int(number) for number in re.findall(r"[0-9]{1,9}", kernel.partition("+")[0]))
 
 
@@ -277,5 +277,5 @@ def not_working(m: Case) -> Found:
 
     if m.platform.system == "Windows" and m.no_libcuda and first and first.cuda:
         step = m.failed("init")
-        evidence = ("nvcuda.dll is not found", quoted(step.error if step else ""))
+        evidence = ("nvcuda.dll is not found", torch_says(step.error if step else ""))
         yield "W01", Match(evidence, severity="error" if m.has_nvidia else "note")

@@ -48,7 +48,7 @@ def _better(m: Case, lib: Library | None) -> str:
 
 
 def _search(m: Case, folder: str, file: str) -> Lines:
-    """Let the loader look into a folder; for this shell only on NixOS, which has no file for it."""
+    """Let the loader search a folder; on NixOS, which has no file for that, in this shell only."""
     value = ":".join(filter(None, (folder, m.env("LD_LIBRARY_PATH"))))
     shell = fixes.set_variable(m, "LD_LIBRARY_PATH", value)
     if m.platform.distribution == "nixos":
@@ -62,7 +62,7 @@ def _search(m: Case, folder: str, file: str) -> Lines:
 
 @rules("libraries", "U11", "U09", "U08")
 def under_wsl(m: Case) -> Found:
-    """What keeps the Windows driver from a process under WSL. Whether Windows has a card cannot be seen."""
+    """Why a process under WSL cannot use the Windows driver. Whether Windows has a card is unknown."""
     lib, found, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
     own = next((each for each in found if each.kind == "wsl"), None)
     if wsl == 1 and not m.works:
@@ -80,7 +80,7 @@ def under_wsl(m: Case) -> Found:
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(lib.path))
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
         windows = f"the Windows driver's own is {own.path}" if own else ""
-        yield "U09", Match((used, windows, m.answer, m.relief), fix)
+        yield "U09", Match((used, windows, m.answer, m.works_without_line), fix)
     elif m.broken and not m.surroundings.container:
         if m.no_libcuda and own:
             there = f"{own.path} exists, but the loader does not search {dirname(own.path)}"
@@ -99,7 +99,7 @@ def under_wsl(m: Case) -> Found:
 
 @rules("libraries", "U04", "U02", "U03", "U01", "U13")
 def wrong_library(m: Case) -> Found:
-    """The driver refuses to start with the libcuda.so.1 that the process gets, or that cannot be used at all."""
+    """The driver does not start with the libcuda.so.1 that the process loads, or that file cannot be used at all."""
     if not m.fails or m.no_gpu or m.withheld:
         return
     refused = dict(_refused(m)) if m.driver.cuda.answer.answered else {}
@@ -115,15 +115,15 @@ def _refused(m: Case) -> Found:
     versions = f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and both else ""
     drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
     if m.code == 34 or kind == "stub":
-        yield "U04", Match((line, m.answer, better, m.relief if lib else ""), drop)
+        yield "U04", Match((line, m.answer, better, m.works_without_line if lib else ""), drop)
     if kind == "compat" and (m.code == 803 or (m.code != 804 and "LD_LIBRARY_PATH" in m.works_without)):
-        yield "U02", Match((line, versions, m.answer, better, m.relief), drop)
+        yield "U02", Match((line, versions, m.answer, better, m.works_without_line), drop)
 
     # NVML 18, libraries of another release, or 803 without a compat library
-    told = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
+    reported = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
     # only the version explains the error: no variable does, or it is the one that names the directory
-    telling = not m.works_without or "LD_LIBRARY_PATH" in m.works_without
-    mismatch = told or (m.mismatched is not None and telling)
+    unexplained = not m.works_without or "LD_LIBRARY_PATH" in m.works_without
+    mismatch = reported or (m.mismatched is not None and unexplained)
     if mismatch and not m.surroundings.wsl and kind not in ("compat", "stub"):
         used = m.mismatched or lib
         module, library = numbers_of(kernel), numbers_of(used.version) if used else ()
@@ -135,15 +135,15 @@ def _refused(m: Case) -> Found:
             fix = m.steps("U01 older", same=fixes.install_driver(m, exactly=module[0]))
         else:
             fix = m.steps("U01", reload=fixes.reload_module(m))
-        yield "U01", Match((line, versions, m.answer, m.nvml_answer, m.relief), fix)
+        yield "U01", Match((line, versions, m.answer, m.nvml_answer, m.works_without_line), fix)
     elif m.code == 804:
         names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
         plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
         if kind == "compat":
-            yield "U03", Match((line, versions, m.answer, plain, m.relief), m.steps("U03", drop=drop))
+            yield "U03", Match((line, versions, m.answer, plain, m.works_without_line), m.steps("U03", drop=drop))
         else:
             fix = m.steps("U03", drop=fixes.reboot(m))
-            yield "U03", Match((m.answer, line, plain, m.relief), fix, likely=True)
+            yield "U03", Match((m.answer, line, plain, m.works_without_line), fix, likely=True)
 
 
 def _unusable(m: Case) -> Match | None:
@@ -153,9 +153,9 @@ def _unusable(m: Case) -> Match | None:
         if lib is None or "LD_LIBRARY_PATH" not in m.works_without or lib.via != "LD_LIBRARY_PATH":
             return None
         title = "= another libcuda.so.1 is loaded instead of the driver's"
-        return Match((line, m.answer, m.relief), (title, *_drop_library(m, lib)))
+        return Match((line, m.answer, m.works_without_line), (title, *_drop_library(m, lib)))
     problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
-    evidence = (line, problem, m.answer, m.relief)
+    evidence = (line, problem, m.answer, m.works_without_line)
     if lib is None:
         return Match(evidence, fixes.install_driver(m))
     if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
@@ -174,8 +174,8 @@ def _unusable(m: Case) -> Match | None:
 
 @rules("libraries", "U05", "U06", "U07")
 def not_found(m: Case) -> Found:
-    """The loader finds no libcuda.so.1; or CUDA works without the driver's other libraries, a note."""
-    # no compiler: an error if something failed without it
+    """The loader finds no libcuda.so.1; or, as a note, CUDA works without the driver's other libraries."""
+    # no PTX compiler: an error if something failed without it
     errors = " ".join(step.error for step in m.torch_run.steps)
     failed = "PTX JIT compiler library not found" in errors or m.code == _NO_JIT
     gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
@@ -203,7 +203,7 @@ def not_found(m: Case) -> Found:
 
 
 def _packages(m: Case, *, again: bool = False) -> Lines:
-    """Install the driver's libraries, or do so again where files of an installed package are missing."""
+    """Install the driver's libraries, or reinstall them if files of an installed package are missing."""
     if m.surroundings.container:
         return ("The container runtime provides the libraries:", *fixes.start_with_gpu(m))
     branch = next(iter(numbers_of(m.kernel.version)), "BRANCH")
@@ -224,7 +224,7 @@ _CAP = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d+)")
 def sandboxed(m: Case) -> Found:
     """A sandbox without a driver of its own, a visible GPU, and an error that sandboxes cause.
 
-    It belongs to this layer, after the nodes: if one of them is at fault, the sandbox is not.
+    It belongs to this layer, after the nodes: a faulty node explains the error better.
     """
     sandbox = m.surroundings.sandbox
     if not sandbox or (m.kernel.loaded and sandbox != "gvisor"):
@@ -240,7 +240,7 @@ def sandboxed(m: Case) -> Found:
 
 @rules("driver", "S03", "S02", "S01")
 def not_ready(m: Case) -> Found:
-    """CuInit 802. For the fabric it is certain if a switch, the fabric's state or the stopped service shows it."""
+    """Error 802 of cuInit: certainly the fabric if a switch, the fabric's state or the stopped service shows it."""
     if not m.broken or m.code != 802 or m.surroundings.wsl:
         return
     if m.driver.nvml.confidential == "not-ready":
@@ -277,7 +277,7 @@ def not_ready(m: Case) -> Found:
 
 @rules("driver", "S04", "S07", "M01", "M02", likely=("S07",))
 def divided_card(m: Case) -> Found:
-    """MPS, a vGPU or MIG, which share a card, have nothing for this process."""
+    """MPS, a vGPU or MIG, which share a card, give this process nothing."""
     nvml = m.driver.nvml
     if m.fails and m.code in range(805, 811):
         yield "S04", _mps(m)
@@ -308,7 +308,7 @@ def _mps(m: Case) -> Match:
         f"{variable} is {value!r}" if value is not None else "",
         f"{directory} exists" if directory else "",
         f"nvidia-cuda-mps-control is {'running' if runs else 'not visible here'}",
-        m.relief,
+        m.works_without_line,
     )
     without: Lines = fixes.unset(m, variable) if value is not None else ()
     if value is None and directory:
@@ -324,7 +324,7 @@ def _all_mig(m: Case) -> bool:
 
 
 def _closed_caps(m: Case) -> list[Node]:
-    """The nodes of MIG instances that cannot be opened. 1 and 2 are for administration, and closed to users."""
+    """The nodes of MIG instances that cannot be opened, without 1 and 2, which only administrators may open."""
     caps = ((node, _CAP.fullmatch(node.path)) for node in m.nodes.found)
     return [node for node, cap in caps if cap and int(cap[1]) > 2 and node.error in ("EACCES", "EPERM")]
 
@@ -337,7 +337,7 @@ def mig_unreachable(m: Case) -> Found:
     value, closed = m.env(CVD) or "", _closed_caps(m)
     branch = numbers_of(m.driver.nvml.driver or m.kernel.version)[:1]
     if value.strip().startswith("MIG-GPU-") and branch >= (470,):
-        evidence: Lines = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.relief)
+        evidence: Lines = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.works_without_line)
         yield "M03", Match(evidence, m.steps("M03 name"))
     elif closed and _all_mig(m):
         nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])
@@ -349,11 +349,11 @@ def mig_unreachable(m: Case) -> Found:
 
 @rules("driver", "U10", "X04", "X02", "U12", likely=("U10",))
 def no_start(m: Case) -> Found:
-    """The driver is out of memory, or gives no answer; or CUDA works and NVML does not, a note."""
+    """The driver is out of memory, or does not answer; or, as a note, CUDA works and NVML does not."""
     driver, limit = m.driver, m.platform.address_space
     starves = m.code == _OUT_OF_MEMORY and not m.works
     if m.surroundings.wsl == 2 and m.fails and m.code == _OUT_OF_MEMORY and limit is None and driver.nvml.count != 1:
-        yield "U10", Match((m.answer, m.nvml_answer, m.relief))
+        yield "U10", Match((m.answer, m.nvml_answer, m.works_without_line))
 
     if limit is not None and not m.torch_run.cuda_works:
         first_kernel = any("out of memory" in step.error for step in m.torch_run.steps) and limit < _ENOUGH
@@ -374,10 +374,10 @@ def no_start(m: Case) -> Found:
             sleeps = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
             yield "X02", Match(evidence, m.steps("X02", sleeps=sleeps), "warning" if m.works else "error")
 
-    told, code = driver.nvml.answer, driver.nvml.init
-    failed = told.state in ("not-loadable", "no-symbol", "crashed") or (told.answered and code > 0)
+    nvml_answer, code = driver.nvml.answer, driver.nvml.init
+    failed = nvml_answer.state in ("not-loadable", "no-symbol", "crashed") or (nvml_answer.answered and code > 0)
     if driver.cuda.works and failed:
-        meaning = result("nvml", code).text if told.answered else ""
+        meaning = result("nvml", code).text if nvml_answer.answered else ""
         lines = (m.nvml_answer, meaning, f"CUDA works and has {driver.cuda.count} devices")
         yield "U12", Match(lines, severity="note")
 
@@ -388,13 +388,13 @@ def unexplained(m: Case) -> Found:
     state, lib, kernel = m.driver.cuda.answer.state, m.libcuda, m.kernel
     if not m.fails or state in ("hung", "unasked") or m.withheld or (m.no_libcuda and m.surroundings.wsl):
         return
-    # where the bus could not be read, any error but "no device" indicates a GPU
+    # if the bus could not be read, any error but "no device" indicates a GPU
     nodes = bool(m.nodes.found) and not m.nodes_absent
     gpu = m.hardware.present or m.host_has_gpu or m.nvml_works or nodes or m.code not in (-1, 0, 100)
     crashes_torch = state == m.torch_run.answer.state == "crashed"
     if not crashes_torch and (m.no_gpu or not gpu):
         return
-    told = result("cuda", m.code).text
+    meaning = result("cuda", m.code).text
     title = {
         "crashed": "= the CUDA driver's library crashes, for an unknown reason",
         "no-library": "= libcuda.so.1 is not found, for an unknown reason",
@@ -406,7 +406,7 @@ def unexplained(m: Case) -> Found:
     evidence = (
         _library_line(crashed),
         m.answer,
-        f"CUDA describes it as: {told}" if told else "",
+        f"CUDA describes it as: {meaning}" if meaning else "",
         # what was examined and is in order
         f"the kernel driver is loaded ({kernel.version or 'version unknown'})" if kernel.loaded else "",
         "the device nodes exist and can be opened" if sound else "",
@@ -415,7 +415,7 @@ def unexplained(m: Case) -> Found:
         # what could not be examined and might have explained it
         f"the kernel log could not be read: {unread}" if unread not in ("", "not asked") else "",
         *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]),
-        m.relief,
+        m.works_without_line,
     )
     if crashed is not None and (crashed.via.startswith("LD_") or m.no_gpu):
         fix = m.steps("X08 library", drop=_drop_library(m, crashed))

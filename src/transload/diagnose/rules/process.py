@@ -1,4 +1,4 @@
-"""What keeps a process from the card: a scheduler, a service, a container, the device nodes, environment variables."""
+"""What hides the card from a process: a scheduler, a service, a container, device nodes, environment variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, quoted, rules
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules, torch_says
 from transload.diagnose.tables import covers
 from transload.diagnose.visible import Visible, visible_devices
 from transload.machine import AMD
@@ -38,10 +38,8 @@ def not_granted(m: Case) -> Found:
             f"{CVD} is {visible!r}" if hidden else "",
             m.answer,
         )
-        yield (
-            "C09",
-            Match(evidence, fixes.start_with_gpu(m, slurm=True), severity=m.no_gpu_severity, likely=not forbidden),
-        )
+        fix = fixes.start_with_gpu(m, slurm=True)
+        yield "C09", Match(evidence, fix, severity=m.no_gpu_severity, likely=not forbidden)
 
     dxg = around.wsl == 2 and not m.nodes.at("/dev/dxg").exists
     private = around.private_dev and (m.nodes_absent or dxg)
@@ -54,7 +52,7 @@ def not_granted(m: Case) -> Found:
 
 @rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01")
 def container(m: Case) -> Found:
-    """A container on a machine with a card that was started without it, or with the wrong libraries."""
+    """A container that was started without the machine's card, or with the wrong libraries."""
     around, kernel, give = m.surroundings, m.kernel, fixes.start_with_gpu(m)
     kind, severity = around.container, m.no_gpu_severity
     shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""
@@ -64,7 +62,7 @@ def container(m: Case) -> Found:
     missing = m.no_libcuda and not m.driver.libraries.cuda
     visible, capabilities = m.env("NVIDIA_VISIBLE_DEVICES"), m.env("NVIDIA_DRIVER_CAPABILITIES")
 
-    # on a host, a note that its CDI file names another release
+    # on a host, a note if its CDI file names another release
     if not kind and around.cdi and kernel.version and kernel.version not in around.cdi:
         evidence: Lines = (
             f"CDI files name driver {', '.join(around.cdi)}",
@@ -74,7 +72,7 @@ def container(m: Case) -> Found:
     if not m.broken:
         return
 
-    without: set[str] = set()  # the rules that say how it was started without a GPU
+    without: set[str] = set()  # the rules that say why it was started without a GPU
     if kind in _APPTAINER and missing and m.host_has_gpu:
         without.add("C08")
         yield "C08", Match((inside, *host, m.answer), give, severity=severity)
@@ -109,7 +107,7 @@ def container(m: Case) -> Found:
         elif kind not in _APPTAINER:
             yield "C07", Match(evidence)
 
-    if without or m.fires("C11", "C09"):
+    if without or m.matches("C11", "C09"):
         return
     jetson = bool(m.hardware.tegra) and m.no_libcuda
     if around.wsl == 2 and not m.hardware.dxg:  # a note, since the card cannot be seen
@@ -123,7 +121,7 @@ def container(m: Case) -> Found:
 
 @rules("surroundings", "C02", "N02", likely=("N02",))
 def container_notes(m: Case) -> Found:
-    """A host whose Docker gives no GPU to containers; a container where CUDA works beside a torch without it."""
+    """A host whose Docker gives containers no GPU; a container where CUDA works and torch is built without it."""
     around, snap, first = m.surroundings, m.surroundings.docker == "snap", m.torch.first
     lacking = around.docker and not around.container and (snap or around.container_toolkit is False)
     if lacking and m.host_has_gpu and not around.wsl:
@@ -144,9 +142,9 @@ _OURS = "/dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*"
 
 
 def _faulty_node(m: Case) -> Node | None:
-    """The node that prevents the driver from starting: it is faulty, and that causes the error that was seen.
+    """The faulty node that prevents the driver from starting, if it explains the error.
 
-    Seen on a live card: without /dev/nvidiactl or the card's node cuInit answers 100, without /dev/nvidia-uvm 999.
+    Seen on a live card: without /dev/nvidiactl or the card's node cuInit returns 100, without /dev/nvidia-uvm 999.
     """
     if not m.broken or m.code <= 0 or m.code == _STUB or not m.nodes.found or m.no_gpu or m.withheld:
         return None
@@ -269,7 +267,7 @@ def kfd(m: Case) -> Found:
         return
     absent = " absent" if node.error == "ENOENT" else ""
     fix = m.steps(f"R01{' container' if m.surroundings.container else absent}")
-    yield "R01", Match((f"/dev/kfd: {node.error}", quoted(m.complaint("HIP"))), fix)
+    yield "R01", Match((f"/dev/kfd: {node.error}", torch_says(m.complaint("HIP"))), fix)
 
 
 # -- environment variables that hide a GPU from a process, or change how CUDA works in it
@@ -290,7 +288,7 @@ _WHY = {
 
 @rules("variables", "E03", "E01", "E02", "E04", "E13", "E07", likely=("E07",))
 def hidden_gpus(m: Case) -> Found:
-    """What CUDA_VISIBLE_DEVICES hides: an error if no GPU is left. Where it is set, and what only torch misreads."""
+    """GPUs hidden by CUDA_VISIBLE_DEVICES: an error if none is left. Where it is set, and what only torch misreads."""
     value, run, nvml = m.env(CVD), m.torch_run, [gpu for gpu in m.driver.nvml.gpus if gpu.code == 0]
     if value is None:
         return
@@ -301,7 +299,7 @@ def hidden_gpus(m: Case) -> Found:
     elif freed:
         gpus = tuple(gpu.uuid for gpu in freed.gpus) or ("",) * freed.count
     mig = tuple(uuid for gpu in nvml for uuid in gpu.mig_devices)
-    # not where it cannot be judged, or Slurm set it for a job without a GPU
+    # not if the GPUs are unknown, or Slurm set it for a job without a GPU
     judged = gpus and m.has_nvidia and not (m.surroundings.slurm and not m.slurm_granted)
     seen = visible_devices(value, gpus, mig) if judged else Visible()
     is_cut = seen.known and seen.why != ""
@@ -337,7 +335,7 @@ def _correct(m: Case) -> Lines:
 
 @rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")
 def other_variables(m: Case) -> Found:
-    """A variable that was seen to do harm; a note where it does not, or not yet."""
+    """Variables that break something; a note if they do not, or not yet."""
     first, run = m.torch.first, m.torch_run
     order = m.env(_ORDER)
     if order not in (None, "FASTEST_FIRST", "PCI_BUS_ID") and m.has_nvidia and not m.works:
@@ -346,13 +344,13 @@ def other_variables(m: Case) -> Found:
     switches = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
     jit = next((name for name in switches if (m.env(name) or "0").strip() not in ("", "0")), "")
     if jit and m.has_nvidia:
-        told = m.complaint(r"no kernel image is available|PTX JIT compil")
+        complaint = m.complaint(r"no kernel image is available|PTX JIT compil")
         # whether none of torch's own kernels can run on any of the cards
         codes = tuple(m.torch_libraries.cubins or ())
         usable = [code for code in codes if code.startswith("compute_") == ("FORCE" in jit)]
         must_fail = bool(codes and m.cards) and not any(covers(usable, card.capability) for card in m.cards)
-        severity: Severity = "error" if told or (m.torch_not_run and must_fail) else "note"
-        yield "A04", Match((f"{jit} is {m.env(jit)!r}", quoted(told)), fixes.unset(m, jit), severity=severity)
+        severity: Severity = "error" if complaint or (m.torch_not_run and must_fail) else "note"
+        yield "A04", Match((f"{jit} is {m.env(jit)!r}", torch_says(complaint)), fixes.unset(m, jit), severity=severity)
 
     gpus = m.usable("rocm")
     if first and first.hip and gpus and run.available is False:

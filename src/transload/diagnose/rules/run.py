@@ -1,4 +1,4 @@
-"""Running torch: whether driver, cards and packages are compatible with it, and what else goes wrong."""
+"""Running torch: whether the driver, cards and packages are compatible with it, and what else goes wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes, tables
-from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, quoted, rules
+from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, rules, torch_says
 from transload.render.words import plural
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ def driver_for_build(m: Case) -> Found:
     system: System = "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
     floor, shipped = tables.driver_floor(torch_cuda, system), tables.toolkit_driver(torch_cuda, system)
     complaint = m.complaint(_TOO_OLD.pattern)
-    told = _TOO_OLD.search(complaint)
+    too_old = _TOO_OLD.search(complaint)
 
-    if told and wheel and _enough(int(told[1]), wheel) and not m.computes:  # it is new enough
+    if too_old and wheel and _enough(int(too_old[1]), wheel) and not m.computes:  # it is new enough
         loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
         preload = m.env("LD_PRELOAD") or " ".join(m.driver.libraries.preload)
-        named = tables.cuda_text(int(told[1]))
+        named = tables.cuda_text(int(too_old[1]))
         evidence: Lines = (
             f"torch calls a driver for CUDA {named} too old, but was built with CUDA {torch_cuda}",
             *(f"libcuda.so.1 is {path}" for path in loaded if path),
@@ -59,7 +59,7 @@ def driver_for_build(m: Case) -> Found:
         evidence = (
             f"{f'driver {version}' if version else 'the driver'} supports CUDA up to {tables.cuda_text(driver)}",
             f"torch {m.torch_version} was built with CUDA {torch_cuda}{needs}",
-            quoted(complaint),
+            torch_says(complaint),
         )
         fix = fixes.install_wheel(m)
         # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
@@ -68,15 +68,15 @@ def driver_for_build(m: Case) -> Found:
             fix = m.steps("V01", wheel=fix, floor=floor, update=update)
         yield "V01", Match(evidence, fix)
 
-    if (told_ptx := m.complaint(r"unsupported toolchain")) or _only_newer_ptx(m):
+    if (ptx_complaint := m.complaint(r"unsupported toolchain")) or _only_newer_ptx(m):
         known = f"the driver supports CUDA up to {tables.cuda_text(driver)}, torch was built with {torch_cuda}"
-        evidence = (quoted(told_ptx), known if driver and torch_cuda else "")
+        evidence = (torch_says(ptx_complaint), known if driver and torch_cuda else "")
         least = f" to {shipped} or newer" if shipped else ""
         fix = m.steps("V02", least=least, update=fixes.install_driver(m, at_least=tables.branch_of(shipped)))
-        yield "V02", Match(evidence, fix, likely=not told_ptx)
+        yield "V02", Match(evidence, fix, likely=not ptx_complaint)
 
     if (lacks := m.complaint(r"API call is not supported in the installed CUDA driver")) and m.failed():
-        yield "V03", Match((quoted(lacks),), fixes.install_driver(m, at_least=tables.branch_of(shipped)))
+        yield "V03", Match((torch_says(lacks),), fixes.install_driver(m, at_least=tables.branch_of(shipped)))
 
 
 def _only_newer_ptx(m: Case) -> bool:
@@ -102,15 +102,18 @@ def _misfits(m: Case) -> tuple[Card, ...]:
     if not cuda or not known or m.torch.shadow:
         return ()
     bad = tuple(card for card in m.cards if not tables.covers(known, card.capability, cuda))
-    # torch computes on its first card: whatever the lists say, there is code for that one
+    # torch computes on its first card, so it has code for that one, whatever the lists say
     return () if m.torch_run.cuda_works and m.cards and m.cards[0] in bad else bad
 
 
 def _codes(m: Case) -> tuple[Lines, bool]:
-    """What torch has code for: its kernels, else its own list, else what the tables say of that build."""
-    told = tuple(m.torch_libraries.cubins or ()) or m.torch_libraries.architectures or m.torch_run.architectures
-    if told:
-        return told, True
+    """The architectures torch has code for, and whether that is proven: by its binaries or its own list.
+
+    Otherwise they are what the tables say about that build.
+    """
+    codes = tuple(m.torch_libraries.cubins or ()) or m.torch_libraries.architectures or m.torch_run.architectures
+    if codes:
+        return codes, True
     local = m.torch_version.partition("+")[2]
     build = tables.build_of(m.torch_version, fixes.wheel_platform(m), local) if local else None
     return (build.archs, False) if build else ((), False)
@@ -124,13 +127,13 @@ def _numbers(code: str) -> tuple[int, int]:
 
 @rules("fit", "A05", "A01", "A02", "R02")
 def no_code_for_card(m: Case) -> Found:
-    """Cards without code: an error, but a warning if torch works on another card. In between is too old as well."""
+    """Cards without code: an error, or a warning if torch works on another card."""
     bad, (codes, proven) = _misfits(m), _codes(m)
     if bad:
         spared = m.torch_run.cuda_works or (len(bad) < len(m.cards) and not m.complaint(_NO_KERNEL))
         listed = " ".join(sorted(dict.fromkeys(codes), key=_numbers))
         source = "has code for" if proven else "should have code for"
-        evidence = (*map(str, bad), f"torch {m.torch_version} {source} {listed}", quoted(m.complaint(_NO_CODE)))
+        evidence = (*map(str, bad), f"torch {m.torch_version} {source} {listed}", torch_says(m.complaint(_NO_CODE)))
         jetson = m.hardware.tegra or any(card.capability in tables.TEGRA for card in bad)
         newer = any(card.capability > max(map(_numbers, codes)) for card in bad)
         sure = proven and all(card.sure for card in bad)
@@ -138,8 +141,8 @@ def no_code_for_card(m: Case) -> Found:
         code = "A05" if jetson else "A01" if newer else "A02"
         yield code, Match(evidence, fix, severity="warning" if spared else "error", likely=not sure)
 
-    told = m.torch_libraries.architectures or m.torch_run.architectures
-    known = {code.partition(":")[0] for code in told if code.startswith("gfx")}
+    architectures = m.torch_libraries.architectures or m.torch_run.architectures
+    known = {code.partition(":")[0] for code in architectures if code.startswith("gfx")}
     chips = [other.detail for other in m.usable("rocm") if other.detail.startswith("gfx")]
     override = "HSA_OVERRIDE_GFX_VERSION"
     if known and chips and not m.env(override) and not set(chips) & known and not m.torch_run.cuda_works:
@@ -154,9 +157,9 @@ _TRIO = ("torchvision", "torchaudio", "torchtext", "torchcodec")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 _OF_DRIVER = ("libcuda.so", "libnvidia-")
-# Without dependencies: an installer that may change torch would replace the build that works.
+# Without dependencies: the installer might replace the torch build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
-# What they are compiled with, which an environment of uv lacks, as does one of venv since Python 3.12.
+# What compiling needs, and environments of uv lack, as do those of venv since Python 3.12.
 _COMPILE_WITH = ("--no-deps", "setuptools", "wheel", "packaging", "ninja")
 _NEWEST = ("--no-deps", "--upgrade")
 _UNSTABLE = re.compile(r"dev|git|a\d|b\d|rc\d|nv\d")
@@ -172,13 +175,13 @@ def other_packages(m: Case) -> Found:
     release, _, build = m.torch_version.partition("+")
     cuda = m.built_with
 
-    # the pinned release differs, or one is a CPU build and torch is not
+    # the pinned release differs, or the package is a CPU build and torch is not
     trio = [each for each in m.extensions if each.package in _TRIO]
     lines = []
     for each in trio:
         pin = _PIN.search(each.wants_torch)
         wanted, installed = tables.numbers_of(pin["version"]) if pin else (), tables.numbers_of(release)
-        # of development versions only major and minor numbers count
+        # only major and minor numbers of development versions count
         unstable = pin and (_UNSTABLE.search(pin["version"]) or _UNSTABLE.search(release))
         length = 2 if unstable else min(len(wanted), len(installed))
         if pin and release and wanted[:length] != installed[:length]:
@@ -247,7 +250,7 @@ def other_packages(m: Case) -> Found:
 
 _BUSY = r"busy or unavailable"
 _STICKY = r"device-side assert|illegal memory access|unspecified launch failure|misaligned address"
-_ENOUGH = 1 << 30  # free bytes that are enough for a small tensor: a context takes half of it
+_ENOUGH = 1 << 30  # free bytes that suffice for a small tensor: a context takes half of them
 _MODULE = re.compile(r"No module named '(?P<name>[\w.]+)'")
 _WORK = ("kernel", "matmul", "convolution")
 _STEPS = {
@@ -262,7 +265,7 @@ _STEPS = {
 
 @rules("run", "S06", "S05", "X06", "X05", "X07")
 def not_allowed_to_work(m: Case) -> Found:
-    """What keeps our own small operations from the card."""
+    """What prevents even small operations on the card."""
     # the cards of this process, as NVML sees them; all of them if CUDA did not say which
     given = {gpu.uuid for gpu in m.driver.cuda.gpus if gpu.uuid}
     gpus = [gpu for gpu in m.driver.nvml.gpus if gpu.uuid in given] or m.driver.nvml.gpus
@@ -271,33 +274,34 @@ def not_allowed_to_work(m: Case) -> Found:
 
     if found := [gpu for gpu in gpus if gpu.licence == "unlicensed"]:
         lines = (f"{gpu.name} is a virtual GPU without a licence" for gpu in found)
-        told = m.complaint(rf"{_BUSY}|Grid license")
-        yield "S06", Match((*lines, quoted(told)), severity="error" if told else "warning")
+        complaint = m.complaint(rf"{_BUSY}|Grid license")
+        yield "S06", Match((*lines, torch_says(complaint)), severity="error" if complaint else "warning")
 
     # torch was refused and the mode explains it; or it was not run, and no card is usable
-    told = m.complaint(_BUSY)
+    complaint = m.complaint(_BUSY)
     closed = [gpu for gpu in gpus if gpu.compute_mode == "prohibited"]
     taken = [gpu for gpu in gpus if gpu.compute_mode.startswith("exclusive") and gpu.processes]
     mode = [f"{gpu.name} is in compute mode {gpu.compute_mode}" for gpu in (*closed, *taken)]
     none_left = mode and len(mode) == len(gpus) and m.torch_not_run
     mode = mode or [f"{gpu.name} is in compute mode prohibited" for gpu in m.driver.cuda.gpus if gpu.compute_mode == 2]
-    if mode and (told or none_left):
+    if mode and (complaint or none_left):
         users = (f"in use by {process}" for gpu in taken for process in gpu.processes)
-        yield "S05", Match((quoted(told), *mode, *users), m.steps("S05", taken=taken), likely=not told and not closed)
+        likely = not complaint and not closed
+        yield "S05", Match((torch_says(complaint), *mode, *users), m.steps("S05", taken=taken), likely=likely)
 
     if "out of memory" in error.lower():  # for a small tensor; only likely if the card seems to have some
         known, limit = [gpu for gpu in gpus if gpu.free >= 0], m.platform.address_space
         if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
-            evidence: Lines = (f"ulimit -v is {limit >> 30} GB", quoted(error))
+            evidence: Lines = (f"ulimit -v is {limit >> 30} GB", torch_says(error))
             yield "X06", Match(evidence, m.steps("X06 limit"))
         else:
             free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
             holders = [f"{process} is using {gpu.name}" for gpu in gpus for process in gpu.processes]
             full = any(gpu.free < _ENOUGH for gpu in known)
-            yield "X06", Match((quoted(error), *free, *holders[:6]), likely=not full)
+            yield "X06", Match((torch_says(error), *free, *holders[:6]), likely=not full)
 
     if step and re.search(_STICKY, error):
-        yield "X05", Match((f"in the step {step.name}", quoted(error)))
+        yield "X05", Match((f"in the step {step.name}", torch_says(error)))
 
     by_name: dict[str, list[str]] = {}
     for path in m.torch_run.libraries:
@@ -306,7 +310,7 @@ def not_allowed_to_work(m: Case) -> Found:
             by_name.setdefault(name.partition(".so")[0], []).append(path)
     double = [path for paths in by_name.values() if len(set(paths)) > 1 for path in paths]
     if double and not m.computes:  # an error only if torch fails
-        evidence = (*(f"loaded: {path}" for path in double[:6]), quoted(worked.error if worked else ""))
+        evidence = (*(f"loaded: {path}" for path in double[:6]), torch_says(worked.error if worked else ""))
         yield "X07", Match(evidence, severity="error" if worked else "note", likely=bool(worked))
 
 
@@ -319,12 +323,12 @@ def _lines(error: str) -> Lines:
 
 @rules("run", "X11", "X10", "X09", "X12", "X13", symptom=True)
 def symptoms(m: Case) -> Found:
-    """How the torch child ended, the first step of it that failed, and what could not be asked at all."""
+    """How the torch child ended, its first step that failed, and what could not be asked at all."""
     run, cuda, lib = m.torch_run, m.driver.cuda, m.libcuda
     state, step, start = run.answer.state, m.failed(), m.failed("init")
 
     if state in ("hung", "crashed"):
-        hung, told = state == "hung", run.answer.detail or state
+        hung, detail = state == "hung", run.answer.detail or state
         title = f"= torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
         if cuda.answer.state == "crashed" and step and step.name != "import":
             # torch is not the reason, so reinstalling it does not help
@@ -332,10 +336,10 @@ def symptoms(m: Case) -> Found:
             fix = m.steps("X11 driver")
             if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
                 fix = m.steps("X11 library", path=lib.path, drop=drop)
-            yield "X11", Match((told, f"also without torch: {m.answer}", where), (title, *fix))
+            yield "X11", Match((detail, f"also without torch: {m.answer}", where), (title, *fix))
         else:
-            fix = m.steps("X11 hung" if hung else "X11", waits=" at " in told)
-            yield "X11", Match((told,), (title, *fix), likely=hung)
+            fix = m.steps("X11 hung" if hung else "X11", waits=" at " in detail)
+            yield "X11", Match((detail,), (title, *fix), likely=hung)
     elif m.import_error:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
@@ -349,12 +353,12 @@ def symptoms(m: Case) -> Found:
         unset = fixes.unset(m, *names) if names else ()
         evidence: Lines = (
             f"the driver starts and finds {plural(cuda.count, 'GPU')}",
-            quoted(error if start else m.complaint(r"CUDA")),
+            torch_says(error if start else m.complaint(r"CUDA")),
             *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
         )
         yield "X09", Match(evidence, m.steps("X09", unset=unset, python=m.python.executable or "python"))
     elif run.hip and run.available is False and m.usable("rocm"):
-        yield "X09", Match(("/dev/kfd has a GPU", quoted(error)), m.steps("X09 rocm"))
+        yield "X09", Match(("/dev/kfd has a GPU", torch_says(error)), m.steps("X09 rocm"))
 
     work = m.failed(*_STEPS)  # after the import, on a machine whose driver works, or on the CPU
     if work and state not in ("hung", "crashed"):

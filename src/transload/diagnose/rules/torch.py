@@ -8,7 +8,7 @@ from posixpath import dirname
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import Case, Found, Lines, Match, is_nvidia_library, quoted, rules
+from transload.diagnose.case import Case, Found, Lines, Match, is_nvidia_library, rules, torch_says
 from transload.diagnose.tables import INDEX, index_builds, numbers_of, releases, table
 from transload.machine import AMD
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transload.diagnose.tables import Capability
+    from transload.findings import Severity
     from transload.machine import Resolved, TorchInstall
 
 _FIRST_MANYLINUX_2_28 = (2, 7)
 _CUDA_ON_ARM_SINCE = (2, 11)
-# What the ROCm wheels have code for among AMD's own cards.
+# The AMD cards that the ROCm wheels have code for.
 _ROCM_CARDS = re.compile(r"gfx(?:90[068a]|942|950|1030|110[0-2]|120[01])")
 
 
@@ -45,14 +46,14 @@ def which_torch(m: Case) -> Found:
             fix = m.steps("P03 source")
         else:
             fix = m.steps("P03 here" if via == "the current directory" else "P03")
-        yield "P03", Match((f"import torch finds {torch.shadow}{through}", quoted(m.import_error)), fix)
+        yield "P03", Match((f"import torch finds {torch.shadow}{through}", torch_says(m.import_error)), fix)
 
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith("GLIBC_")]
     with_wheel = [each for each in releases() if _has_wheel(m, each)] if absent else []
     all_newer = all(numbers_of(each)[:2] >= _FIRST_MANYLINUX_2_28 for each in with_wheel)
     program = f"{python.executable or 'the examined Python'}{f' (Python {python.version})' if python.version else ''}"
     if re.search(r"version .GLIBC_[\d.]+. not found", m.import_error) or (lacking and m.torch_not_run):
-        asked = (quoted(m.import_error),) if m.import_error else (f"not defined: {each}" for each in lacking[:3])
+        asked = (torch_says(m.import_error),) if m.import_error else (f"not defined: {each}" for each in lacking[:3])
         yield "P08", Match((*asked, f"this system has {libc or 'an older C library'}"))
     elif absent and python.bits == 32:
         yield "P08", Match((f"{program} is a 32-bit program",), m.steps("P08 bits"))
@@ -79,7 +80,7 @@ def which_torch(m: Case) -> Found:
         fix = m.steps("P02")
         if python.user_site and installs[0].location.startswith(python.user_site):
             fix = m.steps("P02 user")
-        elif fixes.in_search_path(m, "PYTHONPATH", dirname(installs[0].location)):  # where pip removes nothing
+        elif fixes.in_search_path(m, "PYTHONPATH", dirname(installs[0].location)):  # pip removes nothing there
             fix = fixes.drop_folder(m, "PYTHONPATH", dirname(installs[0].location))
         # an error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two
         if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
@@ -121,7 +122,7 @@ def _mixed(m: Case, first: TorchInstall) -> Match | None:
     of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
     if error and (mixed or first.unlisted or first.altered) and not of_cuda:
         unlisted = (f"not a file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
-        return Match((mixed, *unlisted, *leftovers, quoted(error)), m.steps("P04"), likely=not mixed)
+        return Match((mixed, *unlisted, *leftovers, torch_says(error)), m.steps("P04"), likely=not mixed)
     if mixed:
         return Match((mixed, *leftovers), m.steps("P04"), severity="warning")
     return Match(leftovers, m.steps("P04 leftovers"), "note") if leftovers else None
@@ -132,7 +133,7 @@ def _mixed(m: Case, first: TorchInstall) -> Match | None:
 
 @cache
 def _ever_supported(capability: Capability) -> bool:
-    """Whether any torch has code for a card: where none has, a build without CUDA is the right one."""
+    """Whether any torch has code for a card: if none has, a build without CUDA is the right one."""
     platforms = ("linux-x86_64", "linux-aarch64")
     builds = (build for each in releases() for platform in platforms for build in index_builds(each, platform))
     return any(build.supports_card(capability) for build in builds)
@@ -140,7 +141,7 @@ def _ever_supported(capability: Capability) -> bool:
 
 @rules("build", "J01", "T02", "T03", "T05", "T04", "T01", likely=("T05", "T04"))
 def cpu_build(m: Case) -> Found:
-    """A torch without CUDA, on a machine whose NVIDIA card another build could use, and how it got there."""
+    """A torch without CUDA on a machine whose NVIDIA card another build could use, and how it got there."""
     first, tegra = m.torch.first, m.hardware.tegra
     if first is None or not first.cpu_only or not m.has_nvidia or m.computes:
         return
@@ -157,7 +158,7 @@ def cpu_build(m: Case) -> Found:
         yield "J01", Match((built, f"this is a Jetson: {tegra}"))
     beside = ", ".join(first.replaced_by[:4])
     together = f"it was installed together with {beside}" if beside else ""
-    # to prevent the next installation from bringing it back
+    # so that the next installation does not replace it again
     keep = "To keep this build, name torch and its index in a constraints file, and pass it with -c to later installs."
     gpus = tuple(map(str, m.cards[:4])) or ("there is an NVIDIA GPU",)
     install = (*fixes.install_wheel(m, driver=not m.driver_misfit), keep if beside else "")
@@ -188,7 +189,7 @@ def other_build(m: Case) -> Found:
     # an error if torch cannot be imported or was not run; a note if a library only has another size
     unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
     if not m.imported and (first.missing or unread):
-        yield "T09", Match((*first.missing[:6], unread, quoted(m.import_error)))
+        yield "T09", Match((*first.missing[:6], unread, torch_says(m.import_error)))
     elif (first.missing or first.altered) and not m.computes:
         yield "T09", Match((*first.missing[:3], *first.altered[:3]), m.steps("T09 changed"), "note")
 
@@ -237,7 +238,7 @@ def _line(lib: Resolved) -> str:
 
 
 def _own(lib: Resolved) -> str:
-    """What the wheel brought for it."""
+    """The wheel's own file, if another one is loaded."""
     return f"torch's own is {lib.expected}" if lib.shadowed else ""
 
 
@@ -264,7 +265,7 @@ def not_loadable(m: Case) -> Found:
     missing = _MISSING.search(error)
     name = missing["name"] if missing else ""
     gone = [lib for lib in libraries.needed if not lib.path or lib.problem]
-    # the last if pages of a file are missing
+    # SIGBUS means that pages of a file are missing
     spoilt = m.complaint(r"file too short|invalid ELF header|SIGBUS") if error else ""
     of_driver = name.startswith(("libcuda.so", "libnvidia-ml.so"))
     if (name or spoilt or (not_run and gone)) and not of_driver:
@@ -281,7 +282,7 @@ def not_loadable(m: Case) -> Found:
             fix = _install_libraries(m, blamed)
         elif name in table("packages")["packages"]:
             fix = fixes.install_package(m, name)
-        yield "L04", Match((quoted(error), *lines), fix)
+        yield "L04", Match((torch_says(error), *lines), fix)
 
     symbol = _SYMBOL.search(error)
     library = (symbol["library"] or "") if symbol else ""
@@ -292,7 +293,7 @@ def not_loadable(m: Case) -> Found:
         lacking = [lib for lib in libraries.needed if lib.name == library or f" of {lib.name}," in words]
         older = [lib for lib in lacking if lib.shadowed]
         symbols = (f"not defined: {symbol}" for symbol in unresolved[:3])
-        evidence = (quoted(error), *symbols, *(line for lib in older for line in (_line(lib), _own(lib))))
+        evidence = (torch_says(error), *symbols, *(line for lib in older for line in (_line(lib), _own(lib))))
         if older:
             yield "L01", Match(evidence, _drop(m, older[0]))
         elif m.env("LD_LIBRARY_PATH"):
@@ -303,11 +304,11 @@ def not_loadable(m: Case) -> Found:
 
 @rules("torch-libraries", "L03", "L02")
 def wrong_cudnn(m: Case) -> Found:
-    """A convolution failed in this way; or torch was not run, and would load parts that are mixed or too old."""
+    """A convolution failed because of cuDNN; or torch was not run, and would load parts that are mixed or too old."""
     parts = m.torch_libraries.split_cudnn
-    told = m.complaint(r"CUDNN_STATUS_SUBLIBRARY")
-    if told or (parts and m.torch_not_run):
-        evidence = (quoted(told), *(f"from another release: {part}" for part in parts[:4]))
+    complaint = m.complaint(r"CUDNN_STATUS_SUBLIBRARY")
+    if complaint or (parts and m.torch_not_run):
+        evidence = (torch_says(complaint), *(f"from another release: {part}" for part in parts[:4]))
         apt = m.platform.package_manager == "apt"
         fix: Lines = (fixes.sudo(m, "apt remove 'libcudnn9-*'") if apt else "Remove the system's cuDNN.",)
         by_path = next((part for part in parts if part.endswith(", by LD_LIBRARY_PATH")), "")
@@ -316,20 +317,20 @@ def wrong_cudnn(m: Case) -> Found:
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(path))
         elif "nvidia-cudnn-cu13" in m.python.packages:
             fix = m.steps("L03", remove=fix)
-        yield "L03", Match(evidence, fix, likely=not told)
+        yield "L03", Match(evidence, fix, likely=not complaint)
 
-    told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
-    incompatible = "incompatibility" in told
+    complaint = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
+    incompatible = "incompatibility" in complaint
     lib = next((lib for lib in m.torch_libraries.needed if lib.name.startswith("libcudnn.so")), None)
     if lib is None:
         if incompatible:
-            yield "L02", Match((quoted(told),), fixes.unset(m, "LD_LIBRARY_PATH"))
+            yield "L02", Match((torch_says(complaint),), fixes.unset(m, "LD_LIBRARY_PATH"))
         return
     lines = (_line(lib), _own(lib)) if lib.path else ()
     if lib.shadowed and lib.via in _BEHIND:
         return  # the wheel's own is gone, which is L05
-    if incompatible or (told and lib.shadowed):
-        yield "L02", Match((quoted(told), *lines), _drop(m, lib))
+    if incompatible or (complaint and lib.shadowed):
+        yield "L02", Match((torch_says(complaint), *lines), _drop(m, lib))
     elif lib.shadowed:  # a note if it works
         found, wanted = numbers_of(lib.version)[:2], numbers_of(m.python.packages.get(lib.package, ""))[:2]
         too_old = m.torch_not_run and len(found) == 2 and found < wanted
@@ -349,7 +350,7 @@ def mixed_libraries(m: Case) -> Found:
         broken = bool(symbol or step)
         packages = sorted({lib.package for lib in from_conda if lib.package})
         pip = f"pip installed {', '.join(packages)}" if packages else ""
-        evidence = (quoted(m.import_error), *map(_line, from_conda[:4]), pip)
+        evidence = (torch_says(m.import_error), *map(_line, from_conda[:4]), pip)
         fix = m.steps("L07", list=fixes.conda_list(m, "cuda"))
         yield "L07", Match(evidence, fix, severity="error" if broken else "note", likely=broken)
 
@@ -358,20 +359,21 @@ def mixed_libraries(m: Case) -> Found:
         owners = sorted({words[0] for words in parts if words})
         error = step.error if step else m.import_error if symbol else ""
         fix = (*fixes.uninstall(m, *owners), *m.reinstall)
-        yield "L06", Match((*shared[:4], quoted(error)), fix, severity="error" if error else "warning")
+        yield "L06", Match((*shared[:4], torch_says(error)), fix, severity="error" if error else "warning")
 
     # the loader did not find the wheel's own file, which it looks for before the system's
     ours = [lib for lib in shadowed if is_nvidia_library(lib.name)]
     if lost := [lib for lib in ours if lib.via in _BEHIND and lib not in from_conda]:
-        told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_|undefined symbol|version .* not found")
+        complaint = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_|undefined symbol|version .* not found")
         lines = (line for lib in lost[:4] for line in (_line(lib), f"{lib.expected} does not exist"))
-        yield "L05", Match((quoted(told), *lines), _install_libraries(m, lost), severity="error" if told else "warning")
+        severity: Severity = "error" if complaint else "warning"
+        yield "L05", Match((torch_says(complaint), *lines), _install_libraries(m, lost), severity)
 
 
 @rules("torch-libraries", "L08", "L12", "L13", "L10", "L11", "L09", likely=("L11",))
 def other_libraries(m: Case) -> Found:
-    """Libraries beside CUDA's that torch meets, and where the loader finds them."""
-    first, error = m.torch.first, quoted(m.import_error)
+    """Libraries other than CUDA's that torch loads, and where the loader finds them."""
+    first, error = m.torch.first, torch_says(m.import_error)
     value, path = m.env("LD_PRELOAD") or "", (m.env("LD_LIBRARY_PATH") or "").split(":")
 
     # without it the driver works; or torch fails and the library is about GPUs. Silent if torch works.
@@ -386,13 +388,13 @@ def other_libraries(m: Case) -> Found:
         evidence: Lines = (where, "without it the driver works" if proof else "", error)
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
 
-    told = _STDCPP.search(m.import_error)
+    found = _STDCPP.search(m.import_error)
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith(("GLIBCXX_", "CXXABI_"))]
-    if told or (lacking and m.torch_not_run):
+    if found or (lacking and m.torch_not_run):
         fix = m.steps("L12")
         if m.python.environment in ("conda", "pixi"):
             fix = fixes.conda(m, "libstdcxx-ng")
-        place = dirname(told["library"]) if told else ""
+        place = dirname(found["library"]) if found else ""
         if place and place in path:
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", place)
         yield "L12", Match((error, *(f"not defined: {each}" for each in lacking[:3])), fix)
@@ -401,8 +403,8 @@ def other_libraries(m: Case) -> Found:
         of_conda = m.python.environment in ("conda", "pixi")
         yield "L13", Match((error,), fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1"))
 
-    if told := _DLL.search(m.import_error):
-        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in told["dll"]
+    if found := _DLL.search(m.import_error):
+        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in found["dll"]
         yield "L10", Match((error,), m.steps("L10 fbgemm" if fbgemm else "L10"))
 
     if m.platform.system == "Windows" and first and m.failed() and not m.computes:
