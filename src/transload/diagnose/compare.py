@@ -1,4 +1,4 @@
-"""Many machines compared: who is the odd one out and in what, and whether that explains why something fails.
+"""Compares many machines: which differ, in what, and whether that explains why something fails.
 
 Each fact groups the machines by its value. A value that more than half of them share is the usual one. What could not
 be determined on a machine does not count as a difference.
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from transload.machine import Machine
 
 Level = Literal["breaks", "matters", "note"]
-"""``breaks``: a job over these machines hangs or fails. ``matters``: it may. ``note``: it seldom does."""
+"""``breaks``: a job on these machines hangs or fails. ``matters``: it may. ``note``: it rarely does."""
 
 _MARKS = {"breaks": ("✗", "bad"), "matters": ("!", "trust"), "note": ("·", "dim")}
-_TOGETHER = 60.0  # seconds between reports that were taken at the same time
+_SAME_TIME = 60.0  # the most seconds between reports that were taken at the same time
 _VALUE = 100
-_MOST = 8  # of values, of names, of faults in full
+_MOST = 8  # values, names, and faults with their fixes that are shown
 _MOST_DIGITS = 16
 
 
@@ -44,11 +44,11 @@ class Fact(NamedTuple):
 
     name: str
     level: Level
-    read: Callable[[Machine], str]  # Its value; empty where it is unknown.
-    layers: str = ""  # Layers of the doctor: a fault in one of them may follow from this.
+    read: Callable[[Machine], str]  # Its value; empty if it is unknown.
+    layers: str = ""  # Layers of the doctor in which a difference may cause a fault.
     why: str = ""
-    after: tuple[str, ...] = ()
-    """Facts that bring this one with them: where it differs on the same machines, only they are shown."""
+    implied_by: tuple[str, ...] = ()
+    """Facts that this one follows from: if they differ on the same machines, only they are shown."""
     same_cards: bool = False  # Compare it only between machines with the same GPUs.
 
 
@@ -89,7 +89,7 @@ def _model(m: Machine) -> str:
 
 
 def _count(m: Machine) -> str:
-    """How many GPUs the machine has: lost ones count, since NVML and the bus still list them."""
+    """How many GPUs the machine has, including lost ones, which NVML and the bus still list."""
     if m.driver.nvml.count >= 0:
         return str(m.driver.nvml.count)
     unread = isinstance(m.hardware.pci, Unknown) or m.hardware.dxg or m.hardware.tegra
@@ -120,8 +120,8 @@ def _libcuda(m: Machine) -> str:
     return found.version if found.kind == "driver" else f"{found.kind} {found.version}".strip()
 
 
-def _each(field: str) -> Callable[[Machine], str]:
-    """A fact of each card as NVML sees it: one value where all have the same, empty where it is unknown of any."""
+def _nvml(field: str) -> Callable[[Machine], str]:
+    """A fact of each card from NVML: one value if all have the same, empty if it is unknown for any."""
 
     def read(m: Machine) -> str:
         shown = Counter(str(getattr(gpu, field)) for gpu in m.driver.nvml.gpus if gpu.code == 0)
@@ -160,12 +160,12 @@ FACTS = (
     Fact("driver", "matters", _driver, _DRIVER, "It decides which CUDA works, and what NCCL can use."),
     Fact("kernel module", "matters", _module, _DRIVER, "It must match the driver's libraries.", ("driver",)),
     Fact("libcuda", "matters", _libcuda, _DRIVER, "It must match the kernel module.", ("driver",)),
-    Fact("MIG", "breaks", _each("mig"), _CARD, "A MIG device is a part of a card, without P2P.", (), True),
-    Fact("NVLink", "matters", _each("nvlinks"), _CARD, "Fewer links make every collective slower.", ("MIG",), True),
-    Fact("P2P", "matters", _each("peers"), _CARD, "Without it, NCCL copies through the host.", ("MIG", "NVLink"), True),
-    Fact("NVLink fabric", "matters", _each("fabric"), _CARD, "CUDA does not start until it is up.", (), True),
-    Fact("ECC", "matters", _each("ecc"), _CARD, "Without it, errors of the memory stay unseen.", (), True),
-    Fact("compute mode", "matters", _each("compute_mode"), _CARD, "It limits how processes share a card.", (), True),
+    Fact("MIG", "breaks", _nvml("mig"), _CARD, "A MIG device is a part of a card, without P2P.", (), True),
+    Fact("NVLink", "matters", _nvml("nvlinks"), _CARD, "Fewer links make every collective slower.", ("MIG",), True),
+    Fact("P2P", "matters", _nvml("peers"), _CARD, "Without it, NCCL copies through the host.", ("MIG", "NVLink"), True),
+    Fact("NVLink fabric", "matters", _nvml("fabric"), _CARD, "CUDA does not start until it is up.", (), True),
+    Fact("ECC", "matters", _nvml("ecc"), _CARD, "Without it, errors of the memory stay unseen.", (), True),
+    Fact("compute mode", "matters", _nvml("compute_mode"), _CARD, "It limits how processes share a card.", (), True),
     Fact("architecture", "matters", lambda m: m.platform.machine, _CODE, "Packages for one do not run on the other."),
     Fact("Python", "matters", lambda m: m.python.version.rpartition(".")[0], _CODE, "Ranks exchange pickled objects."),
     Fact("Python release", "note", lambda m: m.python.version, _CODE, "", ("Python",)),
@@ -184,11 +184,11 @@ _VARIABLES: tuple[tuple[str, Level, str], ...] = (
     ("CUDA_", "matters", "It changes what CUDA does."),
     ("PYTORCH_ TORCH TRITON_ NVIDIA_TF32 OMP_ PYTHON", "note", ""),
 )
-"""How environment variables begin, how much they matter and why. Others, such as HOME, may well differ."""
+"""Prefixes of environment variables, how much they matter and why. Others, such as HOME, may well differ."""
 
 
 def _facts(machines: Sequence[Machine]) -> Iterator[Fact]:
-    """All facts, those of the variables and packages of any machine included."""
+    """All facts, including those of the variables and packages of any machine."""
     yield from FACTS
     variables = {name for m in machines for name in m.variables.values}
     for starts, level, why in _VARIABLES:
@@ -215,9 +215,8 @@ class Group(Plain):
 class Difference(Plain):
     """A fact that is not the same everywhere. ``groups`` are its values with their machines, most first.
 
-    ``usual`` is the value of more than half of the machines, ``None`` where there is none. ``follows`` is another
-    difference that brings this one with it; ``explains`` are codes of faults on the same machines that may follow from
-    it.
+    ``usual`` is the value of more than half of the machines, ``None`` if there is none. ``follows`` is another
+    difference that this one follows from; ``explains`` are codes of faults on the same machines that it may cause.
     """
 
     fact: str
@@ -230,13 +229,13 @@ class Difference(Plain):
 
     @property
     def odd(self) -> list[tuple[str, ...]]:
-        """The machines of each value but the usual one."""
+        """The machines of each unusual value."""
         return [group.nodes for group in self.groups if group.value != self.usual]
 
 
 @facts(frozen=True)
 class Fault(Plain):
-    """Something the doctor found, an error or a warning, and where; ``because`` are facts that differ there."""
+    """An error or a warning of the doctor, and where; ``because`` are facts that differ there."""
 
     code: str
     severity: str
@@ -250,7 +249,7 @@ class Fault(Plain):
 class Comparison(Plain):
     """What is alike (fact → value) and what differs between machines, by name.
 
-    ``silent`` are those that never reported, ``unreadable`` those whose report cannot be read, and why.
+    ``silent`` are the machines that never reported, ``unreadable`` those whose report cannot be read, and why.
     """
 
     nodes: tuple[str, ...]
@@ -263,7 +262,7 @@ class Comparison(Plain):
 
     @property
     def matters(self) -> tuple[Difference, ...]:
-        """The differences that may break a job, without those that follow from another."""
+        """The differences that may break a job, without those that follow from others."""
         return tuple(each for each in self.differences if each.level != "note" and not each.follows)
 
     @property
@@ -279,9 +278,9 @@ class Comparison(Plain):
 def compare(
     reports: Mapping[str, Diagnosis | str], *, silent: Iterable[str] = (), together: bool = False
 ) -> Comparison:
-    """Compare machines by name; a text is why a report cannot be read.
+    """Compare machines by name; a text says why a report cannot be read.
 
-    ``together`` says that they were examined at the same time, by one launcher.
+    ``together`` means that one launcher examined them at the same time.
     """
     diagnoses = {name: each for name, each in reports.items() if not isinstance(each, str)}
     machines = {name: diagnosis.machine for name, diagnosis in diagnoses.items()}
@@ -299,10 +298,10 @@ def compare(
     clock = _clock({name: m.taken for name, m in machines.items()}, together=together)
     differences = [each for _, each in found] + ([clock] if clock else [])
     for place, (fact, difference) in enumerate(found):
-        before = [each for each in differences[:place] if each.fact in fact.after and not each.follows]
+        before = [each for each in differences[:place] if each.fact in fact.implied_by and not each.follows]
         said = {nodes for each in before for nodes in each.odd}
         own = tuple(each for each in difference.groups if each.value == difference.usual or each.nodes not in said)
-        if len(own) > 1:  # something remains that does not come with the others
+        if len(own) > 1:  # something remains that does not follow from the others
             differences[place] = replace(difference, groups=own)
         else:
             same = {group.nodes for group in difference.groups}
@@ -338,7 +337,7 @@ def compare(
 
 
 def _difference(fact: Fact, values: Mapping[str, str]) -> Difference:
-    """The machines grouped by value. A value that each machine has for itself is meant so, and only noted."""
+    """The machines grouped by value. It is only a note if every machine has its own: that is on purpose."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(value, []).append(name)
@@ -350,13 +349,13 @@ def _difference(fact: Fact, values: Mapping[str, str]) -> Difference:
 
 
 def _clock(taken: Mapping[str, str], *, together: bool) -> Difference | None:
-    """Reports that are minutes older or newer than the others, which were taken at the same time."""
+    """Reports that are minutes older or newer than the others."""
     times: dict[str, float] = {}
     for name, text in taken.items():
         with suppress(ValueError):  # a report of another release
             times[name] = timegm(strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
     middle = median(times.values()) if times else 0.0
-    apart = {name: time - middle for name, time in times.items() if abs(time - middle) > _TOGETHER}
+    apart = {name: time - middle for name, time in times.items() if abs(time - middle) > _SAME_TIME}
     if not apart or len(apart) > max(1, len(times) // 10) or len(times) <= 2:
         return None
     groups = {"in step": [name for name in times if name not in apart]}
@@ -372,7 +371,7 @@ def _clock(taken: Mapping[str, str], *, together: bool) -> Difference | None:
 
 
 def report(comparison: Comparison) -> Iterator[Block]:
-    """Who differs, in what, what is wrong, and what is alike."""
+    """Which machines differ, in what, what is wrong, and what is alike."""
     total = len(comparison.nodes)
     role = "good" if comparison.ok else "bad" if comparison.faults or comparison.silent else "trust"
     yield Prose(((_headline(comparison), role),))
@@ -415,7 +414,7 @@ def report(comparison: Comparison) -> Iterator[Block]:
 
 
 def _headline(c: Comparison) -> str:
-    """All alike, or who differs; and whether that explains what fails."""
+    """Whether all are alike, or which differ; and whether that explains what fails."""
     total, parts = len(c.nodes), []
     if c.silent:
         parts.append(f"{folded(c.silent)} did not report")
@@ -450,7 +449,7 @@ def _headline(c: Comparison) -> str:
 
 
 def _listed(words: Sequence[str], most: int = 3) -> str:
-    """``a, b and c``; of many the first ones and how many there are beside them."""
+    """``a, b and c``; the first few of many, and how many more there are."""
     shown = [*words[:most], *([f"{len(words) - most} more"] if len(words) > most else [])]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
@@ -468,7 +467,7 @@ def _groups(difference: Difference) -> str:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """A name around the number that counts machines: the last one before a domain."""
+    """A name split around the number of the machine: the last number before a domain."""
     match = _NUMBERED.fullmatch(name)
     return (match[1], match[2], match[3]) if match and len(match[2]) < _MOST_DIGITS else (name, "", "")
 
@@ -477,7 +476,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*(?:\..*)?)")
 
 
 def folded(names: Sequence[str], most: int = _MOST) -> str:
-    """Names with their numbers folded, as schedulers write them.
+    """Names with their numbers folded, as schedulers do.
 
     >>> folded(["gpu003", "gpu004", "gpu005", "gpu017", "login"])
     'gpu[003-005,017], login'

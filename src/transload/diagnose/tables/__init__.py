@@ -1,6 +1,6 @@
-"""What is known of drivers, chips, torch builds and result codes, and what follows: which wheel fits a machine.
+"""What is known about drivers, chips, torch builds and result codes, and which wheel fits a machine.
 
-The data is in the JSON files here, with sources and dates; what to do about each cause is in ``steps.md``.
+The data is in the JSON files here, with sources and dates; the fixes of each cause are in ``steps.md``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSION = re.compile(r"\s*\d{1,18}(?!\d)(?:\.\d{1,18}(?!\d))*", re.ASCII)
 
 @cache
 def table(name: str) -> dict[str, Any]:
-    """One data file, read once, also from inside a zip."""
+    """A JSON file of this package, which may be inside a zip; cached."""
     import json
     import pkgutil
 
@@ -32,7 +32,7 @@ def table(name: str) -> dict[str, Any]:
 
 @cache
 def sections(name: str) -> dict[str, tuple[str, ...]]:
-    """The lines of each section of a Markdown file, by its heading."""
+    """The lines of each section of a Markdown file, by heading."""
     import pkgutil
 
     text = (pkgutil.get_data(__package__, f"{name}.md") or b"").decode()
@@ -48,7 +48,7 @@ def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
 
 @lru_cache(maxsize=512)
 def numbers_of(text: str) -> Version:
-    """The numbers of a version, to compare it by, without what follows them; empty for what is not a version.
+    """The leading numbers of a version, for comparing; empty if it is not a version.
 
     >>> numbers_of("580.65.06"), numbers_of("2.13.0+cu130"), numbers_of("N/A")
     ((580, 65, 6), (2, 13, 0), ())
@@ -61,14 +61,14 @@ def numbers_of(text: str) -> Version:
 
 
 class Result(NamedTuple):
-    """The name and the text of a result code; both are empty for a number not in the table."""
+    """The name and the text of a result code; both are empty for a code that is not in the table."""
 
     name: str = ""
     text: str = ""
 
 
 def result(library: Literal["cuda", "nvml"], code: int) -> Result:
-    """A code of the CUDA driver, with the words torch prints for it, or of NVML. A few of CUDA are the runtime's alone.
+    """A result code of NVML or the CUDA driver, with the text that torch prints. A few codes are the runtime's.
 
     >>> result("cuda", 802).name, result("cuda", 802).text, result("cuda", 35).name
     ('CUDA_ERROR_SYSTEM_NOT_READY', 'system not yet initialized', 'cudaErrorInsufficientDriver')
@@ -80,14 +80,14 @@ def result(library: Literal["cuda", "nvml"], code: int) -> Result:
 
 # -- which chip an NVIDIA PCI device id is
 
-# A chip owns a block of this many ids: neighbours farther apart say nothing of what lies between them.
+# A chip has a block of this many ids: neighbours that are farther apart say nothing about the ids between them.
 _BLOCK = 0x80
 
 
 class Chip(NamedTuple):
-    """What a device id tells: code name, generation and capability (empty where not published).
+    """The chip of a device id: code name, generation and capability (empty if not published).
 
-    ``inferred`` is true of an id that no list holds but whose neighbours on both sides agree; ``code`` then names both.
+    ``inferred`` means that no list has the id, but its neighbours on both sides agree; ``code`` then names both.
     """
 
     code: str
@@ -104,7 +104,7 @@ def _ids(runs: str) -> Iterator[int]:
 
 @cache
 def chips() -> dict[int, Chip]:
-    """Every device id in the table, ascending."""
+    """The chip of every device id in the table, ascending."""
     found: dict[int, Chip] = {}
     for code, row in table("chips")["chips"].items():
         for device in _ids(row["ids"]):
@@ -136,7 +136,7 @@ def chip_of(device_id: int) -> Chip | None:
 
 
 def is_data_centre(name: str) -> bool:
-    """Whether the name NVML or ``/proc/driver/nvidia/gpus`` gives a card is that of a data-centre product."""
+    """Whether the name of a card, from NVML or ``/proc/driver/nvidia/gpus``, is that of a data-center product."""
     names = table("chips")["data_centre_names"]
     words = re.split(r"[\s/-]+", name.strip().removeprefix("NVIDIA").strip())
     if words[0] in names["first_words"] or words[0] in names["models"]:
@@ -145,7 +145,7 @@ def is_data_centre(name: str) -> bool:
 
 
 def is_listed(device_id: int, among: Literal["nvswitches", "intel_cards", "intel_processors"]) -> bool:
-    """Whether a PCI device id of that vendor is one of these. A machine with NVSwitches needs the fabric manager."""
+    """Whether a PCI device id of that vendor is in this list. A machine with NVSwitches needs the fabric manager."""
     return device_id in set(_ids(table("chips")[among]))
 
 
@@ -155,7 +155,7 @@ OpenModule = Literal["impossible", "possible", "required"]
 
 
 class Generation(NamedTuple):
-    """A GPU generation: the last driver branch that drives it (0: still driven), and if the open modules can."""
+    """A GPU generation: the last driver branch that supports it (0: all do), and whether the open module can."""
 
     name: str
     last_branch: int
@@ -164,9 +164,9 @@ class Generation(NamedTuple):
 
 
 def driver_floor(cuda: str, system: System = "linux") -> str:
-    """The least driver that runs a wheel built with this CUDA; empty if the family is not in the table.
+    """The oldest driver that runs a wheel built with this CUDA version; empty if it is not in the table.
 
-    From CUDA 11 on a driver of the same major version is enough.
+    Since CUDA 11 a driver for the same major version is enough.
 
     >>> driver_floor("12.8"), driver_floor("13.2"), driver_floor("12.8", "windows"), driver_floor("10.2")
     ('525.60.13', '580.65.06', '528.33', '440.33')
@@ -180,9 +180,9 @@ def driver_floor(cuda: str, system: System = "linux") -> str:
 
 
 def toolkit_driver(cuda: str, system: System = "linux") -> str:
-    """The driver a toolkit came with, which its PTX and its newest features need; empty if none was published.
+    """The driver that a toolkit came with, which its PTX and newest features need; empty if none was published.
 
-    A third number up to 9 is the toolkit's update; a larger one is a library's build and means the first release.
+    A third number up to 9 is an update of the toolkit; a larger one is the build of a library, and is ignored.
 
     >>> toolkit_driver("12.8"), toolkit_driver("12.8.1"), toolkit_driver("12.8.90"), toolkit_driver("13.4")
     ('570.26', '570.124.06', '570.26', '')
@@ -198,12 +198,12 @@ def toolkit_driver(cuda: str, system: System = "linux") -> str:
 
 @cache
 def _branches() -> dict[int, str]:
-    """The branches and the CUDA each announces, ascending."""
+    """Driver branch → the CUDA version it supports, ascending."""
     return {row["branch"]: row["cuda"] for row in table("drivers")["branches"]}
 
 
 def branch_of(driver: str) -> int:
-    """The branch of a driver version; Windows drivers of one branch count up past its number. 0 for an older one.
+    """The branch of a driver version; 0 if it is too old. On Windows its number may be higher than the branch's.
 
     >>> branch_of("580.65.06"), branch_of("581.29"), branch_of("550.54.14")
     (580, 580, 550)
@@ -214,7 +214,7 @@ def branch_of(driver: str) -> int:
 
 
 def cuda_text(number: int) -> str:
-    """What ``cuDriverGetVersion`` returns, as people write it.
+    """The result of ``cuDriverGetVersion`` as text.
 
     >>> cuda_text(12080), cuda_text(13000)
     ('12.8', '13.0')
@@ -234,19 +234,19 @@ def _capabilities() -> dict[Capability, dict[str, Any]]:
 
 
 def first_branch(capability: Capability) -> int:
-    """The first driver branch that drives cards of this capability; 0 if not known."""
+    """The first driver branch that supports cards of this capability; 0 if unknown."""
     return int(_capabilities().get(capability, {}).get("first_branch", 0))
 
 
 def last_branch(capability: Capability) -> int:
-    """The last driver branch that drives them; 0 if there is no last one, or not known."""
+    """The last driver branch that supports cards of this capability; 0 if there is none, or it is unknown."""
     found = generation(_capabilities().get(capability, {}).get("generation", ""))
     return found.last_branch if found else 0
 
 
 # -- which compiled code runs on which card
 
-# Chips of Jetson and Drive boards. Before CUDA 13.2 they share no cubins with the cards of their generation.
+# Chips of Jetson and Drive boards. Before CUDA 13.2 they cannot run cubins for the cards of their generation.
 TEGRA: frozenset[Capability] = frozenset({(5, 3), (6, 2), (7, 2), (8, 7)})
 _TEGRA_WITH_DESKTOP_CODE: frozenset[Capability] = frozenset({(7, 2), (8, 7)})
 _DESKTOP_CODE_FOR_TEGRA_SINCE = (13, 2)
@@ -258,9 +258,9 @@ _CODE = re.compile(r"(sm|compute)_([0-9]{1,4})([0-9])([af]?)")
 def runs_on(code: str, capability: Capability, build_cuda: Version = ()) -> bool:
     """Whether code for an architecture (``sm_86``, ``sm_90a``, ``sm_100f``, ``compute_90``) runs on a card.
 
-    A cubin runs on its own major version from its own minor on; so it does with ``f``, which names that family, and
-    with ``a`` it runs on that chip alone. PTX runs on anything newer, if the driver can compile it.
-    ``build_cuda`` is the CUDA the code was built with; unknown counts as older than 13.2. Nonsense runs nowhere.
+    A cubin runs on the same major version, from its minor version on, also with the suffix ``f``, for family; with
+    ``a`` it runs on that chip only. PTX runs on newer cards if the driver can compile it. ``build_cuda`` is the CUDA
+    version that the code was built with; unknown counts as older than 13.2. Invalid names run nowhere.
 
     >>> runs_on("sm_86", (8, 9)), runs_on("sm_86", (8, 0)), runs_on("sm_90a", (9, 0)), runs_on("compute_90", (12, 0))
     (True, False, True, True)
@@ -288,7 +288,7 @@ def covers(codes: Iterable[str], capability: Capability, build_cuda: Version = (
     return any(runs_on(code, capability, build_cuda) for code in codes)
 
 
-# -- the builds of each torch release: from PyPI and from the PyTorch index
+# -- the builds of each torch release, from PyPI and from the PyTorch index
 
 Platform = Literal["linux-x86_64", "linux-aarch64", "windows", "macos-arm64", "macos-x86_64"]
 PLATFORMS: tuple[Platform, ...] = get_args(Platform)
@@ -297,7 +297,7 @@ PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 class Build(NamedTuple):
     """One build of one release for one platform; ``sure`` is how the list of architectures is known.
 
-    ``cuda`` is the CUDA version as people write it, empty for a build without; ``cudnn`` is empty where not known.
+    ``cuda`` is the CUDA version, empty for a build without CUDA; ``cudnn`` is empty if unknown.
     """
 
     torch: str
@@ -312,7 +312,7 @@ class Build(NamedTuple):
     sure: Sure
 
     def supports_python(self, python: Version) -> bool:
-        """Whether the release has wheels for this CPython, by its first two numbers."""
+        """Whether the release has wheels for this version of CPython."""
         return self.python[0] <= python[:2] <= self.python[1]
 
     def supports_card(self, capability: Capability) -> bool:
@@ -322,7 +322,7 @@ class Build(NamedTuple):
 
 @cache
 def _cudnn_floor(cudnn: str) -> Capability:
-    """The least capability that a cuDNN still runs on."""
+    """The lowest capability that a cuDNN still supports."""
     floors = table("torch_builds")["cudnn_floors"] if cudnn else ()
     reached = (row["capability"] for row in floors if numbers_of(cudnn) >= numbers_of(row["cudnn"]))
     return max(map(numbers_of, reached), default=())
@@ -340,7 +340,7 @@ def releases() -> tuple[str, ...]:
 
 @lru_cache(maxsize=512)
 def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Build, ...]:
-    """Every build of a release for a platform, CUDA ones first; none for a release or platform not in the table.
+    """Every build of a release for a platform, those with CUDA first; none if the table lacks it.
 
     The release is ``2.13.0``, ``2.13.0+cu130``, or ``2.13`` for its newest.
 
@@ -373,7 +373,7 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
 
 
 def build_of(torch_version: str, platform: str, build: str = "") -> Build | None:
-    """One build by its name; without a name what a bare ``pip install torch==…`` takes from PyPI.
+    """One build by its name; without a name the one that a plain ``pip install torch==…`` installs from PyPI.
 
     >>> build_of("2.15", "linux-x86_64", "cu126").archs[0], build_of("2.15.0", "windows").build
     ('sm_50', 'cpu')
@@ -382,16 +382,16 @@ def build_of(torch_version: str, platform: str, build: str = "") -> Build | None
     return next((found for found in builds if (found.build == build if build else found.on_pypi)), None)
 
 
-# -- the wheel that fits the driver, the cards, the platform and the Python of a machine, all of them at once
+# -- the wheel that fits the driver, the cards, the platform and the Python of a machine
 
 
 class WheelChoice(NamedTuple):
     """A wheel, or why there is none.
 
-    ``torch_version`` is empty where no wheel exists for these cards, this Python or this platform, and ``index_url``
-    for PyPI. ``needs_driver`` is empty if the present driver will do; otherwise the driver has to change first:
-    ``direction`` says if to a ``newer`` one (``needs_driver`` or later) or an ``older`` one (of that branch).
-    ``reason`` is whole sentences.
+    ``torch_version`` is empty if no wheel exists for these cards, this Python or this platform; ``index_url`` is empty
+    for PyPI. ``needs_driver`` is empty if the present driver works; otherwise it must be replaced first, by a ``newer``
+    one (``needs_driver`` or later) or an ``older`` one (of that branch), as ``direction`` says. ``reason`` consists of
+    whole sentences.
     """
 
     reason: str
@@ -403,7 +403,7 @@ class WheelChoice(NamedTuple):
     how_sure: Sure = "guess"
 
 
-@lru_cache(maxsize=64)  # the fix of one finding asks several times, and so do several findings
+@lru_cache(maxsize=64)  # several findings need it, and each fix several times
 def choose_wheel(
     *,
     driver: str,
@@ -416,10 +416,10 @@ def choose_wheel(
 ) -> WheelChoice:
     """The newest torch that has code for every card, runs with the driver, and has wheels for Python and platform.
 
-    ``driver`` is its version and ``driver_cuda`` what ``cuDriverGetVersion`` returned, which wins; a driver is not
-    known if it is 0 and the other is not a version. ``torch`` limits the choice to a release (``2.13.0``, or ``2.13``
-    for any of its patches). ``driver_sees_cards`` is for a driver that named the cards itself: then no table says that
-    it cannot drive them.
+    ``driver`` is its version and ``driver_cuda`` what ``cuDriverGetVersion`` returned, which wins; the driver is
+    unknown if that is 0 and ``driver`` is not a version. ``torch`` limits the choice to a release (``2.13.0``, or
+    ``2.13`` for any of its patches). ``driver_sees_cards`` means that the driver itself listed the cards, so that it
+    supports them whatever the tables say.
 
     >>> from functools import partial
     >>> choose = partial(choose_wheel, platform="linux-x86_64", python=(3, 12))
@@ -434,29 +434,29 @@ def choose_wheel(
     driver = driver if numbers_of(driver) else ""
     known = bool(driver or driver_cuda)
     supports = cuda_text(driver_cuda) if driver_cuda else _branches().get(branch_of(driver), "")
-    # without its version, the first branch that announces that CUDA or a newer one
+    # without its version, the first branch that supports that CUDA version or a newer one
     newer = (branch for branch, cuda in _branches().items() if numbers_of(cuda) >= numbers_of(supports or "9999"))
     branch = branch_of(driver) if driver else next(newer, 0)
-    # the branches that drive all the cards: from ``first`` to ``last``, which is 0 where there is no last one
+    # the branches that support all the cards: from ``first`` to ``last``, which is 0 if there is no last one
     first = max(map(first_branch, cards), default=0)
     last = min(filter(None, map(last_branch, cards)), default=0)
     too_old, too_new = (not driver_sees_cards and wrong for wrong in (branch < first, 0 < last < branch))
 
     def floor(build: Build) -> str:
-        """The least driver that runs a build on these cards."""
+        """The oldest driver that runs a build on these cards."""
         system: System = "windows" if platform.startswith("windows") else "linux"
         return max(driver_floor(build.cuda, system), "0" if driver_sees_cards else str(first), key=numbers_of)
 
     def runs(build: Build) -> bool:
-        """Whether the driver runs a build on these cards; a driver that is not known is believed to."""
+        """Whether the driver runs a build on these cards; an unknown driver is assumed to."""
         if not known or too_old or too_new:
             return not known
-        if driver_cuda:  # the runtime itself asks for no more than the driver's major version
+        if driver_cuda:  # the CUDA runtime requires no more than the driver's major version
             return driver_cuda // 1000 >= numbers_of(build.cuda)[0]
         return numbers_of(driver) >= numbers_of(floor(build))
 
     def best(builds: Iterable[Build], supports: str = supports) -> Build:
-        """The newest release; of its builds PyPI's, else one no newer than the driver's CUDA, else the usual one."""
+        """The newest release: PyPI's build, else one no newer than the driver's CUDA, else the usual one."""
 
         def merit(build: Build) -> tuple[Version, bool, bool, bool, Version]:
             usual, cuda = build_of(build.torch, "linux-x86_64"), numbers_of(build.cuda)
@@ -519,7 +519,7 @@ def choose_wheel(
             direction, needs = "newer", floor(chosen)
             present = f"Driver {driver}" if driver else f"The driver, for CUDA {supports},"
             change = f"{present} is too old for {_names(cards)}: install {needs} or newer. "
-        newest = best(possible, supports="")  # a newer torch, or PyPI's, that only another driver would run
+        newest = best(possible, supports="")  # a newer torch, or PyPI's, that needs another driver
         if newest != chosen and numbers_of(floor(newest)) > numbers_of(floor(chosen)):
             more = f"torch {newest.torch} {newest.build} runs with driver {floor(newest)} or newer."
         if set(cards) & TEGRA:
