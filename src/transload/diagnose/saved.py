@@ -1,4 +1,4 @@
-"""Reads a machine back from the JSON of another run, so that anyone can judge a report from a bug thread."""
+"""Reads a machine from the JSON of another run, so that anyone can judge a report from a bug thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def machine_in(text: str, where: str) -> Machine:
-    """The machine in the output of ``transload doctor --json``, which ``where`` names in an error."""
+    """The machine in the output of ``transload doctor --json``; errors name ``where``."""
     try:
         document = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -27,7 +27,7 @@ def machine_in(text: str, where: str) -> Machine:
 
 
 def machine_of(document: object, where: str) -> Machine:
-    """The machine in such a report that was parsed already."""
+    """The machine in a report that is already parsed."""
     if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
         raise UsageError("it is not a report of transload doctor: it has no object 'machine'", where=where, fix=_FIX)
     if document.get("schema") != 1:
@@ -42,9 +42,9 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
 
-# How launchers mark each line with who wrote it: ``gpu01: `` of pdsh, clush and srun --label, ``[pod/doctor-x/main] ``
-# of kubectl. A line of over 1,024 bytes becomes several with srun. mpirun --tag-output marks each piece that it reads,
-# wherever that begins in a line.
+# How launchers label each line with its source: ``gpu01: `` of pdsh, clush and srun --label, ``[pod/doctor-x/main] ``
+# of kubectl. srun splits lines of more than 1,024 bytes. mpirun --tag-output labels each chunk that it reads, which may
+# begin within a line.
 _LABEL = re.compile(r'[^\S\n]*(?:\[([^\]\s"]+)\]:?|([\w.@/-]+):)[^\S\n]?')
 _TAG = re.compile(r'\[([^\[\]\s"]{1,300})\]<(std\w+)>:')
 _LABELLED = re.compile(rf"^{_LABEL.pattern}\{{", re.MULTILINE)
@@ -53,10 +53,10 @@ _BEGIN = re.compile(r'\{\s*"(?:schema|node)":')
 
 
 def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
-    r"""The reports in a stream, each with the name of who wrote it, empty if the stream does not tell.
+    r"""The reports in a stream, each with the name of its source, empty if the stream has no labels.
 
-    They follow each other, in an array or not; lines of several may be mixed where each says whose it is. What cannot
-    be parsed is an error, and reading goes on with the next report.
+    They follow each other, in an array or not; labelled lines of several sources may be mixed. What cannot be parsed is
+    an error, and reading continues with the next report.
 
     >>> [(name, report["schema"]) for name, report in reports_in('b: {\na: {"schema": 1}\nb: "schema": 2}')]
     [('b', 2), ('a', 1)]
@@ -70,10 +70,10 @@ def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
         else:
             marked = ((_LABEL.match(line), line) for line in text.splitlines())
             pieces = [(match[1] or match[2], line[match.end() :]) for match, line in marked if match]
-        held: dict[str, list[str]] = {}
+        by_label: dict[str, list[str]] = {}
         for label, piece in pieces:
-            held.setdefault(label, []).append(piece)
-        streams = {label: "".join(parts) for label, parts in held.items()}  # some line breaks were made on the way
+            by_label.setdefault(label, []).append(piece)
+        streams = {label: "".join(parts) for label, parts in by_label.items()}  # launchers add line breaks
     for label, stream in streams.items():
         name = f"rank {label}" if label.isdigit() else label
         found = list(_parsed(stream))
@@ -82,7 +82,7 @@ def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
 
 
 def _parsed(stream: str) -> Iterator[object | ValueError]:
-    """The reports that follow each other in a text; what stands between them is passed over."""
+    """The reports that follow each other in a text; anything between them is skipped."""
     decoder, at = json.JSONDecoder(parse_constant=_no_number), 0
     while (at := _BLANK.match(stream, at).end()) < len(stream):  # type: ignore[union-attr]  # it always matches
         if stream[at] in "{[":
@@ -98,17 +98,17 @@ def _parsed(stream: str) -> Iterator[object | ValueError]:
 
 
 _FAR, _MANY = 1 << 63, 1 << 16
-"""Beyond every number of a machine, and every count of its cards."""
+"""Above every number of a machine, and every count of its cards."""
 _TEXT, _LIST = 1 << 14, 20_000
-"""How much is kept of a text and of a list: more than any probe writes, and not so much that judging it takes long."""
+"""The most characters of a text and elements of a list: more than any probe writes, and still fast to judge."""
 
 _FIX = "Give the file that 'transload doctor --json > machine.json' wrote."
 
 
 def machine_from(data: dict[str, Any]) -> Machine:
-    """The machine that ``to_dict`` made ``data`` of. Unknown keys are left out and missing ones get their defaults.
+    """The inverse of ``machine.to_dict``. Unknown keys are ignored, and missing ones get their defaults.
 
-    A value of the wrong kind raises ``ValueError`` that names its place.
+    A value of the wrong type raises ``ValueError`` with its place.
 
     >>> machine_from({"platform": {"system": "Linux", "new": 1}}).platform.system
     'Linux'
@@ -118,22 +118,22 @@ def machine_from(data: dict[str, Any]) -> Machine:
     return made
 
 
-@cache  # it would be most of the time of reading a report, of which a comparison reads thousands
+@cache  # or it takes most of the time of reading reports, of which a comparison reads thousands
 def _form(kind: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
-    """The origin of a kind, its arguments, and, of a dataclass, its fields with their kinds."""
+    """The origin of a type, its arguments, and the fields of a dataclass with their types."""
     hints = get_type_hints(kind) if isinstance(kind, type) and is_dataclass(kind) else {}
-    held = {each.name: hints[each.name] for each in fields(kind)} if hints else None
-    return get_origin(kind) or kind, get_args(kind), held
+    members = {each.name: hints[each.name] for each in fields(kind)} if hints else None
+    return get_origin(kind) or kind, get_args(kind), members
 
 
 def _value(kind: Any, data: Any, where: str) -> Any:
-    """The value of a field of this kind; what it cannot be raises ``ValueError``."""
+    """The value of a field of this type; raises ``ValueError`` if ``data`` is something else."""
     if kind is str and type(data) is str:
         return data[:_TEXT]
     if kind is bool and type(data) is bool:
         return data
-    origin, kinds, held = _form(kind)
-    if origin in (Union, UnionType):  # at most one of the kinds is neither ``Unknown`` nor ``None``
+    origin, kinds, members = _form(kind)
+    if origin in (Union, UnionType):  # exactly one of the types is neither ``Unknown`` nor ``None``
         if data is None and type(None) in kinds:
             return None
         if isinstance(data, dict) and set(data) == {"unknown"} and Unknown in kinds:
@@ -146,15 +146,15 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         return {str(name)[:_TEXT]: _value(kinds[1], each, f"{where}.{name[:60]}") for name, each in given}
     if origin is Literal and data in kinds:
         return data
-    if held is not None and isinstance(data, dict):
-        values = {name: _value(held[name], data[name], f"{where}.{name}") for name in held if name in data}
-        with suppress(TypeError):  # a field without a default is not there
+    if members is not None and isinstance(data, dict):
+        values = {name: _value(members[name], data[name], f"{where}.{name}") for name in members if name in data}
+        with suppress(TypeError):  # a field without a default is missing
             return kind(**values)
     far = _MANY if where.endswith(".count") else _FAR
     if kind in (int, float) and type(data) in (int, kind) and -far < data < far:
         return kind(data)
     try:
         shown = json.dumps(data)[:60]
-    except ValueError:  # Python writes no integer of more than 4300 digits
+    except ValueError:  # Python refuses to write integers of more than 4300 digits
         shown = "so large a number"
     raise ValueError(f"{where} cannot be {shown}")

@@ -1,9 +1,9 @@
 """CUDA_VISIBLE_DEVICES as the CUDA driver reads it.
 
-The grammar is the driver's, seen on driver 580.159 (Linux, one card) value by value; ``tests/diagnose/test_visible.py``
-holds what was seen. torch has a reader of its own for ``device_count()``, which differs: it knows no upper case in a
-UUID, no UUID without dashes and no 32-bit numbers, and it takes an id that comes twice for an empty list even behind
-the place where the driver stopped reading. Then ``is_available()`` is True and ``device_count()`` is 0.
+The grammar was determined value by value with driver 580.159 (Linux, one card); ``tests/diagnose/test_visible.py`` has
+the results. torch has its own parser for ``device_count()``, which differs: it accepts no upper case in a UUID and no
+UUID without dashes, does not truncate numbers to 32 bits, and treats a duplicate as an empty list even after the place
+where the driver stops reading. Then ``is_available()`` is True and ``device_count()`` is 0.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Why = Literal["", "empty", "negative", "not-a-number", "no-such-index", "twice",
 
 NO_DEVICE, INVALID_DEVICE = 100, 101
 _NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?)0*([0-9]*)(?<=[0-9])")
-_DIGITS = 20  # more than a number of 64 bits has
+_DIGITS = 20  # more than a 64-bit number has
 _UUID = re.compile(r"(?:-*[0-9A-Fa-f]){32}|[0-9A-Fa-f-]*\Z")  # the driver reads no further than 32 digits
 
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """The devices a process gets, and what of the value was not used.
+    """The devices that a process sees, and which part of the value was ignored.
 
-    ``indices`` are positions among the GPUs, ``mig`` among the MIG devices. ``why`` is what ended the reading at
-    ``token`` (empty where all was read), ``dropped`` the rest from there on. ``error`` is what ``cuInit`` answers: 0,
-    100 (no device) or 101 (an id comes twice). ``known`` is false where it depends on a UUID that is not known.
+    ``indices`` are positions among the GPUs, ``mig`` among the MIG devices. ``why`` is why reading stopped at ``token``
+    (empty if everything was read), and ``dropped`` is the rest from there on. ``error`` is the result of ``cuInit``: 0,
+    100 (no device) or 101 (a duplicate). ``known`` is false if it depends on an unknown UUID.
     """
 
     indices: tuple[int, ...] = ()
@@ -40,17 +40,16 @@ class Visible:
 
     @property
     def count(self) -> int:
-        """How many devices are left."""
+        """How many devices are visible."""
         return len(self.indices) + len(self.mig)
 
 
 def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] = ()) -> Visible:
-    """What a value of CUDA_VISIBLE_DEVICES leaves of the GPUs with these UUIDs; an empty UUID is one not known.
+    """Which of the GPUs with these UUIDs a value of CUDA_VISIBLE_DEVICES shows; an empty UUID is unknown.
 
-    A list is of numbers, or of UUIDs, by its first element. Reading stops at the first element that is of the other
-    kind, makes no sense or names nothing that is there. A number is what C's ``strtol`` reads of the element's
-    beginning, cut to 32 bits. A UUID begins with ``GPU-`` or ``MIG-`` and may be a beginning of one, if only one
-    device has it.
+    The first element decides whether it is a list of numbers or of UUIDs. Reading stops at the first element that is of
+    the other kind, invalid, or names no device. A number is what C's ``strtol`` reads at the start of the element,
+    truncated to 32 bits. A UUID begins with ``GPU-`` or ``MIG-`` and may be a prefix that only one device has.
 
     >>> gpus = ("GPU-6e1b1a3c-0000-4000-8000-00000000000a", "GPU-77aa0000-0000-4000-8000-00000000000b")
     >>> visible_devices("1,7,0", gpus)
@@ -69,10 +68,10 @@ def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] =
     rest: list[str] = []
     known = True
     for place, token in enumerate(tokens):
-        found = _with_uuid(token, uuids) if by_uuid else _with_number(token, len(gpus))
+        found = _by_uuid(token, uuids) if by_uuid else _by_number(token, len(gpus))
         if isinstance(found, str):
             why, rest = found, tokens[place:]
-            # ``MIG-GPU-…/1/0`` is how drivers before 470 named a MIG device: by parts that NVML does not list.
+            # Drivers before 470 named a MIG device ``MIG-GPU-…/1/0``, with numbers that NVML does not list.
             unknown = _hex(token[4:]) and not all(uuid for _, uuid in uuids)
             known = why != "no-such-uuid" or not (token.startswith("MIG-GPU-") or unknown)
             break
@@ -90,19 +89,19 @@ def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] =
     )
 
 
-def _with_number(token: str, count: int) -> tuple[bool, int] | Why:
+def _by_number(token: str, count: int) -> tuple[bool, int] | Why:
     """The device, or what is wrong with the token."""
     digits = _NUMBER.match(token)
     if digits is None:
         return "mixed" if token.startswith(("GPU-", "MIG-")) else "not-a-number" if token.strip() else "empty"
     number = int(f"{digits[1]}{digits[2][:_DIGITS] or 0}")
-    low = max(min(number, 2**63 - 1), -(2**63)) & 0xFFFFFFFF  # strtol stops at the ends of 64 bits; a cast to int
+    low = max(min(number, 2**63 - 1), -(2**63)) & 0xFFFFFFFF  # strtol saturates; then a cast to int
     if low >= 2**31:
         return "negative"
     return (False, low) if low < count else "no-such-index"
 
 
-def _with_uuid(token: str, uuids: Sequence[tuple[tuple[bool, int], str]]) -> tuple[bool, int] | Why:
+def _by_uuid(token: str, uuids: Sequence[tuple[tuple[bool, int], str]]) -> tuple[bool, int] | Why:
     """The device, or what is wrong with the token."""
     if not token.startswith(("GPU-", "MIG-")):
         return "mixed"
@@ -112,6 +111,6 @@ def _with_uuid(token: str, uuids: Sequence[tuple[tuple[bool, int], str]]) -> tup
 
 
 def _hex(text: str) -> str:
-    """The hexadecimal digits the driver reads: dashes do not count, and anything else spoils what is not yet whole."""
+    """The hexadecimal digits that the driver reads, without dashes; empty if anything else is before the 32nd."""
     read = _UUID.match(text)
     return read[0].replace("-", "").lower() if read else ""
