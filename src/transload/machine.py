@@ -1,11 +1,11 @@
 """A host as plain, frozen facts, layer by layer, from the card on the bus to the kernel that torch launches.
 
-Probes fill these and rules judge them; ``diagnose.saved`` reads back what ``to_dict`` wrote, so that a machine can be
-judged elsewhere. Nothing here touches the host. What could not be determined is an ``Unknown`` with the reason,
-which is false in a condition: ``if kernel.loaded`` is true only if it is known to be loaded. The comment
-beside or above a field is its description in docs/doctor.schema.json.
+Probes fill these in and rules judge them; ``diagnose.saved`` reads what ``to_dict`` wrote, so that a machine can be
+judged elsewhere. Nothing here touches the host. What could not be determined is an ``Unknown`` with the reason, which
+is false in a condition: ``if kernel.loaded`` is true only if it is known to be loaded. The comment next to a field or
+above it is its description in docs/doctor.schema.json.
 
-Text is as the host provided it: untrusted, and escaped by whatever displays it.
+Text comes from the host: it is untrusted, and whatever displays it must escape it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Platform:
     memory: int = -1  # Bytes of memory this process may use: the machine's, or the container's limit. -1: unknown.
     memory_free: int = -1  # How many of them are available without swapping.
     suspends: int = 0  # How often the machine was suspended since it booted.
-    prime: str = ""  # Which card ``prime-select`` chose, from its file: ``nvidia``, ``intel``, ``on-demand``, or empty.
+    prime: str = ""  # The card that ``prime-select`` chose: ``nvidia``, ``intel``, ``on-demand``, or empty.
 
 
 @facts(frozen=True)
 class Surroundings:
-    """Containers, schedulers and services around the process; facts, not verdicts."""
+    """Containers, schedulers and services around the process."""
 
     container: str = ""  # ``docker``, ``podman``, ``lxc`` …; ``container`` for one of unknown kind; empty outside.
     kubernetes: bool = False
@@ -101,7 +101,7 @@ class PciDevice:
 class Hardware:
     """The devices in the machine."""
 
-    pci: tuple[PciDevice, ...] | Unknown = NOT_ASKED  # Display devices, accelerators, and all of NVIDIA.
+    pci: tuple[PciDevice, ...] | Unknown = NOT_ASKED  # Display devices, accelerators, and all devices of NVIDIA.
     dxg: bool = False  # Whether /dev/dxg exists, the way to the GPU under WSL 2.
     tegra: str = ""  # The model of a Jetson; empty elsewhere.
 
@@ -144,12 +144,12 @@ class Kernel:
     gpus: tuple[ProcGpu, ...] = ()
     firmware: bool | Unknown = NOT_ASKED  # Whether /lib/firmware/nvidia contains a directory for the loaded version.
     log: tuple[str, ...] | Unknown = NOT_ASKED  # Its last lines about NVRM, nvidia, nouveau or Xid.
-    # Of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``, ``nvidia-cuda-mps-server``,
-    # ``nvidia-gridd``: those that are running.
+    # Those that are running of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``,
+    # ``nvidia-cuda-mps-server`` and ``nvidia-gridd``.
     daemons: tuple[str, ...] = ()
     stuck: tuple[str, ...] = ()  # Processes that hang in NVIDIA's driver or with its device open: ``name (pid)``.
     fabric_manager: str = ""  # Version of the installed fabric manager; empty if there is none.
-    mps_directory: str = ""  # Of its control pipe: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``; empty if absent.
+    mps_directory: str = ""  # ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``, if it exists.
 
 
 @facts(frozen=True)
@@ -316,7 +316,7 @@ class Cuda:
 
 @facts(frozen=True)
 class Experiment:
-    """The CUDA driver asked again with something changed: a fix that is tried before it is recommended."""
+    """The CUDA driver asked again in a changed environment, to try a fix before recommending it."""
 
     change: tuple[str, ...]  # Names of the variables that were removed, such as ``CUDA_VISIBLE_DEVICES``.
     cuda: Cuda
@@ -324,7 +324,7 @@ class Experiment:
 
 @facts(frozen=True)
 class Toolkit:
-    """A CUDA toolkit on the disk. A torch wheel brings its own libraries and needs none."""
+    """A CUDA toolkit on the disk. A torch wheel includes its own libraries and needs none."""
 
     nvcc: str = ""
     version: str = ""
@@ -343,12 +343,12 @@ class Python:
     free_threaded: bool = False
     prefix: str = ""
     base_prefix: str = ""
-    path: tuple[str, ...] = ()  # ``sys.path``, without the entry of the script.
+    path: tuple[str, ...] = ()  # ``sys.path``, without the script's entry.
     user_site: str = ""
     user_site_enabled: bool = False
     environment: str = ""  # ``venv``, ``conda``, ``pixi``, ``system``, ``pyenv`` … what kind of environment it is.
     tool: str = "pip"  # What installs packages here: ``pip``, ``uv``, ``conda``, ``poetry``, ``pixi``, ``pdm``.
-    project: bool = False  # Whether it belongs to a project whose packages that tool keeps in a lock file.
+    project: bool = False  # Whether it belongs to a project with a lock file of that tool.
     pip: bool = True  # Whether pip is installed in it.
     externally_managed: bool = False
     why: str = ""  # Why this interpreter is examined, if that is not obvious.
@@ -372,11 +372,11 @@ class TorchInstall:
     dist_version: str = ""
     installer: str = ""  # ``pip``, ``uv``, ``conda`` …
     conda_build: str = ""  # ``cuda126_mkl_py311…``, ``cpu_generic_py312…``
-    tags: tuple[str, ...] = ()  # Of the WHEEL file: ``cp311-cp311-manylinux_2_28_x86_64``.
+    tags: tuple[str, ...] = ()  # From the WHEEL file: ``cp311-cp311-manylinux_2_28_x86_64``.
     missing: tuple[str, ...] = ()  # Files of RECORD that are absent or truncated: ``lib/libc10.so: absent`` …
     unlisted: tuple[str, ...] = ()  # Libraries in torch/lib that RECORD does not list.
     installed: float = 0.0  # Time stamp of the dist-info.
-    replaced_by: tuple[str, ...] = ()  # Installed within a minute of it, likely its reason: ``ultralytics 8.3``.
+    replaced_by: tuple[str, ...] = ()  # Packages that need torch, installed within a minute of it: ``ultralytics 8.3``.
     # Complete libraries with another size than RECORD says: stripped or patched, which is harmless, or from another
     # release: ``lib/libc10.so: 18 bytes instead of 20``.
     altered: tuple[str, ...] = ()
@@ -390,7 +390,7 @@ class TorchInstall:
 
 @facts(frozen=True)
 class Torch:
-    """Every torch that the examined interpreter could import. The first is the one it would."""
+    """Every torch that the examined interpreter could import; it imports the first."""
 
     installs: tuple[TorchInstall, ...] | Unknown = NOT_ASKED
     shadow: str = ""  # What is imported as torch but is not PyTorch: ``/home/user/project/torch.py``.
@@ -428,7 +428,7 @@ class Resolved:
 
 @facts(frozen=True)
 class TorchLibraries:
-    """What torch's own binaries contain."""
+    """What torch's own binaries contain and need."""
 
     architectures: tuple[str, ...] | Unknown = NOT_ASKED  # As ``torch.cuda.get_arch_list()`` returns them.
     cubins: dict[str, int] | Unknown = NOT_ASKED  # Architecture → kernels for it in libtorch_cuda: ``{"sm_90": 4711}``.
@@ -528,7 +528,7 @@ class TorchRun:
 
 @facts(frozen=True)
 class Driver:
-    """The driver's libraries, and what they reported."""
+    """The driver's libraries, and what they report."""
 
     libraries: DriverLibraries = DriverLibraries()
     nvml: Nvml = Nvml()

@@ -1,9 +1,9 @@
-"""A diagnosis without what names a person or a place: users and their homes, hosts, GPUs, serial numbers, addresses.
+"""Removes what identifies a person or a place: users and their homes, hosts, GPUs, serial numbers, addresses.
 
-Everything here is pure except ``names_here``. The same thing is replaced by the same word wherever it occurs, and
-different things by different words, so that a redacted machine is judged like the true one. Words are left alone: a
-user name counts as a step of a path or before an ``@``, a host name as a whole word or, where it might be a word of
-any language, where only a host can be; and neither where it is a word that machines use anyway.
+Everything here is pure except ``names_here``. The same thing is always replaced by the same word, and different things
+by different words, so that a redacted machine is judged like the original. Ordinary words stay: a user name is replaced
+as a component of a path or before an ``@``; a host name as a whole word, or, if it may be an ordinary word, only where
+nothing but a host can be. Neither is replaced if it is a common technical word.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")  # a Diagnosis or a Machine
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What is known of the user and the host, beyond what the facts show. ``homes`` are all paths to one home."""
+    """What is known about the user and the host, beyond the facts. ``homes`` are all paths to one home."""
 
     homes: tuple[str, ...] = ()
     users: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Names:
 
 
 def names_here() -> Names:
-    """Who runs this process, and where."""
+    """The user of this process, and the host."""
     environ = os.environ
     homes = [environ.get("HOME", ""), environ.get("USERPROFILE", "")]
     users = [environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "SUDO_USER")]
@@ -44,7 +44,7 @@ def names_here() -> Names:
         entry = pwd.getpwuid(os.getuid())
         homes.append(entry.pw_dir)
         users.append(entry.pw_name)
-    except (ImportError, KeyError):  # Windows, or a user that is in no list
+    except (ImportError, KeyError):  # Windows, or a user without an entry
         pass
     homes += [os.path.realpath(home) for home in homes if home]
     return Names(*(tuple(dict.fromkeys(filter(None, found))) for found in (homes, users, hosts)))
@@ -54,10 +54,10 @@ _NONE = Names()
 
 
 def redacted(subject: T, names: Names = _NONE, *, runnable: bool = False) -> T:
-    """A diagnosis or a machine, redacted as a whole.
+    """A redacted diagnosis or machine.
 
-    ``runnable`` is for its owner: in what a fix says only the own home is replaced, by a word that the shell knows. A
-    path or an id that was changed would be one that does not exist.
+    ``runnable`` is for its owner: in fixes only the user's home is replaced, by ``~`` or ``$HOME``, so that commands
+    still work. Other paths or ids that were changed would not exist.
 
     >>> from transload.machine import Machine, Python
     >>> redacted(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
@@ -65,13 +65,13 @@ def redacted(subject: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     """
     machine: Any = getattr(subject, "machine", None) or subject
     redactor = _Redactor(machine, names)
-    return _mapped(subject, redactor.to_do if runnable else redactor.text)
+    return _mapped(subject, redactor.runnable if runnable else redactor.text)
 
 
 def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:
     """The value with every text in it changed; ``change`` also gets the name of the innermost field or key.
 
-    What holds nothing that changes is not built anew.
+    Parts without changes are reused.
     """
     made: Any = value
     if isinstance(value, str):
@@ -93,7 +93,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
-# -- what is looked for ------------------------------------------------------------------------------------------------
+# -- what is replaced --------------------------------------------------------------------------------------------------
 
 _NAME = r"[\w@+-](?:[\w.@+-]*[\w@+-])?"
 _BEGIN = r"(?<![\w.~-])"  # a path does not begin inside a word
@@ -108,12 +108,12 @@ _UUID = re.compile(
     r"(?:(?<=pod)|(?<![0-9A-Za-z]))(?<!GPU-)(?<!MIG-)"
     r"[0-9A-Fa-f]{8}(?:[-_][0-9A-Fa-f]{4}){3}[-_][0-9A-Fa-f]{12}(?![0-9A-Za-z])"
 )
-_UNMARKED = re.compile(r"(?<![\w-])(\d*)(?!\d)([A-Fa-f-][0-9A-Fa-f-]{7,})")  # an id that lacks its GPU-
+_UNMARKED = re.compile(r"(?<![\w-])(\d*)(?!\d)([A-Fa-f-][0-9A-Fa-f-]{7,})")  # a UUID without its GPU-
 _IPV4 = r"(?:\d{1,3}\.){3}\d{1,3}"
 _Change = tuple[Iterable[str], re.Pattern[str], str | Callable[[re.Match[str]], str]]
-"""What to look for and what to say instead; and parts of which one is in every text that it changes: seldom any is."""
+"""Substrings of which every matching text has one, for a quick test that rarely passes; a pattern; its replacement."""
 _CHANGES: tuple[_Change, ...] = (
-    # the id of a container, a MAC address, a serial number, a login in a URL; an address, which a version may look like
+    # a container id, a MAC address, a serial number, a login in a URL; an IP address, unless it may be a version
     ([""], re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])"), "<id>"),
     ([":"], re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])"), "00:00:00:00:00:00"),
     (
@@ -135,9 +135,9 @@ _TILDE = re.compile(r"(?<![\w.~/-])~(?=[/:]|$)")
 _SAFE = re.compile(r"[\w@%+=:,./~-]*")
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-_LONG_ID = 8  # shorter ones count only in a variable: 'GPU-add' is not an id
+_LONG_ID = 8  # shorter ids are replaced only if a variable has them: 'GPU-add' is not an id
 
-# Homes that belong to no user, and names that are not secret or mean something else on a machine.
+# Homes that belong to no user, and names that are not secret or have another meaning on a machine.
 _NOBODY = frozenset({"shared", "public", "default", "all users", "linuxbrew"})
 _NO_HOME = re.compile(r"/(?:root|nonexistent|opt|tmp|var/empty|(?:usr|lib|etc|proc|sys|dev|bin|sbin)(?:/.*)?)")
 _ABSOLUTE = re.compile(r"/|[A-Za-z]:")
@@ -155,23 +155,23 @@ _PUBLIC = re.compile(
     r"\.(?:com|org|co|io)"
 )
 _TECHNICAL = re.compile(r"(?:nvidia|cuda|torch|python|lib|sm_|compute_)[\w.]*|[\d.]+", re.IGNORECASE)
-_SHORTEST = 3  # of a host's name, and of a user's where it only begins a word
+_SHORTEST = 3  # characters of a host name, and of a user name that is only the start of a word
 
 
 class _Redactor:
-    """Knows the names on one machine and what to say instead of each."""
+    """The names on one machine, and their replacements."""
 
     def __init__(self, machine: Machine, names: Names) -> None:
         texts: dict[tuple[str, str], str] = {}
         _mapped(machine, lambda text, field: texts.setdefault((text, field), text))
-        # the paths of the user's own home, and every other home with the word for it
+        # the paths of the user's own home, and every other home with its replacement
         paths = (text for text, _ in texts if "/" in text or "\\" in text)
         found = dict.fromkeys(match[0] for text in paths for match in _HOME.finditer(text))
         strange = [home for home in found if _last(home).lower() not in _NOBODY]
         home = machine.variables.get("HOME") or ""
         foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
         own = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
-        if not own:  # the packages of its user tell whose it is
+        if not own:  # the user's packages show whose machine it is
             likely = _HOME.match(machine.python.user_site)
             own = [likely[0]] if likely else strange[:1]
         own = [home for home in (path.rstrip("/\\") for path in own) if home and not _NO_HOME.fullmatch(home)]
@@ -199,14 +199,14 @@ class _Redactor:
         values = machine.variables.values
         self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
         self.fakes: dict[str, Any] = {}
-        for text, field in texts:  # in the order of the facts, so that what is redacted already stays as it is
+        for text, field in texts:  # in the order of the facts, so that redacting twice changes nothing
             self._ids(text, field)
 
-    def to_do(self, text: str, field: str) -> str:
-        """A text without names, unless it is an instruction, which must still work."""
+    def runnable(self, text: str, field: str) -> str:
+        """A text without names, except in a fix, which must still work."""
         if field != "fix":
             return self.text(text, field)
-        if text.startswith("| "):  # belongs into a file, where no shell reads it
+        if text.startswith("| "):  # goes into a file, where no shell expands it
             return text
         return self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
 
@@ -234,7 +234,7 @@ class _Redactor:
             text = _CARD.sub(self._id, text)
         if field not in _VISIBLE:
             return _UUID.sub(self._id, text) if "-" in text or "_" in text else text
-        # The driver takes the digits in front for an index: they decide something, and they stay.
+        # The driver reads leading digits as an index, so they must stay.
         return _UNMARKED.sub(lambda match: match[1] + re.sub("[^-]", "a", match[2]), text)
 
     def _id(self, match: re.Match[str]) -> str:
@@ -247,7 +247,7 @@ class _Redactor:
         return re.sub(r"[^/\\]+", self._step, match[0])
 
     def _step(self, match: re.Match[str]) -> str:
-        """A step of a path: ``alice``, ``~alice``, ``alice-proj``; a name of two letters only as a whole."""
+        """A component of a path: ``alice``, ``~alice``, ``alice-proj``; a name of two letters only as a whole."""
         if match[0] in self.users:
             return "user"
         return match[0] if match[0].lower() in _PLAIN else self.step.sub("user", match[0])
@@ -263,7 +263,7 @@ def _changed(text: str, changes: Iterable[_Change]) -> str:
 
 
 def _unquoted(match: re.Match[str]) -> str:
-    """A quoted word of a command such that its shell still finds the home in it."""
+    """A quoted word of a command, quoted so that the shell still expands the home in it."""
     inside = match[1]
     if not _TILDE.search(inside):
         return match[0]
@@ -271,7 +271,7 @@ def _unquoted(match: re.Match[str]) -> str:
 
 
 def _fake(text: str, known: dict[str, Any]) -> str:
-    """An id, or the beginning of one, that shares exactly the prefixes of the true ones.
+    """A replacement for an id or its prefix; replacements share the same prefixes as the originals.
 
     CUDA_VISIBLE_DEVICES may name a card by a prefix. ``known`` is the tree of the digits so far.
 
@@ -281,7 +281,7 @@ def _fake(text: str, known: dict[str, Any]) -> str:
     """
     out = ""
     for char in text:
-        if char in "-_":  # the driver reads over them
+        if char in "-_":  # the driver ignores them
             out += char
             continue
         digit = char.lower()
@@ -297,7 +297,7 @@ def _last(path: str) -> str:
 
 
 def _hosts(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Hosts by name. One that may be a word, such as ``desktop``, counts only where nothing but a host can be."""
+    """Match host names. One that may be a word, such as ``desktop``, counts only where nothing but a host can be."""
     short = (form for name in names for form in (name, name.partition(".")[0]) if len(form) >= _SHORTEST)
     forms = {form for form in short if form.lower() not in _PLAIN and not _TECHNICAL.fullmatch(form)}
     words = {form for form in forms if form.isalpha()}
@@ -313,6 +313,6 @@ def _hosts(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _any_of(words: Iterable[str], *, before: str, after: str) -> re.Pattern[str]:
-    """Matches each of the words, the longest first; nothing where there are none."""
+    """Match any of the words, the longest first; nothing if there are none."""
     choices = "|".join(map(re.escape, sorted(set(words), key=len, reverse=True)))
     return re.compile(f"{before}(?:{choices}){after}" if choices else r"(?!)")
