@@ -184,12 +184,12 @@ def bare() -> Machine:
 
 def in_container(machine: Machine, kind: str = "docker") -> Machine:
     """The machine seen from inside a container that was given its GPU."""
-    around = Surroundings(container=kind, evidence=("/.dockerenv is there",))
+    around = Surroundings(container=kind, evidence=("/.dockerenv exists",))
     return replace(
         machine,
         surroundings=around,
         platform=replace(machine.platform, root=True, shell="bash"),
-        kernel=replace(machine.kernel, built_for=Unknown("/lib/modules is not there")),
+        kernel=replace(machine.kernel, built_for=Unknown("/lib/modules does not exist")),
     )
 
 

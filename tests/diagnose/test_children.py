@@ -276,7 +276,7 @@ def test_an_empty_environment() -> None:
 @each(
     ("python", "environ", "words"),
     [
-        ("/nowhere/python", {}, "could not be started: /nowhere/python is not there"),
+        ("/nowhere/python", {}, "could not be started: /nowhere/python does not exist"),
         ("/dev", {}, "could not be started: /dev: permission denied"),
         (sys.executable, {"A": "\0"}, f"could not be started: {sys.executable}: embedded null byte"),
         (sys.executable, {"A=B": "1"}, f"could not be started: {sys.executable}: illegal environment variable name"),

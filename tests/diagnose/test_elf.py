@@ -102,7 +102,7 @@ def test_32_bits_and_big_endian_are_named_and_left_alone(tmp_path: Path) -> None
         (b"INPUT(libcuda.so)\n", "not an ELF file"),
         (b"\x7fELF", "cut off within the header"),
         (FULL[:63], "cut off within the header"),
-        (FULL[:100], "cut off: 224 bytes should stand at 64, and the file has 100"),
+        (FULL[:100], "cut off: 224 bytes should be at 64, and the file has 100"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, data: bytes, reason: str) -> None:
@@ -123,7 +123,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         os.mkfifo(pipe)
         assert read_elf(str(pipe)) == Unknown("not a regular file")
     assert read_elf(str(tmp_path)) == Unknown("not a regular file")
-    assert read_elf("/nowhere/libx.so") == Unknown("/nowhere/libx.so is not there")
+    assert read_elf("/nowhere/libx.so") == Unknown("/nowhere/libx.so does not exist")
     assert isinstance(read_elf("/a\0b"), Unknown)
 
 
@@ -227,7 +227,7 @@ def test_a_fatbin_far_behind_padding(tmp_path: Path) -> None:
 
 
 def test_sizes_that_lie(tmp_path: Path) -> None:
-    """A container or an entry that claims more than there is ends the walk, without counting what is not there."""
+    """A container or an entry that claims more than there is ends the walk, without counting what does not exist."""
     honest = fatbin([(CUBIN, 80, b"x" * 16), (CUBIN, 86, b"y" * 16)])
     for at in (8, 16 + 8):  # the size of the container; the size of its first payload
         lying = honest[:at] + struct.pack("<Q", 1 << 62) + honest[at + 8 :]

@@ -160,7 +160,7 @@ def test_what_was_left_in_that_folder_long_ago_does_not_count(job: Path) -> None
     job.mkdir()
     (job / "rank-1.json").write_text("old", encoding="utf-8")
     os.utime(job / "rank-1.json", (1e9, 1e9))
-    with pytest.raises(TransloadError, match=r"through torch: MASTER_ADDR .*; through .*: no other rank was there"):
+    with pytest.raises(TransloadError, match=r"through torch: MASTER_ADDR .*; through .*: no other rank used it"):
         exchange(Gathering(0, 2, "", 0.3), "0")
     assert not job.exists()
 
@@ -239,7 +239,7 @@ def test_a_rank_of_torchrun_waits_for_the_exit_code(tmp_path: Path, monkeypatch:
     folder = str(tmp_path)
     (tmp_path / RESULT).write_text("of an earlier run\nexit code 7\n", encoding="utf-8")
     os.utime(tmp_path / RESULT, (1e9, 1e9))
-    with pytest.raises(TransloadError, match="rank 1 has not heard what rank 0 found"):
+    with pytest.raises(TransloadError, match="rank 1 did not receive the result of rank 0"):
         exchange(Gathering(1, 2, folder, 0.1), "one")
     with ThreadPoolExecutor() as pool:
         other = pool.submit(exchange, Gathering(1, 2, folder, 10.0), "one")

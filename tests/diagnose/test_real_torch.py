@@ -117,7 +117,7 @@ def test_some_codes_have_words_without_a_number(torch: TrueTorch, code: int, tex
         pytest.param(b"", NO_DRIVER, id="no libcuda"),
         pytest.param(b"this is no library\n", NO_DRIVER, id="no library"),
         pytest.param(library(soname="libcuda.so.1"), NO_DRIVER, id="no symbols"),
-        pytest.param(library(soname="libcuda.so.1", needed=["libnone.so"]), NO_DRIVER, id="needs what is not there"),
+        pytest.param(library(soname="libcuda.so.1", needed=["libnone.so"]), NO_DRIVER, id="needs what does not exist"),
         pytest.param(fake_libcuda(init=999, version=0), NO_DRIVER, id="version 0"),
         pytest.param(fake_libcuda(init=100, version=NUMBER), NO_CARD, id="cuInit 100"),
     ],

@@ -59,8 +59,8 @@ def test_another_version_may_know_more_or_less() -> None:
 
 
 def test_what_was_not_found_out_stays_so() -> None:
-    read = machine_from({"kernel": {"loaded": {"unknown": "/proc is not there"}}})
-    assert read.kernel.loaded == Unknown("/proc is not there")
+    read = machine_from({"kernel": {"loaded": {"unknown": "/proc does not exist"}}})
+    assert read.kernel.loaded == Unknown("/proc does not exist")
 
 
 @each(

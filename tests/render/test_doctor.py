@@ -242,13 +242,13 @@ def test_a_warning_marks_its_layer() -> None:
     assert link(shown(diagnosed(healthy(), ROOM)), "environment variables").startswith("  ! ")
 
 
-UNREADABLE = Unknown("/sys is not there")
+UNREADABLE = Unknown("/sys does not exist")
 
 
 @each(
     ("facts", "layer", "state", "words"),
     [
-        ({"hardware": Hardware(pci=UNREADABLE), "driver": bare().driver}, "hardware", "unknown", "/sys is not there"),
+        ({"hardware": Hardware(pci=UNREADABLE), "driver": bare().driver}, "hardware", "unknown", "/sys does not exist"),
         (
             {"hardware": Hardware(pci=(card(0x2335),)), "kernel": Kernel(), "driver": bare().driver},
             "hardware",

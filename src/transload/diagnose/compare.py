@@ -152,7 +152,7 @@ _CARD = "hardware kernel driver run"
 _ALONE = "A rank without a GPU of its own fails."
 FACTS = (
     Fact("torch", "breaks", _torch, _CODE, "Ranks with different releases of torch may hang or disagree."),
-    Fact("build of torch", "breaks", _build, _CODE, "It brings other CUDA libraries, NCCL among them."),
+    Fact("build of torch", "breaks", _build, _CODE, "It includes other CUDA libraries, NCCL among them."),
     Fact("NCCL", "breaks", _nccl, _CODE, "Ranks with different releases fail or hang when they connect."),
     Fact("GPU model", "breaks", _model, _CARD, "The slowest card sets the pace, and memory or kernels may not fit."),
     Fact("GPUs", "breaks", _count, f"{_CARD} nodes", _ALONE, ("GPU model",)),
@@ -164,7 +164,7 @@ FACTS = (
     Fact("NVLink", "matters", _nvml("nvlinks"), _CARD, "Fewer links make every collective slower.", ("MIG",), True),
     Fact("P2P", "matters", _nvml("peers"), _CARD, "Without it, NCCL copies through the host.", ("MIG", "NVLink"), True),
     Fact("NVLink fabric", "matters", _nvml("fabric"), _CARD, "CUDA does not start until it is up.", (), True),
-    Fact("ECC", "matters", _nvml("ecc"), _CARD, "Without it, errors of the memory stay unseen.", (), True),
+    Fact("ECC", "matters", _nvml("ecc"), _CARD, "Without it, memory errors go unnoticed.", (), True),
     Fact("compute mode", "matters", _nvml("compute_mode"), _CARD, "It limits how processes share a card.", (), True),
     Fact("architecture", "matters", lambda m: m.platform.machine, _CODE, "Packages for one do not run on the other."),
     Fact("Python", "matters", lambda m: m.python.version.rpartition(".")[0], _CODE, "Ranks exchange pickled objects."),

@@ -122,7 +122,7 @@ class Gathering:
                 if (sent := self._code()) is not None:
                     return sent
                 sleep(_POLL)
-            raise TransloadError(f"rank {self.rank} has not heard what rank 0 found", where=self.folder)
+            raise TransloadError(f"rank {self.rank} did not receive the result of rank 0", where=self.folder)
         left = max(1.0, self.deadline - monotonic())
         unset = "" if {*_MASTER} <= os.environ.keys() else "MASTER_ADDR and MASTER_PORT are not set"
         temporary = TemporaryDirectory(prefix="transload-")
@@ -135,7 +135,7 @@ class Gathering:
                 refusal=broken or unset,
             )
             with Child(asked, left + self.grace + 1.0) as child:
-                problem = "no other rank was there"
+                problem = "no other rank used it"
                 try:
                     if self.rank and (sent := self._send(child, report, temporary)) is not None:
                         return sent

@@ -220,7 +220,7 @@ def reason(path: str, error: Exception) -> str:
     '/proc/modules: permission denied'
     """
     if isinstance(error, OSError) and error.errno in _ABSENT:
-        return f"{path} is not there"
+        return f"{path} does not exist"
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f"{path}: {words[:1].lower()}{words[1:]}"
 

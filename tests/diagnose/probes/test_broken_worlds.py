@@ -112,8 +112,8 @@ def test_every_file_is_the_same_nonsense(tmp_path: Path, content: Content) -> No
 
 def test_nothing_at_all(tmp_path: Path) -> None:
     machine = examined(tree_host(tmp_path / "gone", {}, {}, cwd="", python=""))
-    assert machine.kernel.loaded == Unknown("/proc/modules is not there")
-    assert machine.hardware.pci == Unknown("/sys/bus/pci/devices is not there")
+    assert machine.kernel.loaded == Unknown("/proc/modules does not exist")
+    assert machine.hardware.pci == Unknown("/sys/bus/pci/devices does not exist")
     assert machine.accelerators == ()
     assert machine_from(to_dict(machine)) == machine
 

@@ -238,9 +238,9 @@ def test_the_words_of_a_loader(words: str, state: str) -> None:
 
 
 def test_no_interpreter_to_ask_with() -> None:
-    outcome = Outcome("unasked", end="could not be started: /x is not there")
-    assert driver.cuda(Host(), outcome) == Cuda(Answer("unasked", "could not be started: /x is not there"))
-    assert driver.nvml(Host(), outcome) == Nvml(Answer("unasked", "could not be started: /x is not there"))
+    outcome = Outcome("unasked", end="could not be started: /x does not exist")
+    assert driver.cuda(Host(), outcome) == Cuda(Answer("unasked", "could not be started: /x does not exist"))
+    assert driver.nvml(Host(), outcome) == Nvml(Answer("unasked", "could not be started: /x does not exist"))
 
 
 def test_paths_are_those_of_the_host() -> None:

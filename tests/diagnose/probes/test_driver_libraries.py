@@ -151,7 +151,7 @@ def test_the_loader_passes_over_what_is_foreign_or_gone(tmp_path: Path) -> None:
     assert [(each.path, each.via, each.problem) for each in found] == [
         (f"{DEBIAN}/libcuda.so.1", "default folder", ""),
         ("/opt/a/libcuda.so.1", "disk", "for another machine (aarch64)"),
-        ("/opt/b/libcuda.so.1", "disk", "a link to libcuda.so.550.54, which is not there"),
+        ("/opt/b/libcuda.so.1", "disk", "a link to libcuda.so.550.54, which does not exist"),
         ("/opt/c/libcuda.so.1", "disk", "for another machine (i386, 32 bits)"),
     ]
 

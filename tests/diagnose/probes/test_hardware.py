@@ -129,7 +129,7 @@ def test_a_bus_of_garbage_is_empty(tmp_path: Path) -> None:
 
 def test_no_sysfs_is_said(tmp_path: Path) -> None:
     there = hardware(tree_host(tmp_path, {}))
-    assert there.pci == Unknown("/sys/bus/pci/devices is not there")
+    assert there.pci == Unknown("/sys/bus/pci/devices does not exist")
     assert not there.present
     windows = tree_host(tmp_path, {}, uname=("Windows", "10.0.22631", "AMD64"))
     assert isinstance(hardware(windows).pci, Unknown)

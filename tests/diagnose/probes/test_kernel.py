@@ -69,14 +69,14 @@ def test_not_loaded_is_known_where_modules_are_listed(tmp_path: Path) -> None:
     assert kernel(plain_host(tmp_path / "1", driver="")).loaded is False
     assert kernel(wsl(tmp_path / "2")).loaded is False
     assert kernel(tree_host(tmp_path / "3", {"/sys/module/ext4": FOLDER})).loaded is False
-    assert kernel(tree_host(tmp_path / "4", {})).loaded == Unknown("/proc/modules is not there")
+    assert kernel(tree_host(tmp_path / "4", {})).loaded == Unknown("/proc/modules does not exist")
 
 
 def test_a_container_without_a_card_still_shows_the_hosts_module(tmp_path: Path) -> None:
     told = kernel(container(tmp_path, gpu=False))
     assert (told.loaded, told.version, told.flavour, told.gpus) == (True, VERSION, "", ())
-    assert told.built_for == Unknown("/lib/modules is not there")
-    assert told.firmware == Unknown("/lib/firmware/nvidia is not there")
+    assert told.built_for == Unknown("/lib/modules does not exist")
+    assert told.firmware == Unknown("/lib/firmware/nvidia does not exist")
     assert isinstance(told.secure_boot, Unknown)
 
 
@@ -113,9 +113,9 @@ def test_kernels_that_have_the_driver(tmp_path: Path, name: str) -> None:
         ({SECURE_BOOT: b"\6\0\0\0\0"}, False),
         ({SECURE_BOOT: b"\6"}, Unknown(f"{SECURE_BOOT} is too short")),
         ({"/sys/firmware/acpi": FOLDER}, False),
-        ({"/sys/firmware/efi/efivars": FOLDER}, Unknown(f"{SECURE_BOOT} is not there")),
-        ({"/sys/firmware": FOLDER}, Unknown(f"{SECURE_BOOT} is not there")),
-        ({}, Unknown(f"{SECURE_BOOT} is not there")),
+        ({"/sys/firmware/efi/efivars": FOLDER}, Unknown(f"{SECURE_BOOT} does not exist")),
+        ({"/sys/firmware": FOLDER}, Unknown(f"{SECURE_BOOT} does not exist")),
+        ({}, Unknown(f"{SECURE_BOOT} does not exist")),
     ],
 )
 def test_secure_boot(tmp_path: Path, tree: Tree, secure: bool | Unknown) -> None:
@@ -124,7 +124,9 @@ def test_secure_boot(tmp_path: Path, tree: Tree, secure: bool | Unknown) -> None
 
 def test_a_kernel_told_not_to_move(tmp_path: Path) -> None:
     assert kernel(plain_host(tmp_path / "1", more={"/proc/cmdline": "ro nokaslr quiet\n"})).kaslr is False
-    assert kernel(plain_host(tmp_path / "2", without=("/proc/cmdline",))).kaslr == Unknown("/proc/cmdline is not there")
+    assert kernel(plain_host(tmp_path / "2", without=("/proc/cmdline",))).kaslr == Unknown(
+        "/proc/cmdline does not exist"
+    )
 
 
 def test_firmware_of_another_version_is_not_its_own(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_the_directory_of_mps(tmp_path: Path) -> None:
 
 def test_on_other_systems_nothing_is_known(tmp_path: Path) -> None:
     told = kernel(tree_host(tmp_path, {}, uname=("Darwin", "24.1.0", "arm64")))
-    assert told.loaded == Unknown("not looked at on Darwin")
+    assert told.loaded == Unknown("not examined on Darwin")
 
 
 # -- kernel log --------------------------------------------------------------------------------------------------------

@@ -181,11 +181,11 @@ def test_what_cannot_be_started(tmp_path: Path, content: bytes, mode: int) -> No
 def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "python3.9")
     host = Host(cwd=str(tmp_path), environ={"PATH": ""})
-    assert python(replace(host, python=f"{tmp_path}/no")).problem == f"{tmp_path}/no is not there"
+    assert python(replace(host, python=f"{tmp_path}/no")).problem == f"{tmp_path}/no does not exist"
     assert python(replace(host, python="no")).problem == "no is neither in the current folder nor on PATH"
-    gone = f"leads to {tmp_path}/python3.9, which is not there"
+    gone = f"leads to {tmp_path}/python3.9, which does not exist"
     assert python(replace(host, python="./link")).problem == f"{tmp_path}/link {gone}"
-    assert python(replace(host, python=str(tmp_path))).problem.startswith(f"{tmp_path} holds no Python")
+    assert python(replace(host, python=str(tmp_path))).problem.startswith(f"{tmp_path} contains no Python")
     assert python(replace(host, python="")).problem == "no Python was named"
 
 
@@ -194,7 +194,7 @@ def test_an_environment_whose_interpreter_was_removed(tmp_path: Path) -> None:
     (tmp_path / "venv/bin/python").unlink()
     (tmp_path / "venv/bin/python").symlink_to("/nowhere/python3.9")
     found = python(Host(python=f"{tmp_path}/venv"))
-    assert found.problem == f"{tmp_path}/venv/bin/python leads to /nowhere/python3.9, which is not there"
+    assert found.problem == f"{tmp_path}/venv/bin/python leads to /nowhere/python3.9, which does not exist"
 
 
 def test_an_interpreter_that_does_not_know_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

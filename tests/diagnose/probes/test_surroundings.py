@@ -177,7 +177,7 @@ def test_cdi_selinux_and_the_toolkit(tmp_path: Path) -> None:
 
 def test_a_toolkit_is_not_known_where_programs_cannot_be_listed(tmp_path: Path) -> None:
     around = surroundings(plain_host(tmp_path, without=("/usr/bin",)))
-    assert around.container_toolkit == Unknown("/usr/bin is not there")
+    assert around.container_toolkit == Unknown("/usr/bin does not exist")
 
 
 @each(

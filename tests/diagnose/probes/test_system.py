@@ -67,7 +67,7 @@ def test_the_chassis_tells_a_laptop(tmp_path: Path, type_: str, *, laptop: bool)
 
 def test_without_a_chassis_nobody_knows(tmp_path: Path) -> None:
     told = platform(plain_host(tmp_path, without=("/sys/class/dmi",)))
-    assert told.laptop == Unknown("/sys/class/dmi/id/chassis_type is not there")
+    assert told.laptop == Unknown("/sys/class/dmi/id/chassis_type does not exist")
 
 
 def test_limits_suspends_and_groups_without_a_name(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_version_files_of_many_releases(host: Host, text: str, expected: tuple[s
         (b"x = 1\n" * 100_000 + b"__version__ = '2.6.0'\ncuda = None\n", "names no version"),
         (b"__version__ = '2.6.0'\n", "does not say what it was built for"),
         (b"__version__ = '2.6.0'\ncuda = subprocess.run('nvcc')\n", "does not say what it was built for"),
-        (None, "is not there"),
+        (None, "does not exist"),
     ],
 )
 def test_a_version_file_that_says_nothing(host: Host, content: bytes | None, problem: str) -> None:

@@ -249,7 +249,7 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     host = Host(python=str(tmp_path / "python"))
     with Child(question(host), LONG) as child:
         told = torch_run(host, child.outcome())
-    words = f"could not be started: {tmp_path}/python is not there"
+    words = f"could not be started: {tmp_path}/python does not exist"
     assert told == TorchRun(Answer("unasked", words), available=Unknown(words))
 
 

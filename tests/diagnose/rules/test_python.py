@@ -52,8 +52,8 @@ def test_what_is_not_known_to_be_absent_is_not_called_absent(torch: Torch) -> No
 
 
 def test_the_interpreter_does_not_answer() -> None:
-    machine = changed(no_torch_run(healthy()), torch=Torch(installs=Unknown("it is not there")))
-    machine = python(machine, problem="/opt/venv/bin/python is not there")
+    machine = changed(no_torch_run(healthy()), torch=Torch(installs=Unknown("it does not exist")))
+    machine = python(machine, problem="/opt/venv/bin/python does not exist")
     assert cause(machine) == "P09"
     assert seen("P09", python(healthy(), problem="it took too long")) is None  # torch was seen to be imported
 

@@ -53,7 +53,7 @@ def test_on_a_machine_without_a_card_a_container_without_nodes_is_no_fault() -> 
 
 
 def test_the_hosts_module_is_proof_enough_of_a_card() -> None:
-    hidden = changed(forgotten(), hardware=Hardware(pci=Unknown("/sys/bus/pci is not there")))
+    hidden = changed(forgotten(), hardware=Hardware(pci=Unknown("/sys/bus/pci does not exist")))
     assert cause(hidden) == "C01"
     assert seen("C01", changed(hidden, kernel__loaded=Unknown("no /sys"), kernel__gpus=())) is None
 

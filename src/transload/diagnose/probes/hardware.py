@@ -39,7 +39,7 @@ def hardware(host: Host) -> Hardware:
     if release or "nvidia,tegra" in compatible or host.uname[1].endswith("-tegra"):
         tegra = ", ".join(part for part in (host.line(f"{_TREE}/model"), release) if part) or "Tegra"
     on_linux = host.uname[0] == "Linux"
-    addresses = host.listdir(_BUS) if on_linux else Unknown(f"the PCI bus is not looked at on {host.uname[0]}")
+    addresses = host.listdir(_BUS) if on_linux else Unknown(f"the PCI bus is not examined on {host.uname[0]}")
     devices = addresses if isinstance(addresses, Unknown) else tuple(_devices(host, addresses))
     return Hardware(pci=devices, dxg=host.exists("/dev/dxg"), tegra=tegra)
 
@@ -114,7 +114,7 @@ DRIVER_PATIENCE = 0.5  # Seconds for reading the files of all cards: a broken dr
 def kernel(host: Host) -> Kernel:
     """What the kernel reports about NVIDIA's driver. Nothing is known on systems other than Linux."""
     if host.uname[0] != "Linux":
-        return Kernel(loaded=Unknown(f"not looked at on {host.uname[0]}"))
+        return Kernel(loaded=Unknown(f"not examined on {host.uname[0]}"))
     banner, listed = host.text(f"{_PROC}/version", 4096) or "", host.text("/proc/modules")
     names = {line.partition(" ")[0] for line in (listed or "").split("\n")}
     modules = tuple(sorted(name for name in names if _MODULES.fullmatch(name)))
@@ -130,7 +130,7 @@ def kernel(host: Host) -> Kernel:
         own = host.line("/sys/module/firmware_class/parameters/path")
         folders = [folder for folder in (own, *_FIRMWARE) if folder and host.is_dir(f"{folder}/nvidia")]
         found = any(host.is_dir(f"{folder}/nvidia/{version}") for folder in folders)
-        firmware = found if folders else Unknown("/lib/firmware/nvidia is not there")
+        firmware = found if folders else Unknown("/lib/firmware/nvidia does not exist")
 
     secure_boot: bool | Unknown
     data = host.data(_SECURE_BOOT, 16)

@@ -84,7 +84,7 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
             continue
         target, elf, problem = host.target(path), read_elf(host.real(path)), ""
         if isinstance(elf, Unknown):
-            problem = elf.reason if host.exists(path) else f"a link to {host.readlink(path)}, which is not there"
+            problem = elf.reason if host.exists(path) else f"a link to {host.readlink(path)}, which does not exist"
         elif loader.foreign(elf):
             named = f"{elf.machine}, {elf.bits} bits" if elf.bits != 64 else elf.machine
             problem = f"for another machine ({named})"

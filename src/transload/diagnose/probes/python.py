@@ -89,11 +89,11 @@ def located(host: Host) -> tuple[str, str]:
         usual_place = f"{name.rstrip('/')}/bin/python"
         name = _in_folder(host, name) or (usual_place if host.readlink(usual_place) else "")
         if not name:
-            return "", f"{host.python} holds no Python: there is no bin/python in it"
+            return "", f"{host.python} contains no Python: it has no bin/python"
     target = host.target(name)
     if host.exists(name):
         return name, ""
-    return name, f"{name if target == name else f'{name} leads to {target}, which'} is not there"
+    return name, f"{name if target == name else f'{name} leads to {target}, which'} does not exist"
 
 
 def _is_own(host: Host, executable: str) -> bool:

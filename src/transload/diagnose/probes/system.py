@@ -197,7 +197,7 @@ def surroundings(host: Host) -> Surroundings:
 def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
     """Fields of ``Surroundings`` with values and evidence; the first of each field counts."""
     environ, secrets = host.environ, "/var/run/secrets/kubernetes.io"
-    kubernetes = f"{secrets} is there" if host.is_dir(secrets) else ""
+    kubernetes = f"{secrets} exists" if host.is_dir(secrets) else ""
     if environ.get("KUBERNETES_SERVICE_HOST"):
         kubernetes = "KUBERNETES_SERVICE_HOST is set"
     for kind, why in _containers(host, around):
@@ -215,7 +215,7 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
     if re.search(r"-Microsoft\b", f"{host.uname[1]} {version}"):
         yield "wsl", 1, "the kernel is that of WSL 1"
     if environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a custom kernel
-        yield "wsl", 2, "WSL_DISTRO_NAME is set and /dev/dxg is there"
+        yield "wsl", 2, "WSL_DISTRO_NAME is set and /dev/dxg exists"
     for kind, names in table("containers")["notebooks"].items():
         yield from (("notebook", kind, f"{name} is set") for name in names if name in environ)
     if _GVISOR in version or "gvisor" in version.lower():
@@ -232,7 +232,7 @@ def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, st
     """Kinds of container and the evidence for each, from the surest to the weakest."""
     signs = table("containers")["signs"]
     yield from ((kind, f"{name} is set") for name, kind in signs["variables"].items() if host.environ.get(name))
-    yield from ((kind, f"{path} is there") for path, kind in signs["paths"].items() if host.exists(path))
+    yield from ((kind, f"{path} exists") for path, kind in signs["paths"].items() if host.exists(path))
     # What the container manager declares to us or to the first process of the container.
     first = host.findall(r"(?:^|\0)container=([^\0]*)", "/proc/1/environ")
     declared = (
