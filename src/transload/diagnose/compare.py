@@ -448,9 +448,9 @@ def _headline(c: Comparison) -> str:
     return text[:1].upper() + text[1:] if text.startswith(("all ", "the ", "no ")) else text
 
 
-def _listed(words: Sequence[str], most: int = 3) -> str:
-    """``a, b and c``; the first few of many, and how many more there are."""
-    shown = [*words[:most], *([f"{len(words) - most} more"] if len(words) > most else [])]
+def _listed(words: Sequence[str]) -> str:
+    """``a, b and c``; the first three of many, and how many more there are."""
+    shown = [*words[:3], *([f"{len(words) - 3} more"] if len(words) > 3 else [])]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
@@ -475,7 +475,7 @@ def _split(name: str) -> tuple[str, str, str]:
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*(?:\..*)?)")
 
 
-def folded(names: Sequence[str], most: int = _MOST) -> str:
+def folded(names: Sequence[str]) -> str:
     """Names with their numbers folded, as schedulers do.
 
     >>> folded(["gpu003", "gpu004", "gpu005", "gpu017", "login"])
@@ -496,8 +496,8 @@ def folded(names: Sequence[str], most: int = _MOST) -> str:
             start = ranges.pop()[0] if ranges and ranges[-1][1] == value - 1 else value
             ranges.append((start, value))
         texts = ["-".join(f"{end:0{width}}" for end in dict.fromkeys(each)) for each in ranges]
-        inside = ",".join([*texts[:most], "…"] if len(texts) > most else texts)
+        inside = ",".join([*texts[:_MOST], "…"] if len(texts) > _MOST else texts)
         one = before if numbers == [-1] else f"{before}{inside}{after}"
         several = f"{before[:-1]}s {inside}{after}" if before.endswith(" ") else f"{before}[{inside}]{after}"
         shown.append(one if len(numbers) == 1 else several)
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    return ", ".join(shown[:_MOST]) + (f" and {len(shown) - _MOST} more" if len(shown) > _MOST else "")

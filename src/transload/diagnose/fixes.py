@@ -311,7 +311,7 @@ def _driver_packages(machine: Machine, choice: DriverChoice) -> Lines:
 
 # -- Python packages, with the tool of the examined environment, and which torch to install
 
-_TRIO = ("torchvision", "torchaudio")
+_COMPANIONS = ("torchvision", "torchaudio")
 _CONDAS = ("conda", "pixi")
 
 
@@ -374,12 +374,12 @@ def _major(version: str) -> str:
 def _torch_commands(machine: Machine, choice: tables.WheelChoice, cuda: str, *, again: bool) -> Lines:
     """Replace torch, torchvision and torchaudio by a chosen build."""
     tool, project = _tool(machine), _project(machine)
-    beside = [name for name in _TRIO if name in machine.python.packages]
+    companions = [name for name in _COMPANIONS if name in machine.python.packages]
     if tool in _CONDAS:
         if again:  # otherwise conda keeps a broken package that meets the request
-            return conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
-        return conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *beside)
-    wanted = (f"torch=={choice.torch_version}", *beside)
+            return conda(machine, f'"pytorch={choice.torch_version}"', *companions, force=True)
+        return conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *companions)
+    wanted = (f"torch=={choice.torch_version}", *companions)
     if tool == "poetry" and choice.index_url:
         source = f"pytorch-{choice.build}"
         return (
@@ -392,7 +392,7 @@ def _torch_commands(machine: Machine, choice: tables.WheelChoice, cuda: str, *, 
     # NVIDIA's packages for another CUDA version put files into the same folders; a project's tool removes them itself
     found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
     others = sorted(name for name, of in found if of and of[1] != _major(cuda) and not project)
-    remove = uninstall(machine, "torch", *beside, *others)
+    remove = uninstall(machine, "torch", *companions, *others)
     return (*remove, *(line for line in install(machine, *wanted, index=choice.index_url) if line not in remove))
 
 
@@ -424,8 +424,8 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
         return install_wheel(machine, release if wheel_choice(machine, release).torch_version else "")
     default = tables.build_of(release, wheel_platform(machine))
     if gpu is False and first and first.cuda and default and default.cuda:  # the CPU build is enough
-        beside = [name for name in _TRIO if name in machine.python.packages]
-        return install(machine, f"torch=={release}", *beside, index=f"{tables.INDEX}/cpu", force=True)
+        companions = [name for name in _COMPANIONS if name in machine.python.packages]
+        return install(machine, f"torch=={release}", *companions, index=f"{tables.INDEX}/cpu", force=True)
     index = "" if (default and default.build == build) or not build else f"{tables.INDEX}/{build}"
     return install(machine, f"torch=={release}", index=index, force=True)
 
@@ -472,7 +472,7 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
     if not all(name in known for name, _, _ in parts):
         return ()
     # NVIDIA's packages have other version numbers there
-    pinned = ("torch", *_TRIO)
+    pinned = ("torch", *_COMPANIONS)
     return tuple(known[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
 
 

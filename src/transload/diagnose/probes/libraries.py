@@ -135,7 +135,7 @@ class Preload(NamedTuple):
 
 
 class Preloads(NamedTuple):
-    """What ``torch/__init__.py`` loads beside its own libraries."""
+    """What ``torch/__init__.py`` loads besides its own libraries."""
 
     always: tuple[Preload, ...] = ()
     """After ``libtorch_global_deps.so`` was loaded. Torch silently stops at the first one that fails."""

@@ -119,8 +119,8 @@ def _needs_driver(m: Case) -> bool:
 def _branch(m: Case) -> int:
     """The branch of the installed driver: of the loaded module, else of its libraries; 0 if unknown."""
     lib = m.libcuda
-    beside = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
-    found = re.match(r"[0-9]{3}(?![0-9])", m.kernel.version) or re.match(r"[0-9]{3}(?![0-9])", beside)
+    library_version = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
+    found = re.match(r"[0-9]{3}(?![0-9])", m.kernel.version) or re.match(r"[0-9]{3}(?![0-9])", library_version)
     return int(found[0]) if found else 0
 
 

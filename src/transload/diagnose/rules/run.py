@@ -153,7 +153,7 @@ def no_code_for_card(m: Case) -> Found:
 
 # -- other packages: torch works without them, so these are warnings
 
-_TRIO = ("torchvision", "torchaudio", "torchtext", "torchcodec")
+_COMPANIONS = ("torchvision", "torchaudio", "torchtext", "torchcodec")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 _OF_DRIVER = ("libcuda.so", "libnvidia-")
@@ -176,9 +176,9 @@ def other_packages(m: Case) -> Found:
     cuda = m.built_with
 
     # the pinned release differs, or the package is a CPU build and torch is not
-    trio = [each for each in m.extensions if each.package in _TRIO]
+    companions = [each for each in m.extensions if each.package in _COMPANIONS]
     lines = []
-    for each in trio:
+    for each in companions:
         pin = _PIN.search(each.wants_torch)
         wanted, installed = tables.numbers_of(pin["version"]) if pin else (), tables.numbers_of(release)
         # only major and minor numbers of development versions count
@@ -206,7 +206,7 @@ def other_packages(m: Case) -> Found:
         return (words, *first, *dict.fromkeys(commands)) if names else ()
 
     if lines:
-        yield "P05", Match(tuple(lines), with_torch({each.package for each in trio}), severity="warning")
+        yield "P05", Match(tuple(lines), with_torch({each.package for each in companions}), severity="warning")
 
     # symbols of torch, or libraries, that a package needs do not exist
     libraries = ((each, _BITSANDBYTES.search(each.library)) for each in m.extensions)
@@ -221,10 +221,10 @@ def other_packages(m: Case) -> Found:
         lines += what
         packages |= {each.package} if what else set()
     if packages:
-        fix = with_torch(packages & {*_TRIO}) if packages & {*_TRIO} else ()
+        fix = with_torch(packages & {*_COMPANIONS}) if packages & {*_COMPANIONS} else ()
         if "bitsandbytes" in packages:
             fix = (*fix, "Install a bitsandbytes that knows this CUDA:", *fixes.install(m, *_NEWEST, "bitsandbytes"))
-        if others := sorted(packages - {*_TRIO, "bitsandbytes"}):
+        if others := sorted(packages - {*_COMPANIONS, "bitsandbytes"}):
             fits = f"built for torch {release}{f' and CUDA {m.torch_cuda}' if m.torch_cuda else ''}"
             fix = (*fix, f"Install wheels of {', '.join(others)} {fits}.", *compiled("", others))
         yield "P06", Match(tuple(lines[:8]), fix, severity="warning")

@@ -156,12 +156,12 @@ def cpu_build(m: Case) -> Found:
         return
     if tegra:
         yield "J01", Match((built, f"this is a Jetson: {tegra}"))
-    beside = ", ".join(first.replaced_by[:4])
-    together = f"it was installed together with {beside}" if beside else ""
+    packages = ", ".join(first.replaced_by[:4])
+    together = f"it was installed together with {packages}" if packages else ""
     # so that the next installation does not replace it again
     keep = "To keep this build, name torch and its index in a constraints file, and pass it with -c to later installs."
     gpus = tuple(map(str, m.cards[:4])) or ("there is an NVIDIA GPU",)
-    install = (*fixes.install_wheel(m, driver=not m.driver_misfit), keep if beside else "")
+    install = (*fixes.install_wheel(m, driver=not m.driver_misfit), keep if packages else "")
     # a card with an unknown chip may be one that CUDA never supported
     unknown = not (m.cards or m.hardware.dxg or m.driver.cuda.works)
     evidence = (built, together, *gpus)
