@@ -154,17 +154,14 @@ class Payload(NamedTuple):
 class ZipIndex(NamedTuple):
     """The records of an archive by name below the common folder, in directory order.
 
-    ``root`` is that folder, as torch takes it from the first entry. ``by_torch`` is whether torch's writer wrote the
-    local headers (padding field ``FB``, no date). ``unsummed`` is whether all checksums are zero: torch can be
-    configured to write none. ``end`` is where the directory begins, and the data end.
+    ``root`` is that folder, as torch takes it from the first entry. ``unsummed`` is whether all checksums are zero:
+    torch can be configured to write none.
     """
 
     root: str
     records: dict[str, Record]
     problems: tuple[Problem, ...]
-    by_torch: bool = False
     unsummed: bool = False
-    end: int = 0
     ok: bool = True
 
     @property
@@ -207,11 +204,11 @@ def read_index(source: Source) -> ZipIndex:
     check_names(entries, problems)
     root = find_root(entries, problems)
     unsummed = not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries)
-    records, by_torch = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
+    records = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
     if unsummed:
         problems.add("no-checksums", detail="every checksum in it is zero: it was saved with checksums switched off")
         records = {name: record._replace(crc32=None) for name, record in records.items()}
-    return ZipIndex(root or "", records, tuple(problems), by_torch, unsummed, start)
+    return ZipIndex(root or "", records, tuple(problems), unsummed)
 
 
 class _NoDirectoryError(Exception):
@@ -376,8 +373,8 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 def _read_locals(
     source: Source, entries: list[Entry], data_end: int, prefix: str, problems: Problems
-) -> tuple[dict[str, Record], bool]:
-    """Each record, with its offset from its local header; and whether torch's writer made the first one.
+) -> dict[str, Record]:
+    """Each record, with its offset from its local header.
 
     Records have the names of ``names_below``. Most headers begin with the same bytes as the one before, which agreed
     with the directory.
@@ -386,7 +383,7 @@ def _read_locals(
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
-    by_torch, file_size = False, source.size
+    file_size = source.size
     plain, plain_flags, plain_method = b"", -1, -1
     for entry, name in zip(entries, names_below(entries, prefix), strict=True):
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
@@ -404,12 +401,9 @@ def _read_locals(
         offset = header + 30 + n_name + n_extra
         if window[at + 30 : at + 30 + n_name] != raw_name:
             problems.add("zip-names-differ", name, "the record's own header bears another name")
-        if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
-            if _compare(entry, name, begin, source, offset - n_extra, n_extra, problems):
-                plain, plain_flags, plain_method = begin, entry_flags, entry_method
-            if not records:
-                dated = any(begin[12:14])
-                by_torch = not dated and n_extra >= 4 and b"FB" in source.read(offset - n_extra, n_extra)
+        same = begin == plain and entry_flags == plain_flags and entry_method == plain_method
+        if not same and _compare(entry, name, begin, source, offset - n_extra, n_extra, problems):
+            plain, plain_flags, plain_method = begin, entry_flags, entry_method
         end = offset + entry_stored
         spans.append((header, end, name))
         if end > file_size:
@@ -427,7 +421,7 @@ def _read_locals(
     if reach > data_end:
         problems.add("zip-overlap", owner, "reaches into the directory")
     records.pop("", None)
-    return records, by_torch
+    return records
 
 
 def _compare(

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple
 
 from transload.checkpoint import Record, Storage
 from transload.findings import Problems
@@ -36,6 +35,7 @@ from transload.formats.zip import (
     text_of,
     widen,
 )
+from transload.frozen import NamedTuple
 from transload.io.sources import Source, inflated
 
 HAS_DESCRIPTOR = 8
@@ -639,4 +639,4 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     zeros = len(tail) - len(tail.rstrip(b"\0"))
     if zeros >= _MIN_ZEROS:
         problems.add("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes")
-    return ZipIndex(root, records, tuple(problems), by_torch=True, end=reached, ok=bool(records))
+    return ZipIndex(root, records, tuple(problems), ok=bool(records))
