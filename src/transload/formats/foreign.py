@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 from transload.findings import is_named, quoted, rescue_command
 from transload.formats.torch_legacy import MAGIC_PICKLE, members
+from transload.frozen import NamedTuple
 from transload.io.packed import packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 
@@ -24,8 +24,7 @@ SCAN = 1 << 20
 LONGEST_TEXT = 160
 
 
-@dataclass(frozen=True, slots=True)
-class Foreign:
+class Foreign(NamedTuple):
     """What a file is that is not a checkpoint.
 
     ``format`` is a short, stable name; ``title`` completes "this is …"; ``details`` are the evidence; ``fix`` is what
@@ -170,7 +169,7 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
         ending = _RESCUED.get(inside[0].lower().rpartition(".")[2], "")
         member = inside[0] if len(inside) > 1 else ""
         if ending and (not member or _can_be_pasted(member)):
-            return replace(found, fix=rescue_advice(path, ending, member), holds=ending)
+            return found._replace(fix=rescue_advice(path, ending, member), holds=ending)
         return found
     title = "a zip archive, but not one of PyTorch's" if ours else "an empty zip archive"
     return Foreign("zip", title, _records(ours), (f"See what it holds: unzip -l {quoted(path)}",))

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Checkpoint
 from transload.errors import BrokenFileError, NotACheckpointDirectoryError, NotACheckpointError
@@ -22,7 +22,7 @@ from transload.findings import (
     rescue_command,
     worst_safety,
 )
-from transload.frozen import replace
+from transload.frozen import NamedTuple, replace
 
 RESCUE = "$ transload rescue FILE NEW.pt"
 CONVERT = "$ transload convert FILE NEW.safetensors"

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, first_of, worst_safety
 from transload.formats import pickle_machine
+from transload.frozen import NamedTuple
 from transload.judge.names import (
     ALSO_DATA,
     PLAIN_VALUES,

@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Literal
 
 from transload.checkpoint import FORMATS, Checkpoint
@@ -23,6 +22,7 @@ from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import Problem, quoted, rescue_command
 from transload.formats import gc_paused, read_source
 from transload.formats.plain_pickle import holds_tensors
+from transload.frozen import replace
 from transload.io.atomic import AtomicFile
 from transload.io.pool import progress_counter
 from transload.io.sources import Assembly, Source, SourceLike, open_source

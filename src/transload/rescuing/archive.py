@@ -12,13 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from struct import pack_into
-from typing import NamedTuple
 from zlib import crc32
 
 from transload.findings import Problems
 from transload.formats.zip import ALIGNMENT, DEFLATED, LOCAL
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
+from transload.frozen import NamedTuple
 from transload.io.sources import Assembly, BytesSource, Part, Source
 from transload.rescuing.bitflips import MAX_RATIO, Claim, Verdict, check_records, repair_index, repaired_bytes
 from transload.rescuing.result import Certainty, LostRecord, Repair

@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from math import isqrt
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from transload.checkpoint import Record
 from transload.formats.pickle_machine import run
 from transload.formats.verify import Lost, checksums
 from transload.formats.zip import DEFLATED
+from transload.frozen import NamedTuple
 from transload.io.checksums import ONE, POLYNOMIAL, times
 from transload.io.checksums import power as power_of
 from transload.io.sources import Source

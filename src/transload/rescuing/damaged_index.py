@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.dtypes import STORAGES
 from transload.formats.pickle_machine import run_part
 from transload.formats.pickle_state import Machine, Sparse
 from transload.formats.rare_opcodes import opcodes
 from transload.formats.tensors import READERS, called
+from transload.frozen import NamedTuple
 from transload.nodes import Call, Dict, Global, Persistent
 
 _MAX_NAME = 1024

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from transload.frozen import Reported, facts
+from transload.frozen import NamedTuple, Reported, facts
 from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 
