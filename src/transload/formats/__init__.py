@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from transload.findings import Problem, Problems
@@ -179,7 +180,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
         index = walk_index(source, index)
     archive = Archive.of_zip(source, index)
-    reader = _zip_reader(archive)
+    reader = _zip_reader(archive, tree=tree)
     if reader is None:
         from transload.formats.foreign import identify_zip
 
@@ -196,8 +197,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
         if looks_like_safetensors(source):
             problems.add("zip-inside", detail="it is also a safetensors file, and torch goes by the name")
-    light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
-    checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
+    checkpoint = reader(archive, problems, path=source.name, nbytes=source.size)
     if not verify or index.unsummed:
         return checkpoint
     from transload.formats.verify import verify_records
@@ -208,7 +208,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     return replace(checkpoint, problems=found, checksummed=not bad and not known)
 
 
-def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
+def _zip_reader(archive: Archive, *, tree: bool) -> Callable[..., Checkpoint] | None:
     """The reader for an archive with such records; only its module is imported. ``None`` if there is none."""
     has_pickle = archive.find("data.pkl")
     if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # model.json in 1.0 to 1.2
@@ -217,8 +217,9 @@ def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
         return read_torchscript
     from transload.formats.torch_zip import read_torch_zip
 
+    reader = partial(read_torch_zip, tree=tree)
     if has_pickle:
-        return read_torch_zip
+        return reader
     if any(name.startswith("data/aotinductor/") for name in archive.records):
         from transload.formats.torch_export import read_aotinductor
 
@@ -233,4 +234,4 @@ def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
         return read_package
     # What is left of a torch.save archive whose index is lost.
     left = ("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0")
-    return read_torch_zip if any(archive.find(name) for name in left) else None
+    return reader if any(archive.find(name) for name in left) else None

@@ -151,14 +151,8 @@ _EXPLAINS = {
     "zip-unreadable-entry": frozenset(
         {
             *("crc-mismatch", "pickle-broken", "pickle-unreadable", "record-unreadable", "record-unseen"),
-            *(
-                "record-unused",
-                "zip-bad-byteorder",
-                "zip-bad-note",
-                "zip-bad-version",
-                "zip-compressed",
-                "zip-no-version",
-            ),
+            *("record-unused", "zip-bad-byteorder", "zip-bad-note", "zip-bad-version", "zip-compressed"),
+            "zip-no-version",
         }
     ),
     "zip-no-directory": frozenset({"zip-no-version", "zip-walked"}),
