@@ -146,7 +146,7 @@ def test_a_record_that_is_shorter_than_it_says_is_noticed() -> None:
 
 def test_progress_is_told() -> None:
     counts: list[int] = []
-    written(FileObject(io.BytesIO()), step=1 << 20, tell=counts.append)
+    written(FileObject(io.BytesIO()), step=1 << 20, report_progress=counts.append)
     assert sum(counts) == sum(SIZES)
 
 

@@ -117,7 +117,7 @@ def write_legacy(
     protocol: int,
     numels: Sequence[int],
     storages: Iterable[Record | Bunch],
-    tell: Callable[[int], None] | None = None,
+    report_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write a stream; the keys of the storages count from 0, and ``numels`` are their element counts."""
     import pickle
@@ -144,8 +144,8 @@ def write_legacy(
                 sink.write([chunk.view])
                 if chunk.done:
                     chunk.done()
-        if tell:
-            tell(nbytes)
+        if report_progress:
+            report_progress(nbytes)
 
 
 def _places(

@@ -61,13 +61,13 @@ class _Task(NamedTuple):
 
 
 def checksums(
-    source: Source, records: Sequence[Record], tell: Callable[[int], None] | None = None
+    source: Source, records: Sequence[Record], report_progress: Callable[[int], None] | None = None
 ) -> dict[int, int | Lost]:
     """The CRC-32 of the unpacked bytes of each record, by its index in the list, in order; or why there is none.
 
-    A large record without a stored checksum is only read, and gets 0. ``tell`` is called with the number of bytes of
-    each read. If the records together are longer than the file, some are left out: a hundred thousand that overlap
-    would be read a hundred thousand times, and overlaps are a problem anyway.
+    A large record without a stored checksum is only read, and gets 0. ``report_progress`` is called with the number of
+    bytes of each read. If the records together are longer than the file, some are left out: a hundred thousand that
+    overlap would be read a hundred thousand times, and overlaps are a problem anyway.
     """
     places = [(offset or 0, stored, index) for index, (_, offset, _, stored, _, _) in enumerate(records)]
     if sum(place[1] for place in places) > source.size:
@@ -79,10 +79,10 @@ def checksums(
     parts: dict[int, list[tuple[int, int, int | Lost]]] = {}
     lock = Lock()
 
-    def told(count: int) -> None:
-        if tell is not None:
+    def add_progress(count: int) -> None:
+        if report_progress is not None:
             with lock:
-                tell(count)
+                report_progress(count)
 
     def sum_part(offset: int, nbytes: int, index: int, buffer: memoryview) -> int | Lost:
         record, compute, value = records[index], fastest_crc32(), 0
@@ -90,12 +90,12 @@ def checksums(
             if record.method == DEFLATED:
                 for piece in inflated(source, offset, nbytes, record.size):
                     value = crc32(piece, value)
-                told(nbytes)
+                add_progress(nbytes)
                 return value
             for at in range(0, nbytes, _BUFFER):
                 count = source.readinto(offset + at, buffer[: min(_BUFFER, nbytes - at)])
                 value = compute(buffer[:count], value) if record.crc32 is not None else 0
-                told(count)
+                add_progress(count)
         except zlib_error:
             return Lost("its compressed data is damaged")
         except CannotReadError as error:
@@ -123,7 +123,7 @@ def checksums(
                     return
                 for start, size, index in held:
                     whole[index] = crc32(data[start - begin : start - begin + size])
-                told(len(data))
+                add_progress(len(data))
 
         return do
 

@@ -302,12 +302,12 @@ def write_archive(
     *,
     threads: int = 0,
     alignment: int = ALIGNMENT,
-    tell: Callable[[int], None] | None = None,
+    report_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and returns the last ones.
 
-    With an empty ``root`` there is no folder. ``tell`` is called with the number of bytes of records in each write,
-    without the last ones.
+    With an empty ``root`` there is no folder. ``report_progress`` is called with the number of bytes of records in each
+    write, without the last ones.
     """
     archive = _Archive(root, alignment)
     waiting: deque[_Write] = deque()
@@ -319,8 +319,8 @@ def write_archive(
         for _, chunk, _ in write.parts:
             if chunk.done is not None:
                 chunk.done()
-        if tell is not None:
-            tell(write.contents)
+        if report_progress is not None:
+            report_progress(write.contents)
 
     with Checksums(threads) as sums:
         for write in archive.writes(records):
@@ -424,7 +424,7 @@ def write_checkpoint(
     *,
     origin: Record | None = None,
     alignment: int = ALIGNMENT,
-    tell: Callable[[int], None] | None = None,
+    report_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write the records of a checkpoint; ``nbytes`` is the approximate size of its storages."""
 
@@ -444,4 +444,4 @@ def write_checkpoint(
 
     threads = min(cores() - 1, _MAX_THREADS) if nbytes >= _LITTLE else 0  # beside the one that writes
     records = chain(opening, storages)
-    write_archive(sink, _ROOT, records, closing, threads=threads, alignment=alignment, tell=tell)
+    write_archive(sink, _ROOT, records, closing, threads=threads, alignment=alignment, report_progress=report_progress)

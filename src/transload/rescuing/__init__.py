@@ -154,7 +154,7 @@ def _rescue_file(
             (*_warnings(checkpoint, recovered, out), *doubts(recovered.repairs)),
         )
         if made.done and out is not None:
-            tell = progress_counter(progress, out.size, "writing")
+            report_progress = progress_counter(progress, out.size, "writing")
             with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
                 sink = bundle.add(target)
                 for start in range(0, out.size, _PIECE):
@@ -163,8 +163,8 @@ def _rescue_file(
                     if len(data) < count:
                         raise CannotReadError("the file became shorter while it was read", where=out.name)
                     sink.write([data])
-                    if tell is not None:
-                        tell(len(data))
+                    if report_progress is not None:
+                        report_progress(len(data))
         return made
 
 

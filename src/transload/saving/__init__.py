@@ -225,8 +225,8 @@ class _Save:
                 last.callback(ring.fetcher.finish)
             records = records_of(self.storages, rings) if self.copies is None else copied_records(self.copies)
             if self.legacy_protocol is not None:
-                tell = progress_counter(self.progress, self.nbytes, "saving")
-                write_legacy(sink, self.data, self.legacy_protocol, self.numels, records, tell)
+                report_progress = progress_counter(self.progress, self.nbytes, "saving")
+                write_legacy(sink, self.data, self.legacy_protocol, self.numels, records, report_progress)
                 return
             opening = opening_records(self.data, self.alignment, sys.byteorder)
             if not self.byteorder:
@@ -238,7 +238,9 @@ class _Save:
                 self.nbytes,
                 origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,
-                tell=progress_counter(self.progress, self.nbytes + sum(record.size for record in opening), "saving"),
+                report_progress=progress_counter(
+                    self.progress, self.nbytes + sum(record.size for record in opening), "saving"
+                ),
             )
 
 
