@@ -171,8 +171,8 @@ def test_storages_go_where_the_plan_says() -> None:
     arrival = arriving(cuda_0="cpu", cuda_1="meta", cpu="cpu")
     storage = torch.UntypedStorage(4)
     assert arrival.put(storage, "cuda:0") is storage
-    assert arrival.known("cuda:1") == "meta"
-    assert arrival.known("cpu") == "cpu"
+    assert arrival.planned_device("cuda:1") == "meta"
+    assert arrival.planned_device("cpu") == "cpu"
     assert arrival.put(storage, "cuda:1").device.type == "meta"
 
 
@@ -188,4 +188,4 @@ def test_a_function_decides_for_tensors_that_have_no_storage() -> None:
     assert arriving(lambda *_: None).device("xla:0") == "xla:0"
     with pytest.raises(LoadError, match="not a storage"):
         arriving(lambda *_: "cpu").device("xla:0")
-    assert arriving(lambda *_: None).known("meta") == ""
+    assert arriving(lambda *_: None).planned_device("meta") == ""

@@ -21,7 +21,7 @@ from transload.formats.arrays import NUMPY_CALLS, is_plain
 from transload.formats.tensors import called
 from transload.frozen import Reported
 from transload.judge.problems import refuse_broken
-from transload.loading.placement import AUTO, is_choice, place
+from transload.loading.placement import AUTO, is_device_list, place
 from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Check(Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
-        wish = ",".join(map(str, self.wish)) if is_choice(self.wish) else str(self.wish)
+        wish = ",".join(map(str, self.wish)) if is_device_list(self.wish) else str(self.wish)
         return {
             "schema": 1,
             "path": self.checkpoint.path,
@@ -389,7 +389,7 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
 
 def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict, where everything goes, and what prevents it."""
-    from transload.loading.placement import landing
+    from transload.loading.placement import plan_blocks
     from transload.render.checkpoint import findings, format_words
     from transload.render.lines import BLANK, Prose, heading, note, row
     from transload.render.words import plural, printable, size
@@ -414,7 +414,7 @@ def report(check: Check) -> Iterator[Block]:
         yield row(label, printable(words, None), role)
     if plan.moves:
         yield from heading("where it lands", f"map_location={printable(repr(check.wish), 60)}")
-        yield from landing(plan)
+        yield from plan_blocks(plan)
     for finding in check.findings:
         if finding.code in ("no-such-device", "too-little-memory"):  # the plan shows them
             continue

@@ -396,7 +396,7 @@ class _Reader:
         if self._faked or self._skips or self._map is not None:
             return {}
         storages = self._piece.checkpoint.storages
-        known = {tag: self._device_map.known(tag) for tag in {storage.device for storage in storages}}
+        known = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
         devices = {tag: device if can_read_to(device.partition(":")[0]) else "" for tag, device in known.items()}
         here, all_big = sys.byteorder == "big", self._order == "big"
         opened: list[Source] = []
@@ -449,7 +449,7 @@ class _Reader:
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         """One storage on its device."""
-        if self._faked or self._device_map.known(storage.device) == "meta":
+        if self._faked or self._device_map.planned_device(storage.device) == "meta":
             return self._meta(storage)
         if self._skips:
             return self._device_map.put(self._empty(storage), storage.device)

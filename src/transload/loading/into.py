@@ -1,8 +1,8 @@
 """``transload.load_into``: the weights of a file straight into the parameters of a model.
 
 ``find`` looks for the place in the file whose keys fit the model best, after undoing the changes that trainers and
-wrappers make to all keys (``Rename``). A ``_Loading`` compares every key, shape and dtype, finds words for what
-does not fit, and reads.
+wrappers make to all keys (``Rename``). A ``_Loading`` compares every key, shape and dtype, describes what does not fit,
+and reads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MismatchError(LoadError):
 
 
 class KeysWarning(UserWarning):
-    """Keys of a file were changed to fit the model, though nobody had asked for that; or tensors were left out."""
+    """Keys of a file were changed to fit the model, which the caller did not ask for; or tensors were left out."""
 
 
 class _Keys(NamedTuple):
@@ -67,12 +67,12 @@ class _Keys(NamedTuple):
 
 
 class Loaded(_Keys):
-    """What ``load_state_dict`` gives, and beside it where the state dict was found and what was done to its keys."""
+    """What ``load_state_dict`` returns, and where the state dict was found and what was done to its keys."""
 
     found = ""
     """The place in the file, as ``prefix`` takes it; empty for the whole file."""
     notes: tuple[str, ...] = ()
-    """What was done that the caller may want to know of."""
+    """What was done that the caller may want to know."""
 
     def __repr__(self) -> str:
         keys = f"missing_keys={self.missing_keys}, unexpected_keys={self.unexpected_keys}"
@@ -104,31 +104,31 @@ def load_into(
     >>> load_into(torch.nn.Linear(2, 2), file)
     <All keys matched successfully; found in state_dict>
 
-    The state dict is looked for in the whole file (``prefix`` says where it is, if several would do), and ``module.``,
-    ``_orig_mod.`` or ``model.`` is taken off its keys, or put before them, where that makes them the model's. Before
+    The state dict may be anywhere in the file (``prefix`` says where, if several places fit). ``module.``,
+    ``_orig_mod.`` or ``model.`` is removed from its keys, or put before them, where that makes them the model's. Before
     that, ``rename`` is applied to them: a mapping such as ``{"encoder.": "backbone."}`` (of whole keys, or of prefixes
-    that end with a dot; ``""`` stands before every key), a regular expression with its replacement, a list of such
+    that end with a dot; ``""`` is the prefix of every key), a regular expression with its replacement, a list of such
     pairs, or a function that returns the new key, or ``None`` to leave it out.
 
-    Parameters stay where they are; those on the meta device are made on ``device``, or where ``transload.load`` would
-    have put them. A dtype is converted only with ``cast``. With ``ignore_mismatched_sizes`` tensors of another shape
-    are left as they are in the model, and a warning names them. So does one with buffers that are on the meta device
-    and never saved: they stay there. ``threads``, ``pinned_mb`` and ``direct`` are as for ``transload.load``.
+    Parameters stay on their devices; those on the meta device are made on ``device``, or where ``transload.load`` would
+    put them. A dtype is converted only with ``cast``. With ``ignore_mismatched_sizes`` tensors of another shape are
+    left as they are in the model, and a warning names them. Another warning names buffers on the meta device that are
+    never saved: they stay there. ``threads``, ``pinned_mb`` and ``direct`` are as for ``transload.load``.
 
     Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
-    shapes or dtypes differ, ``MismatchError`` says how and the model is as it was. Only modules that load by code of
-    their own, and hooks, have their say while it is loaded, as in torch.
+    shapes or dtypes differ, ``MismatchError`` says how and the model is as it was. Only modules with custom loading
+    code, and hooks, can still object while it is loaded, as in torch.
     """
     settings = check_settings(threads, pinned_mb, direct)
     if not callable(getattr(model, "named_parameters", None)):
         fix = "For a dictionary of tensors there is transload.load."
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
-    given = None if rename is None else cache(key_function(rename))
+    user_rename = None if rename is None else cache(key_function(rename))
     opened = open_checkpoint(f)
     with opened:
-        goal = Destinations(opened.checkpoint, "auto" if device is None else device)
+        destinations = Destinations(opened.checkpoint, "auto" if device is None else device)
         with gc_paused():
-            loading = _Loading(model, opened, goal, prefix, given)
+            loading = _Loading(model, opened, destinations, prefix, user_rename)
             loading.compare(cast=cast, ignore_shapes=ignore_mismatched_sizes)
             loading.refuse(strict=strict)
         loaded = loading.read(settings, strict=strict)
@@ -158,7 +158,6 @@ def key_function(rename: Any) -> KeyFunction:
         prefixes = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
 
         def renamed(key: str) -> str | None:
-            """By the whole key, else by its longest prefix."""
             old = key if key in rename else next((old for old in prefixes if key.startswith(old)), None)
             new = key if old is None else rename[old]
             return new if old is None or new is None else new + key[len(old) :]
@@ -202,40 +201,40 @@ _INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_modu
 
 
 class Rename(NamedTuple):
-    """A change made to all keys of a file: ``strip`` goes from the front, ``add`` comes there, wrappers are cut out."""
+    """A change of all keys of a file: ``strip`` at their front becomes ``add``; ``inner`` removes wrappers inside."""
 
     strip: str = ""
     add: str = ""
     inner: bool = False
 
     def __call__(self, key: str) -> str:
-        """The key as the model may call it."""
+        """The model's key for a key of the file."""
         if self.inner:
             key = _INNER.sub("", key)
         return self.add + key[len(self.strip) :] if key.startswith(self.strip) else key
 
     def undone(self, key: str) -> str:
-        """The key as the file may call it."""
+        """The file's key for a key of the model."""
         return self.strip + key[len(self.add) :] if key.startswith(self.add) else key
 
     def leaves_out(self, key: str) -> bool:
-        """Whether a key is not one of the model's: trainers keep other things beside it, wrappers do not."""
+        """Whether a key does not belong to the model: trainers save other things beside it, wrappers do not."""
         return self.strip.endswith("model.") and not key.startswith(self.strip)
 
     @property
     def cost(self) -> int:
-        """The least change is the best, where several do."""
+        """Of several changes that fit, the one with the least cost is best."""
         return self.strip.count(".") + self.add.count(".") + self.inner
 
 
 def _leads(keys: Iterable[str]) -> list[str]:
-    """The leading parts that some key begins with: ``""``, ``module.``, ``module.model.``."""
+    """The prefixes to try that some key begins with: ``""``, ``module.``, ``module.model.``."""
     whole = {match[0] for match in map(_LEADING.match, keys) if match}
     return sorted({"", *(lead for each in whole for lead in accumulate(_LEAD.findall(each)))}, key=len)
 
 
 Shape = tuple[int, ...] | None
-"""``None`` where the model does not mind."""
+"""``None`` if any shape fits."""
 
 _SHOWN = 8
 _MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
@@ -243,22 +242,22 @@ _MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What lies below one place of a checkpoint, by the keys it would have in a state dict."""
+    """The tensors below one place of a checkpoint, by the keys they would have in a state dict."""
 
     path: tuple[Key, ...]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     deep: dict[str, Key] = field(default_factory=dict)
-    """Keys that are not directly there but joined out of several steps, each with the first of them."""
+    """Keys that are joined from several steps, because the tensor is nested deeper; each with its first step."""
 
     @property
     def name(self) -> str:
-        """What to pass as ``prefix`` for it."""
+        """The ``prefix`` that selects it."""
         return "/".join(map(str, self.path))
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A branch laid over a model: the tensor for each of its keys, and the keys of the file that have no place."""
+    """A branch compared with a model: the tensor for each of the model's keys, and the tensors that are left over."""
 
     branch: Branch
     rename: Rename
@@ -267,11 +266,11 @@ class Match:
     origins: dict[str, str]
     """The file's key, by the model's."""
     rest: dict[str, Tensor]
-    """What has no place in the model, by its keys after the renaming."""
+    """The tensors that have no place in the model, by their renamed keys."""
     changed: int = 0
-    """How many keys ``rename`` has changed."""
+    """The number of keys that ``rename`` changed."""
     outside: int = 0
-    """How many tensors lie beside what was taken."""
+    """The number of tensors that ``rename`` leaves out."""
     score: tuple[int, int] = (0, 0)
 
     @property
@@ -296,12 +295,12 @@ class Match:
 def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
     """Every place of a checkpoint that has tensors below it.
 
-    Of a pickled module the steps between are left out, so that its keys are those of its ``state_dict()``.
+    The keys of a pickled module leave out ``_modules``, ``_parameters`` and ``_buffers``, as in ``state_dict()``.
     """
     found: dict[tuple[Key, ...], Branch] = {}
     for tensor in checkpoint.tensors:
         if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
-            continue  # of the code, not of the model
+            continue  # constants of the code
         steps = _steps(tensor)
         for depth in range(len(steps) or 1):
             branch = found.get(steps[:depth]) or found.setdefault(steps[:depth], Branch(steps[:depth]))
@@ -318,18 +317,21 @@ def _steps(tensor: Tensor) -> tuple[Key, ...]:
     if "_parameters/" in tensor.name or "_buffers/" in tensor.name:  # a buffer that state_dict() leaves out
         return tensor.path
     steps = tuple(step for step in tensor.path if step not in _MARKERS)
-    # A module: what stands behind its first marker is one key.
+    # A module: what follows its first marker is one key.
     lead = next(i for i, step in enumerate(tensor.path) if step in _MARKERS)
     return (*steps[:lead], ".".join(map(str, steps[lead:])))
 
 
 def find(
-    checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None = None, given: KeyFunction | None = None
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Shape],
+    prefix: str | None = None,
+    user_rename: KeyFunction | None = None,
 ) -> Match:
     """The branch that fits a model best, by keys and then by shapes.
 
-    ``wanted`` are the model's keys with their shapes; ``given`` renames those of the file. ``UsageError`` if two
-    branches fit equally well and are not the same tensors, or if nothing has the ``prefix``.
+    ``wanted`` are the model's keys with their shapes; ``user_rename`` renames those of the file. ``UsageError`` if two
+    branches with different tensors fit equally well, or if nothing has the ``prefix``.
     """
     chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
     leads, wrapped = _leads(wanted), any(map(_INNER.search, wanted))
@@ -339,15 +341,15 @@ def find(
         branch = chosen[place]
         if len(branch.tensors) < most:  # too few to be the best, as are those that follow
             break
-        keys = {key: key if given is None else given(key) for key in branch.tensors}
-        best = _laid(branch, keys, wanted, Rename())
+        keys = {key: key if user_rename is None else user_rename(key) for key in branch.tensors}
+        best = _match_with(branch, keys, wanted, Rename())
         if len(best.tensors) < len(wanted):
-            # Worth trying is what leads the keys on either side, with and without wrappers inside them.
+            # Try all pairs of prefixes from both sides, with and without wrappers inside the keys.
             theirs = [key for key in keys.values() if key is not None]
             inside = (False, True) if wrapped or any(map(_INNER.search, theirs)) else (False,)
             tries = [Rename(strip, add, inner) for inner, strip, add in product(inside, _leads(theirs), leads)]
-            laid = [_laid(branch, keys, wanted, rename) for rename in tries]
-            best = max(laid, key=lambda match: (match.score, -match.rename.cost))
+            tried = [_match_with(branch, keys, wanted, rename) for rename in tries]
+            best = max(tried, key=lambda match: (match.score, -match.rename.cost))
         matches[place] = best
         most = max(most, best.score[0])
     if not matches:
@@ -377,7 +379,7 @@ def _bytes(match: Match) -> dict[str, tuple[object, ...]]:
 
 
 def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
-    """A place of the checkpoint by its name; or all tensors whose name begins so, by the rest of the name."""
+    """The branch of a name; else all tensors whose names begin with it, by the rest of their names."""
     known = branches(checkpoint).values()
     named = {branch.name: branch for branch in known}
     if prefix.rstrip("/") in named:
@@ -386,33 +388,33 @@ def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
     begun = [tensor for tensor in checkpoint.tensors if tensor.name.startswith(lead)]
     if begun:
         return Branch((lead,), {tensor.name[len(lead) :].replace("/", "."): tensor for tensor in begun})
-    # Those that hold tensors themselves, the largest first.
+    # The places that have tensors as direct members, largest first.
     held = sorted(known, key=lambda branch: len(branch.deep) - len(branch.tensors))
     there = some([branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)], _SHOWN)
     raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=f"There are tensors below: {there}")
 
 
-def _laid(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[str, Shape], rename: Rename) -> Match:
-    """A branch over the model by one change of names, after the caller's: ``keys``, by those of the branch."""
+def _match_with(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[str, Shape], rename: Rename) -> Match:
+    """Compare a branch with the model after one rename; ``keys`` are the caller's renames, by key of the branch."""
     tensors: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
     rest: dict[str, Tensor] = {}
     outside = 0
     known = {_INNER.sub("", key) if rename.inner else key: key for key in shapes}
-    for (own, tensor), key in zip(branch.tensors.items(), keys.values(), strict=True):
+    for (original, tensor), key in zip(branch.tensors.items(), keys.values(), strict=True):
         if key is None:
             continue
         new = rename(key)
         name = known.get(new)
         if name is not None and (name not in tensors or key == name):
             tensors[name] = tensor
-            origins[name] = own
+            origins[name] = original
         elif rename.leaves_out(key):
             outside += 1
         else:
-            rest[key if own in branch.deep else new] = tensor
+            rest[key if original in branch.deep else new] = tensor
     score = len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
-    changed = sum(keys[own] != name for name, own in origins.items())
+    changed = sum(keys[original] != name for name, original in origins.items())
     return Match(branch, rename, tensors, origins, rest, changed, outside, score)
 
 
@@ -428,21 +430,21 @@ class _Slot(NamedTuple):
     name: str
     tensor: torch.Tensor | None
     shape: Shape
-    """``None`` where any will do: extra state, and parameters that are not made yet."""
+    """``None`` if any fits: for extra state, and for uninitialized parameters of lazy modules."""
 
     @property
     def table(self) -> dict[str, Any]:
-        """Where its module keeps it."""
+        """The dictionary of its module that has it."""
         parameters: dict[str, Any] = self.module._parameters  # noqa: SLF001 - getattr and setattr may be the user's
         return parameters if self.name in parameters else self.module._buffers  # noqa: SLF001 - the same
 
     def takes_scalar(self, tensor: Tensor) -> bool:
-        """torch 0.3 had no tensors without dimensions, and wrote one element; ``load_state_dict`` takes it, too."""
+        """Whether a one-element tensor fills a scalar, as in ``load_state_dict``: torch 0.3 had no 0-dim tensors."""
         return tensor.shape == (1,) and self.shape == ()
 
 
 def _modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Every module with the prefix of its keys, parents first; one that is shared comes under each of its names."""
+    """Every module with the prefix of its keys, parents first; a shared module under each of its names."""
     yield prefix, model
     for name, child in model._modules.items():  # noqa: SLF001 - as load_state_dict goes through them
         if child is not None:
@@ -450,7 +452,7 @@ def _modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, to
 
 
 def _slots(model: torch.nn.Module) -> dict[str, _Slot]:
-    """The places of a model by key, in the order of its ``state_dict()``."""
+    """The slots of a model by key, in the order of its ``state_dict()``."""
     import torch
     from torch.nn.parameter import UninitializedTensorMixin
 
@@ -467,10 +469,10 @@ def _slots(model: torch.nn.Module) -> dict[str, _Slot]:
     return found
 
 
-def _loading_themselves(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules, the outermost ones, that load what is below them by code of their own: a method, or a hook before.
+def _custom_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost modules with custom loading code: a ``_load_from_state_dict``, or pre-hooks.
 
-    The norms override theirs only for the sake of files without ``num_batches_tracked``, which is covered here.
+    The norms override theirs only for files without ``num_batches_tracked``, which ``compare`` handles.
     """
     import torch
     from torch.nn.modules.batchnorm import _NormBase
@@ -480,50 +482,50 @@ def _loading_themselves(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     ways = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
     found: dict[str, torch.nn.Module] = {}
     for prefix, module in _modules(model):
-        own = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
-        if own and not prefix.startswith(tuple(found)):
+        custom = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+        if custom and not prefix.startswith(tuple(found)):
             found[prefix] = module
     return found
 
 
 class _Unbuilt(NamedTuple):
-    """A value that is not built yet: the file it is in, and its node there."""
+    """A value that is built when it is needed: its file, and its node there."""
 
     piece: Piece
     node: object
 
 
 class _State(UserDict[str, Any]):
-    """A state dict whose tensors are read whenever they are asked for, and not kept; other values are built then.
+    """A state dict that reads a tensor, or builds another value, on each access, and does not keep it.
 
-    ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
+    With ``lands``, tensors are read onto their destination, since they become the parameters themselves.
     """
 
-    def __init__(self, entries: dict[str, Any], opened: Opened, goal: Destinations) -> None:
+    def __init__(self, entries: dict[str, Any], opened: Opened, destinations: Destinations) -> None:
         self.data = entries
         self.lands = False
         self._opened = opened
-        self._goal = goal
+        self._destinations = destinations
 
     def __getitem__(self, key: str) -> Any:
         value = self.data[key]
         if isinstance(value, _Unbuilt):
-            return build_node(value.piece, value.node, self._goal.device_map)
+            return build_node(value.piece, value.node, self._destinations.device_map)
         if not isinstance(value, Tensor):
             return value
-        return read_one(self._opened, value, device=self._goal.device(value.device) if self.lands else "cpu")
+        return read_one(self._opened, value, device=self._destinations.device(value.device) if self.lands else "cpu")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self.data))  # a hook may take entries away meanwhile
+        return iter(list(self.data))  # a hook may remove entries meanwhile
 
     def copy(self) -> Any:
-        """As a plain dictionary, all of it read."""
+        """A plain dictionary with all values read."""
         return dict(self)
 
     def load(self, module: torch.nn.Module, prefix: str, versions: dict[str, dict[str, Any]], report: _Report) -> None:
-        """Let a module and those in it load what is below them, as ``load_state_dict`` goes down a model."""
+        """Let a module and its children load their entries, as ``load_state_dict`` does."""
         held = {key: value for key, value in self.data.items() if key.startswith(prefix)}
-        state = _State(held, self._opened, self._goal)
+        state = _State(held, self._opened, self._destinations)
         state.lands = any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         about = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if state.lands else {})}
         module._load_from_state_dict(state, prefix, about, True, *report)  # noqa: SLF001 - what load_state_dict calls
@@ -533,7 +535,7 @@ class _State(UserDict[str, Any]):
 
 
 _Report = tuple[list[str], list[str], list[str]]
-"""Missing keys, unexpected ones, and messages of errors."""
+"""Missing keys, unexpected keys, and error messages."""
 
 
 # -- what does not fit
@@ -543,7 +545,7 @@ _FEW = 6
 
 
 class Difference(NamedTuple):
-    """A key whose tensor is another in the file than in the model."""
+    """A key whose shape or dtype differs between the file and the model."""
 
     key: str
     file: str
@@ -555,11 +557,11 @@ def _keys(count: int) -> str:
 
 
 Renamed = tuple[str, str, list[tuple[str, str]]]
-"""What keys begin with in the file, and in the model; and the keys that are equal after that, in pairs."""
+"""A prefix in the file, the one in the model, and the pairs of keys that are equal after them."""
 
 
 def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> list[Renamed]:
-    """Prefixes of the file, each with the model's that has the same keys with the same shapes below it.
+    """Prefixes of the file, each with the model's prefix that has the same keys with the same shapes below it.
 
     >>> likely_renames({"backbone.a.w": (2,), "backbone.a.b": ()}, {"encoder.a.w": (2,), "encoder.a.b": ()})[0][:2]
     ('encoder.', 'backbone.')
@@ -572,11 +574,11 @@ def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
     for key, shape in unexpected.items():
         for cut in _cuts(key):
             mates = tails.get((key[cut:], shape), ())
-            if mates and len(mates) <= _FEW:  # more prove nothing: every model has its weights
+            if mates and len(mates) <= _FEW:  # more prove nothing: every layer has a weight
                 votes.update((key[:cut], mate[: len(mate) - len(key) + cut]) for mate in mates)
             if mates:
                 break
-    # The pairs of prefixes that explain most, none of whose keys is explained twice; a single key is not a pattern.
+    # The pairs of prefixes that explain the most keys, each key once; a single key is not a pattern.
     out: list[Renamed] = []
     wanted, free = set(missing), dict.fromkeys(unexpected)
     for (theirs, ours), _ in votes.most_common(_MOST * _FEW):
@@ -592,12 +594,12 @@ def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
 
 
 def _cuts(key: str) -> list[int]:
-    """Where a prefix of a key may end, the shortest first."""
+    """Where a prefix of a key may end, shortest first."""
     return [0, *(place + 1 for place, letter in enumerate(key) if letter == ".")]
 
 
 def _group(title: str, keys: Sequence[str]) -> list[str]:
-    """Keys by their first names, the largest groups first (``encoder.layers.* (96)``); a lone key by its whole name."""
+    """Keys grouped by prefix, the largest groups first (``encoder.layers.* (96)``); a single key in full."""
     if len(keys) <= _FEW:
         return [f"{title}: {', '.join(keys)}"] if keys else []
     groups: dict[str, list[str]] = {}
@@ -615,11 +617,9 @@ def _group(title: str, keys: Sequence[str]) -> list[str]:
 
 # -- one call of load_into
 
-_PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
-
 
 class _Task(NamedTuple):
-    """One tensor of the file, what is wanted of it, and all places of the one parameter it goes to."""
+    """A tensor of the file, the part of it to read, and all slots of the one parameter it goes to."""
 
     key: str
     tensor: Tensor
@@ -628,26 +628,28 @@ class _Task(NamedTuple):
 
 
 class _Loading:
-    """A model, a file, how they fit, and the reading to do. Keys are the model's."""
+    """A model, a file, how they fit, and what to read. Keys are the model's."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         opened: Opened,
-        goal: Destinations,
+        destinations: Destinations,
         prefix: str | None,
-        given: KeyFunction | None = None,
+        user_rename: KeyFunction | None = None,
     ) -> None:
         self._model = model
         self._opened = opened
-        self._goal = goal
+        self._destinations = destinations
         self._prefix = prefix
-        self._renames = given is not None
-        self._given: KeyFunction = given or (lambda key: key)
+        self._renames = user_rename is not None
+        self._user_rename: KeyFunction = user_rename or (lambda key: key)
         self._slots = _slots(model)
-        self._own = _loading_themselves(model)
-        self._match = find(opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix, given)
-        names = Counter(map(self._given, self._match.branch.tensors))
+        self._custom = _custom_modules(model)
+        self._match = find(
+            opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix, user_rename
+        )
+        names = Counter(map(self._user_rename, self._match.branch.tensors))
         if twice := [name for name, count in names.items() if name is not None and count > 1]:
             what = f"rename gives several keys of the file the same name: {some(twice, _SHOWN)}"
             raise UsageError(what, where=opened.checkpoint.path, fix="Return None for all but one of them.")
@@ -661,11 +663,11 @@ class _Loading:
         self._errors: list[str] = []
 
     def compare(self, *, cast: bool, ignore_shapes: bool) -> None:
-        """Compare every key, shape and dtype, and list what is to be read."""
+        """Compare every key, shape and dtype, and list what to read."""
         from torch.nn.modules.batchnorm import _NormBase
 
-        match, opened, own = self._match, self._opened, tuple(self._own)
-        slots = {key: slot for key, slot in self._slots.items() if not key.startswith(own)}  # they load the rest
+        match, opened, custom = self._match, self._opened, tuple(self._custom)
+        slots = {key: slot for key, slot in self._slots.items() if not key.startswith(custom)}  # those load the rest
         for key in (key for key, slot in slots.items() if slot.tensor is None):
             held = opened.node((*match.branch.path, self._entry(key)))
             if held is not None or key in match.tensors:
@@ -682,42 +684,42 @@ class _Loading:
             dtype = str(slot.tensor.dtype).removeprefix("torch.")
             if tensor.dtype != dtype and not cast:
                 self.dtypes.append(Difference(key, tensor.dtype, dtype))
-        filled = self._list_tasks(own)
+        filled = self._list_tasks(custom)
         versions = self._versions()
         for key, slot in slots.items():
             if key in match.tensors or key in self._extras or id(slot.tensor) in filled:
                 continue
             if slot.name == "num_batches_tracked" and isinstance(slot.module, _NormBase):
                 version = versions.get(key.rpartition(".")[0], {}).get("version")
-                if type(version) is not int or version < 2:  # files before version 2 of the norms do not have it
+                if type(version) is not int or version < 2:  # version 2 of the norms added it
                     continue
             self.missing.append(key)
-        # torch would not expect what has no place: of what lies deeper, the entry it lies in; and other values.
+        # Unexpected, as for torch: leftover tensors (nested ones as the entry they are in), and other values.
         rename, deep = match.rename, match.branch.deep
-        entries = {self._given(key): str(first) for key, first in deep.items()}
+        entries = {self._user_rename(key): str(first) for key, first in deep.items()}
         extras = {self._entry(key) for key in self._extras}
         self.unexpected = [key for key in dict.fromkeys(entries.get(k, k) for k in match.rest) if key not in extras]
         known = {*match.branch.tensors, *map(str, deep.values()), *extras}
-        others = [self._given(key) for key in self._values if key not in known]
+        others = [self._user_rename(key) for key in self._values if key not in known]
         self.unexpected += [rename(key) for key in others if key is not None and not rename.leaves_out(key)]
-        self.unexpected = [key for key in self.unexpected if not key.startswith(own)]
+        self.unexpected = [key for key in self.unexpected if not key.startswith(custom)]
 
     def refuse(self, *, strict: bool) -> None:
-        """Raise for all that can be known before a byte is read."""
+        """Raise for everything that is known before a byte is read."""
         match, slots, opened = self._match, self._slots, self._opened
-        # Modules with hooks or code of their own may yet strike keys off.
-        later = self._own or any(module._load_state_dict_post_hooks for _, module in _modules(self._model))  # noqa: SLF001
+        # Custom modules and hooks may still remove keys from the lists.
+        later = self._custom or any(module._load_state_dict_post_hooks for _, module in _modules(self._model))  # noqa: SLF001
         keys_differ = (self.missing or self.unexpected) and strict and not later
-        nothing = not match.tensors and not self._own and bool(slots)
+        nothing = not match.tensors and not self._custom and bool(slots)
         if self.shapes or self.dtypes or keys_differ or nothing:
             raise self._error()
         for task in self._tasks:
             check_one(opened, task.tensor)
 
-    def _list_tasks(self, own: tuple[str, ...]) -> set[int]:
-        """One task a parameter, in the order of the file; of two tensors for one the last counts, as in torch.
+    def _list_tasks(self, custom: tuple[str, ...]) -> set[int]:
+        """List one task per parameter, in file order; of two tensors for one parameter the last counts, as in torch.
 
-        The parameters that the file has something for, by identity: also those ``own`` modules load.
+        Returns the identities of all parameters that the file has a tensor for, including those of custom modules.
         """
         tasks: dict[int, _Task] = {}
         places: defaultdict[int, list[_Slot]] = defaultdict(list)
@@ -734,40 +736,42 @@ class _Loading:
             storage = self._opened.content.storage(task.tensor)
             return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
 
-        self._tasks = sorted((task for task in tasks.values() if not task.key.startswith(own)), key=place)
+        self._tasks = sorted((task for task in tasks.values() if not task.key.startswith(custom)), key=place)
         return {*tasks}
 
     @cached_property
     def _values(self) -> list[str]:
-        """Entries of the state dict that are not tensors, as the file calls them: an epoch, extra state."""
+        """The file's keys of entries that are not tensors: an epoch, extra state."""
+        from transload.loading.refusal import PROGRAMS
+
         checkpoint, branch = self._opened.checkpoint, self._match.branch
         path = branch.path
         modules = not all(_MARKERS.isdisjoint(tensor.path[len(path) :]) for tensor in branch.tensors.values())
-        if modules or checkpoint.format in _PROGRAMS:
+        if modules or checkpoint.format in PROGRAMS:
             return []  # attributes of an object are not entries
         below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
         return [str(step) for step in dict.fromkeys((*below, *branch.deep.values()))]
 
     def _entry(self, key: str) -> str:
-        """The file's name for the value that the model calls so; empty where the caller renames none to it."""
+        """The file's key for a value of the model; empty if the caller's rename gives none."""
         name = self._match.rename.undone(key)
-        return next((each for each in (*self._values, name) if self._given(each) == name), "")
+        return next((each for each in (*self._values, name) if self._user_rename(each) == name), "")
 
     def _versions(self) -> dict[str, dict[str, Any]]:
-        """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
+        """The ``_metadata`` of each module, such as its version, by the model's names of the modules."""
         held = self._opened.node(self._match.branch.path)
         node = held[1] if held else None
         state = node.states[-1] if type(node) is Call and node.states else None
         table = plain(state.get("_metadata")) if type(state) is Dict else {}
         known = table if isinstance(table, dict) else {}
-        if self._renames:  # by the caller: keys, and not modules
+        if self._renames:  # the caller renames keys, not modules
             pairs = [(new.rpartition(".")[0], old.rpartition(".")[0]) for new, old in self._match.origins.items()]
         else:
             pairs = [(self._match.rename(f"{name}.")[:-1] if name else "", name) for name in map(str, known)]
         return {new: known[old] for new, old in pairs if isinstance(known.get(old), dict)}
 
     def _error(self, lead: str = "") -> MismatchError:
-        """All that does not fit, in a few lines, and the one line that helps."""
+        """The error with all that does not fit, in a few lines, and the arguments that would help."""
         match, place = self._match, self._match.branch.name
         missing = {key: slot.shape if (slot := self._slots.get(key)) else None for key in self.missing}
         unexpected = {key: tensor.shape if (tensor := match.rest.get(key)) else None for key in self.unexpected}
@@ -800,7 +804,7 @@ class _Loading:
             fix = f"prefix={prefix!r} takes that part of the file."
         elif call := self._renaming(renames):
             fix = call
-        elif self.shapes and not self.dtypes and (match.tensors or self._own):
+        elif self.shapes and not self.dtypes and (match.tensors or self._custom):
             fix = "ignore_mismatched_sizes=True leaves them as they are in the model."
         elif match.tensors and not (self.shapes or self.dtypes or self._errors):
             fix = "strict=False loads what fits."
@@ -808,18 +812,18 @@ class _Loading:
         return MismatchError("\n".join([*lines, *self._errors]), self, where=where, fix=fix)
 
     def _renaming(self, renames: Sequence[Renamed]) -> str:
-        """The arguments that load what has other names, by trying them; empty where they would not help."""
+        """The arguments that load keys under other names, found by trying them; empty if they would not help."""
         before = self._match
         table = {before.rename.undone(theirs): ours for theirs, ours, _ in renames}
         if not table or self._renames:  # by the caller already
             return ""
-        for new, old in before.origins.items():  # what fits already keeps its name
+        for new, old in before.origins.items():  # keys that fit already keep their names
             theirs = next((each for each in table if old.startswith(each) and len(each) < len(old)), None)
             if theirs is not None and table[theirs] != before.rename(theirs):
                 group = old[: old.find(".", len(theirs)) + 1] or old
                 table[group] = new if group == old else before.rename(group)
         try:
-            trial = _Loading(self._model, self._opened, self._goal, self._prefix, key_function(table))
+            trial = _Loading(self._model, self._opened, self._destinations, self._prefix, key_function(table))
         except UsageError:  # several keys would get the same name, or several places fit
             return ""
         trial.compare(cast=False, ignore_shapes=False)
@@ -835,10 +839,9 @@ class _Loading:
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
         """Fill the model."""
         match, path = self._match, self._opened.checkpoint.path
-        # Extra state is what transload.load would make of it.
-        state = _State(dict(self._extras), self._opened, self._goal)
+        state = _State(dict(self._extras), self._opened, self._destinations)
         extras = state.copy()
-        self._let_own()
+        self._load_custom()
         self._fill(settings)
         for key, value in extras.items():
             self._slots[key].module.set_extra_state(value)
@@ -864,7 +867,7 @@ class _Loading:
         return loaded
 
     def _left_on_meta(self) -> list[str]:
-        """What has no values and is not among the missing keys: buffers that are never saved, and what was ignored."""
+        """Keys that stay without values and are not missing: buffers that are never saved, and ignored shapes."""
         ignored = {each.key for each in self._ignored}
         held = {
             prefix + name: tensor
@@ -872,24 +875,24 @@ class _Loading:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - as above
             if tensor is not None
         }
-        if all(tensor.is_meta for tensor in held.values()):  # as the caller wants it
+        if all(tensor.is_meta for tensor in held.values()):  # all of the model is, as the caller wants it
             return []
         return [key for key, t in held.items() if t.is_meta and (key not in self._slots or key in ignored)]
 
-    def _let_own(self) -> None:
-        """Let modules that load by code of their own do so."""
-        if not self._own:
+    def _load_custom(self) -> None:
+        """Let custom modules load their entries."""
+        if not self._custom:
             return
         match = self._match
         entries: dict[str, Any] = {**match.rest, **match.tensors}
         for name in self._values:
-            node, new = self._opened.node((*match.branch.path, name)), self._given(name)
+            node, new = self._opened.node((*match.branch.path, name)), self._user_rename(name)
             if node and new is not None and match.rename(new) not in match.tensors:
                 entries[match.rename(new)] = _Unbuilt(*node)
-        state, versions = _State(entries, self._opened, self._goal), self._versions()
-        for prefix, module in self._own.items():
+        state, versions = _State(entries, self._opened, self._destinations), self._versions()
+        for prefix, module in self._custom.items():
             state.load(module, prefix, versions, (self.missing, self.unexpected, self._errors))
-        # A parameter that a module has made anew goes to the other places of the one that was described.
+        # If a module has replaced a parameter on the meta device, the other slots of that get the new one, too.
         now = [(slot, slot.table.get(slot.name)) for slot in self._slots.values()]
         made = {id(slot.tensor): held for slot, held in now if held is not slot.tensor}
         for slot, _ in now:
@@ -898,29 +901,30 @@ class _Loading:
                 slot.table[slot.name] = new
 
     def _fill(self, settings: Settings) -> None:
-        """Fill every parameter. What was half done when reading failed is said."""
+        """Fill every parameter. An error says how many were filled before it."""
         tasks, path = self._tasks, self._opened.checkpoint.path
-        goals = [self._goal_of(task) for task in tasks]
-        rest = self._fill_straight(goals, settings)
+        targets = [self._target_of(task) for task in tasks]
+        rest = self._fill_straight(targets, settings)
         done = before = len(tasks) - len(rest)
         try:
-            for done, index in enumerate(rest, before):  # noqa: B007 - told below
-                fill(self._opened, tasks[index].tensor, goals[index], index=tasks[index].part)
+            for done, index in enumerate(rest, before):  # noqa: B007 - used below
+                fill(self._opened, tasks[index].tensor, targets[index], index=tasks[index].part)
         except TransloadError as error:
-            error.fix = f"{_half(done, len(tasks))}{error.fix}".rstrip()
+            error.fix = f"{_partly_filled(done, len(tasks))}{error.fix}".rstrip()
             raise
         except (RuntimeError, NotImplementedError) as error:
             what = f"{tasks[index].key} does not take what was read for it: {error}"
-            raise LoadError(what, where=path, fix=_half(done, len(tasks))) from error
-        for task, goal in zip(tasks, goals, strict=True):
+            raise LoadError(what, where=path, fix=_partly_filled(done, len(tasks))) from error
+        for task, target in zip(tasks, targets, strict=True):
             for slot in task.places:
-                if slot.tensor is not goal:
-                    slot.table[slot.name] = goal
+                if slot.tensor is not target:
+                    slot.table[slot.name] = target
 
-    def _fill_straight(self, goals: list[Any], settings: Settings) -> list[int]:
-        """Fill those whose bytes only have to be moved, all at once; the indexes of the others."""
+    def _fill_straight(self, targets: list[Any], settings: Settings) -> list[int]:
+        """Fill all parameters whose bytes need no conversion in one read; the indexes of the others."""
         found = [
-            straight(self._opened, task.tensor, goal, task.part) for task, goal in zip(self._tasks, goals, strict=True)
+            straight(self._opened, task.tensor, target, task.part)
+            for task, target in zip(self._tasks, targets, strict=True)
         ]
         ready = [(index, *way) for index, way in enumerate(found) if way is not None]
         numbers: dict[Any, int] = {}
@@ -931,25 +935,25 @@ class _Loading:
         except ShortReadError as end:
             key = self._tasks[ready[end.request][0]].key
             what = f"the file ends {requests[end.request].nbytes - end.received:,} bytes before {key} does"
-            fix = f"Some of the {len(goals):,} tensors are in the model already."
+            fix = f"Some of the {len(targets):,} tensors are in the model already."
             raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
         for index, _, _, _ in ready:
-            increment_version(goals[index])
+            increment_version(targets[index])
         return [index for index, way in enumerate(found) if way is None]
 
-    def _goal_of(self, task: _Task) -> Any:
-        """The parameter to fill; a new one in the place of one that is only described."""
+    def _target_of(self, task: _Task) -> Any:
+        """The parameter to fill; a new one for one on the meta device."""
         import torch
 
         target: Any = task.places[0].tensor
         if not target.is_meta:
             return target
-        made = torch.empty_like(target, device=self._goal.device(task.tensor.device))
+        made = torch.empty_like(target, device=self._destinations.device(task.tensor.device))
         if isinstance(target, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
         vars(made).update(vars(target))
         return made
 
 
-def _half(done: int, count: int) -> str:
+def _partly_filled(done: int, count: int) -> str:
     return f"{done:,} of {count:,} tensors are in the model already. " if done else ""

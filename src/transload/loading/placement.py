@@ -1,8 +1,8 @@
 """Where a checkpoint goes: which devices this machine has, the plan, and the map from saved to local devices.
 
-``devices_here`` asks torch for the devices, and touches no accelerator that the file does not call for. ``place`` makes
+``devices_here`` asks torch for the devices, and initialises no accelerator that the file does not need. ``place`` makes
 the ``Plan``: what goes where and why, whether it fits, and the one warning about it. It is pure, so ``transload check``
-makes the same plan without torch. A ``DeviceMap`` carries the plan out, storage by storage.
+makes the same plan without torch. A ``DeviceMap`` carries out the plan, storage by storage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Reason = Literal["saved", "here", "absent", "lost", "rank", "float64", "asked", "function"]
 
 UNDECIDED = "?"
-"""The device of what a function of the caller's will decide on."""
+"""The device of storages that the caller's map_location function decides on."""
 
 _WORDS: dict[Reason, str] = {
     "saved": "it was saved there",
@@ -52,16 +52,16 @@ class Move:
 
     tag: str
     device: str
-    """Empty where nothing here can take them; ``UNDECIDED`` where a function of the caller's decides."""
+    """Empty if no device here can take them; ``UNDECIDED`` if the caller's map_location function decides."""
     reason: Reason
     tensors: int = 0
     nbytes: int = 0
     detail: str = ""
-    """What the reason alone does not tell."""
+    """What the reason alone does not say."""
 
     @property
     def moved(self) -> bool:
-        """Whether it lands elsewhere than it was: ``cuda`` names any of its kind, and ``mps:0`` is ``mps``.
+        """Whether it lands on another device than it was saved on: ``cuda`` is any GPU, and ``mps:0`` is ``mps``.
 
         >>> Move("cuda", "cuda:0", "here").moved, Move("cuda:1", "cuda:0", "absent").moved
         (False, True)
@@ -82,7 +82,7 @@ class Move:
         return self.why_of([self.tag])
 
     def why_of(self, tags: Sequence[str]) -> str:
-        """The reason for several tags that it is the same for."""
+        """The reason for several tags that share it."""
         if self.reason == "saved" and self.detail:
             return self.detail
         detail = f"; {self.detail}" if self.reason == "absent" and self.detail else self.detail
@@ -91,21 +91,21 @@ class Move:
 
 @facts(frozen=True)
 class Shortage:
-    """A device that has too little memory."""
+    """A device with too little memory."""
 
     device: str
     needed: int
     free: int
     instead: tuple[str, ...] = ()
-    """What would fit, in words."""
+    """What would fit instead, as phrases."""
 
     @property
     def missing(self) -> int:
-        """Bytes it lacks."""
+        """The bytes that it lacks."""
         return self.needed - self.free
 
     def __str__(self) -> str:
-        """What it lacks, in a phrase.
+        """The shortage in a phrase.
 
         >>> str(Shortage("cuda:0", 14_000_000_000, 10_000_000_000))
         'cuda:0 has 10.0 GB free and would need 14.0 GB: 4.00 GB too little'
@@ -128,47 +128,47 @@ class Plan:
     """
 
     moves: tuple[Move, ...] = ()
-    """One for each tag, that of the most bytes first."""
+    """One for each tag, the one with the most bytes first."""
     shortages: tuple[Shortage, ...] = ()
     refused: str = ""
-    """Why it cannot land as wished, in a sentence; empty where it can."""
+    """Why it cannot land as requested, in a sentence; empty if it can."""
     fix: tuple[str, ...] = ()
     surprising: bool = False
-    """Whether something lands elsewhere than its tag says though the caller did not ask for it."""
+    """Whether something lands on another device than its tag says, and the caller did not ask for that."""
     how: str = ""
-    """How its bytes would be moved, in a phrase; empty where nobody has looked."""
+    """How its bytes would be read, in a phrase; empty if that was not determined."""
 
     @property
     def ok(self) -> bool:
-        """Whether it lands, and fits."""
+        """Whether it can land, and fits."""
         return not self.refused and not self.shortages
 
     def device_of(self, tag: str) -> str:
-        """Where storages of a tag go; a tag the plan does not know stays what it is."""
+        """Where storages of a tag go; a tag that is not in the plan keeps its device."""
         return next((move.device for move in self.moves if move.tag == tag), tag)
 
     @property
     def warning(self) -> str:
-        """The one sentence on what was moved and why; empty where nothing was that the caller did not ask for."""
+        """One sentence on what was moved and why; empty if nothing was that the caller did not ask for."""
         if not self.surprising:
             return ""
         groups: dict[tuple[str, Reason, str], list[Move]] = {}
         for move in self.moves:
             if move.moved:
                 groups.setdefault((move.device, move.reason, move.detail), []).append(move)
-        told = []
+        sentences = []
         for together in groups.values():
             count, tags = sum(move.tensors for move in together), [move.tag for move in together]
             tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
             first = together[0]
-            told.append(f"{tensors} saved on {listed(tags)} land on {first.device}: {first.why_of(tags)}")
-        return "; ".join(told)
+            sentences.append(f"{tensors} saved on {listed(tags)} land on {first.device}: {first.why_of(tags)}")
+        return "; ".join(sentences)
 
     def __str__(self) -> str:
         """The plan as ``transload check`` shows it, without colour."""
         from transload.render.lines import as_text
 
-        return as_text(landing(self))
+        return as_text(plan_blocks(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -187,7 +187,7 @@ class Plan:
 
 
 def listed(names: Sequence[str], joint: str = "and") -> str:
-    r"""Some names as people write them. A tag is a stranger's text: it may be of any length, and unprintable.
+    r"""Some names as people list them. A tag comes from a file: it may be of any length, and unprintable.
 
     >>> listed(["cuda:0", "cuda:1", "cpu"]), listed(["a", "b"], "or"), listed(["no\nsuch"])
     ('cuda:0, cuda:1 and cpu', 'a or b', "'no\\nsuch'")
@@ -200,8 +200,8 @@ def listed(names: Sequence[str], joint: str = "and") -> str:
     return f"{', '.join(most)} {joint} {last}" if most else last
 
 
-def landing(plan: Plan) -> Iterator[Block]:
-    """A line for each tag, and what stands against it, as blocks of text."""
+def plan_blocks(plan: Plan) -> Iterator[Block]:
+    """A line for each tag, and the reasons why the plan cannot be carried out, as blocks of text."""
     from transload.render.lines import Prose, Table, note
     from transload.render.words import plural, printable, size
 
@@ -233,65 +233,64 @@ MapLocation = Any
 list of devices."""
 
 _Chosen = tuple[str, Reason, str]
-"""A device, why, and what more is to be said of that."""
+"""A device, the reason, and its detail."""
 
 _WIDE = frozenset({"float64", "complex128"})
-"""What mps has not: https://github.com/pytorch/pytorch/issues/79019"""
+"""dtypes that mps does not have: https://github.com/pytorch/pytorch/issues/79019"""
 _HALVED = {"float32": 2, "float64": 4}
 _MAPPED = frozenset({"torch-zip", "safetensors", "gguf"})
 _UNTAGGED = frozenset({"safetensors", "sharded", "gguf", "npz", "npy"})
 
 
-class _Load:
-    """What carries one tag."""
+class _Total:
+    """The tensors of one tag."""
 
     tensors = 0
     nbytes = 0
-    slim = 0
-    """Bytes it would take with its floats as bfloat16."""
+    bfloat16_nbytes = 0
+    """The bytes they would take as bfloat16."""
     wide = False
-    """Whether something of it is too wide for mps."""
+    """Whether some have a dtype that mps does not."""
 
 
 def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = AUTO) -> Plan:
     """Where each storage goes, by its tag.
 
-    ``auto``: a tag whose device is here keeps it, and the CPU stays the CPU; one that is not here goes to the
-    accelerator of this process, or to the CPU where there is none. Where a checkpoint is spread over several devices,
-    the absent ones are laid out over those that are here by free memory. Under torchrun every rank takes its own. Of a
-    list of devices the first that is here takes everything. Any other map_location means what it means to
-    ``torch.load``.
+    ``auto``: tensors of a device that is here, or of the CPU, stay there; others go to the accelerator of this process,
+    or to the CPU if there is none. If a checkpoint was saved on several devices, the absent ones are spread over those
+    that are here by free memory. Under torchrun every rank uses its own device. The first device of a list that is here
+    takes everything. Any other map_location means what it means to ``torch.load``.
     """
-    if is_choice(map_location):
-        return _first(checkpoint, devices, map_location)
-    loads = _loads(checkpoint)
+    if is_device_list(map_location):
+        return _first_available(checkpoint, devices, map_location)
+    totals = _totals(checkpoint)
     automatic = isinstance(map_location, str) and map_location == AUTO
     refused, fix = "", "Ask for a device that is here, or leave map_location out."
     chosen: Mapping[str, _Chosen]
     if automatic:
         spread: dict[str, str] = {}
-        if len(loads) > 1 and len(devices.accelerators) > 1 and devices.rank is None:
+        if len(totals) > 1 and len(devices.accelerators) > 1 and devices.rank is None:
             from transload.loading.accelerators import spread_over
 
-            spread = spread_over({tag: load.nbytes for tag, load in loads.items()}, devices)
-        chosen = {tag: _automatic(tag, devices, spread, wide=load.wide) for tag, load in loads.items()}
+            spread = spread_over({tag: total.nbytes for tag, total in totals.items()}, devices)
+        chosen = {tag: _auto_device(tag, devices, spread, wide=total.wide) for tag, total in totals.items()}
     elif _is_function(map_location):
-        chosen = dict.fromkeys(loads, (UNDECIDED, "function", ""))
+        chosen = dict.fromkeys(totals, (UNDECIDED, "function", ""))
     elif map_location is None or isinstance(map_location, str | bytes | Mapping) or _is_torch_device(map_location):
         wanted = {} if map_location is None else map_location
-        if not isinstance(wanted, Mapping):  # one for all
-            wanted = dict.fromkeys((tag for tag in loads if tag != "meta"), map_location)
-        chosen = {tag: _mapped(tag, wanted, devices, wide=load.wide) for tag, load in loads.items()}
-    else:  # torch would not take it either
-        chosen = dict.fromkeys(loads, ("", "asked", ""))
+        if not isinstance(wanted, Mapping):  # one device for all
+            wanted = dict.fromkeys((tag for tag in totals if tag != "meta"), map_location)
+        chosen = {tag: _requested_device(tag, wanted, devices, wide=total.wide) for tag, total in totals.items()}
+    else:  # torch does not accept it either
+        chosen = dict.fromkeys(totals, ("", "asked", ""))
         kind = type(map_location).__name__
         meant = f"cuda:{map_location}" if kind == "int" and 0 <= map_location < 256 else ""
         refused = f"map_location is of type {kind}, which does not name a device"
         fix = f"Pass map_location='{meant}'." if meant else "Pass map_location=a name such as 'cpu' or 'cuda:0'."
-    # Of these formats only a pickle says where its tensors were.
+    # In these formats, only a pickle says which device a tensor was on.
     silent = "the file names no device" if checkpoint.format in _UNTAGGED and not checkpoint.pickles else ""
     moves = tuple(
-        Move(tag, device, why, loads[tag].tensors, loads[tag].nbytes, silent if why == "saved" else detail)
+        Move(tag, device, why, totals[tag].tensors, totals[tag].nbytes, silent if why == "saved" else detail)
         for tag, (device, why, detail) in chosen.items()
     )
     lost = [move for move in moves if not move.device and not refused]
@@ -310,18 +309,18 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
             refused = f"there is no {names} here, only {here}{f'; {devices.absent}' if devices.absent else ''}"
     if refused:
         return Plan(moves, refused=refused, fix=(fix,))
-    shortages = tuple(_shortages(checkpoint, moves, loads, devices))
+    shortages = tuple(_shortages(checkpoint, moves, totals, devices))
     return Plan(moves, shortages, surprising=automatic and any(move.moved for move in moves))
 
 
 def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, argument: str = "map_location") -> Plan:
-    """The plan for the devices torch has; ``NoDeviceError``, which calls the argument so, if there is none."""
-    choice = map_location if is_choice(map_location) else ()
-    # Of a list one after the other, so that no device behind the first that is here is woken.
-    tries = [(wish, choice[:count]) for count, wish in enumerate(choice, 1)] or [(map_location, map_location)]
+    """The plan for torch's devices; ``NoDeviceError``, which calls the argument ``argument``, if there is none."""
+    choice = map_location if is_device_list(map_location) else ()
+    # Try a list one by one, so that no device after the first that is here is initialised.
+    tries = [(each, choice[:count]) for count, each in enumerate(choice, 1)] or [(map_location, map_location)]
     tags = tags_of(checkpoint)
-    for wish, wishes in tries:
-        plan = place(checkpoint, devices_here(wanted_devices(tags, wish), nbytes), wishes)
+    for device, devices in tries:
+        plan = place(checkpoint, devices_here(wanted_devices(tags, device), nbytes), devices)
         if not plan.refused:
             break
     if plan.refused:
@@ -337,45 +336,45 @@ def tags_of(checkpoint: Checkpoint) -> list[str]:
     return [*dict.fromkeys((*saved, *counted))]
 
 
-def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
-    """Tensors and bytes by tag, the most bytes first; what is shared counts once."""
-    loads: dict[str, _Load] = defaultdict(_Load)
-    # What is rebuilt on a device has the bytes of a CPU tensor in the file, which are copied when it is made.
+def _totals(checkpoint: Checkpoint) -> dict[str, _Total]:
+    """The totals of each tag, the one with the most bytes first; shared storages count once."""
+    totals: dict[str, _Total] = defaultdict(_Total)
+    # A tensor that is rebuilt on a device has a CPU tensor in the file, which is copied to the device.
     held: list[Storage | Tensor] = [*checkpoint.storages]
     held += [tensor for tensor in checkpoint.tensors if tensor.kind == "device"]
     for each in held:
-        load = loads[each.device]
-        load.nbytes += each.nbytes
-        load.slim += each.nbytes // _HALVED.get(each.dtype, 1)
+        total = totals[each.device]
+        total.nbytes += each.nbytes
+        total.bfloat16_nbytes += each.nbytes // _HALVED.get(each.dtype, 1)
     tensors: Sequence[Storage | Tensor] = checkpoint.storages if checkpoint.counted else checkpoint.tensors
     for (tag, dtype), count in Counter((each.device, each.dtype) for each in tensors).items():
-        loads[tag].wide |= dtype in _WIDE
-        loads[tag].tensors += 0 if checkpoint.counted else count
+        totals[tag].wide |= dtype in _WIDE
+        totals[tag].tensors += 0 if checkpoint.counted else count
     for tag, count in checkpoint.counted:
-        loads[tag].tensors += count
-    return dict(sorted(loads.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
+        totals[tag].tensors += count
+    return dict(sorted(totals.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
 
 
-# -- wishes
+# -- map_location
 
 
-def is_choice(map_location: MapLocation) -> bool:
-    """Whether it names several devices, of which the first that is here is wanted."""
+def is_device_list(map_location: MapLocation) -> bool:
+    """Whether it is a list of devices, of which the first that is here is wanted."""
     return isinstance(map_location, list | tuple) and not callable(map_location)
 
 
-def _first(checkpoint: Checkpoint, devices: Devices, wishes: Sequence[MapLocation]) -> Plan:
-    """The plan for the first device that is here; if none is, one that names them all."""
+def _first_available(checkpoint: Checkpoint, devices: Devices, names: Sequence[MapLocation]) -> Plan:
+    """The plan for the first device that is here; if none is, a refused plan that names them all."""
     fix = "Pass names such as 'cuda:0' and 'cpu'."
-    if not wishes:
+    if not names:
         return Plan(refused="the list of devices is empty", fix=(fix,))
     lost: list[str] = []
     against: list[str] = []
-    for wish in wishes:
-        if not isinstance(wish, str | bytes) and not _is_torch_device(wish):
-            what = f"the list of devices has {type(wish).__name__} in it, which does not name a device"
+    for name in names:
+        if not isinstance(name, str | bytes) and not _is_torch_device(name):
+            what = f"the list of devices has {type(name).__name__} in it, which does not name a device"
             return Plan(refused=what, fix=(fix,))
-        plan = place(checkpoint, devices, wish)
+        plan = place(checkpoint, devices, name)
         if not plan.refused:
             return plan
         missing = [move.detail for move in plan.moves if move.reason == "lost"]
@@ -393,18 +392,18 @@ def _first(checkpoint: Checkpoint, devices: Devices, wishes: Sequence[MapLocatio
 
 
 def _is_torch_device(map_location: MapLocation) -> bool:
-    """Recognised by its name: torch is not imported here."""
+    """Whether it is a ``torch.device``, by its name: torch is not imported here."""
     return (type(map_location).__module__, type(map_location).__name__) == ("torch", "device")
 
 
 def _is_function(map_location: MapLocation) -> bool:
-    """In some releases a ``torch.device`` is callable, too."""
+    """Whether it is a function; in some releases a ``torch.device`` is callable, too."""
     named = isinstance(map_location, str | Mapping) or _is_torch_device(map_location)
     return callable(map_location) and not named
 
 
-def _mapped(tag: str, wanted: Mapping[Any, Any], devices: Devices, *, wide: bool) -> _Chosen:
-    """What is wanted for a tag, else its own device; nothing where that is not here."""
+def _requested_device(tag: str, wanted: Mapping[Any, Any], devices: Devices, *, wide: bool) -> _Chosen:
+    """The device wanted for a tag, or the tag itself; empty if that is not here."""
     device = wanted.get(tag, tag)
     name = device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
     found = None if name == "meta" else devices.get(name)
@@ -415,7 +414,7 @@ def _mapped(tag: str, wanted: Mapping[Any, Any], devices: Devices, *, wide: bool
     return found.name if found else name, "asked" if tag in wanted else "saved", ""
 
 
-def _automatic(tag: str, devices: Devices, spread: Mapping[str, str], *, wide: bool) -> _Chosen:
+def _auto_device(tag: str, devices: Devices, spread: Mapping[str, str], *, wide: bool) -> _Chosen:
     here = devices.get(tag)
     chosen: _Chosen = "cpu", "absent", devices.absent
     if tag == "meta" or (here and here.name == "cpu"):
@@ -429,20 +428,20 @@ def _automatic(tag: str, devices: Devices, spread: Mapping[str, str], *, wide: b
     return ("cpu", "float64", "mps") if chosen[0] == "mps" and wide else chosen
 
 
-# -- room
+# -- memory
 
 
 def _shortages(
-    checkpoint: Checkpoint, moves: Iterable[Move], loads: Mapping[str, _Load], devices: Devices
+    checkpoint: Checkpoint, moves: Iterable[Move], totals: Mapping[str, _Total], devices: Devices
 ) -> Iterable[Shortage]:
     """The devices that have too little memory, each with what would fit instead."""
     if all(device.free < 0 for device in devices.available):
         return
     needed: Counter[str] = Counter()
-    slim: Counter[str] = Counter()
+    bfloat16_nbytes: Counter[str] = Counter()
     for move in moves:
         needed[move.device] += move.nbytes
-        slim[move.device] += loads[move.tag].slim
+        bfloat16_nbytes[move.device] += totals[move.tag].bfloat16_nbytes
     total = sum(needed.values())
     for name, nbytes in needed.items():
         device = devices.get(name)
@@ -453,14 +452,14 @@ def _shortages(
         roomy = [other for other in devices.available if other.name != name and other.free >= total]
         roomy.sort(key=lambda other: other.name == "cpu")
         instead = [f"map_location='{other.name}', which has {size(other.free)} free" for other in roomy]
-        # Where torch could map the file in place of reading it.
+        # Whether torch could map the file instead of reading it.
         mapped = checkpoint.format in _MAPPED and not any(
             storage.compressed or storage.big_endian or storage.offset is None for storage in checkpoint.storages
         )
         if mapped and not any(other.name == "cpu" for other in roomy):
             instead.append("map_location='cpu' with mmap=True, which reads what is touched")
-        if 0 < slim[name] <= device.free:
-            instead.append(f"as bfloat16 it would take {size(slim[name])}")
+        if 0 < bfloat16_nbytes[name] <= device.free:
+            instead.append(f"as bfloat16 it would take {size(bfloat16_nbytes[name])}")
         yield Shortage(name, nbytes, device.free, tuple(instead))
 
 
@@ -471,11 +470,11 @@ _LITTLE = 16 << 20
 
 
 def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
-    """The devices torch can use, as far as these names make it necessary to ask.
+    """The devices torch can use, as far as the wanted ones make it necessary to ask.
 
-    Where only the CPU is wanted no accelerator is woken: a worker process that was forked could not do that, and the
-    first use of a GPU costs half a second and half a gigabyte. Free memory is asked of the devices that may be used,
-    and of the host only if ``nbytes``, which are to go somewhere, are not so few that the question takes longer.
+    If only the CPU is wanted, no accelerator is initialised: a forked worker process cannot do that, and the first use
+    of a GPU costs half a second and half a gigabyte. Free memory is determined for the devices that may be used; for
+    the host only if ``nbytes``, the bytes to load, are many enough to be worth the time.
     """
     names = [name for name in wanted if name not in _PLAIN]
     host = _host() if nbytes >= _LITTLE else Device("cpu")
@@ -495,15 +494,15 @@ def _host() -> Device:
 
 
 class DeviceMap:
-    """Puts storages where a plan says, or where the function says that the caller gave as ``map_location``."""
+    """Puts storages where a plan says, or where the caller's ``map_location`` function says."""
 
     def __init__(self, plan: Plan, map_location: Any, where: str) -> None:
         self._devices = {move.tag: move.device for move in plan.moves}
         self._choose: Callable[[Any, str], Any] | None = map_location if _is_function(map_location) else None
         self._where = where
 
-    def known(self, tag: str) -> str:
-        """The device for a tag, with its index; empty where the caller's function is to be asked."""
+    def planned_device(self, tag: str) -> str:
+        """The device for a tag, with its index; empty if the caller's function decides."""
         import torch
 
         if self._choose is not None:
@@ -512,11 +511,11 @@ class DeviceMap:
         return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
 
     def put(self, storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
-        """A storage of the CPU on its device."""
+        """Move a storage from the CPU to its device."""
         if self._choose is None:
             return self._moved(storage, self._devices.get(tag, tag))
         chosen = self._choose(storage, tag)
-        return self._moved(storage, tag) if chosen is None else self._checked(chosen)
+        return self._moved(storage, tag) if chosen is None else self._as_storage(chosen)
 
     def _moved(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
         import torch
@@ -532,8 +531,8 @@ class DeviceMap:
             raise NoDeviceError(f"{device} does not take it: {error}", where=self._where, fix=fix) from error
         return moved
 
-    def _checked(self, chosen: Any) -> torch.UntypedStorage:
-        """What the caller's function gave, if it is a storage."""
+    def _as_storage(self, chosen: Any) -> torch.UntypedStorage:
+        """The untyped storage that the caller's function returned; ``LoadError`` if it returned something else."""
         import torch
 
         if isinstance(chosen, torch.storage.TypedStorage):
@@ -545,26 +544,26 @@ class DeviceMap:
         raise LoadError(what, where=self._where, fix=fix)
 
     def device(self, tag: str) -> str:
-        """Where a tensor goes that has no storage in the file, but is rebuilt on a device of that tag."""
+        """The device for a tensor that has no storage in the file, but is rebuilt on a device."""
         import torch
 
         if self._choose is None:
             if tag in self._devices:
                 return self._devices[tag]
-            # Where devices of the same kind go: a program names ``cuda`` for its own.
+            # Where other devices of its kind go: a program may say ``cuda`` for the current one.
             kind = tag.partition(":")[0]
-            return next((device for known, device in self._devices.items() if known.partition(":")[0] == kind), tag)
+            return next((device for other, device in self._devices.items() if other.partition(":")[0] == kind), tag)
         chosen = self._choose(torch.UntypedStorage(0), tag)
-        return tag if chosen is None else str(self._checked(chosen).device)
+        return tag if chosen is None else str(self._as_storage(chosen).device)
 
     @property
     def locations(self) -> dict[str, str]:
-        """The plan as torch would take it for map_location."""
+        """The plan as a ``map_location`` for torch."""
         return {} if self._choose else dict(self._devices)
 
 
 def wanted_devices(tags: list[str], map_location: Any) -> list[str]:
-    """The devices that storages of these tags may go to, by name, as far as ``map_location`` tells.
+    """The names of the devices that storages of these tags may go to, as far as ``map_location`` says.
 
     >>> wanted_devices(["cuda:1", "cpu"], {"cuda:1": "cuda:0"})
     ['cuda:0', 'cpu']
