@@ -14,42 +14,42 @@ from hypothesis import strategies as st
 from tests.each import each
 
 from transload.io import checksums as checksum
-from transload.io.checksums import combined, fastest_crc32
+from transload.io.checksums import crc32_combine, fastest_crc32
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_of_two_parts(first: bytes, second: bytes) -> None:
-    assert combined(crc32(first), crc32(second), len(second)) == crc32(first + second)
+    assert crc32_combine(crc32(first), crc32(second), len(second)) == crc32(first + second)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12))
 def test_of_any_number(parts: list[bytes]) -> None:
     value = 0
     for part in parts:
-        value = combined(value, crc32(part), len(part))
+        value = crc32_combine(value, crc32(part), len(part))
     assert value == crc32(b"".join(parts))
 
 
 @each("length", [1, 255, 256, 4095, 4096, 65_537, 1 << 20, (4 << 20) - 1, 4 << 20])
 def test_of_long_ones(length: int) -> None:
     second = bytes(range(256)) * (length // 256) + bytes(length % 256)
-    assert combined(crc32(b"before"), crc32(second), len(second)) == crc32(b"before" + second)
+    assert crc32_combine(crc32(b"before"), crc32(second), len(second)) == crc32(b"before" + second)
 
 
 @pytest.mark.parametrize("first", [b"", b"\0", b"\0" * 9, b"x"])
 def test_of_nothing(first: bytes) -> None:
-    assert combined(crc32(first), 0, 0) == crc32(first)
-    assert combined(0, crc32(first), len(first)) == crc32(first)
+    assert crc32_combine(crc32(first), 0, 0) == crc32(first)
+    assert crc32_combine(0, crc32(first), len(first)) == crc32(first)
 
 
 def test_of_more_than_there_is_memory_for() -> None:
     """A tebibyte of zeros, doubled from one, and put together from parts of all sizes."""
     doubled = [crc32(b"\0")]
     for power in range(40):
-        doubled.append(combined(doubled[-1], doubled[-1], 1 << power))
+        doubled.append(crc32_combine(doubled[-1], doubled[-1], 1 << power))
     value = doubled[0]
     for power in range(40):
-        value = combined(value, doubled[power], 1 << power)
+        value = crc32_combine(value, doubled[power], 1 << power)
     assert value == doubled[40]
 
 
@@ -58,7 +58,7 @@ def test_a_flipped_bit_shows() -> None:
     whole = crc32(b"".join(parts))
     value = 0
     for part in (*parts[:3], b"\x07" + parts[3][1:], parts[4]):
-        value = combined(value, crc32(part), len(part))
+        value = crc32_combine(value, crc32(part), len(part))
     assert value != whole
 
 

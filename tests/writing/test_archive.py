@@ -27,7 +27,7 @@ from transload.formats.zip_writer import (
     small_records,
     write_archive,
 )
-from transload.io.atomic import FileObject, SystemFile
+from transload.io.atomic import DescriptorFile, FileObject
 
 
 class Parts:
@@ -92,7 +92,7 @@ def test_pieces_and_threads_make_no_difference(
 
 def test_a_file_of_the_system_gets_the_same_bytes(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
-    written(SystemFile(descriptor), step=7000, threads=2)
+    written(DescriptorFile(descriptor), step=7000, threads=2)
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == in_memory()
 
@@ -101,14 +101,14 @@ def test_a_system_that_takes_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch: 
     true = os.writev
     monkeypatch.setattr(os, "writev", lambda file, buffers: true(file, [bytes(buffers[0])[:1013]]))
     descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
-    written(SystemFile(descriptor), step=50_000)
+    written(DescriptorFile(descriptor), step=50_000)
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == in_memory()
 
 
 def test_more_buffers_than_the_system_takes_at_once(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
-    SystemFile(descriptor).write([b"%d," % number for number in range(5000)])
+    DescriptorFile(descriptor).write([b"%d," % number for number in range(5000)])
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == b"".join(b"%d," % number for number in range(5000))
 

@@ -16,7 +16,7 @@ import pytest
 
 from transload.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryError, TransloadError, cannot_write
 from transload.io import atomic
-from transload.io.atomic import AtomicFile, DirectFile, clear_debris, is_atomic
+from transload.io.atomic import AtomicFile, InPlaceFile, is_atomic, remove_leftovers
 
 as_user = pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root can write anywhere")
 posix = pytest.mark.skipif(os.name == "nt", reason="permissions and links work differently on Windows")
@@ -153,7 +153,7 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(CannotWriteError, match="it is a directory"):
         put(tmp_path, b"")
     with pytest.raises(CannotWriteError, match="it is a directory"):
-        DirectFile(str(tmp_path))
+        InPlaceFile(str(tmp_path))
 
 
 def test_part_of_the_path_is_a_file(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_pipes_and_devices_are_written_into(tmp_path: Path) -> None:
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
     reader.start()
-    with DirectFile(str(pipe)) as file:
+    with InPlaceFile(str(pipe)) as file:
         os.write(file.descriptor, b"through")
     reader.join()
     assert got == [b"through"]
@@ -279,7 +279,7 @@ def test_a_writer_at_work_is_left_alone(tmp_path: Path) -> None:
     with writer(path, "wait") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"there\n"
-        clear_debris(str(path))
+        remove_leftovers(str(path))
         put(path, b"first")
         assert len(names(tmp_path)) == 2
         process.communicate(b"")

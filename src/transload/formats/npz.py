@@ -16,7 +16,7 @@ from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.findings import Noted, Problem
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import DEFLATED
-from transload.io.checksums import combined
+from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
 
 MAGIC = b"\x93NUMPY"
@@ -106,7 +106,7 @@ def _array(path: tuple[str, ...], record: Record, head: bytes, noted: Noted) -> 
     offset, nbytes, crc = record.offset, record.size, record.crc32
     if not packed and offset is not None:  # the numbers alone, and their checksum
         offset, nbytes = offset + start, held
-        crc = None if crc is None else combined(crc32(head[:start]), 0, held) ^ crc
+        crc = None if crc is None else crc32_combine(crc32(head[:start]), 0, held) ^ crc
     key = record.name or "0"
     first = start // width if packed else 0
     return (

@@ -17,7 +17,7 @@ from transload.errors import CannotReadError
 from transload.findings import Problem
 from transload.formats.zip import DEFLATED
 from transload.frozen import NamedTuple
-from transload.io.checksums import combined, fastest_crc32
+from transload.io.checksums import crc32_combine, fastest_crc32
 from transload.io.pool import each, threads
 from transload.io.sources import Source, inflated
 
@@ -135,7 +135,7 @@ def checksums(
             if isinstance(value, Lost):
                 whole[index] = value
                 break
-            total = combined(total, value, length)
+            total = crc32_combine(total, value, length)
         else:
             whole[index] = total
     return {index: value for index, value in enumerate(whole) if value is not None}

@@ -38,7 +38,7 @@ from transload.formats.zip import (
     NOTHING_ELSE,
 )
 from transload.frozen import NamedTuple
-from transload.io.checksums import combined, fastest_crc32
+from transload.io.checksums import crc32_combine, fastest_crc32
 from transload.io.pool import cores
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class _Archive:
             write.sums = list  # an error holds this frame, which must not hold the error and the chunks in turn
         for (entry, chunk, slot), checksum in zip(write.parts, sums, strict=True):
             before = entry.checksum  # 0 also where nothing came before
-            entry.checksum = combined(before, checksum, len(chunk.view)) if before else checksum
+            entry.checksum = crc32_combine(before, checksum, len(chunk.view)) if before else checksum
             if slot >= 0:
                 write.buffers[slot] = descriptor(entry.size, entry.checksum, entry.offset)
                 self._entries[entry.index] = central_entry(entry.name, entry.size, entry.checksum, entry.offset)

@@ -1,7 +1,7 @@
 """Files that are written whole or not at all, and the sinks that an archive is written into.
 
-``AtomicFile`` writes a hidden file beside the target and renames it when all of it has reached the disk. ``DirectFile``
-writes into the target itself, as pipes and devices need it. They take buffers in order, as does a ``FileObject``.
+``AtomicFile`` writes a hidden file beside the target, flushes it to disk and renames it. ``InPlaceFile`` writes into
+the target itself, which pipes and devices need. Both take buffers in order, as ``FileObject`` does.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ except ImportError:  # Windows, where a file that is open cannot be removed anyw
 if TYPE_CHECKING:
     from types import TracebackType
 
-_AT_ONCE = 1000  # buffers: the system takes 1024
-_BEHIND = 16 << 20  # bytes after which the system is asked to begin to write them to the disk
+_AT_ONCE = 1000  # buffers per writev: the limit (IOV_MAX) is 1024
+_BEHIND = 16 << 20  # bytes after which the kernel is asked to start writing them to the disk
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
-class SystemFile:
-    """A file by its descriptor. The disk begins with what is written at once, so that a flush has little left to do."""
+class DescriptorFile:
+    """A file by its descriptor. Writeback to the disk starts early, so that the final flush has little left to do."""
 
     _written = _begun = 0
 
@@ -46,7 +46,7 @@ class SystemFile:
         """Write all of them, in this order."""
         for start in range(0, len(buffers), _AT_ONCE):
             left = list(buffers[start : start + _AT_ONCE])
-            while left:  # the system may take fewer bytes than there are
+            while left:  # writev may write fewer bytes than it was given
                 if hasattr(os, "writev"):
                     count = os.writev(self.descriptor, left)
                 else:
@@ -57,7 +57,7 @@ class SystemFile:
                 if count:
                     left[0] = memoryview(left[0])[count:]
         if self._written - self._begun >= _BEHIND:
-            # A save of 500 MB takes a third less on some disks. Only a hint: what the system answers does not matter.
+            # On some disks this makes a save of 500 MB a third faster. It is only a hint, so errors are ignored.
             if begin := _sync_file_range():
                 begin(self.descriptor, self._begun, self._written - self._begun, _BEGIN_WRITING)
             self._begun = self._written
@@ -74,7 +74,7 @@ def _sync_file_range() -> Any:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write bytes at a position; how many the system took."""
+    """Write bytes at a position; return how many were written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, data, offset)
     os.lseek(descriptor, offset, os.SEEK_SET)  # Windows
@@ -82,7 +82,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 class FileObject:
-    """A file object of the caller, or a buffer."""
+    """A file object of the caller."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -95,23 +95,23 @@ class FileObject:
                 count = self._file.write(view)
                 if count is None and isinstance(self._file, io.RawIOBase):
                     raise BlockingIOError(EAGAIN, "it takes no more bytes for now, and does not wait")
-                if type(count) is not int or count >= len(view):  # those who do not tell have written all
+                if type(count) is not int or count >= len(view):  # no count: all was written
                     break
                 if count < 1:
                     raise OSError(EIO, "it takes no more bytes")
                 view = view[count:]
 
 
-_MAX_NAME = 180  # bytes of the true name in the hidden one: 255 is what file systems take
-_LARGE = 32 << 20  # bytes from which giving a file back is worth a thread
+_MAX_NAME = 180  # bytes of the target's name in the hidden one: file systems allow 255
+_LARGE = 32 << 20  # bytes from which freeing a file is worth a thread
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 def is_atomic(path: str) -> bool:
-    """Whether what is at a path can be replaced: a regular file, or nothing. Pipes and devices are written into.
+    """Whether a path can be replaced: it is a regular file, or nothing. Pipes and devices are written into.
 
-    So is a file that has no name of its own, to which ``/dev/fd/3`` may lead.
+    So is a file without a name, which ``/dev/fd/3`` may lead to.
     """
     try:
         found = os.stat(path)
@@ -123,8 +123,8 @@ def is_atomic(path: str) -> bool:
         return False
 
 
-class DirectFile(SystemFile):
-    """A file that is written in its place: what was in it is gone at once."""
+class InPlaceFile(DescriptorFile):
+    """A file that is written in place: its old content is lost immediately."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -133,7 +133,7 @@ class DirectFile(SystemFile):
         except OSError as error:
             raise cannot_write(error, path) from error
 
-    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
+    def __enter__(self) -> Any:  # typing.Self is newer than Python 3.10
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -148,17 +148,17 @@ class DirectFile(SystemFile):
             raise cannot_write(error, self.path) from error
 
     def commit(self) -> None:
-        """All is written."""
+        """Close the file after everything was written."""
         os.close(self.descriptor)
 
     def discard(self) -> None:
-        """Something failed."""
+        """Close the file after an error."""
         with suppress(OSError):
             os.close(self.descriptor)
 
 
-class AtomicFile(DirectFile):
-    """A file that takes its place when all of it has reached the disk.
+class AtomicFile(InPlaceFile):
+    """A file that replaces the target when all of it has reached the disk.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -173,30 +173,34 @@ class AtomicFile(DirectFile):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._target = os.path.realpath(path)  # symbolic links stay, and what they point to is written
+        self._target = os.path.realpath(path)  # write to the file that symbolic links point to
         for thread, nbytes in _REPLACED:
             if thread.is_alive() and _free(self._target) < 2 * nbytes:
                 thread.join()
         try:
             before = self._existing()
-            clear_debris(self._target)
+            remove_leftovers(self._target)
             while self.descriptor < 0:
                 self._hidden = hidden_name(self._target)
                 with suppress(FileExistsError):
                     self.descriptor = os.open(self._hidden, _OPEN, 0o666)
-                    # Before it was locked, another writer may have taken it for debris.
-                    if lock(self.descriptor) is False or not (os.fstat(self.descriptor).st_nlink or os.name == "nt"):
+                    # Before it was locked, another writer may have removed it as a leftover.
+                    if try_lock(self.descriptor) is False or not (
+                        os.fstat(self.descriptor).st_nlink or os.name == "nt"
+                    ):
                         os.close(self.descriptor)
                         self.descriptor = -1
-            if before is not None and os.name != "nt":  # the rights of the old file, and its owner where we may
+            if (
+                before is not None and os.name != "nt"
+            ):  # keep the permissions of the old file, and its owner if possible
                 own = os.fstat(self.descriptor)
                 if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
                     try:
                         os.fchown(self.descriptor, before.st_uid, before.st_gid)
-                    except OSError:  # only root gives files away; those who share a group keep it
+                    except OSError:  # only root can change the owner; others may be able to keep the group
                         with suppress(OSError):
                             os.fchown(self.descriptor, -1, before.st_gid)
-                with suppress(OSError):  # file systems without rights
+                with suppress(OSError):  # file systems without permissions
                     os.fchmod(self.descriptor, stat.S_IMODE(before.st_mode))
         except BaseException as error:
             self.discard()
@@ -205,8 +209,8 @@ class AtomicFile(DirectFile):
             raise
 
     def _existing(self) -> os.stat_result | None:
-        """What is at the place now. What may not be written may not be replaced either, though the system lets us."""
-        if not os.path.basename(self.path):  # it ends with a slash, as only that of a directory may
+        """The status of the existing file. A read-only file is not replaced, though the system would allow it."""
+        if not os.path.basename(self.path):  # it ends with a slash, so it names a directory
             raise IsADirectoryError(EISDIR, "is a directory")
         try:
             found = os.stat(self._target)
@@ -234,7 +238,7 @@ class AtomicFile(DirectFile):
             flush_directory(os.path.dirname(self._target))
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove the hidden file."""
         with suppress(OSError):
             os.close(self.descriptor)
         with suppress(OSError):
@@ -242,9 +246,9 @@ class AtomicFile(DirectFile):
 
 
 _REPLACED: list[tuple[Thread, int]] = []
-"""The thread that gives the last large file that was replaced back to the system, and its size.
+"""The thread that frees the last large file that was replaced, and the size of that file.
 
-Where the disk is short of space, the next file is not begun before that of the last is free.
+If the disk is short of space, the next file waits for it.
 """
 
 
@@ -252,12 +256,12 @@ Where the disk is short of space, the next file is not begun before that of the 
 def _large_file_kept(target: str) -> Iterator[None]:
     """Keep a large file open while it is replaced, and close it in a thread: freeing 3 GB takes most of a second.
 
-    As long as it is open, replacing it is only a change of names.
+    While it is open, replacing it only changes names.
     """
     descriptor = nbytes = -1
     with suppress(OSError):
         nbytes = os.stat(target).st_size
-        if nbytes >= _LARGE and os.name != "nt":  # a file that is open there cannot be replaced
+        if nbytes >= _LARGE and os.name != "nt":  # Windows cannot replace an open file
             descriptor = os.open(target, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
         yield
@@ -267,12 +271,12 @@ def _large_file_kept(target: str) -> Iterator[None]:
             try:
                 thread.start()
                 _REPLACED[:] = [(thread, nbytes)]
-            except RuntimeError:  # the program is ending, or there can be no more threads
+            except RuntimeError:  # the program is ending, or the system has no more threads
                 os.close(descriptor)
 
 
 def _free(target: str) -> int:
-    """Free bytes on the file system of a path; none where the system does not say."""
+    """Free bytes on the file system of a path; 0 if the system does not say."""
     with suppress(OSError):
         found = os.statvfs(os.path.dirname(target) or ".")
         return found.f_bavail * found.f_frsize
@@ -280,7 +284,7 @@ def _free(target: str) -> int:
 
 
 def hidden_name(target: str) -> str:
-    """A name beside the target, for what takes its place later."""
+    """A name beside the target for a file that will replace it."""
     folder, name = os.path.split(target)
     return os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")
 
@@ -289,8 +293,8 @@ def _prefix(name: str) -> str:
     return f".{os.fsdecode(os.fsencode(name)[:_MAX_NAME])}."
 
 
-def lock(descriptor: int) -> bool | None:
-    """Lock a file or a directory; whether it is ours now. ``None`` where it cannot be locked."""
+def try_lock(descriptor: int) -> bool | None:
+    """Try to lock a file or a directory; whether that succeeded. ``None`` if locks are not supported."""
     if fcntl is None:
         return None
     try:
@@ -303,7 +307,7 @@ def lock(descriptor: int) -> bool | None:
 
 
 def flush_directory(folder: str) -> None:
-    """Let the new name reach the disk. Some file systems cannot be asked to; they have the file all the same."""
+    """Flush a directory to the disk, for a new name in it. Some file systems do not support it."""
     with suppress(OSError):
         descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
@@ -313,11 +317,11 @@ def flush_directory(folder: str) -> None:
 
 
 def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, re.Match[str]]]:
-    """What killed writers of a file or directory have left beside it: its path, and what its name matches.
+    """What killed writers of a file or directory have left beside it: each path, and the match of its name.
 
-    ``flags`` open it, ``ending`` is a regular expression of what its name may end with. The lock, which is ours
-    meanwhile, tells that no writer has it. Where it cannot be locked, its process does: it may be another one of the
-    same number.
+    ``flags`` open it, ``ending`` is a regular expression for the end of its name. It is abandoned if it can be locked,
+    and it stays locked while the caller handles it. Where locks are not supported, it is abandoned if no process has
+    the ID in its name; another process may have got that ID.
     """
     folder, name = os.path.split(target)
     pattern = re.compile(rf"{re.escape(_prefix(name))}(\d{{1,10}})-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
@@ -330,8 +334,8 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
         except OSError:
             continue
         try:
-            ours = lock(descriptor)
-            if os.name == "nt":  # where a file that is open cannot be removed
+            ours = try_lock(descriptor)
+            if os.name == "nt":  # Windows cannot remove an open file
                 os.close(descriptor)
             if ours or (ours is None and not _is_running(int(match[1]))):
                 yield path, match
@@ -340,7 +344,7 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
                 os.close(descriptor)
 
 
-def clear_debris(target: str) -> None:
+def remove_leftovers(target: str) -> None:
     """Remove what killed writers of a file have left beside it."""
     with suppress(OSError):
         for path, _ in abandoned(target, os.O_RDWR):
@@ -349,7 +353,7 @@ def clear_debris(target: str) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is such a process here. Ours is: its own files are in use, or it removes them itself."""
+    """Whether a process runs here. This one does: its files are in use, or it removes them itself."""
     if os.name == "nt":
         return False
     try:

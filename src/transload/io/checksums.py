@@ -1,4 +1,4 @@
-"""CRC-32 as fast as it can be had, and put together from parts: what was read in any order has the sum of the whole."""
+"""The fastest CRC-32 there is here, and its combination from parts that were read in any order."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from zlib import crc32
 
 POLYNOMIAL = 0xEDB88320
 ONE = 1 << 31
-"""Polynomials over GF(2) have the constant term in the highest bit."""
+"""The polynomial 1: the constant term of a polynomial over GF(2) is the highest bit."""
 
 Crc32 = Callable[[memoryview, int], int]
-"""Of some bytes, and of what came before them."""
+"""Takes bytes, and the CRC of what came before them."""
 
 _PACKAGES = ("isal.isal_zlib", "zlib_ng.zlib_ng")
-_LEAST = 4096  # bytes for which it is worth to leave zlib
+_LEAST = 4096  # bytes from which a library is worth the call
 
 
 @cache
 def fastest_crc32() -> Crc32:
-    """The function for large writable buffers, which lets other threads run meanwhile.
+    """The fastest CRC-32 for large writable buffers; it releases the GIL.
 
-    That of a package with ``zlib``'s functions or of a library of the system, all of which multiply without carries
-    where the processor can: eight times as fast as ``zlib``, which is what there is otherwise.
+    It is from a package with ``zlib``'s functions, or from a system library; these use carry-less multiplication where
+    the CPU has it, and are eight times as fast as ``zlib``. Without any of them it is ``zlib``'s.
     """
     return next((found for found in _found() if _is_right(found)), crc32)
 
 
 def _found() -> Iterator[Crc32]:
     for name in _PACKAGES:
-        with suppress(Exception):  # not there, or broken
+        with suppress(Exception):  # not installed, or broken
             yield import_module(name).crc32
     for library in _LIBRARIES if sys.platform.startswith("linux") else ():
         for folder in _folders():
@@ -42,16 +42,16 @@ def _found() -> Iterator[Crc32]:
 
 
 def _is_right(found: Crc32) -> bool:
-    """Whether a function gives what ``zlib`` gives, wherever the bytes begin and end."""
+    """Whether a function agrees with ``zlib``, for several alignments."""
     noise = memoryview(bytearray(range(251)) * 80)
     try:
         return all(found(noise[at:-at], at) == crc32(noise[at:-at], at) for at in (1, 16, 3333))
-    except Exception:  # noqa: BLE001 - whatever it is, there is a next one
+    except Exception:  # noqa: BLE001 - any error disqualifies it
         return False
 
 
 class _Library(NamedTuple):
-    """A library, its function, and where that wants the value so far: before the bytes and their number, or behind."""
+    """A library, its function, and whether the CRC so far is the first argument of that, or the last."""
 
     file: str
     function: str
@@ -61,17 +61,17 @@ class _Library(NamedTuple):
 
 
 _LIBRARIES = (
-    _Library("libdeflate.so.0", "libdeflate_crc32", before=True),  # it is where programs that read TIFF images are
-    # On nearly every system, and in every conda environment; fast since 5.6, of which the first two were tampered with.
+    _Library("libdeflate.so.0", "libdeflate_crc32", before=True),  # comes with libtiff
+    # On nearly every system, and in every conda environment; fast since 5.6. 5.6.0 and 5.6.1 had a backdoor.
     _Library("liblzma.so.5", "lzma_crc32", before=False, version="lzma_version_number", least=50_060_022),
 )
 
 
 def _folders() -> list[str]:
-    """Where libraries lie: conda's, then the system's.
+    """The folders of libraries: conda's, then the system's.
 
-    By whole paths alone, since the loader's own search may begin where we stand: an empty part of ``LD_LIBRARY_PATH``,
-    as ``$LD_LIBRARY_PATH:/usr/local/cuda/lib64`` makes one, is the working directory, and files of strangers lie there.
+    Only absolute paths, since the loader may search the working directory, where files of strangers may be: an empty
+    part of ``LD_LIBRARY_PATH``, as in ``$LD_LIBRARY_PATH:/usr/local/cuda/lib64``, means that.
     """
     multiarch = getattr(sys.implementation, "_multiarch", "")
     own = [f"{sys.base_prefix}/lib"] if sys.base_prefix.startswith("/") else []
@@ -79,7 +79,7 @@ def _folders() -> list[str]:
 
 
 def _of_library(path: str, library: _Library) -> Crc32:
-    """The function of a library, by way of ctypes. ``OSError`` and others if it is not there, or too old."""
+    """The function of a library, through ctypes. Raises ``OSError`` or others if it is missing or too old."""
     from ctypes import CDLL, addressof, c_char, c_size_t, c_uint32, c_void_p
 
     loaded = CDLL(path)
@@ -91,7 +91,7 @@ def _of_library(path: str, library: _Library) -> Crc32:
     function.restype = c_uint32
 
     def fast(data: memoryview, value: int = 0) -> int:
-        if len(data) < _LEAST or data.readonly:  # ctypes asks for memory that it may write
+        if len(data) < _LEAST or data.readonly:  # from_buffer needs writable memory
             return crc32(data, value)
         held = (addressof(c_char.from_buffer(data)), len(data))
         return int(function(value, *held) if library.before else function(*held, value))
@@ -100,18 +100,18 @@ def _of_library(path: str, library: _Library) -> Crc32:
     return fast
 
 
-def combined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes one after the other, from that of each and the length of the second.
+def crc32_combine(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two byte strings in sequence, from that of each and the length of the second.
 
     >>> from zlib import crc32
-    >>> combined(crc32(b"trans"), crc32(b"load"), 4) == crc32(b"transload")
+    >>> crc32_combine(crc32(b"trans"), crc32(b"load"), 4) == crc32(b"transload")
     True
     """
     return times(power(8 * length), first) ^ second
 
 
 def times(left: int, right: int) -> int:
-    """Two polynomials, multiplied modulo that of the CRC."""
+    """The product of two polynomials, modulo that of the CRC."""
     product = 0
     bit = ONE
     while left:
@@ -125,7 +125,7 @@ def times(left: int, right: int) -> int:
 
 @lru_cache(256)  # parts of a record have few different lengths
 def power(exponent: int) -> int:
-    """x to that power."""
+    """The polynomial x to a power, modulo that of the CRC."""
     out, square = ONE, ONE >> 1
     while exponent:
         if exponent & 1:

@@ -1,9 +1,9 @@
-"""Changing a file so that a crash at any moment leaves it as it was, or as it must become.
+"""Changing a file in place, so that after a crash at any moment it can be restored, or the change finished.
 
-``apply`` writes a journal beside the file, with every old and new byte, and flushes it; then it changes the file in
+``apply`` writes a journal beside the file, with all old and new bytes, and flushes it; then it changes the file in
 place, and removes the journal. ``recover`` finds the journal of an interrupted change, and restores the file or
-finishes the change. A journal that is kept under another name lets ``undo_changes`` take the change back later.
-``copy_changed`` leaves the file alone and makes a changed copy of it.
+finishes the change. A journal that is kept under another name lets ``undo_changes`` undo the change later.
+``copy_changed`` makes a changed copy of the file instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple
 
 from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError, cannot_write
 from transload.frozen import facts
-from transload.io.atomic import AtomicFile, flush_directory, lock, write_at
+from transload.io.atomic import AtomicFile, flush_directory, try_lock, write_at
 from transload.io.sources import Assembly, BytesSource, Part, Source, cannot_read, has_journal, journal_path, read_at
 
 
 class Change(NamedTuple):
-    """Bytes in place of others."""
+    """A replacement of bytes."""
 
     offset: int
     old: bytes
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 class Changes:
     """All changes of a file, in order, and its size before and after.
 
-    In place, old and new bytes differ in number only where the old ones reach to the end of the file.
+    For a change in place, a run may change its length only at the end of the file.
     """
 
     runs: tuple[Change, ...]
@@ -43,12 +43,12 @@ class Changes:
     new_size: int
 
     def undone(self) -> Changes:
-        """What turns the new file into the old one."""
+        """The changes from the new file back to the old one."""
         runs = tuple(Change(run.offset, run.new, run.old) for run in self.runs)
         return Changes(runs, self.new_size, self.old_size)
 
     def made(self, source: Source) -> Source:
-        """The file as it will be, without writing anything."""
+        """The changed file as a source; nothing is written."""
         parts: list[Part] = []
         at = 0
         for run in self.runs:
@@ -58,7 +58,7 @@ class Changes:
 
 
 def undo_path(path: str) -> str:
-    """Where the journal is kept that undoes the last change of a file."""
+    """The path of the journal that undoes the last change of a file."""
     return journal_path(path).removesuffix("retag") + "undo"
 
 
@@ -75,7 +75,7 @@ def _write(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def _remove(*paths: str) -> None:
-    """Remove files that may exist, which are in one folder, and let that reach the disk."""
+    """Remove files of one folder, if they exist, and flush the folder."""
     for path in paths:
         with suppress(FileNotFoundError):
             os.unlink(path)  # noqa: PTH108 - pathlib costs ten milliseconds to import
@@ -93,7 +93,7 @@ _DIGEST = 32
 class Journal(NamedTuple):
     """A change of a file that is in progress. ``keep`` is whether it can be undone afterwards.
 
-    A journal belongs to one file on this machine, by its ``inode``: one that came with a download changes nothing.
+    A journal belongs to one file on this machine, by its ``inode``: one that was downloaded has no effect.
     """
 
     changes: Changes
@@ -113,7 +113,7 @@ class Journal(NamedTuple):
 
 
 def journal_of(data: bytes) -> Journal | None:
-    """Decode a journal; ``None`` if the bytes are not a whole one.
+    """Decode a journal; ``None`` if the bytes are not a complete one.
 
     >>> journal_of(Journal(Changes((Change(0, b"a", b"b"),), 1, 1)).encoded()).changes.runs
     (Change(offset=0, old=b'a', new=b'b'),)
@@ -136,9 +136,9 @@ def journal_of(data: bytes) -> Journal | None:
 
 
 def state_of(descriptor: int, changes: Changes) -> Literal["old", "new", "between", "foreign"]:
-    """Whether a file is as it was, as it must become, or in between; or another file altogether.
+    """Whether a file is unchanged, completely changed, partly changed, or another file.
 
-    A file is recognised by its size and by every byte that was to change.
+    It is recognised by its size and by every byte of the changes.
     """
     size = os.fstat(descriptor).st_size
     pairs = [(read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
@@ -147,7 +147,7 @@ def state_of(descriptor: int, changes: Changes) -> Literal["old", "new", "betwee
     if size == changes.new_size and all(data[: len(run.new)] == run.new for data, run in pairs):
         return "new"
     least, most = sorted((changes.old_size, changes.new_size))
-    # Between: each byte is the old or the new one. Bytes beyond the old end may be anything: they will be cut off.
+    # Between: each byte is the old or the new one. Bytes beyond the old end may be anything: they will be truncated.
     if least <= size <= most and all(
         byte in pair
         for data, run in pairs
@@ -190,7 +190,9 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
     except ImportError:  # pragma: no cover (Windows, macOS)
         return
     try:
-        fcntl(descriptor, F_SETSIG, SIGURG)  # a process that opens it meanwhile causes a signal: one that is ignored
+        fcntl(
+            descriptor, F_SETSIG, SIGURG
+        )  # if a process opens it meanwhile, we get this signal, which is ignored by default
         fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while no process has it open for writing
         fcntl(descriptor, F_SETLEASE, F_UNLCK)
     except OSError as error:
@@ -200,22 +202,22 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
 
 
 def _lock(descriptor: int, path: str) -> None:
-    """Lock an open file against every other process that uses locks, until it is closed."""
-    if lock(descriptor) is False:
+    """Lock an open file until it is closed; ``BusyFileError`` if another process has locked it."""
+    if try_lock(descriptor) is False:
         raise BusyFileError("another process has locked it", where=path, fix="Wait until it is done.")
 
 
 def _refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None:
-    """Refuse a file that was written to since it was read, or whose name another one has."""
+    """Refuse a file that was written to, or replaced, since it was read."""
     if any(getattr(seen, name) != getattr(now, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
         raise BusyFileError("it was changed while it was read", where=path, fix="Wait until it is written.")
 
 
 def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False) -> None:
-    """Change a file in place. ``seen`` is its state when the changes were planned; if it is another now, it is refused.
+    """Change a file in place. ``seen`` is its status when the changes were planned; if that differs now, refuse.
 
-    If anything goes wrong the file is restored; if not even that works, the journal stays and the next ``recover``
-    restores it. With ``keep`` it can be undone afterwards.
+    If anything fails, the file is restored; if that fails too, the journal stays, and the next ``recover`` restores the
+    file. With ``keep`` the change can be undone afterwards.
     """
     real = os.path.realpath(path)
     try:
@@ -280,7 +282,7 @@ def _put(descriptor: int, changes: Changes) -> None:
 
 
 def _finish(path: str, *, keep: bool) -> None:
-    """Remove the journal, or keep it for undoing the change. The one of an earlier change no longer fits."""
+    """Remove the journal, or keep it to undo the change. Either way, that of an earlier change is removed."""
     journal, undo = journal_path(path), undo_path(path)
     try:
         if keep:
@@ -293,11 +295,11 @@ def _finish(path: str, *, keep: bool) -> None:
 
 
 def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
-    """Repair a file that an interrupted change has left half changed. Otherwise it costs the look for one name.
+    """Repair a file that an interrupted change has left partly changed. Without a journal this only checks for one.
 
-    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not
-    that of this file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also accepts a journal that
-    was copied together with its file.
+    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal belongs to
+    another file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also accepts a journal that was
+    copied together with its file.
     """
     if not has_journal(path):
         return ""
@@ -331,10 +333,10 @@ def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
 
 
 def _read_journal(path: str, descriptor: int) -> Journal | None:
-    """The journal of an open file; ``None`` if it is not one, or is owned by another user than the file.
+    """The journal of an open file; ``None`` if it is invalid, or not owned by the file's owner, root or this user.
 
-    In a folder that all may write to, such as /tmp, anybody could put a journal that changes the file at will; or a
-    pipe of that name, which would block all readers.
+    In a folder that everyone can write to, such as /tmp, an attacker could put a journal that changes the file at will;
+    or a pipe of that name, which would block all readers.
     """
     try:
         names = ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
@@ -354,7 +356,7 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
 
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
-    """The error for a file whose journal is not its own, or not a journal; ``tried`` is whether undo was tried."""
+    """The error for a file with a foreign or invalid journal; ``tried`` is whether undo was tried."""
     remove = f"remove the journal: rm -- {quote(journal_path(path))}"
     if tried:
         what = "the journal beside it is not the journal of this file"
@@ -413,10 +415,10 @@ def refuse_target(path: str, out: str) -> None:
 
 
 def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) -> str:
-    """Write a copy of an open file, with changes, under a new name; how the bytes were copied.
+    """Write a changed copy of an open file under a new name; return how the bytes were copied.
 
-    ``out`` is there whole or not at all. ``seen`` is the state of the file when the changes were planned; if it is
-    another when all is copied, there is no copy.
+    ``out`` is written completely or not at all. ``seen`` is the status of the file when the changes were planned; if it
+    differs after copying, there is no copy.
     """
     moves = any(len(run.old) != len(run.new) and run.offset + len(run.old) < changes.old_size for run in changes.runs)
     with AtomicFile(out) as file:
@@ -434,13 +436,13 @@ def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) 
             read, written = run.offset + len(run.old), written + len(run.new)
         os.ftruncate(target, changes.new_size)
         _refuse_changed(seen, os.fstat(source), out)
-        os.fsync(target)  # so that little time passes between the next line and the renaming
+        os.fsync(target)  # so that little time passes between the next check and the rename
         refuse_target("", out)
     return "shared" if shared else "copied by the kernel" if by_kernel else "copied"
 
 
 def _clone(source: int, target: int) -> bool:
-    """Share the blocks of a whole file: Btrfs, XFS, bcachefs, ZFS."""
+    """Share the blocks of the whole file (reflink): Btrfs, XFS, bcachefs, ZFS."""
     try:
         from fcntl import ioctl
 
@@ -451,7 +453,7 @@ def _clone(source: int, target: int) -> bool:
 
 
 def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
-    """Copy the bytes between two positions to where they are ``shift`` further; whether the kernel copied them.
+    """Copy the bytes between two positions, ``shift`` further on; return whether the kernel copied them.
 
     Holes stay holes.
     """
@@ -485,7 +487,7 @@ def _extents(source: int, start: int, end: int) -> Iterator[tuple[int, int]]:
             data = os.lseek(source, start, os.SEEK_DATA)
             hole = os.lseek(source, data, os.SEEK_HOLE)
         except OSError as error:
-            if error.errno != ENXIO:  # which says that there is nothing but a hole
+            if error.errno != ENXIO:  # ENXIO: there is nothing but a hole
                 yield start, end
             return
         if data >= end:

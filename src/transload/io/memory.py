@@ -1,4 +1,4 @@
-"""Memory by its address: to read into, to copy, to take from the system in pages, to have in huge ones."""
+"""Memory by its address: views, copies, page-aligned buffers, huge pages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from transload.errors import DoesNotFitError
 
 PAGE = 4096
-"""What reading past the page cache wants positions, lengths and addresses to be multiples of."""
+"""``O_DIRECT`` needs positions, lengths and addresses that are multiples of this."""
 
 _HUGE = 2 << 20
-_LITTLE = 4 << 20  # memory below this is not worth the call, and may lie among the heap's small things
+_LITTLE = 4 << 20  # smaller memory is not worth the call, and may be part of the heap
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
-# What Python maps without being told is shared, and shared memory is hardly ever had in huge pages.
+# Python's default is a shared mapping, which hardly ever gets huge pages.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _WRITABLE = 0x200  # PyBUF_WRITE
 
@@ -26,27 +26,27 @@ _view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, c
 )
 
 
-def view(address: int, nbytes: int) -> memoryview:
-    """Memory as something to read into. It must live longer than the view."""
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """A writable view of memory, which must outlive it."""
     made: memoryview = _view(address, nbytes, _WRITABLE)
     return made
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
-    """Copy between addresses; other threads run meanwhile."""
+    """Copy between addresses, without the GIL."""
     libc().memmove(target, source, nbytes)
 
 
 def is_equal(first: int, second: int, nbytes: int) -> bool:
-    """Whether the bytes at two addresses are equal; other threads run meanwhile."""
+    """Compare the bytes at two addresses, without the GIL."""
     return not libc().memcmp(first, second, nbytes)
 
 
 class Pages:
-    """Memory that begins where a page does, in huge ones where the system has them. It lives as long as this does.
+    """Page-aligned memory, in huge pages where the system has them. It lives as long as this object.
 
-    A child process does not have it: were it to share the pages, the next to write would get others in their place,
-    while a device goes on fetching from the old ones.
+    A forked child does not inherit it: with copy-on-write the parent might get new pages, while a device still copies
+    from the old ones.
     """
 
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
@@ -65,11 +65,10 @@ class Pages:
 
 
 def huge_pages_pay(nbytes: int, root: str = "") -> bool:
-    """Whether fresh memory of this size is had faster in huge pages, if they are asked for.
+    """Whether asking for huge pages makes fresh memory of this size faster.
 
-    They are where the system gives them to those who ask (where it gives them to all there is nothing to do), and has
-    enough free blocks of that size. Without those it would move other memory about to make some, which takes longer
-    than the small pages would have.
+    It does if the system gives them only on request (``madvise``), and has enough free blocks of that size. Without
+    those it would first compact memory, which takes longer than small pages do.
     """
     try:
         with open(f"{root}/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
@@ -85,8 +84,8 @@ def huge_pages_pay(nbytes: int, root: str = "") -> bool:
         return False
 
 
-def in_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages in fresh memory: whole ones inside it only."""
+def advise_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages for fresh memory, for those that are entirely inside it."""
     if nbytes >= _LITTLE:
         begin = (address + _HUGE - 1) // _HUGE * _HUGE
         end = (address + nbytes) // _HUGE * _HUGE
@@ -95,7 +94,7 @@ def in_huge_pages(address: int, nbytes: int) -> None:
 
 @cache
 def libc() -> Any:
-    """The functions of C on memory, with the types of their arguments."""
+    """The C library, with the argument types of its functions on memory."""
     library = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.memmove.argtypes = library.memcmp.argtypes = (address, address, size)

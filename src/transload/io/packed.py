@@ -1,4 +1,4 @@
-"""Compressed files: which compressor wrote one, and what it holds, in pieces; those that Python has the modules for."""
+"""Compressed files: their format, and their content in pieces; for the compressors in Python's library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from transload.io.sources import BytesSource, Source, decompressed
 
 _LZMA_MEMORY = 128 << 20
-"""What the window of a stream may take: 1 KiB of xz can ask for 4 GiB."""
+"""The most memory a stream may ask for: 1 KiB of xz can ask for 4 GiB."""
 
 
 def _zlib(bits: int) -> Callable[[], Any]:
@@ -30,7 +30,7 @@ _UNPACKERS: dict[str, tuple[tuple[bytes, ...], Callable[[], Any]]] = {
 
 
 class Unpacked(BytesSource):
-    """What a compressed file holds, in memory: ``kind`` is how it was packed, into so many bytes."""
+    """The content of a compressed file, in memory; ``kind`` is its format, ``packed`` its compressed size."""
 
     def __init__(self, data: bytearray, name: str, kind: str, packed: int) -> None:
         super().__init__(data, name)
@@ -38,13 +38,13 @@ class Unpacked(BytesSource):
 
 
 def packed_as(head: bytes) -> str:
-    """How a file was packed that begins like this; empty for what is not packed, or in another way."""
+    """The compression format of a file that begins like this; empty if it has none of these."""
     return next((kind for kind, (signs, _) in _UNPACKERS.items() if head.startswith(signs)), "")
 
 
 def unpack(source: Source, kind: str, limit: int) -> Iterator[bytes]:
-    """What a source holds, in pieces, ``limit`` bytes at most; it ends early where the stream is cut or damaged."""
+    """The decompressed content, in pieces, at most ``limit`` bytes; it ends early if the stream is cut or damaged."""
     try:
         yield from decompressed(_UNPACKERS[kind][1](), source, 0, source.size, limit)
-    except Exception:  # noqa: BLE001 - each module has errors of its own for a stranger's stream
+    except Exception:  # noqa: BLE001 - each module has other errors for a bad stream
         return

@@ -1,4 +1,4 @@
-"""Random-access bytes, wherever they lie: a path, an open file, a buffer, or a part of another source."""
+"""Random-access bytes: of a path, an open file, a buffer, or a part of another source."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 class Source(Protocol):
     """Bytes that can be read at any position.
 
-    ``read`` gives exactly the bytes that exist in ``[offset, offset + count)``: fewer than asked at the end,
-    none beyond it. It never allocates for bytes that are not there, whatever a file claims, and may be
-    called from several threads. ``close`` gives back what was opened here; most have opened nothing.
+    ``read`` returns exactly the bytes that exist in ``[offset, offset + count)``: fewer than ``count`` at the end, none
+    beyond it. It never allocates memory for bytes that do not exist, and may be called from several threads. ``close``
+    releases what the source has opened; most have opened nothing.
     """
 
     name: str
@@ -32,18 +32,18 @@ class Source(Protocol):
         ...
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a writable buffer of bytes from ``offset`` on; how many there were."""
+        """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
         return copied(self, offset, buffer)
 
     def close(self) -> None:
-        """Give back what was opened here."""
+        """Release what was opened here."""
         return
 
 
 class FileSource(Source):
-    """A file opened by path, read through one descriptor: what is judged is what is read.
+    """A file opened by path, and read through one descriptor, so that what was judged is what is read.
 
-    ``opened`` is a descriptor of one that has no such name yet; it is left open.
+    ``opened`` is a descriptor of a file that does not have this name yet; it is left open.
     """
 
     def __init__(self, path: str | os.PathLike[str], opened: int = -1) -> None:
@@ -65,11 +65,11 @@ class FileSource(Source):
         self._stamp = _stamp(status)
 
     def is_changed(self) -> bool:
-        """Whether somebody has written to it since it was opened; not known once it is closed."""
+        """Whether the file was written to since it was opened; false once it is closed."""
         return self._fd >= 0 and _stamp(os.fstat(self._fd)) != self._stamp
 
     def is_same_file(self, path: str) -> bool:
-        """Whether the path leads to this very file, and to as much of it."""
+        """Whether a path leads to this file, and the file has not become shorter."""
         try:
             status, own = os.stat(path), os.fstat(self._fd)  # noqa: PTH116 - pathlib costs ten milliseconds
         except OSError:  # it is gone, or closed here
@@ -78,7 +78,7 @@ class FileSource(Source):
 
     @property
     def descriptor(self) -> int:
-        """The open file, for those who read it in their own way."""
+        """The file descriptor."""
         return self._fd
 
     def read(self, offset: int, count: int) -> bytes:
@@ -92,7 +92,7 @@ class FileSource(Source):
             raise cannot_read(self.name, error) from error
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        """Fill a buffer from ``offset`` on; return the number of bytes read."""
         if not hasattr(os, "preadv"):  # Windows, old macOS
             return copied(self, offset, buffer)
         done, wanted = 0, max(0, min(len(buffer), self.size - offset))
@@ -106,10 +106,10 @@ class FileSource(Source):
             raise cannot_read(self.name, error) from error
         return done
 
-    _close = staticmethod(os.close)  # this module may have lost its names when a handle is closed at the very end
+    _close = staticmethod(os.close)  # at interpreter shutdown, the names of this module may be gone
 
     def close(self) -> None:
-        """Close the descriptor; twice does no harm."""
+        """Close the descriptor. May be called twice."""
         if self._fd >= 0:
             self._close(self._fd)
             self._fd = -1
@@ -139,8 +139,8 @@ def read_at(descriptor: int, offset: int, count: int) -> bytes:
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
-    """What differs once somebody has written to a file."""
-    return status.st_size, status.st_mtime_ns // 1_000_000  # network file systems round it once it has reached them
+    """The size and time of a file, which a write changes."""
+    return status.st_size, status.st_mtime_ns // 1_000_000  # network file systems round the time
 
 
 class BytesSource(Source):
@@ -156,14 +156,14 @@ class BytesSource(Source):
         return bytes(self._view[max(0, offset) : max(0, offset + count)])
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        """Fill a buffer from ``offset`` on; return the number of bytes read."""
         part = self._view[max(0, offset) : max(0, offset + len(buffer))]
         buffer[: len(part)] = part
         return len(part)
 
 
 class ObjectSource(Source):
-    """A seekable binary file object. It is read from its beginning and left at ``home``, where it stood."""
+    """A seekable binary file object. Positions count from its start; ``close`` restores ``home``, its position."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -173,7 +173,7 @@ class ObjectSource(Source):
             text = isinstance(file.read(0), str)
             self.home = file.tell()
             file.seek(0, os.SEEK_END)
-            self.size = file.tell()  # what seek returns is None for some, such as mmap before Python 3.13
+            self.size = file.tell()  # seek() of some objects, such as mmap before Python 3.13, returns None
             file.seek(self.home)
         except (OSError, ValueError, AttributeError) as error:
             raise CannotReadError(
@@ -197,7 +197,7 @@ class ObjectSource(Source):
                 raise cannot_read(self.name, error) from error
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on, straight where the object can do that; how many bytes there were."""
+        """Fill a buffer from ``offset`` on, with the object's ``readinto`` if it has one."""
         into = getattr(self._file, "readinto", None)
         done = 0
         try:
@@ -207,16 +207,16 @@ class ObjectSource(Source):
                     done += count
         except (OSError, ValueError):
             into = None
-        return done if into else copied(self, offset, buffer)  # which also has words for what goes wrong
+        return done if into else copied(self, offset, buffer)  # which raises our errors
 
     def close(self) -> None:
-        """Put the position back; the object stays the caller's."""
-        if not getattr(self._file, "closed", False):  # not every object that reads and seeks has it
+        """Restore the position; the object stays open."""
+        if not getattr(self._file, "closed", False):  # not every file-like object has it
             self._file.seek(self.home)
 
 
 class Slice(Source):
-    """A part of another source, as a source of its own: a checkpoint inside a package."""
+    """A part of another source, such as a checkpoint inside a package."""
 
     def __init__(self, base: Source, offset: int, size: int, name: str) -> None:
         self.base = base
@@ -229,12 +229,12 @@ class Slice(Source):
         return self.base.read(self.offset + offset, min(count, self.size - offset))
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        """Fill a buffer from ``offset`` on; return the number of bytes read."""
         return self.base.readinto(self.offset + offset, buffer[: max(0, self.size - offset)])
 
 
 def copied(source: Source, offset: int, buffer: memoryview) -> int:
-    """``readinto`` for sources that only read, in pieces that keep the second copy small."""
+    """``readinto`` for sources that only have ``read``, in pieces to keep the extra copy small."""
     done = 0
     while done < len(buffer):
         part = source.read(offset + done, min(_PIECE, len(buffer) - done))
@@ -261,7 +261,7 @@ def open_source(f: SourceLike) -> Source:
 
 
 def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
-    """Our error for one of the system's."""
+    """Our error for an error of the system."""
     reason, fix = getattr(error, "strerror", None) or str(error), ""
     if isinstance(error, FileNotFoundError):
         fix = "Check the spelling and the current directory."
@@ -271,7 +271,7 @@ def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
 
 
 def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """The content of a raw deflate stream of ``stored`` bytes, in pieces, ``limit`` bytes of it at most.
+    """The content of a raw deflate stream of ``stored`` bytes, in pieces, at most ``limit`` bytes of it.
 
     Raises ``zlib.error`` where the stream is damaged.
     """
@@ -281,7 +281,7 @@ def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[b
 
 
 def decompressed(machine: Any, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """What a decompressor of one of Python's modules makes of ``stored`` bytes, in pieces, ``limit`` bytes at most."""
+    """The output of a decompressor object for ``stored`` bytes, in pieces, at most ``limit`` bytes."""
     left = limit
     for start in range(0, stored, _PIECE):
         packed = source.read(offset + start, min(_PIECE, stored - start))
@@ -290,16 +290,16 @@ def decompressed(machine: Any, source: Source, offset: int, stored: int, limit: 
             piece = machine.decompress(packed, most)
             yield piece
             left -= len(piece)
-            packed = getattr(machine, "unconsumed_tail", b"")  # of zlib; the others keep it
-            # A full piece of zlib's may have more behind it, also when all input is taken.
+            packed = getattr(machine, "unconsumed_tail", b"")  # zlib's; the others keep it themselves
+            # After a full piece, zlib may have more output even if it has consumed all input.
             if not packed and getattr(machine, "needs_input", len(piece) < most):
                 break
 
 
 def from_text(encoding: str, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """The bytes that ``stored`` bytes of text stand for, each as a character, in pieces, ``limit`` at most.
+    """Bytes that are stored as text, one character each, in pieces, at most ``limit`` bytes.
 
-    Raises ``UnicodeError`` where that is something else.
+    Raises ``UnicodeError`` if the text is something else.
     """
     from codecs import getincrementaldecoder
 
@@ -319,7 +319,7 @@ class Part(NamedTuple):
 
 
 class Assembly(Source):
-    """Parts one after the other, as a source. Their sources are closed by whoever opened them."""
+    """Parts in sequence, as one source. It does not close their sources."""
 
     def __init__(self, parts: Iterable[Part], name: str) -> None:
         self._parts = [part for part in parts if part.length > 0]
@@ -349,21 +349,21 @@ class Assembly(Source):
         return found[0] if len(found) == 1 else b"".join(found)
 
 
-_LONGEST_NAME = 200  # file systems take names of 255 bytes
+_LONGEST_NAME = 200  # file systems allow names of 255 bytes
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
-    """Whether a change of this file was interrupted, or is in progress. Cheap: it looks for one name."""
+    """Whether a change of this file was interrupted, or is in progress. Cheap: it checks for one name."""
     try:
         return os.path.lexists(journal_path(os.fspath(path)))
-    except ValueError:  # no file can have such a name, which is reported when it is read
+    except ValueError:  # the name is invalid, which is reported when it is read
         return False
 
 
 def journal_path(path: str) -> str:
-    """Where ``io.journal`` keeps the journal of a change of this file, in the folder of the file a link leads to.
+    """The path of the journal for this file, beside the file that a link leads to.
 
-    It is here because every load looks for it, and importing ``io.journal`` takes longer than loading a small file.
+    It is here because every load checks for it, and importing ``io.journal`` takes longer than loading a small file.
     """
     folder, name = os.path.split(os.path.realpath(path))
     if len(os.fsencode(name)) > _LONGEST_NAME:

@@ -26,7 +26,7 @@ from transload.errors import (
 )
 from transload.formats import gc_paused
 from transload.frozen import NamedTuple
-from transload.io.memory import view
+from transload.io.memory import memory_at
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import (
     FEW_BYTES,
@@ -511,7 +511,7 @@ class _Reader:
         if self._options.verify:
             from zlib import crc32
 
-            self._check_sum(storage, crc32(view(part.data_ptr(), part.nbytes())))
+            self._check_sum(storage, crc32(memory_at(part.data_ptr(), part.nbytes())))
         if self._options.advance is not None:
             self._options.advance(storage.nbytes)
         return part

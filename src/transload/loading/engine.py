@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from transload.errors import CannotReadError
 from transload.frozen import facts
 from transload.io.cuda_driver import DriverError
-from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages, libc, view
+from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc, memory_at
 from transload.io.sources import FileSource
 from transload.loading.jobs import (
     CELL,
@@ -334,7 +334,7 @@ class DirectFile(File):
         end = (job.end + PAGE - 1) // PAGE * PAGE
         while position < job.end:
             try:
-                count = os.preadv(self._direct_descriptor, [view(start + position, end - position)], position)
+                count = os.preadv(self._direct_descriptor, [memory_at(start + position, end - position)], position)
             except (OSError, OverflowError):
                 return False
             position += count
@@ -403,7 +403,7 @@ class Transfer:
                 if index not in addresses:
                     addresses[index] = self.address_of(index)
                     if self.huge and job.device == "cpu":
-                        in_huge_pages(addresses[index], requests[index].nbytes)
+                        advise_huge_pages(addresses[index], requests[index].nbytes)
             if job.device != "cpu" and (len(addresses) > known or job.device not in self.fences):
                 self._fence(job.device)
             yield job

@@ -32,7 +32,7 @@ from transload.formats import gc_paused
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import called, members
-from transload.io.memory import view
+from transload.io.memory import memory_at
 from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
@@ -599,7 +599,7 @@ def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -
         target = target.view(dtype)
     for box in boxes(elements.view.shape, most) if elements.view.numel else ():
         held = buffer[: prod(box.shape) * width]
-        out = view(held.data_ptr(), len(held))
+        out = memory_at(held.data_ptr(), len(held))
         done = elements.read(box, out)
         if done is not out:
             held = torch.frombuffer(done, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from transload.frozen import NamedTuple
-from transload.io.memory import Pages, copy, view
+from transload.io.memory import Pages, copy, memory_at
 
 if TYPE_CHECKING:
     from transload.io.sources import Source
@@ -162,7 +162,7 @@ class File:
 
     def read(self, run: Run, address: int) -> None:
         """Read a run to an address; ``ShortReadError`` if the file ends before."""
-        received = self._source.readinto(run.offset, view(address, run.nbytes))
+        received = self._source.readinto(run.offset, memory_at(address, run.nbytes))
         if received < run.nbytes:
             raise self.ended([run], run.offset + received)
 
@@ -170,7 +170,7 @@ class File:
         """Read a job into a slot of a cell's size; the difference between an address there and its file position."""
         start = slot - job.begin // CELL * CELL
         begin, length = job.begin, job.end - job.begin
-        received = self._source.readinto(begin, view(start + begin, length))
+        received = self._source.readinto(begin, memory_at(start + begin, length))
         if received < length:
             raise self.ended(job.runs, begin + received)
         return start
@@ -200,15 +200,15 @@ class Checksums:
         """Compute the checksum of a run at an address."""
         from zlib import crc32
 
-        self.parts.append((run.request, run.begin, run.nbytes, crc32(view(address, run.nbytes))))
+        self.parts.append((run.request, run.begin, run.nbytes, crc32(memory_at(address, run.nbytes))))
 
     def whole(self, count: int) -> list[int]:
         """The checksum of each of ``count`` requests, after all their runs were added."""
-        from transload.io.checksums import combined
+        from transload.io.checksums import crc32_combine
 
         found = [0] * count
         for request, begin, nbytes, value in sorted(self.parts):
-            found[request] = combined(found[request], value, nbytes) if begin else value
+            found[request] = crc32_combine(found[request], value, nbytes) if begin else value
         return found
 
 

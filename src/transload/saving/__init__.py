@@ -30,7 +30,7 @@ from transload.formats import gc_paused
 from transload.formats.torch_legacy import write_legacy
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import Record, Sink, opening_records, write_checkpoint
-from transload.io.atomic import AtomicFile, DirectFile, FileObject, is_atomic
+from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic
 from transload.io.pool import progress_counter
 from transload.saving.pickling import Stored, pickled
 from transload.saving.storages import Copy, bloat_words, copied_records, records_of, rings_for
@@ -209,7 +209,7 @@ class _Save:
             return
         whole = self.atomic and is_atomic(self.path)
         try:
-            with (AtomicFile if whole else DirectFile)(self.path) as file:
+            with (AtomicFile if whole else InPlaceFile)(self.path) as file:
                 self._write_into(file)
         except CannotWriteError as error:
             if whole and error.errno in _NO_NEW_FILES and os.access(self.path, os.W_OK):

@@ -17,7 +17,7 @@ from typing import Any
 from transload.errors import SaveError
 from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
 from transload.io.cuda_driver import DriverError, cuda_driver
-from transload.io.memory import Pages, copy, view
+from transload.io.memory import Pages, copy, memory_at
 from transload.io.pool import cores, each
 from transload.saving.pickling import Stored, merged
 
@@ -38,7 +38,7 @@ def _name(key: str) -> bytes:
 
 def _host_chunks(address: int, nbytes: int, ready: Callable[[], object] | None = None) -> Iterator[Chunk]:
     for start in range(0, nbytes, PIECE):
-        yield Chunk(view(address + start, min(PIECE, nbytes - start)), ready)
+        yield Chunk(memory_at(address + start, min(PIECE, nbytes - start)), ready)
 
 
 def _copied_chunks(stored: Stored) -> Iterator[Chunk]:
@@ -67,7 +67,7 @@ class Ring:
             taken = self._take()
             span = (stored.storage, stored.start + start, count)
             fetch = partial(self._fetch, taken[0], [span])
-            yield Chunk(view(taken[1], count), fetch, partial(self._free.append, taken))
+            yield Chunk(memory_at(taken[1], count), fetch, partial(self._free.append, taken))
 
     def _fetch(self, slot: Any, spans: Sequence[_Span]) -> None:
         self.fetcher.fetch(slot, spans)()

@@ -203,7 +203,7 @@ class Bundle:
 def clear_parts(index: str) -> None:
     """Remove unfinished shards of killed conversions, of any number of shards."""
     for path, match in beside(index, _PART):
-        atomic.clear_debris(os.path.join(os.path.dirname(path), match["shard"]))
+        atomic.remove_leftovers(os.path.join(os.path.dirname(path), match["shard"]))
 
 
 class _OldShards:
@@ -297,7 +297,7 @@ class Folder:
             raise cannot_write(error, path) from error
         with suppress(OSError):
             self._lock = os.open(self.hidden, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            atomic.lock(self._lock)
+            atomic.try_lock(self._lock)
 
     def _refuse_existing(self) -> None:
         if not os.path.lexists(self.path):

@@ -21,7 +21,7 @@ from transload.checkpoint import Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.atomic import write_at
-from transload.io.memory import PAGE, Pages, is_equal, view
+from transload.io.memory import PAGE, Pages, is_equal, memory_at
 from transload.io.sources import Source, read_at
 from transload.tensors.content import Content, FileRange, numpy_or_none
 from transload.writing.output import Bundle
@@ -133,7 +133,7 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     compares its chunk, while others fill the next. Raises ``ConvertError`` if the file differs from what was written.
     Progress counts the bytes of each entry twice if they are also compared.
     """
-    from transload.io.checksums import combined, fastest_crc32
+    from transload.io.checksums import crc32_combine, fastest_crc32
     from transload.io.pool import each
 
     size = len(head) + sum(entry.nbytes for entry in entries)
@@ -175,7 +175,7 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     checksums = [0] * len(entries)
     for index, _, length, checksum in sorted(parts):
         before = checksums[index]
-        checksums[index] = combined(before, checksum, length) if before else checksum
+        checksums[index] = crc32_combine(before, checksum, length) if before else checksum
     return checksums
 
 
@@ -184,7 +184,7 @@ class Chunk:
 
     def __init__(self, nbytes: int) -> None:
         self.pages = Pages(nbytes)
-        self.view = view(self.pages.address, nbytes)
+        self.view = memory_at(self.pages.address, nbytes)
         self.begin(0)
 
     def begin(self, offset: int) -> None:

@@ -18,7 +18,7 @@ from transload.checkpoint import Record as Stored
 from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive, write_checkpoint
-from transload.io.atomic import SystemFile
+from transload.io.atomic import DescriptorFile
 from transload.io.sources import FileSource, Source
 from transload.writing.output import clear_parts, index_name
 from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
@@ -233,7 +233,7 @@ def _write_raw(job: Job, plan: Plan) -> None:
         "aliases": dict(plan.aliases),
     }
     with _new_file(os.path.join(folder, "index.json")) as file:
-        SystemFile(file).write([json.dumps(index, indent=1).encode() + b"\n"])
+        DescriptorFile(file).write([json.dumps(index, indent=1).encode() + b"\n"])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 from transload.io.cuda_driver import DriverError
-from transload.io.memory import view
+from transload.io.memory import memory_at
 
 __all__ = ["CALLS", "FakeDriver", "Goal"]
 
@@ -204,12 +204,12 @@ class FakeDriver:
 
     def _start_copy(self, number: int, stream: int) -> None:
         source, nbytes, target = self._pending[number]
-        before = bytes(view(source, nbytes))
+        before = bytes(memory_at(source, nbytes))
 
         def does() -> None:
             if nbytes > LONG:
                 time.sleep(self._slow)
-            if bytes(view(source, nbytes)) != before:
+            if bytes(memory_at(source, nbytes)) != before:
                 self.faults.append("memory is changed that is being fetched")
             ctypes.memmove(target, source, nbytes)
             with self._lock:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from transload.io.memory import PAGE, Pages, view
+from transload.io.memory import PAGE, Pages, memory_at
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
 from transload.loading.engine import DirectFile
 from transload.loading.jobs import CELL, Job, ReadRequest, Run, ShortReadError, jobs
@@ -45,7 +45,7 @@ def direct(blob_path: Path) -> Iterator[DirectFile]:
 
 def read(file: DirectFile, job: Job, slot: Pages) -> bytes:
     start = file.read_job(job, slot.address)
-    return bytes(view(start + job.begin, job.end - job.begin))
+    return bytes(memory_at(start + job.begin, job.end - job.begin))
 
 
 SPANS = {
@@ -75,7 +75,7 @@ class TestSpans:
 
 def test_what_lies_beside_a_slot_is_not_touched(direct: DirectFile) -> None:
     both = Pages(3 * CELL)
-    whole = view(both.address, 3 * CELL)
+    whole = memory_at(both.address, 3 * CELL)
     whole[:] = b"\xaa" * (3 * CELL)
     (job,) = jobs([ReadRequest(0, CELL + 5, CELL - 5)])
     direct.read_job(job, both.address + CELL)

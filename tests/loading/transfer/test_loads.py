@@ -310,7 +310,7 @@ def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatc
         return made
 
     monkeypatch.setattr(_Reader, "_empty", served)
-    monkeypatch.setattr(arrival.DeviceMap, "known", lambda *_: "cuda:0")
+    monkeypatch.setattr(arrival.DeviceMap, "planned_device", lambda *_: "cuda:0")
     found: Any = driver.cuda_driver()
     assert found is cuda
     same(torch.load(saved), transload.load(saved, threads=2))

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from transload.io import memory
-from transload.io.memory import PAGE, Pages, copy, huge_pages_pay, in_huge_pages, view
+from transload.io.memory import PAGE, Pages, advise_huge_pages, copy, huge_pages_pay, memory_at
 
 
 def test_a_view_reads_and_writes() -> None:
     held = ctypes.create_string_buffer(b"abcdef", 6)
-    seen = view(ctypes.addressof(held) + 1, 3)
+    seen = memory_at(ctypes.addressof(held) + 1, 3)
     assert bytes(seen) == b"bcd"
     seen[:] = b"xyz"
     assert held.raw == b"axyzef"
     assert not seen.readonly
-    assert bytes(view(ctypes.addressof(held), 0)) == b""
+    assert bytes(memory_at(ctypes.addressof(held), 0)) == b""
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, (64 << 10) - 1, 64 << 10, 1_000_003])
@@ -37,7 +37,7 @@ def test_copies(nbytes: int) -> None:
 def test_pages_begin_where_a_huge_one_does_and_are_all_there(nbytes: int) -> None:
     pages = Pages(nbytes)
     assert pages.address % (2 << 20) == 0
-    whole = view(pages.address, nbytes)
+    whole = memory_at(pages.address, nbytes)
     whole[0] = whole[nbytes - 1] = 7
     assert bytes(whole[:2]) == b"\x07\0"
     del whole, pages
@@ -101,6 +101,6 @@ def test_only_whole_huge_pages_inside_are_asked_for(monkeypatch: pytest.MonkeyPa
             return 0
 
     monkeypatch.setattr(memory, "libc", Libc)
-    in_huge_pages((2 << 20) - 5, 6 << 20)
-    in_huge_pages(123, (4 << 20) - 1)
+    advise_huge_pages((2 << 20) - 5, 6 << 20)
+    advise_huge_pages(123, (4 << 20) - 1)
     assert asked == [(2 << 20, 4 << 20, 14)]
