@@ -31,7 +31,7 @@ from transload.saving.storages import Copy, snapshot_of
 def settled() -> Iterator[None]:
     yield
     background.wait()
-    background.unnoticed()
+    background.take_unseen()
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ A ``_Save`` checks the options, pickles the object (``pickling``), collects the 
 archive (``storages``) to a file or a file object. ``save_async`` copies the storages in between, and leaves the writing
 to a thread (``background``).
 
-A record in the file says where it comes from: the software it was saved with, and the devices the tensors were on. It
-does not say who saved it, on which host, or to which path. torch ignores a record of this name.
+A record in the file says where it comes from: the software it was saved with, and the devices of the tensors. It does
+not say who saved it, on which host, or to which path. torch ignores a record of this name.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from transload.formats.zip_writer import Record, Sink, opening_records, write_ch
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic
 from transload.io.pool import progress_counter
 from transload.saving.pickling import Stored, pickled
-from transload.saving.storages import Copy, bloat_words, copied_records, records_of, rings_for
+from transload.saving.storages import Copy, bloat_warning, copied_records, records_of, rings_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-_MAX_ALIGNMENT = 1 << 16  # the length of the padding is a number of 16 bits
-_NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # reasons of a directory to refuse a new file
+_MAX_ALIGNMENT = 1 << 16  # the length of the padding is a 16-bit number
+_NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # errors of a directory that cannot have a new file
 
 Origin = bool | Mapping[str, Any]
 Progress = bool | Callable[[int, int], object] | None
@@ -81,7 +81,7 @@ def save(
     from transload.saving.background import background
 
     path = _path(f)
-    background.settle(path or f)
+    background.wait_for_target(path or f)
     legacy = not _use_new_zipfile_serialization
     prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, legacy)
     prepared.byteorder = not _disable_byteorder_record
@@ -116,7 +116,7 @@ def save_async(
     from transload.saving.storages import snapshot_of
 
     path = _path(f)
-    background.raise_unnoticed()
+    background.raise_unseen()
     background.make_room()
     legacy = not _use_new_zipfile_serialization
     prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, legacy)
@@ -125,7 +125,7 @@ def save_async(
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
         prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
     prepared.copies, prepared.storages = snapshot_of(prepared.storages), []
-    fastest_crc32()  # it imports a package, which must not happen in a thread while the program ends
+    fastest_crc32()  # it imports a package, which a thread cannot do while the program ends
     return background.submit(prepared.path or f, prepared.write)
 
 
@@ -142,9 +142,9 @@ def _path(f: Any) -> str | None:
 
 
 class _Save:
-    """What is written for an object, to a path or to the file object ``f``. Nothing is written before ``write``.
+    """Everything to write for an object, to a path or to the file object ``f``; ``write`` writes it.
 
-    The caller of ``save`` is warned of a name that torch mistakes, and of bytes that nobody uses.
+    Warns of a file name that torch misinterprets, and of bytes that no tensor uses.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _Save:
         if device not in ("cpu", "keep"):
             what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
             raise UsageError(what, fix="`transload retag` writes other tags into a file.")
-        if protocol is None or protocol == -1:  # the two that pickle has names for
+        if protocol is None or protocol == -1:  # as pickle interprets them
             protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
         elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # 2 is the first with binary persistent ids
             what = f"pickle_protocol={protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
@@ -182,14 +182,14 @@ class _Save:
             raise SaveError(what, fix="Use torch.save for a file without contents.")
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
         self.legacy_protocol = int(protocol) if legacy else None
-        self.byteorder = True  # whether the archive has the record that says it
-        self.copies: list[Copy] | None = None  # of the storages, to be written instead
+        self.byteorder = True  # whether to write the record byteorder
+        self.copies: list[Copy] | None = None  # of the storages, to write instead of them
         with gc_paused(user_objects=True):
             portable = device == "cpu"
             self.data, self.storages = pickled(
                 obj, module, int(protocol), portable=portable, compact=compact, legacy=legacy
             )
-            bloat = "" if compact else bloat_words(obj, self.storages)
+            bloat = "" if compact else bloat_warning(obj, self.storages)
             self.origin = b"" if legacy or origin in (False, None) else _origin_of(origin, self.storages)
             self.numels = [each.numel for each in self.storages]
             self.nbytes = sum(each.nbytes for each in self.storages)
@@ -219,7 +219,7 @@ class _Save:
     def _write_into(self, sink: Sink) -> None:
         rings = rings_for(self.storages)
         with ExitStack() as last:
-            if self.copies is None:  # the program is waiting: nothing else makes garbage meanwhile
+            if self.copies is None:  # the program is waiting, and creates no garbage meanwhile
                 last.enter_context(gc_paused(user_objects=True))
             for ring in rings.values():
                 last.callback(ring.fetcher.finish)
@@ -245,7 +245,7 @@ class _Save:
 
 
 def _alignment() -> int:
-    """The multiple at which records begin, as torch is configured."""
+    """The alignment of records that torch is configured to."""
     try:
         from torch.utils.serialization import config
 
@@ -261,14 +261,14 @@ def _alignment() -> int:
 # -- where the file comes from
 
 _ORIGIN = b".transload/origin.json"
-_MAX_ENTRIES = 64 << 10  # bytes of JSON the caller may add: they are read whenever the file is inspected
+_MAX_ENTRIES = 64 << 10  # bytes of JSON that the caller may add: every inspection reads them
 _MAX_DEPTH = 8
-_MAX_BITS = 64  # of a number: other readers of JSON support no longer ones
+_MAX_BITS = 64  # of an integer: other JSON readers do not support longer ones
 _FIX = "It takes names with plain values: texts, numbers, True, False, None, and lists and dicts of these."
 
 
 def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
-    """The record: ``True``, or the caller's entries."""
+    """The record; ``origin`` is ``True``, or entries of the caller."""
     import torch
 
     facts: dict[str, Any] = {"schema": 1, "transload": __version__}
@@ -276,7 +276,7 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
     facts |= {name: str(version) for name in ("cuda", "hip") if (version := getattr(torch.version, name, None))}
     facts |= {"system": platform.system().lower(), "machine": platform.machine().lower(), **_gpus()}
     facts["time"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    # The device of each storage in the order of their keys: a device, and how many storages in a row were on it.
+    # The devices of the storages in order, run-length encoded: a device, and the number of storages in a row on it.
     cpu = torch.device("cpu")
     rows = groupby(each.storage.device for each in storages)
     facts["storages"] = [["cpu" if device == cpu else str(device), sum(1 for _ in row)] for device, row in rows]
@@ -292,7 +292,7 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
 
 
 def _gpus() -> dict[str, Any]:
-    """The GPUs and their driver, if torch already uses them: saving tensors of the CPU must not initialise CUDA."""
+    """The GPUs and their driver, if torch already uses them: saving CPU tensors must not initialise CUDA."""
     import torch
 
     try:
@@ -303,7 +303,7 @@ def _gpus() -> dict[str, Any]:
             {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
             for each in devices
         ]
-    except Exception:  # noqa: BLE001 - a device that does not answer does not stop a save
+    except Exception:  # noqa: BLE001 - a device that fails must not stop a save
         return {}
     with suppress(OSError, ValueError), open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123
         if driver := file.read(64).strip():

@@ -1,7 +1,7 @@
 """The queue of saves in the background, and the thread that writes them.
 
-One thread writes, in the order of the calls, so the last save to a path is the one that stays. An error is raised by
-the future; if nobody asks the future, by the next call; or it is printed when the program ends.
+One thread writes, in the order of the calls, so the last save to a path wins. An error is raised by the future; if the
+program does not ask the future, by the next call; or it is printed when the program ends.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from traceback import clear_frames
 
 from transload.errors import SaveError
 
-with suppress(RuntimeError):  # while a program ends
+with suppress(RuntimeError):  # while the program ends
     from concurrent.futures import ThreadPoolExecutor  # noqa: F401 - a writer must not import it in its thread
 
 MAX_IN_FLIGHT = 2
-"""Saves that are being written or wait: each is a copy of everything it saves. A further call waits for the first."""
+"""The most pending saves: each has a copy of everything it saves. Another call waits for the first."""
 
 
 class Saving(Future[None]):
-    """The future of a save, which notes whether its error was seen, so that none gets lost.
+    """The future of a save. It records whether its error was seen, so that no error gets lost.
 
     ``target`` is an absolute path, or a file object.
     """
@@ -43,12 +43,12 @@ class Saving(Future[None]):
         try:
             return super().result(timeout)
         finally:
-            del self  # an error refers to the frames it passed through: see run
+            del self  # or the error would refer to it through this frame: see run
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save; its error, or ``None``."""
         error = super().exception(timeout)
-        background.notice(self)
+        background.mark_seen(self)
         return error
 
     def run(self) -> None:
@@ -62,9 +62,9 @@ class Saving(Future[None]):
         else:
             done = partial(self.set_result, None)
         del self._write
-        with suppress(BaseException):  # of a callback: it must not stop the other saves
+        with suppress(BaseException):  # an error of a callback must not stop the other saves
             done()
-        del self, done  # an error refers to the frames it passed through: those must not refer to it
+        del self, done  # the error refers to this frame, which must not refer to the error
 
     def cancel(self) -> bool:
         """A save cannot be cancelled."""
@@ -72,16 +72,16 @@ class Saving(Future[None]):
 
 
 class Background:
-    """The queue, and the thread that writes: it exists only as long as there is work."""
+    """The queue, and the thread that writes, which exists only while there is work."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._pending: list[Saving] = []  # in the order of the calls
         self._failed: list[Saving] = []
-        self._writer: int | None = None  # the thread that writes; 0 until it has begun
+        self._writer: int | None = None  # the ID of the thread that writes; 0 before it has started
 
     def submit(self, target: object, write: Callable[[], None]) -> Saving:
-        """Append a save to the queue. Where no thread can be started, the caller does the work: no save is lost."""
+        """Append a save to the queue. If no thread can be started, the caller does the work: no save is lost."""
         saving = Saving(target, write)
         with self._changed:
             self._pending.append(saving)
@@ -90,12 +90,12 @@ class Background:
                 self._writer = 0
         if not begin:
             return saving
-        if not main_thread().is_alive():  # the program is ending, and does not wait for further threads
+        if not main_thread().is_alive():  # the program is ending, and waits for no more threads
             self._work()
-            _tell_at_exit()
+            _report_at_exit()
             return saving
         try:
-            # Not a daemon: a program does not end before its last save has.
+            # Not a daemon: a program does not end before its last save.
             Thread(target=self._work, name="transload save", daemon=False).start()
         except RuntimeError:  # the system has no more threads
             self._work()
@@ -112,7 +112,7 @@ class Background:
             self._write_next()
 
     def _write_next(self) -> None:
-        saving = self._left()[0]
+        saving = self._waitable()[0]
         saving.run()
         with self._changed:
             self._pending.remove(saving)
@@ -121,28 +121,28 @@ class Background:
             self._changed.notify_all()
         del saving  # see Saving.run
 
-    def _left(self) -> list[Saving]:
-        """Pending saves; for a callback of a save only those that are not begun: it cannot wait for its own."""
+    def _waitable(self) -> list[Saving]:
+        """The pending saves to wait for; in a callback only those not yet started, since it runs inside a save."""
         if self._writer == get_ident():
             return [each for each in self._pending if not (each.running() or each.done())]
         return self._pending
 
     def make_room(self) -> None:
         """Wait until one more save may be pending."""
-        self._until(lambda: len(self._left()) < MAX_IN_FLIGHT)
+        self._until(lambda: len(self._waitable()) < MAX_IN_FLIGHT)
 
-    def settle(self, target: object) -> None:
+    def wait_for_target(self, target: object) -> None:
         """Wait for saves to a path or a file object, and raise errors that were not seen."""
-        place = _place(target)
-        self._until(lambda: all(_place(each.target) != place for each in self._left()))
-        self.raise_unnoticed()
+        place = _identity(target)
+        self._until(lambda: all(_identity(each.target) != place for each in self._waitable()))
+        self.raise_unseen()
 
     def wait(self) -> None:
         """Wait for all saves."""
-        self._until(lambda: not self._left())
+        self._until(lambda: not self._waitable())
 
     def _until(self, ready: Callable[[], bool]) -> None:
-        """Wait. A callback runs in the thread that writes, so it has to write itself."""
+        """Wait for a condition. A callback runs in the thread that writes, so it writes meanwhile."""
         if self._writer == get_ident():
             while not ready():
                 self._write_next()
@@ -150,33 +150,33 @@ class Background:
             with self._changed:
                 self._changed.wait_for(ready)
 
-    def notice(self, saving: Saving) -> None:
-        """Forget a save whose error, if any, is known to the caller."""
+    def mark_seen(self, saving: Saving) -> None:
+        """Forget the error of a save, if any: the caller has seen it."""
         with self._changed:
             saving.seen = True
             self._failed = [each for each in self._failed if each is not saving]
 
-    def raise_unnoticed(self) -> None:
-        """Raise the error of a save that nobody has asked about."""
+    def raise_unseen(self) -> None:
+        """Raise the errors that nobody has seen, as one."""
         with self._changed:
-            failed = self.unnoticed()
+            failed = self.take_unseen()
         if failed:
-            raise _lost(failed)
+            raise _background_error(failed)
 
-    def unnoticed(self) -> list[Saving]:
-        """Saves that failed and that nobody has asked about; each is returned once."""
+    def take_unseen(self) -> list[Saving]:
+        """The failed saves whose errors nobody has seen; each is returned once."""
         failed, self._failed = self._failed, []
         for each in failed:
             each.seen = True
         return failed
 
 
-def _place(target: object) -> object:
-    """The identity of a target: the file a path leads to, or that of an object."""
+def _identity(target: object) -> object:
+    """The identity of a target: the real path, or the id of a file object."""
     return os.path.realpath(target) if isinstance(target, str) else id(target)
 
 
-def _lost(failed: list[Saving]) -> SaveError:
+def _background_error(failed: list[Saving]) -> SaveError:
     first = Future.exception(failed[0])
     where = ", ".join(each.target if isinstance(each.target, str) else "a file object" for each in failed)
     error = SaveError(f"an earlier save in the background failed: {first}", where=where, fix="Save again.")
@@ -187,13 +187,13 @@ def _lost(failed: list[Saving]) -> SaveError:
 background = Background()
 
 
-def _tell_at_exit() -> None:
-    """The threads have ended by now: Python waits for those that are not daemons."""
+def _report_at_exit() -> None:
+    """Print errors that nobody has seen. Python has waited for the thread by now."""
     background.wait()
-    for failed in background.unnoticed():
-        print(f"transload: {_lost([failed])}", file=sys.stderr)  # noqa: T201 - nothing is left to raise it in
+    for failed in background.take_unseen():
+        print(f"transload: {_background_error([failed])}", file=sys.stderr)  # noqa: T201 - nothing is left to raise it in
 
 
-atexit.register(_tell_at_exit)
-if hasattr(os, "register_at_fork"):  # the thread belongs to the parent; the object stays, since others refer to it
+atexit.register(_report_at_exit)
+if hasattr(os, "register_at_fork"):  # a child has no thread; reset in place, since others refer to the object
     os.register_at_fork(after_in_child=background.__init__)  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """An object as the pickle that ``torch.save`` makes of it, and the storages it refers to.
 
-For tensors on the CPU the pickle is the same to the byte. Plain tensors are reduced here, in a fifth of the time that
-torch takes; all others by torch itself, and the result is only searched for what does not travel: a device, and a view
-of a storage that is much larger. ``pickled`` is the front; ``_Reducer`` collects the storages and reduces tensors.
+For tensors on the CPU the pickle is identical to the byte. Plain tensors are reduced here, in a fifth of the time that
+torch takes. torch reduces all others, and devices and views of larger storages are replaced in the result. ``pickled``
+is the entry point; ``_Reducer`` collects the storages and reduces tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transload.errors import CannotPickleError, SaveError
 
 
 class Geometry(NamedTuple):
-    """The elements of its storage that a tensor shows; ``itemsize`` is the size of each in bytes."""
+    """The elements of a storage that a tensor uses; ``itemsize`` is the size of each in bytes."""
 
     itemsize: int
     offset: int
@@ -35,10 +35,10 @@ class Geometry(NamedTuple):
     stride: tuple[int, ...]
 
     @property
-    def run(self) -> tuple[int, int]:
-        """Its first byte, and the end of its last; the same for a tensor without elements.
+    def byte_range(self) -> tuple[int, int]:
+        """Its first byte and the end of its last; (0, 0) for a tensor without elements.
 
-        >>> Geometry(4, 10, (2, 3), (100, 2)).run
+        >>> Geometry(4, 10, (2, 3), (100, 2)).byte_range
         (40, 460)
         """
         if 0 in self.size:
@@ -48,26 +48,26 @@ class Geometry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size without gaps, each element counted as often as it occurs."""
+        """The bytes of all its elements, without gaps; of an expanded tensor, each element as often as it occurs."""
         return prod(self.size) * self.itemsize
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it leaves out at least half of the bytes between its first and its last."""
-        start, end = self.run
+        """Whether at least half of the bytes between its first and its last are gaps."""
+        start, end = self.byte_range
         return 2 * self.nbytes <= end - start
 
 
-def merged(views: Iterable[Geometry], step: int = 1) -> list[tuple[int, int]]:
-    """The runs of bytes that views use; each begins at a multiple of ``step``.
+def merged_ranges(views: Iterable[Geometry], step: int = 1) -> list[tuple[int, int]]:
+    """The byte ranges that views use, each beginning at a multiple of ``step``.
 
-    Runs do not overlap, so they share no memory and can be written separately.
+    They do not overlap, so they can be written separately.
 
-    >>> merged([Geometry(1, 80, (20,), (1,)), Geometry(1, 0, (10,), (1,)), Geometry(1, 90, (30,), (1,))])
+    >>> merged_ranges([Geometry(1, 80, (20,), (1,)), Geometry(1, 0, (10,), (1,)), Geometry(1, 90, (30,), (1,))])
     [(0, 10), (80, 120)]
     """
     out: list[tuple[int, int]] = []
-    for start, end in sorted(view.run for view in views):
+    for start, end in sorted(view.byte_range for view in views):
         if end == start:
             continue
         first = start - start % step
@@ -80,7 +80,7 @@ def merged(views: Iterable[Geometry], step: int = 1) -> list[tuple[int, int]]:
 
 @dataclass(slots=True, eq=False)
 class _Ref:
-    """A storage in what is pickled: its key, its class, and its number of elements of that class."""
+    """A reference to a storage in the pickle: its key, its class, and its number of elements of that class."""
 
     key: str
     kind: Any
@@ -90,9 +90,9 @@ class _Ref:
 
 @dataclass(slots=True, eq=False)
 class Stored(_Ref):
-    """One record of the archive: bytes of a storage, all of them unless views were cut out of it.
+    """One record of the archive: the bytes of a storage, or with ``compact`` of the part that tensors use.
 
-    ``whole`` is whether a tensor uses all of them; if not, ``views`` are the tensors that use some.
+    ``whole`` is whether a tensor uses all of the storage; if not, ``views`` are the tensors that use parts.
     """
 
     start: int
@@ -101,7 +101,7 @@ class Stored(_Ref):
     views: list[Geometry] = field(default_factory=list)
 
 
-# -- the front
+# -- the entry point
 
 
 def pickled(
@@ -109,8 +109,8 @@ def pickled(
 ) -> tuple[bytes, list[Stored]]:
     """The pickle of an object, and the storages it refers to, in the order of their keys.
 
-    ``portable`` tags every storage ``cpu``; ``compact`` cuts views out of their storages; ``legacy`` refers to storages
-    and classes of modules as torch did before 1.6. The error names the part that cannot be pickled.
+    ``portable`` tags every storage ``cpu``; ``compact`` leaves out bytes that no tensor uses; ``legacy`` refers to
+    storages and module classes as torch did before 1.6. The error names the part that cannot be pickled.
     """
     try:
         reducer = _Reducer(protocol, None, portable=portable, exact=compact, legacy=legacy)
@@ -131,7 +131,7 @@ def pickled(
 
 
 def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
-    """The pickle by a module's own pickler, which may treat everything but tensors in its own way."""
+    """The pickle by a module's ``Pickler``, which decides about everything but tensors."""
     base: Any = (pickle_module or pickle).Pickler
     inherited = getattr(base, "reducer_override", None)
 
@@ -150,8 +150,8 @@ def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
 
     out = io.BytesIO()
     pickler = Pickler(out, protocol=reducer.protocol)
-    # On the pickler and not on its class: every class is part of a reference cycle, so what a class refers to, here the
-    # storages, lives until the garbage collector runs.
+    # On the pickler, not on its class: a class is always part of a reference cycle, so the storages it refers to would
+    # live until the garbage collector runs.
     pickler.transload = reducer
     if base is pickle.Pickler:
         pickler.dispatch_table = _Table(reducer)
@@ -162,7 +162,7 @@ def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """How the standard library's pickler reduces each class. It asks faster here than by ``reducer_override``."""
+    """The dispatch table of the standard library's pickler, which is faster than ``reducer_override``."""
 
     def __init__(self, reducer: _Reducer) -> None:
         super().__init__({reducer.tensor: reducer.plain, **copyreg.dispatch_table})
@@ -178,7 +178,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
 
 
 class _NoHooks:
-    """Is pickled as the empty ``OrderedDict`` in which old releases of torch kept the hooks of a tensor."""
+    """Pickles as the empty ``OrderedDict`` of hooks that torch writes for a tensor."""
 
     __slots__ = ()
     reduced = OrderedDict, ()
@@ -192,12 +192,12 @@ _WITH_STORAGE = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild
 _FROM_OTHER_DEVICES = frozenset(
     {"_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy", "_rebuild_xla_tensor"}
 )
-"""Functions of tensors on devices without storages; their arguments name the device, which may not exist elsewhere."""
+"""Functions for tensors on devices without storages. An argument names the device, which may not exist elsewhere."""
 
 
 @cache
 def _kinds() -> dict[Any, tuple[Any, int]]:
-    """By the dtype of a plain tensor: the storage class that files name, and the bytes of an element."""
+    """The storage class in files, and the bytes of an element, for each dtype of plain tensors."""
     import torch
 
     return {
@@ -210,7 +210,7 @@ def _kinds() -> dict[Any, tuple[Any, int]]:
 class _Reducer:
     """Reduces the tensors of one object, and collects their storages.
 
-    Nothing it refers to may refer to it: storages must be freed with the last reference, not by the garbage collector.
+    Nothing it refers to may refer to it: storages must be freed by reference counting, not by the garbage collector.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class _Reducer:
         self._by_data: dict[Any, Stored] = {}
         self._dtypes: dict[int, Any] = {}
         self._cuts = cuts
-        self._exact = exact  # whether each use of a storage is noted, since views are to be cut out of it
+        self._exact = exact  # whether to record each use of a storage, for ``compact``
         self.protocol = protocol
         self._portable = portable
         self.legacy = legacy
-        self._classes: set[type] = set()  # those of modules that have an id in the legacy form
+        self._classes: set[type] = set()  # module classes whose id was written (legacy form)
         self._torch: Any = torch
         self.tensor, self._strided, self._kinds = torch.Tensor, torch.strided, _kinds()
         self._rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
@@ -238,29 +238,29 @@ class _Reducer:
             todo += kind.__subclasses__()
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...]:
-        """What the pickle has in place of a storage."""
+        """The persistent id of a storage."""
         ref = obj if isinstance(obj, _Ref) else self._use_of_torch(obj, None)[0]
         tag = "cpu" if self._portable else self._torch.serialization.location_tag(ref.storage)
         stored = ("storage", ref.kind, ref.key, tag, ref.numel)
         return (*stored, None) if self.legacy else stored  # None: it is not a part of another storage
 
     def class_id(self, kind: type) -> tuple[Any, ...] | None:
-        """What the legacy form has in place of a class of modules at first: the class, its file and its source.
+        """The persistent id of a module class at its first use, in the legacy form: the class, its file and its source.
 
-        torch.load compares the source with that of the class it finds, and warns where it has changed. The file gets
-        the name without the folders, which are nobody's business.
+        torch.load compares the source with that of the class it finds, and warns if it has changed. The file name is
+        written without its folders, which are private.
         """
         if not issubclass(kind, self._torch.nn.Module) or kind in self._classes:
             return None
         self._classes.add(kind)
         try:
             file, source = (inspect.getsourcefile(kind) or "").rpartition(os.sep)[2], inspect.getsource(kind)
-        except (OSError, TypeError):  # a class made by code that is no longer there; torch accepts that, too
+        except (OSError, TypeError):  # its source is not available; torch accepts that, too
             return ("module", kind, None, None)
         return ("module", kind, file, source)
 
     def _use_of_torch(self, obj: Any, geometry: Geometry | None) -> tuple[_Ref, int, tuple[int, ...]]:
-        """As ``_use``, for a storage as torch reduces a tensor to it."""
+        """As ``_use``, for a storage object from torch's reduction of a tensor."""
         torch = self._torch
         typed = isinstance(obj, torch.storage.TypedStorage)
         storage = obj._untyped_storage if typed else obj  # noqa: SLF001 - whoever asks a typed one by name is warned
@@ -275,7 +275,7 @@ class _Reducer:
     def _use(
         self, storage: Any, dtype: Any, kind: Any, itemsize: int, geometry: Geometry | None
     ) -> tuple[_Ref, int, tuple[int, ...]]:
-        """The reference to a storage; and the offset and stride of the tensor in what is written of it."""
+        """The reference to a storage, and the offset and stride of the tensor in its record."""
         name = storage._cdata  # noqa: SLF001 - torch's identity of a storage
         start, nbytes = 0, storage.nbytes()
         offset, stride = (geometry.offset, geometry.stride) if geometry else (0, ())
@@ -288,7 +288,7 @@ class _Reducer:
             self._by_data[name] = stored
             self.storages.append(stored)
         if not stored.whole and piece is None:
-            if geometry is None or (geometry.nbytes == nbytes and geometry.run == (0, nbytes)):
+            if geometry is None or (geometry.nbytes == nbytes and geometry.byte_range == (0, nbytes)):
                 stored.whole = True
             else:
                 stored.views.append(geometry)
@@ -299,7 +299,7 @@ class _Reducer:
         return _Ref(stored.key, kind, stored.nbytes // itemsize, stored.storage), offset, stride
 
     def _check(self, address: int, dtype: Any) -> None:
-        """Refuse memory that is missing, or is used with two dtypes: a file has one for each storage."""
+        """Refuse a storage without memory, or one used with two dtypes: a file has one dtype for each."""
         if not address:
             raise SaveError("a storage says it has bytes, and has no memory", fix="Save a clone() of its tensor.")
         if self._dtypes.setdefault(address, dtype) != dtype:
@@ -307,7 +307,7 @@ class _Reducer:
             raise SaveError(what, fix="Save a clone() of one of the two tensors.")
 
     def reduce(self, obj: Any) -> Any:
-        """How pickle must reduce an object; ``NotImplemented``: as it does by itself."""
+        """The reduction of an object; ``NotImplemented`` leaves it to pickle."""
         kind = type(obj)
         if kind in copyreg.dispatch_table:  # the program has registered how
             return NotImplemented
@@ -322,9 +322,9 @@ class _Reducer:
         return NotImplemented
 
     def plain(self, tensor: Any) -> Any:
-        """Reduce a tensor, without torch's help if it is nothing but numbers in memory.
+        """Reduce a tensor; without torch if it is nothing but numbers in memory.
 
-        It runs for each tensor: saving 10,000 small ones takes three times as long without it.
+        It runs for each tensor: saving 10,000 small ones would take three times as long without it.
         """
         dtype, requires_grad = tensor.dtype, tensor.requires_grad
         if (
@@ -358,7 +358,7 @@ class _Reducer:
         return self._rebuild, (ref, offset, size, stride, requires_grad, _NoHooks())
 
     def _adapted(self, reduced: Any) -> Any:
-        """A tensor as torch reduced it, with devices and large storages replaced."""
+        """Torch's reduction of a tensor, with devices and storages replaced."""
         if not isinstance(reduced, tuple) or len(reduced) < 2 or not isinstance(reduced[1], tuple):
             return reduced
         torch = self._torch
@@ -394,10 +394,9 @@ class _Reducer:
 
 
 class _Cuts:
-    """For each storage the runs of bytes that its tensors use. It keeps the storages alive, so their ids stay unique.
+    """The byte ranges of each storage that its tensors use. It keeps the storages alive, so that their ids stay unique.
 
-    A run that is used by a single view, and mostly consists of what the view leaves out, is not written as it is: the
-    elements of the view are, one after the other.
+    If a range is used by a single view, and is mostly gaps, only the elements of the view are written, contiguously.
     """
 
     def __init__(self, storages: Iterable[Stored]) -> None:
@@ -406,15 +405,15 @@ class _Cuts:
         self._storages: list[Any] = []
         for stored in storages:
             storage, views = stored.storage, stored.views
-            if stored.whole or any(each.run[1] > storage.nbytes() for each in views):
-                continue  # all of it is used, or it was made smaller under its tensors
+            if stored.whole or any(each.byte_range[1] > storage.nbytes() for each in views):
+                continue  # all of it is used, or it was resized under its tensors
             self._storages.append(storage)
             data = storage._cdata  # noqa: SLF001 - torch's identity of a storage
             step = max((each.itemsize for each in views), default=1)
             distinct = set(views)
             self._runs[data] = []
-            for start, end in merged(views, step):
-                inside = [each for each in distinct if each.nbytes and start <= each.run[0] < end]
+            for start, end in merged_ranges(views, step):
+                inside = [each for each in distinct if each.nbytes and start <= each.byte_range[0] < end]
                 if len(inside) == 1 and inside[0].is_sparse:
                     self._dense[data, inside[0]] = _dense(storage, inside[0])
                 else:
@@ -423,9 +422,10 @@ class _Cuts:
     def piece(
         self, storage: Any, geometry: Geometry | None
     ) -> tuple[tuple[int, int], Any, int, int, int, tuple[int, ...]] | None:
-        """What to write for a tensor instead of its storage, and the tensor's offset and stride in it.
+        """What to write for a tensor instead of its whole storage; ``None`` to write all of it.
 
-        The first four are a name, a storage, where the bytes begin in it, and how many they are. ``None``: all of it.
+        An identity, the storage, the first byte and the number of bytes to write, and the tensor's offset and stride in
+        them.
         """
         data = storage._cdata  # noqa: SLF001 - as above
         runs = self._runs.get(data)
@@ -434,7 +434,7 @@ class _Cuts:
         dense = self._dense.get((data, geometry))
         if dense is not None:
             return ((data, ~geometry.offset), dense, 0, dense.nbytes(), 0, contiguous(geometry.size))
-        first, last = geometry.run
+        first, last = geometry.byte_range
         if first == last:
             return ((data, -1 << 62), storage, 0, 0, 0, geometry.stride)
         for start, end in runs:
@@ -448,7 +448,7 @@ _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 def _dense(storage: Any, geometry: Geometry) -> Any:
-    """A storage with the elements of a view, in order."""
+    """A new storage with the elements of a view, contiguously."""
     import torch
 
     with torch.no_grad():
@@ -461,11 +461,11 @@ def _dense(storage: Any, geometry: Geometry) -> Any:
 # -- the part of an object that cannot be pickled
 
 _DEPTH = 12
-_BREADTH = 10_000  # parts tried on a level: reporting an error should not take as long as the save would have
+_BREADTH = 10_000  # parts tried per level: finding the culprit must not take longer than the save
 
 
 def _culprit(obj: Any, attempt: Callable[[Any], object], error: Exception) -> tuple[str, str]:
-    """The place of the innermost part that fails by itself, for the same reason; and what to do about it."""
+    """The place of the innermost part that alone raises the same error; and what to do about it."""
     place, kind = "obj", type(error)
 
     def fails(part: Any) -> bool:
@@ -473,7 +473,7 @@ def _culprit(obj: Any, attempt: Callable[[Any], object], error: Exception) -> tu
             return False
         try:
             attempt(part)
-        except Exception as again:  # noqa: BLE001 - any may come, and it may not be the one searched for
+        except Exception as again:  # noqa: BLE001 - it may raise anything, perhaps another error
             return isinstance(again, kind)
         return False
 

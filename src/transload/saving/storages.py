@@ -1,7 +1,7 @@
-"""The records of an archive: what comes before the storages, the bytes of the storages, and what comes after them.
+"""The records of storages in an archive, and copies of storages.
 
-``records_of`` gives the records of storages where they are: memory of the CPU is written in place, that of a CUDA
-device passes through a ``Ring`` of pinned memory. ``snapshot_of`` copies all storages at once, to be written later.
+``records_of`` gives the records of storages where they are: CPU memory is written in place, CUDA memory passes through
+a ``Ring`` of pinned memory. ``snapshot_of`` copies all storages now, to be written later.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Bunch, Chunk, Reco
 from transload.io.cuda_driver import DriverError, cuda_driver
 from transload.io.memory import Pages, copy, memory_at
 from transload.io.pool import cores, each
-from transload.saving.pickling import Stored, merged
+from transload.saving.pickling import Stored, merged_ranges
 
 _MAX_THREADS = 8
-_TOGETHER = 4096  # small storages that are read at once, at most
-_MANY = 1000  # copies of small storages that are written at once
+_TOGETHER = 4096  # the most small storages in one bunch
+_MANY = 1000  # copies of small storages in one bunch
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time
 
-_Span = tuple[Any, int, int]  # some bytes of a storage: where they begin, and how many there are
+_Span = tuple[Any, int, int]  # bytes of a storage: the storage, the first byte, the number of bytes
 
 
 # -- storages where they are
@@ -42,14 +42,14 @@ def _host_chunks(address: int, nbytes: int, ready: Callable[[], object] | None =
 
 
 def _copied_chunks(stored: Stored) -> Iterator[Chunk]:
-    """Bytes of a device that only copies whole storages. The copy lives until the last chunk is written."""
+    """The bytes of a storage on a device that only copies whole storages. The copy lives until all is written."""
     copied = stored.storage.cpu()
     for chunk in _host_chunks(copied.data_ptr() + stored.start, stored.nbytes):
         yield chunk._replace(done=lambda copied=copied: copied)  # type: ignore[misc]
 
 
 class Ring:
-    """A few slots of pinned memory that bytes of a device pass through, while those before them are written."""
+    """Slots of pinned memory for bytes of a device, fetched while earlier ones are written."""
 
     def __init__(self, fetcher: CudaFetcher, slots: int = AHEAD + 1, nbytes: int = PIECE) -> None:
         self.fetcher = fetcher
@@ -58,9 +58,9 @@ class Ring:
         self._free: deque[tuple[Any, int]] = deque()
 
     def chunks(self, stored: Stored) -> Iterator[Chunk]:
-        """The bytes of a storage. Each chunk has a slot until it is written: never more than the writer looks ahead.
+        """The bytes of a storage. Each chunk has a slot until it is written; the writer never needs more slots.
 
-        A chunk is fetched by the thread that computes its checksum, while the one that writes waits for the disk.
+        The thread that computes a chunk's checksum fetches it, while the writing thread waits for the disk.
         """
         for start in range(0, stored.nbytes, self._nbytes):
             count = min(self._nbytes, stored.nbytes - start)
@@ -73,7 +73,7 @@ class Ring:
         self.fetcher.fetch(slot, spans)()
 
     def gathered(self, small: Sequence[Stored]) -> Bunch:
-        """Storages that fit into a slot together, fetched at once."""
+        """The records of storages that fit into one slot, fetched together."""
         slot, address = taken = self._take()
         self._fetch(slot, [(one.storage, one.start, one.nbytes) for one in small if one.nbytes])
         records = []
@@ -102,7 +102,7 @@ def rings_for(storages: Sequence[Stored]) -> dict[str, Ring]:
 
 
 def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[Record | Bunch]:
-    """A record for each storage. ``rings`` has the devices that write into memory of the host by themselves."""
+    """A record for each storage. ``rings`` has those of the CUDA devices."""
     import torch
 
     cpu = torch.device("cpu")
@@ -112,7 +112,7 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
         device, nbytes = stored.storage.device, stored.nbytes
         ring = None if device == cpu else rings.get(str(device))
         if nbytes <= SMALL and (ring or device == cpu):
-            # Joined with the small ones that follow: this makes saving 10,000 small tensors a third faster.
+            # Join it with the small ones that follow: saving 10,000 small tensors is a third faster.
             small: list[Stored] = []
             total = 0
             for one in storages[at : at + _TOGETHER]:
@@ -136,7 +136,7 @@ def _host_bytes(stored: Stored) -> bytes:
 
 
 class CudaFetcher:
-    """Copies from one CUDA device, on a stream that begins after all work already queued on the current one."""
+    """Copies from one CUDA device, on a stream that waits for the work already queued on the current one."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -146,18 +146,18 @@ class CudaFetcher:
         self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def slot(self, nbytes: int) -> tuple[Any, int]:
-        """Pinned memory, which torch keeps for the next save when it is freed; and its address."""
+        """Pinned memory, and its address. When it is freed, torch caches it for the next save."""
         import torch
 
         made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return made, made.data_ptr()
 
     def fetch(self, slot: Any, parts: Sequence[_Span]) -> Any:
-        """Begin to copy; the returned function waits until the copy is complete."""
+        """Start a copy; the returned function waits until it is complete."""
         import torch
 
         driver = cuda_driver()
-        if driver is None:  # several parts are concatenated on the device first
+        if driver is None:  # concatenate several parts on the device first
             with torch.no_grad(), torch.cuda.stream(self.stream):
                 views = [
                     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
@@ -193,9 +193,9 @@ class CudaFetcher:
 
 
 class Copy:
-    """A copy of one storage: ``runs`` of memory, each an address, bytes, and a function that waits for them.
+    """A copy of one storage: ``runs`` of memory, each an address, a size, and a function that waits for the bytes.
 
-    Or its ``data``, if it is small and was in memory of the CPU.
+    Or its ``data``, if it is small and was on the CPU.
     """
 
     def __init__(self, key: str, nbytes: int, data: bytes = b"") -> None:
@@ -206,12 +206,12 @@ class Copy:
         self.owners: list[Any] = []
 
     def chunks(self) -> Iterator[Chunk]:
-        """Its bytes, in parts."""
+        """Its bytes, in chunks."""
         for run in self.runs:
             yield from _host_chunks(*run)
 
     def small(self) -> bytes:
-        """Its bytes, at once."""
+        """All of its bytes."""
         if self.data:
             return self.data
         parts: list[bytes] = []
@@ -223,7 +223,7 @@ class Copy:
 
 
 def copied_records(copies: Iterable[Copy]) -> Iterator[Record | Bunch]:
-    """The records that ``records_of`` gives for storages, from copies of them."""
+    """As ``records_of``, for copies of storages."""
     for is_small, group in groupby(copies, lambda one: one.nbytes <= SMALL):
         if is_small:
             while batch := [(_name(one.key), one.small()) for one in islice(group, _MANY)]:
@@ -233,7 +233,7 @@ def copied_records(copies: Iterable[Copy]) -> Iterator[Record | Bunch]:
 
 
 def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
-    """Copy everything. When this returns, storages of the CPU may change; and others, in the order of their stream."""
+    """Copy all storages. Afterwards CPU storages may be changed; those of devices by later work on their streams."""
     import torch
 
     cpu = torch.device("cpu")
@@ -250,7 +250,7 @@ def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
         if device.type == "cuda":
             fetcher = CudaFetcher(device)
             fetch_all(fetcher, pairs)
-            # What the program queues from now on waits until everything is read.
+            # Work that the program queues from now on waits for the copy.
             torch.cuda.current_stream(device).wait_stream(fetcher.stream)
             continue
         if device.type != "cpu":  # a device that only copies whole storages
@@ -269,22 +269,22 @@ def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
 
 
 def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[Copy, Stored]]) -> None:
-    """Copy storages of a device into blocks of pinned memory, all that goes into one block at once."""
+    """Copy storages of a device into blocks of pinned memory, one call per block."""
     for _, inside in groupby(_laid_out(pairs, fetcher.slot), lambda run: id(run[3])):
         runs = list(inside)
         ready = fetcher.fetch(runs[0][3], [(storage, start, nbytes) for _, storage, start, _, _, nbytes in runs])
         for target, storage, _, block, address, nbytes in runs:
-            target.owners += block, storage  # which the device may not have read yet
+            target.owners += block, storage  # the copy may still be in flight
             target.runs.append((address, nbytes, ready))
 
 
 def _laid_out(
     pairs: Sequence[tuple[Copy, Stored]], allocate: Callable[[int], tuple[Any, int]]
 ) -> Iterator[tuple[Copy, Any, int, Any, int, int]]:
-    """Memory for the bytes of storages, one after the other, in blocks that are allocated when they are needed.
+    """Memory for the bytes of storages, in sequence, in blocks that are allocated when they are needed.
 
-    For each run of bytes: the copy it belongs to, the storage, where it begins there, the block, its address, and
-    its length.
+    For each run of bytes: the copy it belongs to, the storage, its first byte there, the block, its address and its
+    size.
     """
     left, room, block, address = sum(stored.nbytes for _, stored in pairs), 0, None, 0
     for target, stored in pairs:
@@ -306,19 +306,19 @@ def _pages(nbytes: int) -> tuple[Any, int]:
 
 # -- storages of which little is used
 
-_LITTLE = 1 << 20  # unused bytes that are not worth a warning
-_SHARE = 10  # nor is less than this percentage of the file
+_LITTLE = 1 << 20  # fewer unused bytes are not worth a warning
+_SHARE = 10  # nor is a smaller percentage of the file
 _NAMED = 3
 _LOOKED_AT = 100_000
 
 
-def bloat_words(obj: Any, storages: Sequence[Stored]) -> str:
-    """A sentence on bytes that are written though no tensor uses them; empty if they are few."""
+def bloat_warning(obj: Any, storages: Sequence[Stored]) -> str:
+    """The warning about bytes that no tensor uses; empty if they are few."""
     unused: dict[int, int] = {}
     for stored in storages:
         if not stored.whole:
             views = set(stored.views)
-            used = sum(end - start for start, end in merged(views))
+            used = sum(end - start for start, end in merged_ranges(views))
             if len(views) == 1 and (view := views.pop()).is_sparse:
                 used = view.nbytes
             unused[stored.storage._cdata] = stored.nbytes - used  # noqa: SLF001 - torch's identity of a storage
@@ -335,7 +335,7 @@ def bloat_words(obj: Any, storages: Sequence[Stored]) -> str:
 
 
 def _names(obj: Any, wanted: set[int]) -> Iterator[str]:
-    """Where in an object the tensors of some storages are."""
+    """The places in an object of tensors with some storages."""
     import torch
 
     stack: list[tuple[str, Any]] = [("", obj)]
