@@ -22,7 +22,7 @@ def _unpatched() -> Iterator[None]:
 
     def forget() -> None:
         transload.unpatch()
-        for kept in (devices._counts, devices._settled, devices._substitutes, devices.warned, devices.asked):
+        for kept in (devices._counts, devices._final_counts, devices._substitutes, devices.warned, devices.asked):
             kept.clear()
         devices.noted.clear()
         devices.answered.clear()
@@ -79,7 +79,7 @@ class Cards:
         }
         for name, answer in answers.items():
             self.monkeypatch.setattr(torch.cuda, name, answer)
-        for kept in (devices._counts, devices._settled, devices._substitutes):
+        for kept in (devices._counts, devices._final_counts, devices._substitutes):
             kept.clear()
 
 

@@ -41,7 +41,7 @@ def files(error: BaseException) -> list[str]:
 def test_frames_of_ours_are_taken_out() -> None:
     error = through_us(ValueError("no"))
     assert torch_patches.__file__ in files(error)
-    uncaught.tidy(error)
+    uncaught.remove_our_frames(error)
     assert torch_patches.__file__ not in files(error)
     assert set(files(error)) == {__file__}
 
@@ -63,7 +63,7 @@ def test_frames_of_ours_are_taken_out_of_causes_contexts_and_groups() -> None:
     outer.__cause__ = inner
     inner.__context__ = context
     context.__context__ = outer  # a circle is no reason to hang
-    uncaught.tidy(outer)
+    uncaught.remove_our_frames(outer)
     for error in (outer, inner, context, member):
         assert torch_patches.__file__ not in files(error)
 
@@ -101,13 +101,13 @@ def test_a_failing_explanation_is_no_second_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "transload.explaining", None)  # as if it could not be imported
-    uncaught.tell(RuntimeError(KNOWN))
+    uncaught.print_explanation(RuntimeError(KNOWN))
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit("no")], ids=["interrupt", "exit"])
 def test_leaving_is_not_explained(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
-    uncaught.tell(error)
+    uncaught.print_explanation(error)
     assert capsys.readouterr().err == ""
 
 

@@ -1,6 +1,6 @@
 """``transload.patch`` and ``transload run``: run a program that names devices which this machine does not have.
 
-``devices`` chooses the substitute, ``install`` puts the patches of ``torch_patches`` in place and takes them out again,
+``devices`` chooses the substitute, ``install`` applies the patches of ``torch_patches`` and removes them again,
 ``script`` runs a program as ``python`` would, and ``uncaught`` explains the exception that ends it.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Patch:
-    """The result of ``patch``. As a context manager it restores the previous state at its end."""
+    """The result of ``patch``; a context manager that restores the previous state."""
 
     def __init__(self, device: str, before: str) -> None:
         self.device = device
@@ -84,9 +84,9 @@ def load_ipython_extension(shell: Any) -> None:
     from transload.patching.install import install
 
     def show(shell: Any, kind: Any, error: BaseException, _: Any, tb_offset: int | None = None) -> None:
-        uncaught.tidy(error)
+        uncaught.remove_our_frames(error)
         shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)
-        uncaught.tell(error)
+        uncaught.print_explanation(error)
 
     install("auto", explain=False)
     shell.set_custom_exc((Exception,), show)

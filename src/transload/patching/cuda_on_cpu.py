@@ -1,8 +1,8 @@
-"""What ``torch.cuda`` answers where there is no CUDA, so that a program written for a GPU runs to its end on the CPU.
+"""What ``torch.cuda`` answers without CUDA, so that a program written for a GPU runs to its end on the CPU.
 
-Each answer is given only where what is meant for CUDA goes to the CPU; on a machine with a GPU torch answers itself.
-Questions of whether CUDA is there (``is_available``, ``device_count``) are answered truthfully, unless the program is
-to be told that it is (``devices.pretending``): one GPU, then.
+Each answer is given only if the CPU is used instead of CUDA; on a machine with a GPU torch answers itself. Whether CUDA
+is there (``is_available``, ``device_count``) is answered truthfully, unless we pretend that there is one GPU
+(``devices.pretending``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     Replaced = tuple[tuple[Callable[..., Any], str, str], ...]
 
 
-# -- questions
+# -- answers
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """There is nothing to do."""
+    """Do nothing."""
 
 
 def _refuse_graphs(*_: Any, **__: Any) -> Any:
@@ -45,7 +45,7 @@ def _cpu_name(*_: Any, **__: Any) -> str:
 
 
 def _memory(*_: Any, **__: Any) -> tuple[int, int]:
-    """Free and all memory of the host, in bytes."""
+    """Free and total host memory, in bytes."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
@@ -54,7 +54,7 @@ def _memory(*_: Any, **__: Any) -> tuple[int, int]:
 
 
 def _properties(*_: Any, **__: Any) -> Any:
-    """Those of the processor, under the names of those of a GPU."""
+    """The properties of the CPU, under the names of those of a GPU."""
     from types import SimpleNamespace
 
     numbers = {"total_memory": _memory()[1], "multi_processor_count": os.cpu_count() or 1, "warp_size": 1}
@@ -63,7 +63,7 @@ def _properties(*_: Any, **__: Any) -> Any:
 
 
 def _generator(method: str) -> Callable[..., Any]:
-    """Call a method of the generator of the CPU, which is that of every GPU."""
+    """A function that calls a method of the CPU's generator, which is used for every GPU."""
 
     def call(*args: Any, **__: Any) -> Any:
         import torch
@@ -76,7 +76,7 @@ def _generator(method: str) -> Callable[..., Any]:
 def _set_rng_state(state: Any, *_: Any, **__: Any) -> None:
     import torch
 
-    if state.numel() == torch.get_rng_state().numel():  # one that a GPU has saved is much smaller
+    if state.numel() == torch.get_rng_state().numel():  # a state saved on a GPU is much smaller
         torch.set_rng_state(state)
 
 
@@ -112,7 +112,7 @@ def _plan_cache(*_: Any) -> Any:
 
 
 class Event:
-    """``torch.cuda.Event``: all work is done when a call returns, so it is the time at which it was recorded."""
+    """``torch.cuda.Event``: work is done when a call returns, so an event is the time when it was recorded."""
 
     cuda_event = 0
 
@@ -120,7 +120,7 @@ class Event:
         self._at: int | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Note the time."""
+        """Remember the time."""
         del stream
         self._at = time.perf_counter_ns()
 
@@ -138,7 +138,7 @@ class Event:
 
 
 class Stream(nullcontext["Any"]):
-    """``torch.cuda.Stream``: there is one, and everything on it is done."""
+    """``torch.cuda.Stream``: there is only one, on which all work is done."""
 
     cuda_stream = stream_id = device_index = priority = 0
 
@@ -149,7 +149,7 @@ class Stream(nullcontext["Any"]):
         self.device = torch.device("cpu")
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that is recorded now."""
+        """Record an event now."""
         event = event or Event()
         event.record()
         return event
@@ -276,7 +276,7 @@ def _answering(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pretending(question: str, answer: Any) -> Callable[..., Any]:
-    """``is_available`` and its like: the truth, which a program that dies may have been told."""
+    """For ``is_available`` and the like: records the call, and answers truthfully unless we pretend."""
 
     def asked(real: Any, *args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
@@ -296,7 +296,7 @@ def _pretending(question: str, answer: Any) -> Callable[..., Any]:
 
 
 class _StandIn(type):
-    """A class of torch in whose place ``ours`` is used where there is no GPU; without a ``label``, everywhere."""
+    """A class of torch that makes instances of ``ours`` without a GPU; without a ``label``, always."""
 
     real: Any
     ours: Any
@@ -319,12 +319,12 @@ class _StandIn(type):
         return getattr(cls.real, name)
 
     def chosen(cls) -> Any:
-        """What makes the instances."""
+        """The class or function that makes the instances."""
         return cls.ours if not cls.label or on_cpu() else cls.real
 
 
 def replace_classes(torch: Any, replace: Replace) -> None:
-    """Put the stand-ins into torch: events, streams and graphs, generators, ``torch.cuda.FloatTensor`` and its like."""
+    """Put stand-ins into torch: events, streams, graphs, generators, ``torch.cuda.FloatTensor`` and the like."""
 
     def stand_in(owner: Any, name: str, ours: Any, label: str | None = None) -> None:
         real = getattr(owner, name, None)
@@ -355,7 +355,7 @@ def replace_classes(torch: Any, replace: Replace) -> None:
 
 
 def _host_type(given: Any) -> Any:
-    """A type of CUDA tensors, or its name, as that of the CPU; anything else unchanged."""
+    """The CPU's tensor type for a CUDA tensor type, or its name; anything else unchanged."""
     if isinstance(given, _StandIn):
         return given.chosen()
     if isinstance(given, str) and given.startswith("torch.cuda.") and on_cpu():
@@ -375,7 +375,7 @@ def _set_default_type(real: Any, given: Any) -> None:
 
 
 def _grouping(at: int) -> Callable[..., Any]:
-    """For a function whose argument ``backend``, the one ``at`` this position, may say nccl."""
+    """For a function whose argument ``backend``, at position ``at``, may be nccl."""
 
     def group(real: Any, *args: Any, **kwargs: Any) -> Any:
         if on_cpu():
@@ -398,7 +398,7 @@ def _keep_batch_norm(real: Any, cls: Any, module: Any, process_group: Any = None
 
 
 def _split(real: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DataParallel``, which without a GPU is the model itself, also where the program believes in one."""
+    """``DataParallel``, which without a GPU is the model itself, even if we pretend that there is one."""
     if not on_cpu():
         return real(*args, **kwargs)
     devices.noted["DataParallel on one device"] = None
@@ -419,7 +419,7 @@ def _wrap(
 
 
 def _giving(name: str, value: Any, default: Any) -> Callable[..., None]:
-    """For a function of which an argument must have this value on the CPU."""
+    """For a function whose argument must have this value on the CPU."""
 
     def give(real: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get(name, default) != value and on_cpu():
@@ -434,12 +434,12 @@ def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> 
 
 
 def _keep_math(real: Any, enabled: bool) -> None:
-    """Attention that is to use kernels of GPUs only keeps the one that works everywhere."""
+    """Keep the math kernel of attention enabled, the only one that works everywhere."""
     real(enabled or on_cpu())
 
 
 def _optimize(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make an optimizer, add parameters, or load its state, without the options that torch refuses for a CPU."""
+    """Make an optimizer, add parameters, or load its state, without the options that torch refuses on the CPU."""
     import torch
 
     fused = "cpu" not in torch.utils._foreach_utils._get_fused_kernels_supported_devices()  # noqa: SLF001 - until 2.3
@@ -451,7 +451,7 @@ def _optimize(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _seed(real: Any, seed: int) -> None:
-    """``torch.cuda.manual_seed_all``. ``torch.manual_seed`` calls it, too, and seeds the CPU itself."""
+    """``torch.cuda.manual_seed_all``. ``torch.manual_seed`` calls it too, but seeds the CPU itself."""
     if sys._getframe(2).f_globals.get("__name__") == "torch.random":  # noqa: SLF001
         real(seed)
     else:
@@ -499,7 +499,7 @@ REPLACED: Replaced = (
     (_no_ranges, "torch.autograd.profiler.emit_nvtx", "__init__"),
     (_no_mixed_precision, "torch.cuda.amp.common", "amp_definitely_not_available"),
 )
-"""What is called instead of a function, with that function first; where the function is, and its names."""
+"""The replacement, which gets the original as its first argument; the owner of the function, and its names."""
 
 _FSDP = "torch.distributed.fsdp"
 _CHECK = "_check_module_states_for_sync_module_states"
@@ -508,4 +508,4 @@ REPLACED_IN_FSDP: Replaced = (
     (_giving("offload_to_cpu", False, False), f"{_FSDP}.FullStateDictConfig", "__init__"),
     (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
 )
-"""The same in a part of torch that it does not import by itself."""
+"""The same for a part of torch that ``import torch`` does not import."""

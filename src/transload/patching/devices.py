@@ -14,39 +14,39 @@ requested = ""
 """The device to use instead of missing ones, or ``auto`` or ``spread``; empty while not patched."""
 
 pretending = False
-"""Whether ``torch.cuda.is_available()`` is to be True though it is not."""
+"""Whether ``torch.cuda.is_available()`` answers True without a GPU."""
 
 asked: dict[tuple[CodeType, int], str] = {}
-"""Where the program has asked ``torch.cuda.is_available()`` or the like, and was told that there is no GPU."""
+"""The lines where the program called ``torch.cuda.is_available()`` or the like, and the name of the function."""
 
 refused = False
-"""Whether the program ended because of that."""
+"""Whether the program ended because there was no GPU."""
 
 noted: dict[str, None] = {}
 """What was changed for the program, in order, for the list at its end."""
 
 answered: dict[str, None] = {}
-"""The functions that were answered for the CPU, likewise."""
+"""The functions of torch that were answered for the CPU, likewise."""
 
 looking: list[str] = []
-"""The device we are looking for ourselves, so that we hear the truth."""
+"""The device that we are looking for ourselves; while it is set, torch answers truthfully."""
 
 _KINDS = frozenset({"cuda", "xpu", "hpu", "mtia", "mps"})
-"""Devices that torch knows by itself. One that a package adds is present, or torch does not know its name."""
+"""Devices of torch itself. One that a package adds is present, or torch does not know its name."""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LOCAL_RANK")
 
 warned: set[str] = set()
-"""The warnings given so far: ``cuda to cpu``. Each is given once, also by the children of a process."""
+"""The warnings given so far: ``cuda to cpu``. Each is given once, in a process and its children."""
 
 _counts: dict[tuple[str | None, ...], int] = {}
-_settled: dict[str, int] = {}
+_final_counts: dict[str, int] = {}
 _substitutes: dict[tuple[str | None, ...], str] = {}
 
 
 def substitute(device: Any) -> Any:
     """The ``torch.device`` to use instead of a missing device; anything else unchanged.
 
-    Takes whatever torch takes for a device: a name, a ``torch.device``, an index.
+    Takes anything that torch takes as a device: a name, a ``torch.device``, an index.
     """
     name = _name(device)
     if not name or not is_missing(name):
@@ -58,7 +58,7 @@ def substitute(device: Any) -> Any:
 
 
 def is_missing(name: str) -> bool:
-    """Whether torch knows a device of this name and this machine does not have it."""
+    """Whether this is the name of a device of torch's that this machine does not have."""
     kind, colon, index = name.partition(":")
     if not requested or kind not in _KINDS or (colon and not index.isdecimal()):
         return False
@@ -75,7 +75,7 @@ def substitute_name(name: str) -> str:
         try:
             looking.append(name)
             found = devices_here([name], 0)  # the same rules as transload.load
-        except RuntimeError:  # CUDA cannot be asked: torch will say why
+        except RuntimeError:  # CUDA cannot be initialised: torch will say why
             return ""
         finally:
             looking.pop()
@@ -83,14 +83,14 @@ def substitute_name(name: str) -> str:
         kind, _, index = name.partition(":")
         if requested == "spread" and index and _count(kind) > 0:
             other = f"{kind}:{int(index) % _count(kind)}"
-        _substitutes[key] = other  # for good: a model and its inputs must meet
+        _substitutes[key] = other  # for good: a model and its inputs must be on the same device
         noted[f"{name} → {other}"] = None
         _warn(name, other, found.absent)
     return _substitutes[key]
 
 
 def on_cpu() -> bool:
-    """Whether what is meant for CUDA goes to the CPU."""
+    """Whether the CPU is used instead of CUDA."""
     return is_missing("cuda") and substitute_name("cuda") == "cpu"
 
 
@@ -99,7 +99,7 @@ def _name(device: Any) -> str:
     if isinstance(device, str):
         return device
     if isinstance(device, int):
-        if device == -1:  # where Tensor.get_device() says a tensor of the CPU is
+        if device == -1:  # Tensor.get_device() of a CPU tensor
             return "cuda"
         return "" if isinstance(device, bool) or device < 0 else f"cuda:{device}"
     import torch
@@ -110,38 +110,40 @@ def _name(device: Any) -> str:
 def _count(kind: str) -> int:
     """How many devices of a kind work here; -1 if torch cannot be asked now.
 
-    Asked again when a variable that hides devices changes, as a program may do until it uses the first one.
+    Counted again when a variable that hides devices changes, which works until the first device is used.
     """
-    if kind in _settled:
-        return _settled[kind]
+    if kind in _final_counts:
+        return _final_counts[kind]
     key = (kind, *map(os.environ.get, _HIDING))
     if key not in _counts:
         import torch
 
-        if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has its own words for that
+        if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch raises an error for that
             return -1
         module: Any = getattr(torch, kind, None)
-        looking.append(kind)  # torch may ask one by the other, which is ours
+        looking.append(kind)  # one of these functions may call the other, which is patched
         try:
             if kind == "mps":
                 _counts[key] = int(torch.backends.mps.is_available())
             else:
                 known = hasattr(module, "is_available") and hasattr(module, "device_count")
-                _counts[key] = int(_true(module.device_count)()) if known and _true(module.is_available)() else 0
+                _counts[key] = (
+                    int(_original(module.device_count)()) if known and _original(module.is_available)() else 0
+                )
         finally:
             looking.pop()
         if _counts[key] and getattr(module, "is_initialized", bool)():
-            _settled[kind] = _counts[key]
+            _final_counts[kind] = _counts[key]
     return _counts[key]
 
 
-def _true(function: Any) -> Any:
-    """A function of torch without our wrapper."""
+def _original(function: Any) -> Any:
+    """The original of a function of torch that we have wrapped."""
     return getattr(function, "__wrapped__", function)
 
 
 def _warn(name: str, other: str, why: str) -> None:
-    """Warn once for each pair of devices, at the program's own line: above frames of torch and transload."""
+    """Warn once for each pair of devices, at the program's line: the first frame outside torch and transload."""
     import warnings
 
     from transload.errors import LandingWarning

@@ -1,6 +1,6 @@
 """Installing the patches and removing them: into torch, ``sys.excepthook`` and children of ``multiprocessing``.
 
-``install`` waits for a module that is not imported yet, so that a program that never imports torch pays nothing.
+``install`` waits until a module is imported, so that a program that never imports torch pays nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def install(device: str, *, explain: bool = True) -> None:
-    """Send what is meant for missing devices to ``device``; remove the patches where it is empty."""
+    """Use ``device`` instead of missing devices; remove the patches if it is empty."""
     before, devices.requested = devices.requested, device
     if device and not before:
         when_imported("torch", _patch_torch)
@@ -36,7 +36,7 @@ def install(device: str, *, explain: bool = True) -> None:
 
 
 def replace(owner: object, name: str, value: object) -> None:
-    """Replace an attribute of a foreign module or class, until ``undo``; an inherited one is shadowed.
+    """Set an attribute of a module or class that is not ours, until ``undo``; an inherited one is shadowed.
 
     >>> class Theirs:
     ...     size = 1
@@ -51,7 +51,7 @@ def replace(owner: object, name: str, value: object) -> None:
 
     def restore() -> None:
         if vars(owner).get(name) is not value:
-            return  # replaced again since then, perhaps by a wrapper of ours, which does nothing any more
+            return  # somebody has replaced it since then, perhaps by a wrapper around ours, which now does nothing
         if before is _ABSENT:
             delattr(owner, name)
         else:
@@ -61,7 +61,7 @@ def replace(owner: object, name: str, value: object) -> None:
 
 
 def undo() -> None:
-    """Put back everything that was replaced, the last first."""
+    """Restore everything that was replaced, in reverse order."""
     while _undo:
         _undo.pop()()
 
@@ -76,11 +76,11 @@ def _patch_torch(torch: Any) -> None:
 
 
 def _patch_spawn(spawn: Any) -> None:
-    """Let what ``multiprocessing`` prepares for a child carry the patch.
+    """Patch children of ``multiprocessing``, through the data that it prepares for them.
 
-    A forked child has all of its parent. One that is spawned, or forked from the server, first unpickles what its
-    parent has prepared and only then imports the main module: an entry that patches when it is unpickled is in time.
-    The server itself, which imports the main module since Python 3.14, has the module's path in its command line.
+    A forked child inherits the patches. One that is spawned, or forked from the server, first unpickles the data of its
+    parent and only then imports the main module, so an entry that patches when it is unpickled is in time. The server
+    itself, which imports the main module since Python 3.14, gets the module's path in its command line.
     """
     real = spawn.get_preparation_data
 
@@ -98,29 +98,29 @@ def _patch_spawn(spawn: Any) -> None:
 
 class _PatchInChild:
     def __reduce__(self) -> tuple[Any, ...]:
-        return exec, (_joining(), {})
+        return exec, (_child_code(), {})
 
 
 class _PatchInServer(str):
-    """A path that patches where its ``repr`` is evaluated; unpickled, it is a plain text."""
+    """A path that patches when its ``repr`` is evaluated; it unpickles as a plain ``str``."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"[exec({_joining()!r}, {{}}), {str(self)!r}][1]"
+        return f"[exec({_child_code()!r}, {{}}), {str(self)!r}][1]"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (str(self),)
 
 
-def _joining() -> str:
+def _child_code() -> str:
     home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
     state = {"device": devices.requested, "warned": sorted(devices.warned), "pretending": devices.pretending}
-    return _JOIN.format(home=home, state=state)
+    return _CHILD_CODE.format(home=home, state=state)
 
 
-# The child may not have us on its path yet, and must not fail if it never has.
-_JOIN = """
+# The child may not have transload on its path yet, and must not fail if it never has.
+_CHILD_CODE = """
 import sys
 sys.path.append({home!r})
 try:
@@ -145,7 +145,7 @@ def install_in_child(device: str, warned: list[str], pretending: bool) -> None:
 
 
 class _Watch:
-    """A meta path finder that delegates to the others and calls back when a module has been executed."""
+    """A meta path finder that delegates to the others, and calls a function when a module has been executed."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[ModuleType], None]] = {}
@@ -168,7 +168,7 @@ class _Watch:
                 if action is not None:
                     action(module)
 
-            # On this one loader, and only until it has run: the module keeps the loader it would have without us.
+            # On this one loader, and only until it has run: the module keeps its usual loader.
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def program_of(
     words: list[str], *, module: bool, device: str = "auto", pretend: bool = False, quiet: bool = False
 ) -> Callable[[], int]:
-    """A function that runs a script or a module with its arguments; what it raises is the program's own.
+    """A function that runs a script or a module with its arguments, and raises what the program raises.
 
-    ``pretend`` lets the program believe that CUDA is available. At its end the changes are listed, unless ``quiet``.
+    ``pretend`` answers the program that CUDA is available. At its end the changes are listed, unless ``quiet``.
     """
     path = words[0]
     if not module and path != "-" and not os.access(path, os.R_OK):
@@ -56,7 +56,7 @@ def program_of(
 
 
 def _was_refused(error: BaseException) -> bool:
-    """Whether a program ended because it was told that there is no GPU: it says so, or it had just asked."""
+    """Whether a program ended because there is no GPU: its message says so, or it had just asked for one."""
     if devices.pretending or not devices.asked:
         return False
     trace, near, module = error.__traceback__, False, ""
@@ -65,7 +65,7 @@ def _was_refused(error: BaseException) -> bool:
         near |= any((place, trace.tb_lineno - back) in devices.asked for back in range(6))
         module = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
         trace = trace.tb_next
-    if module in ("torch", "transload"):  # it died inside of torch, where another answer would not help
+    if module in ("torch", "transload"):  # it failed inside torch, where another answer would not help
         return False
     import re
 
@@ -73,7 +73,7 @@ def _was_refused(error: BaseException) -> bool:
 
 
 def _list_changes(process: int) -> None:
-    """Tell on stderr what was changed: nobody should take what a CPU did for what a GPU does."""
+    """List on stderr what was changed: results of a CPU must not be mistaken for those of a GPU."""
     if process != os.getpid() or sys.stderr is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     lines = []
@@ -96,9 +96,9 @@ def _execute(words: list[str], *, module: bool) -> None:
     names, code = (_module if module else _script)(words)
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
-    vars(main).update(names, __builtins__=builtins)  # the module, as only the main one has it
-    sys.modules["__main__"] = main  # and it stays, for what runs at exit
-    exec(code, vars(main))  # noqa: S102 - somebody's program is what we are here for
+    vars(main).update(names, __builtins__=builtins)  # the module itself, as only __main__ has it
+    sys.modules["__main__"] = main  # it stays for atexit functions
+    exec(code, vars(main))  # noqa: S102 - running the program is the purpose
 
 
 uncaught.runners.add(_execute.__code__)
@@ -107,10 +107,10 @@ uncaught.runners.add(_execute.__code__)
 def _module(words: list[str]) -> tuple[dict[str, Any], CodeType]:
     import runpy
 
-    _lead_path(os.getcwd())  # noqa: PTH109
+    _set_sys_path(os.getcwd())  # noqa: PTH109
     sys.argv = ["-m", *words[1:]]  # while its packages are imported
     try:
-        # As pdb and trace do: it alone knows packages with a __main__, and Python's own words for what cannot be run.
+        # As pdb and trace do: it supports packages with a __main__, and has Python's messages for what cannot be run.
         _, spec, code = runpy._get_module_details(words[0], _NoModuleError)  # type: ignore[attr-defined]  # noqa: SLF001
     except _NoModuleError as error:
         sys.exit(f"transload run: {error}")
@@ -119,28 +119,28 @@ def _module(words: list[str]) -> tuple[dict[str, Any], CodeType]:
 
 
 class _NoModuleError(ImportError):
-    """What is named cannot be run as a program."""
+    """The module cannot be run as a program."""
 
 
 def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
     from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 
     sys.argv = list(words)
-    if words[0] == "-":  # a program that is piped in: all of it is read before it begins, as Python does
-        _lead_path("")
+    if words[0] == "-":  # a program from stdin: like Python, read all of it before running it
+        _set_sys_path("")
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return _names("<stdin>", BuiltinImporter, None), compile(source, "<stdin>", "exec", dont_inherit=True)
-    path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - as Python itself: not made any simpler
+    path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - not normalised, like Python
     if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113  a folder, or a zip archive, with a __main__.py
         from pkgutil import get_importer
 
-        _lead_path(path)
+        _set_sys_path(path)
         finder: Any = get_importer(path)
         spec = finder.find_spec("__main__") if finder is not None else None
         if spec is None:
             sys.exit(f"transload run: can't find '__main__' module in '{path}'")
         return _names(spec.origin, spec.loader, spec), spec.loader.get_code("__main__")
-    _lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    _set_sys_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
     if path.endswith(".pyc"):
         loader = SourcelessFileLoader("__main__", path)
         code = loader.get_code("__main__")
@@ -173,8 +173,8 @@ def _names(path: str, loader: Any, spec: Any) -> dict[str, Any]:
     }
 
 
-def _lead_path(folder: str) -> None:
-    """Put the program's folder where ours was, and see that we can still be found, for what we import later."""
+def _set_sys_path(folder: str) -> None:
+    """Put the program's folder first on ``sys.path``, and keep transload's there for later imports."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[:1] = [folder]
     home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120

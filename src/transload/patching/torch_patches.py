@@ -1,9 +1,9 @@
 """What is patched in torch: how ``torch.load`` restores a storage, and the functions that take a device.
 
-torch asks a public registry how to restore a storage to the device that the file, or ``map_location``, names for it. An
-entry at its head is asked before torch looks for a device that is missing, and one at its end instead of giving up. So
-``torch.load`` itself stays torch's, with all its arguments and whoever imported it when. Every other function is
-replaced by a wrapper that substitutes the device and calls it.
+torch has a public registry of functions that restore a storage to the device that the file, or ``map_location``, names.
+Ours come first, before torch looks for a device that is missing, and last, before it gives up. So ``torch.load`` itself
+is not replaced, and works with all its arguments and wherever it was imported. Every other function is replaced by a
+wrapper that substitutes the device and calls it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ if TYPE_CHECKING:
 
     from transload.patching.cuda_on_cpu import Replace, Replaced
 
-_FIRST, _LAST = -1_000_003, 1_000_003  # no two entries of a registry may have the same
+_FIRST, _LAST = -1_000_003, 1_000_003  # priorities in the registry must be unique
 _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 
 
-def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]], None], when_imported: Any) -> None:
-    """Patch torch. ``replace`` sets an attribute until the patches are removed, ``then`` adds what is done at that.
+def patch_torch(
+    torch: Any, replace: Replace, at_undo: Callable[[Callable[[], None]], None], when_imported: Any
+) -> None:
+    """Patch torch. ``replace`` sets an attribute until the patches are removed; what ``at_undo`` got is called then.
 
     ``when_imported`` calls a function after a module is imported.
     """
-    _register_restore(torch.serialization, then)
+    _register_restore(torch.serialization, at_undo)
     replace_classes(torch, replace)
 
-    # torch would fill its tables of its own functions with ours at first use.
+    # torch fills these tables of its functions at first use: let it do so before they are replaced.
     from torch.utils._device import _device_constructors
 
     builtins = torch.jit._builtins  # noqa: SLF001 - there is no public way
     _device_constructors()
     builtins._find_builtin(None)  # noqa: SLF001
     _clear_compiler_tables()
-    then(_clear_compiler_tables)
+    at_undo(_clear_compiler_tables)
 
     def patch(module: Any, replaced: Replaced) -> None:
         for instead, path, names in replaced:
@@ -55,7 +57,7 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
                 if owner is None or real is None:  # not every release of torch has all of them
                     continue
                 bound = isinstance(vars(owner).get(name), classmethod)
-                # It pickles under torch's name, and TorchScript finds the operator behind it.
+                # It must pickle under torch's name, and TorchScript must find its operator.
                 ours = _wrapped(real.__func__ if bound else real, instead)
                 within = isinstance(owner, type)
                 ours.__module__ = owner.__module__ if within else owner.__name__
@@ -67,7 +69,7 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
                 operator = builtins._find_builtin(real)  # noqa: SLF001
                 if operator is not None:
                     builtins._register_builtin(ours, operator)  # noqa: SLF001
-                    then(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
+                    at_undo(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
 
     patch(torch, _REPLACED)
     when_imported("torch.distributed.fsdp", lambda module: patch(module, REPLACED_IN_FSDP))
@@ -81,7 +83,7 @@ def _wrapped(real: Any, instead: Any) -> Any:
     return ours
 
 
-def _register_restore(serialization: Any, then: Callable[[Callable[[], None]], None]) -> None:
+def _register_restore(serialization: Any, at_undo: Callable[[Callable[[], None]], None]) -> None:
     """Add two entries to the registry of ``torch.load``."""
 
     def restored(storage: Any, tag: str) -> Any:
@@ -100,11 +102,11 @@ def _register_restore(serialization: Any, then: Callable[[Callable[[], None]], N
     for restore, priority in ours.items():
         serialization.register_package(priority, lambda _: None, restore)
 
-    def unregister() -> None:  # there is no public way; while the patch is off, our entries do nothing
+    def unregister() -> None:  # torch has no public function for it; without the patch our entries do nothing
         registry = getattr(serialization, "_package_registry", [])
         registry[:] = [entry for entry in registry if entry[2] not in ours]
 
-    then(unregister)
+    at_undo(unregister)
 
 
 def _clear_compiler_tables() -> None:
@@ -119,11 +121,11 @@ def _clear_compiler_tables() -> None:
         older.function_ids = None
 
 
-# -- what is called instead of a function, with that function first
+# -- replacements of functions, which get the original as their first argument
 
 
 def _make(real: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.zeros`` and whatever else takes ``device=``."""
+    """``torch.zeros`` and all others that take ``device=``."""
     if kwargs.get("device") is not None:
         kwargs["device"] = substitute(kwargs["device"])
     if kwargs.get("pin_memory") and on_cpu():
@@ -132,12 +134,12 @@ def _make(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _move(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``.to``, which takes a device first, or by name, or none; and what ``with torch.device(...)`` makes."""
+    """``.to``, whose device is its first argument, or a keyword, or missing; and ``with torch.device(...)``."""
     return real(self, substitute(args[0]), *args[1:], **kwargs) if args else _make(real, self, **kwargs)
 
 
 def _send(real: Any, self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """``.cuda`` and its like: without an argument, to the current device of that kind."""
+    """``.cuda`` and the like; without an argument, the current device of that kind."""
     kind = real.__name__
     wanted = kind if device is None else device
     target = substitute(wanted)
@@ -153,7 +155,7 @@ def _ask(real: Any, device: Any = None) -> None:
     """``torch.cuda.set_device`` and ``synchronize``: nothing to do where the substitute is not a GPU."""
     wanted = "cuda" if device is None else device
     target = substitute(wanted)
-    if target is wanted and not on_cpu():  # else it is the device of a tensor that went to the CPU
+    if target is wanted and not on_cpu():  # else it is the device of a tensor that is on the CPU instead
         real(device)
     elif getattr(target, "type", "") == "cuda":
         real(target)

@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 runners: set[CodeType] = set()
-"""Functions that execute a program: a traceback begins below them."""
+"""The code of functions that execute a program: tracebacks are shown from below them."""
 
 _HERE = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - pathlib costs more than all the rest
 
 
 def explained(hook: Hook) -> Hook:
-    """``sys.excepthook``: first the one that was there, then the explanation."""
+    """A ``sys.excepthook`` that calls the previous one, and then prints the explanation."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        del trace  # of the error, as it is when ours is out of it
-        tidy(error)
+        del trace  # the error's own is used, after our frames are removed from it
+        remove_our_frames(error)
         hook(kind, error, error.__traceback__)
         if devices.requested:
-            tell(error)
+            print_explanation(error)
 
     return excepthook
 
 
-def tell(error: BaseException) -> None:
-    """Explain an error on stderr, if it is a known one. This must not fail: there is a traceback to be read."""
+def print_explanation(error: BaseException) -> None:
+    """Explain an error on stderr, if it is a known one. This must not fail, or it would hide the traceback."""
     if not isinstance(error, Exception) or sys.stderr is None:
         return
     try:
@@ -51,8 +51,8 @@ def tell(error: BaseException) -> None:
         return
 
 
-def tidy(error: BaseException) -> None:
-    """Take our own frames out of the tracebacks of an exception and of those it came from."""
+def remove_our_frames(error: BaseException) -> None:
+    """Remove our frames from the tracebacks of an exception, of its causes and of the members of a group."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
