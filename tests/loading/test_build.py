@@ -192,7 +192,7 @@ ODD = {
     "bytes of a size": call(name("builtins", "bytes"), 1 << 40),
     "a size of texts": call(name("torch", "Size"), tuple_of("a")),
     "a device of lists": call(name("torch", "device"), listing(1)),
-    "a layout that there is not": call(name("torch.serialization", "_get_layout"), "torch.os"),
+    "an unknown layout": call(name("torch.serialization", "_get_layout"), "torch.os"),
     "a storage class": call(name("torch", "FloatStorage"), 1 << 40),
     "a tensor class with a size": call(name("torch", "FloatTensor"), 1 << 40),
     "a dtype": call(name("torch", "float32")),

@@ -85,10 +85,10 @@ def test_the_steps_of_a_module_are_left_out(path: tuple[Key, ...], key: str) -> 
 @pytest.mark.parametrize(
     ("theirs", "ours", "note"),
     [
-        ("module.w", "w", "took 'module.' off 1 keys"),
+        ("module.w", "w", "removed 'module.' from 1 keys"),
         ("w", "module.w", "put 'module.' before 1 keys"),
-        ("module.w", "model.w", "put 'model.' for 'module.' in 1 keys"),
-        ("a._orig_mod.w", "a.w", "left out the names of wrappers in 1 keys"),
+        ("module.w", "model.w", "replaced 'module.' by 'model.' in 1 keys"),
+        ("a._orig_mod.w", "a.w", "removed the names of wrappers from 1 keys"),
         ("w", "w", ""),
     ],
     ids=["off", "before", "for", "inner", "none"],

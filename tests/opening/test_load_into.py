@@ -163,11 +163,11 @@ class TestPrefixes:
     @pytest.mark.parametrize(
         ("rename", "note"),
         [
-            ("module.{}", "took 'module.' off 12 keys"),
-            ("_orig_mod.{}", "took '_orig_mod.' off 12 keys"),
-            ("model.{}", "took 'model.' off 12 keys"),
-            ("module._orig_mod.{}", "took 'module._orig_mod.' off 12 keys"),
-            ("_orig_mod.module.model.{}", "took '_orig_mod.module.model.' off 12 keys"),
+            ("module.{}", "removed 'module.' from 12 keys"),
+            ("_orig_mod.{}", "removed '_orig_mod.' from 12 keys"),
+            ("model.{}", "removed 'model.' from 12 keys"),
+            ("module._orig_mod.{}", "removed 'module._orig_mod.' from 12 keys"),
+            ("_orig_mod.module.model.{}", "removed '_orig_mod.module.model.' from 12 keys"),
         ],
     )
     def test_what_wrappers_leave(self, rename: str, note: str) -> None:
@@ -184,7 +184,7 @@ class TestPrefixes:
         model = made(1)
         state = {f"model.{name}": tensor for name, tensor in made().state_dict().items()}
         file = file_of({"state_dict": {**state, "loss.weight": torch.ones(3), "steps_done": 4}})
-        with pytest.warns(KeysWarning, match=r"took 'model\.' off 12 keys, and left out 1 that have none"):
+        with pytest.warns(KeysWarning, match=r"removed 'model\.' from 12 keys, and left out 1 that have none"):
             assert load_into(model, file) == ([], [])
         assert_same(model, made())
 
@@ -201,14 +201,14 @@ class TestPrefixes:
 
     def test_one_for_the_other(self) -> None:
         model = nn.DataParallel(made(1))
-        with pytest.warns(KeysWarning, match=r"put 'module\.' for '_orig_mod\.' in 12 keys"):
+        with pytest.warns(KeysWarning, match=r"replaced '_orig_mod\.' by 'module\.' in 12 keys"):
             load_into(model, file_of({f"_orig_mod.{name}": t for name, t in made().state_dict().items()}))
         assert_same(model.module, made())
 
     def test_a_part_that_was_compiled(self) -> None:
         model = made(1)
         state = {name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in made().state_dict().items()}
-        with pytest.warns(KeysWarning, match="left out the names of wrappers in 7 keys"):
+        with pytest.warns(KeysWarning, match="removed the names of wrappers from 7 keys"):
             load_into(model, file_of(state))
         assert_same(model, made())
 
@@ -297,7 +297,7 @@ class TestRenaming:
     def test_what_wrappers_leave_is_undone_after_it(self) -> None:
         model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
         state = {f"old.{name}": tensor for name, tensor in saved.state_dict().items()}
-        with pytest.warns(KeysWarning, match=r"took 'module\.' off 2 keys"):
+        with pytest.warns(KeysWarning, match=r"removed 'module\.' from 2 keys"):
             load_into(model, file_of(state), rename={"old.": "module."})
         assert_same(model, saved)
 
@@ -600,7 +600,7 @@ class TestMismatches:
         error = self.fails(net("backbone", 60), {"state_dict": net("encoder", 60).state_dict()})
         assert str(error) == (
             "<file object> › state_dict: it does not fit ModuleDict: it has 2 of the model's 122 keys\n"
-            "the same under other names, it seems:\n"
+            "probably the same under other names:\n"
             "  encoder.* in the file ↔ backbone.* in the model: 120 keys\n"
             'rename={"encoder.": "backbone."} loads 122 of 122 keys.'
         )
@@ -615,7 +615,7 @@ class TestMismatches:
         }
         error = self.fails(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), {"state_dict": state})
         assert str(error).splitlines()[1:] == [
-            "the same under other names, it seems:",
+            "probably the same under other names:",
             "  backbone.* in the file ↔ * in the model: 4 keys",
             "only in the file: head.weight",
             "prefix='state_dict/backbone.' takes that part of the file.",
@@ -942,7 +942,7 @@ class TestForms:
             warnings.simplefilter("ignore")
             dcp.save({"model": made().state_dict(), "step": 1}, checkpoint_id=tmp_path / "x")
         model = made(1)
-        with pytest.warns(KeysWarning, match=r"took 'model\.' off 12 keys"):
+        with pytest.warns(KeysWarning, match=r"removed 'model\.' from 12 keys"):
             load_into(model, tmp_path / "x")
         assert_same(model, made())
 

@@ -177,7 +177,7 @@ class ObjectSource(Source):
             file.seek(self.home)
         except (OSError, ValueError, AttributeError) as error:
             raise CannotReadError(
-                f"the file object cannot be searched ({error})",
+                f"the file object cannot seek ({error})",
                 where=self.name,
                 fix="Read it into io.BytesIO first and pass that.",
             ) from error

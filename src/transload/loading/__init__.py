@@ -437,7 +437,7 @@ class _Reader:
             )
         except ShortReadError as end:
             storage = storages[end.request]
-            how = "unpacked they are" if storage.compressed else "the file ends after"
+            how = "decompressed they are" if storage.compressed else "the file ends after"
             raise self._lost(storage, f"{how} {end.received:,} of {storage.nbytes:,} bytes") from end
         except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
             raise self._lost(storages[0], error.what, "are damaged") from error
@@ -485,7 +485,7 @@ class _Reader:
         if storage.compressed:
             packed, offset = self._content.unpacked(storage), 0
             if packed is None or packed.size != storage.nbytes:
-                raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
+                raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
             source = packed
         held = self._empty(storage)
         self._read_requests([source], [ReadRequest(0, offset, storage.nbytes)], lambda _: held.data_ptr(), [storage])
@@ -532,7 +532,7 @@ class _Reader:
                     self._dtypes.setdefault(tensor.storage, tensor.dtype)
         dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
         if dtype is None:
-            raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be turned round")
+            raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be byte-swapped")
         held.byteswap(dtype)
 
 

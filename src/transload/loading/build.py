@@ -35,9 +35,9 @@ _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 _FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type"})
 _GET_AGAIN = "No release of torch writes that. Get the file again from its author."
 _ODD: dict[type, str] = {
-    Big: "an integer of thousands of digits",
-    Extension: "a name that it gives only by number",
-    OutOfBand: "a buffer that lies outside the file",
+    Big: "an integer with thousands of digits",
+    Extension: "a name given only by number (an extension code)",
+    OutOfBand: "a buffer outside the file",
 }
 
 
@@ -122,7 +122,7 @@ class _Builder:
     def run(self, root: object) -> Any:
         """The object of a node and of all that it refers to; ``Malformed`` if it is malformed."""
         if self._built:
-            raise Malformed("attributes of something that has none")
+            raise Malformed("attributes of something that cannot have any")
         made, atoms, ready = self.made, self._atoms, self._ready
         begun: set[int] = set()
         waiting: dict[int, list[_Task]] = {}  # for something that is not made yet
@@ -151,7 +151,7 @@ class _Builder:
             reason.node = node
             raise
         if waiting:
-            raise Malformed("an object that has to be there before it is made")
+            raise Malformed("an object that needs itself to be made")
         if "_rebuilder" in vars(self):
             self._rebuilder.check_sparse()
         return root if type(root) in atoms else made[id(root)]
@@ -328,17 +328,17 @@ def _set_items(into: Any, values: list[Any]) -> None:
         for key, value in pairs:
             into[key] = value
     except TypeError as error:
-        raise Malformed(f"a key that cannot be one: {error}") from error
+        raise Malformed(f"a key that cannot be in a dictionary: {error}") from error
 
 
 def _set_attributes(made: OrderedDict[Any, Any], state: Any) -> None:
     """Set attributes such as the ``_metadata`` of a state dict, but none that an OrderedDict has already."""
     if not isinstance(state, Mapping):
-        raise Malformed("an OrderedDict that is given a state which names no attributes")
+        raise Malformed("an OrderedDict whose state does not name attributes")
     for name in state:
         text = name.decode("latin-1") if type(name) is bytes else name  # encoding="bytes" makes it bytes, as in torch
         if type(text) is not str or hasattr(OrderedDict, text):
-            raise Malformed(f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already")
+            raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it has already")
     vars(made).update(state)
 
 

@@ -391,7 +391,7 @@ def _read_composite(
     else:  # by the call in the pickle, as load() would
         found = opened.node(tensor.path)
         if found is None:
-            raise LoadError(f"{tensor.name} is not read by itself", where=opened.checkpoint.path)
+            raise LoadError(f"{tensor.name} cannot be read alone", where=opened.checkpoint.path)
         made = build_node(*found, Destinations(opened.checkpoint, "cpu").device_map)
         if not isinstance(made, torch.Tensor):
             raise BrokenFileError(f"{tensor.name} is not a tensor", where=opened.checkpoint.path)
@@ -426,7 +426,7 @@ def check_one(opened: Opened, tensor: Tensor) -> None:
         found = opened.node(tensor.path)
         if found is None or type(found[1]) is not Call:
             kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
-            what = f"{tensor.name or 'the tensor'} is {kind}, which is not read by itself"
+            what = f"{tensor.name or 'the tensor'} is {kind}, which cannot be read alone"
             raise LoadError(what, where=opened.checkpoint.path, fix="Load the whole file instead.")
     for part in tensor.parts:
         check_one(opened, part)
@@ -471,7 +471,7 @@ def read_one(
         target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
     except RuntimeError as error:  # torch has no OutOfMemoryError for the CPU
         short = "the CPU" if where.type == "cpu" else str(where)
-        what = f"{short} has no room for its {view.numel * elements.itemsize:,} bytes: {error}"
+        what = f"{short} has no memory for its {view.numel * elements.itemsize:,} bytes: {error}"
         raise DoesNotFitError(what, where=_place(opened, tensor)) from error
     _read_into(target, elements, own, _place(opened, tensor), straight=straight)
     return target

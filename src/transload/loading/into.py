@@ -281,13 +281,13 @@ class Match:
         strip, add, inner = self.rename
         words = []
         if strip and add:
-            words.append(f"put {add!r} for {strip!r} in")
+            words.append(f"replaced {strip!r} by {add!r} in")
         elif strip:
-            words.append(f"took {strip!r} off")
+            words.append(f"removed {strip!r} from")
         elif add:
             words.append(f"put {add!r} before")
         if inner:
-            words.append("left out the names of wrappers in")
+            words.append("removed the names of wrappers from")
         beside = f", and left out {self.outside:,} that have none" if self.outside else ""
         return (f"{' and '.join(words)} {self.changed:,} keys{beside}",)
 
@@ -780,7 +780,7 @@ class _Loading:
         renames = likely_renames(missing, unexpected)
         covered = {key for _, _, pairs in renames for pair in pairs for key in pair}
         if renames:
-            lines.append("the same under other names, it seems:")
+            lines.append("probably the same under other names:")
             lines += [f"  {a}* in the file ↔ {b}* in the model: {_keys(len(pairs))}" for a, b, pairs in renames]
         lines += _group("missing in the file", [key for key in missing if key not in covered])
         lines += _group("only in the file", [key for key in unexpected if key not in covered])

@@ -528,7 +528,7 @@ class DeviceMap:
             raise DoesNotFitError(f"{device} has no room left: {error}", where=self._where) from error
         except RuntimeError as error:
             fix = "Leave map_location out (it is 'auto'), or pass map_location='cpu'."
-            raise NoDeviceError(f"{device} does not take it: {error}", where=self._where, fix=fix) from error
+            raise NoDeviceError(f"it cannot be put on {device}: {error}", where=self._where, fix=fix) from error
         return moved
 
     def _as_storage(self, chosen: Any) -> torch.UntypedStorage:

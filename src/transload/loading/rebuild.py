@@ -36,18 +36,18 @@ _MAX_SIZE = 1 << 63
 
 _VALUES = {
     # the function: the error for arguments that it is never saved with
-    "_codecs.encode": "a call of _codecs.encode for another codec than latin1",
+    "_codecs.encode": "a call of _codecs.encode with a codec other than latin1",
     "builtins.bytearray": "a byte array made from something other than bytes",
-    "builtins.bytes": "bytes that are made from something",
+    "builtins.bytes": "bytes made from something",
     "builtins.complex": "a complex number made from something other than numbers",
     "builtins.frozenset": "a set made from something other than a list",
     "builtins.set": "a set made from something other than a list",
     "collections.Counter": "a Counter made from something other than a dictionary",
     "collections.OrderedDict": "an OrderedDict made from something other than a dictionary",
-    "collections.defaultdict": "a defaultdict that makes something else than plain values",
+    "collections.defaultdict": "a defaultdict whose factory does not make plain values",
     "torch.Size": "a torch.Size made from something other than a tuple of integers",
     "torch.device": "a torch.device made from something other than a name and an index",
-    "torch.serialization._get_layout": "a layout that there is not",
+    "torch.serialization._get_layout": "an unknown layout",
     "torch.torch_version.TorchVersion": "a version that is not text",
 }
 _FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter)
@@ -112,7 +112,7 @@ def _latin(text: str) -> bytes:
     try:
         return text.encode("latin1")
     except UnicodeEncodeError:
-        raise Malformed("bytes that are written as text which latin1 does not have") from None
+        raise Malformed("bytes written as text that is not latin1") from None
 
 
 def _hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
@@ -120,7 +120,7 @@ def _hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
     try:
         return frozenset(values)
     except TypeError as error:
-        raise Malformed(f"a set of what cannot be in one: {error}") from error
+        raise Malformed(f"a set of values that cannot be in a set: {error}") from error
 
 
 # -- tensors
@@ -171,7 +171,7 @@ def _quantized(maker: Rebuilder, *args: Any) -> Any:
         if [type(number) for number in numbers] != [float, int]:
             raise Malformed("a quantized tensor whose scale is not a number")
     elif scheme not in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) or len(numbers) != 3:
-        raise Malformed("a quantized tensor of no known scheme")
+        raise Malformed("a quantized tensor of an unknown scheme")
     else:
         *parts, axis = numbers
         if type(axis) is not int or not 0 <= axis < len(size):
@@ -242,7 +242,7 @@ def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad
     try:
         held = maker.torch.from_numpy(data)
     except TypeError as error:
-        raise Malformed(f"a device tensor that is made of no array: {error}") from error
+        raise Malformed(f"a device tensor that is not made of an array: {error}") from error
     return _from_cpu(maker, held, dtype, device, grad)
 
 
@@ -301,7 +301,7 @@ class Rebuilder:
         target = self._allowed.user(callee)
         if target is None and known:
             if args or not name.endswith("Tensor"):
-                raise Malformed(f"a call of {name}, as no checkpoint has")
+                raise Malformed(f"a call of {name} that no checkpoint makes")
             kind = self.object_of(callee)  # torch.FloatTensor(), whose state is set later
             return self._run(name, kind.__new__, (kind,))
         return self._invoke(name, target, how, args, kwargs)
@@ -403,7 +403,7 @@ class Rebuilder:
         if type(node) is Persistent and not _is_storage(node.id):
             node = self._tar_storages.get(str(node.id))
         if type(node) is not Persistent or not _is_storage(node.id):
-            raise Malformed("an id that names no storage")
+            raise Malformed("an id that does not name a storage")
         pid: Any = node.id
         key = pid[2].decode() if type(pid[2]) is bytes else str(pid[2])
         if key not in self._known:
@@ -443,7 +443,7 @@ class Rebuilder:
     def dtype(self, dtype: object) -> torch.dtype:
         """A dtype."""
         if not isinstance(dtype, self.torch.dtype):
-            raise Malformed("a tensor whose dtype is none")
+            raise Malformed("a tensor whose dtype is not a dtype")
         return dtype
 
     def tensor(self, value: object, what: str) -> torch.Tensor:
@@ -488,10 +488,10 @@ class Rebuilder:
         """Set ``requires_grad``, the hooks, and the conjugate and negative bits."""
         if grad is True:
             if not (made.is_floating_point() or made.is_complex()):
-                raise Malformed(f"a tensor of {made.dtype} that asks for gradients")
+                raise Malformed(f"a tensor of {made.dtype} that requires gradients")
             made.requires_grad = True
         elif grad is not False:
-            raise Malformed("a tensor that does not say whether it wants gradients")
+            raise Malformed("a tensor whose requires_grad is not true or false")
         if flags:
             if type(flags) is not dict or any(type(flag) is not bool for flag in flags.values()):
                 raise Malformed("a tensor with flags that are not true or false")
@@ -505,11 +505,11 @@ class Rebuilder:
         """Set the attributes of a tensor: a dictionary, or a pair of them if its class has slots."""
         parts = state if type(state) is tuple else (state,)
         if len(parts) > 2 or any(part is not None and type(part) is not dict for part in parts):
-            raise Malformed("a tensor that is given a state which names no attributes")
+            raise Malformed("a tensor whose state does not name attributes")
         names = [name for part in parts if part for name in part]
         odd = next((name for name in names if type(name) is not str or name.startswith("__")), None)
         if odd is not None:
-            raise Malformed(f"a tensor that is given the attribute {str(odd)[:60]!r}")
+            raise Malformed(f"a tensor whose state sets the attribute {str(odd)[:60]!r}")
         return self.torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
 
     def from_type(self, function: Args, values: list[Any]) -> Any:
@@ -537,7 +537,7 @@ class Rebuilder:
     def _set_old_state(self, made: Any, state: Any) -> None:
         """Set the state that releases before 0.4 saved for a tensor or parameter."""
         if type(state) is not tuple or len(state) not in (3, 4, 5):
-            raise Malformed("a tensor that is given a state no tensor has")
+            raise Malformed("a tensor whose state is not that of a tensor")
         if len(state) == 4:
             storage, dtype = self.storage(state[0])
             self.check(storage, dtype, *state[1:])

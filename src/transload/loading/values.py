@@ -45,7 +45,7 @@ def make(name: str, args: Args) -> Any:
     """A value by the name of its class or function; ``Malformed`` for arguments that Python never pickles."""
     maker, *kinds = _VALUES[name]
     if len(args) > len(kinds) or any(not isinstance(*pair) for pair in zip(args, kinds, strict=False)):
-        raise Malformed(f"a call of {name} with arguments that nobody writes")
+        raise Malformed(f"a call of {name} with unexpected arguments")
     try:
         return maker(*args)
     except (ValueError, TypeError, OverflowError, ArithmeticError) as error:

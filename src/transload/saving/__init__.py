@@ -313,7 +313,7 @@ def _gpus() -> dict[str, Any]:
 
 def _plain(value: Any, place: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise UsageError(f"{place} lies too deep: {_MAX_DEPTH} levels is the limit", fix=_FIX)
+        raise UsageError(f"{place} is nested too deep: {_MAX_DEPTH} levels is the limit", fix=_FIX)
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
@@ -324,7 +324,7 @@ def _plain(value: Any, place: str, depth: int) -> Any:
     if isinstance(value, str):
         return _text(value, place)
     if type(value) is int and value.bit_length() > _MAX_BITS:
-        raise UsageError(f"{place} is a number of more than {_MAX_BITS} bits", fix="Write it as a text.")
+        raise UsageError(f"{place} is a number of more than {_MAX_BITS} bits", fix="Write it as text.")
     if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return value
     raise UsageError(f"{place} is {value!r:.80}, a {type(value).__name__}, which JSON does not hold", fix=_FIX)
@@ -334,5 +334,5 @@ def _text(value: str, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{place} has a text that is not Unicode", fix=_FIX) from error
+        raise UsageError(f"{place} has text that is not Unicode", fix=_FIX) from error
     return str(value)

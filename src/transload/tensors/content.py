@@ -155,7 +155,7 @@ class Content:
     def _source(self, tensor: Tensor, storage: Storage) -> tuple[Any, int]:
         """The source of a storage, and where the storage begins in it."""
         if storage.offset is None and not storage.compressed:
-            raise self._lost(tensor, "where its record begins, the file does not tell")
+            raise self._lost(tensor, "the file does not say where its record begins")
         source = self.open_file(storage.file)
         if storage.offset is not None:
             return source, storage.offset
@@ -164,7 +164,7 @@ class Content:
         if last != storage.id:
             opened = self.unpacked(storage)
             if opened is None:
-                raise self._error(tensor, f"lies in a record that is packed in a way not read here ({storage.record})")
+                raise self._error(tensor, f"is in a record with an unsupported compression ({storage.record})")
             inflating = opened
             self._last = storage.id, inflating
         return inflating, 0
@@ -197,7 +197,7 @@ class Content:
         if tensor.kind != "strided":
             kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
             parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
-            raise self._error(tensor, f"is {kind}, not a plain run of numbers{parts}")
+            raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
         elements = self.elements(tensor)
         if not elements.view.is_contiguous:
             for box in boxes(tensor.shape, WINDOW // elements.itemsize):
@@ -246,7 +246,7 @@ class Content:
             return
         scattered = not View(tensor.shape, tensor.stride).is_contiguous
         if tensor.dtype == "unknown" or tensor.offset or scattered or tensor.flags:
-            raise self._error(tensor, f"has elements of {tensor.dtype}, which are not read by themselves")
+            raise self._error(tensor, f"has elements of {tensor.dtype}, which cannot be read one by one")
 
     def _lost(self, tensor: Tensor, why: str) -> ContentError:
         what = f"{_not_there(tensor)}{why}"
@@ -275,7 +275,7 @@ class Allowance:
     def spend(self, tensor: Tensor) -> None:
         """Subtract the bytes of a tensor; ``ContentError`` if it claims more than is left."""
         if tensor.nbytes > self.left:
-            what = f"{_named(tensor)} claims {tensor.nbytes:,} bytes, of a file that holds {self._held:,}"
+            what = f"{_named(tensor)} claims {tensor.nbytes:,} bytes, and the file has {self._held:,}"
             raise ContentError(what, where=self._path)
         self.left -= tensor.nbytes
 
