@@ -196,7 +196,7 @@ def test_arguments_of_other_types_are_refused() -> None:
 
 
 def test_every_value_that_can_be_made_is_let_through() -> None:
-    assert {*values._VALUES, *NUMPY_CALLS, "numpy.ndarray", "zoneinfo.ZoneInfo"} == PLAIN_VALUES.keys()
+    assert {*values.VALUES, *NUMPY_CALLS, "numpy.ndarray", "zoneinfo.ZoneInfo"} == PLAIN_VALUES.keys()
 
 
 # -- arguments of load

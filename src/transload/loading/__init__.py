@@ -78,21 +78,21 @@ def load(
     devices, ``["cuda:1", "cpu"]``: everything goes to the first that is here.
 
     With ``weights_only`` nothing in the file is run: it is read into a tree, and the tree is built into tensors and
-    plain objects through a fixed table. Other names are refused, all of them at once, unless the program has allowed
+    plain objects through a fixed table. Other names are refused, in one error, unless the program has allowed
     them with ``torch.serialization.add_safe_globals``. ``weights_only=False`` gives the file to ``pickle``: only for
     files of people you trust. ``None`` is ``True`` unless a ``pickle_module`` is given. The environment variables
     ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` mean what they mean to torch.
 
-    ``mmap`` maps the file instead of reading it where its bytes lie as they will lie in memory. ``verify`` compares
-    every checksum there is while reading, which torch never does. ``progress`` is ``True`` for a line on the terminal,
-    or a function that gets the bytes done and the bytes in all. ``encoding`` is for texts that Python 2 wrote.
+    ``mmap`` maps the file instead of reading it, where its bytes are those in memory. ``verify`` compares every
+    checksum while reading, which torch never does. ``progress`` is ``True`` for a line on the terminal, or a function
+    that gets the bytes done and the total. ``encoding`` is for text that Python 2 wrote.
 
-    How bytes are moved depends on this machine and on where the file lies; ``transload check`` says how. ``threads``
-    sets how many threads read, ``pinned_mb`` how much pinned memory they may use on the way to a GPU, ``direct``
-    whether they bypass the page cache.
+    How bytes are read depends on this machine and on where the file is; ``transload check`` says how. ``threads`` sets
+    how many threads read, ``pinned_mb`` how much pinned memory they may use for a GPU, ``direct`` whether they bypass
+    the page cache.
 
-    Errors are of our own classes, and of those torch users catch already: ``RuntimeError``, ``pickle.UnpicklingError``,
-    ``OSError``.
+    Errors are of our own classes, which are also those that torch users catch already: ``RuntimeError``,
+    ``pickle.UnpicklingError``, ``OSError``.
 
     >>> import transload
     >>> transload.load("model.pt")                        # doctest: +SKIP

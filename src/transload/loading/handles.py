@@ -70,9 +70,9 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
 class Handle(Mapping[str, "torch.Tensor"]):
     """The tensors of an open checkpoint by name, in the order of the file.
 
-    A name is the path joined by slashes, ``model/fc.weight``, as ``transload inspect`` shows it; a path itself, as a
-    tuple, will do as well. Every access reads anew into memory of its own, so tensors that share storage in the file
-    come as separate copies, without gradients. Reading from several threads is safe.
+    A name is the path joined by slashes, ``model/fc.weight``, as ``transload inspect`` shows it; the path itself, as a
+    tuple, works as well. Every access reads into new memory, so tensors that share storage in the file are separate
+    copies, without gradients. Reading from several threads is safe.
     """
 
     def __init__(self, opened: Opened, device: Any, dtype: torch.dtype | None) -> None:

@@ -839,8 +839,7 @@ class _Loading:
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
         """Fill the model."""
         match, path = self._match, self._opened.checkpoint.path
-        state = _State(dict(self._extras), self._opened, self._destinations)
-        extras = state.copy()
+        extras = dict(_State(dict(self._extras), self._opened, self._destinations))
         self._load_custom()
         self._fill(settings)
         for key, value in extras.items():

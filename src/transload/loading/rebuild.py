@@ -296,7 +296,7 @@ class Rebuilder:
             if known:
                 from transload.loading import values
 
-                if values.has(name):
+                if name in values.VALUES:
                     return values.make(name, args)
         target = self._allowed.user(callee)
         if target is None and known:

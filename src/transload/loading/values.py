@@ -36,14 +36,9 @@ _HELD: dict[type, tuple[str, type]] = {
 """Classes with one attribute: its name and its type."""
 
 
-def has(name: str) -> bool:
-    """Whether a value of this name can be made."""
-    return name in _VALUES
-
-
 def make(name: str, args: Args) -> Any:
     """A value by the name of its class or function; ``Malformed`` for arguments that Python never pickles."""
-    maker, *kinds = _VALUES[name]
+    maker, *kinds = VALUES[name]
     if len(args) > len(kinds) or any(not isinstance(*pair) for pair in zip(args, kinds, strict=False)):
         raise Malformed(f"a call of {name} with unexpected arguments")
     try:
@@ -133,7 +128,7 @@ def _bare(kind: Any) -> Callable[..., Any]:
 
 _ZONE = (dt.tzinfo, type(None))
 _INDEX = (int, type(None))
-_VALUES: dict[str, tuple[Any, ...]] = {
+VALUES: dict[str, tuple[Any, ...]] = {
     "argparse.Namespace": (argparse.Namespace,),
     "types.SimpleNamespace": (types.SimpleNamespace,),
     "builtins.range": (range, int, int, int),

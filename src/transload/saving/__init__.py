@@ -64,13 +64,13 @@ def save(
     ``f`` is a path, or an object with ``write``. Every tensor is tagged as one of the CPU, wherever it is, and stays
     there; ``device="keep"`` writes the devices they are on, as torch does.
 
-    A file is written beside its place, flushed to the disk and renamed: whatever happens, there is the old file or the
-    new one. ``atomic=False`` writes straight into it, which objects with ``write`` are anyway.
+    A file is written under another name, flushed to the disk and renamed: even after a crash there is the old file or
+    the new one. ``atomic=False`` writes straight into the file, as is always done with an object with ``write``.
 
     ``compact`` writes only bytes that a tensor uses, where torch writes the whole storage behind a view. ``origin``
-    records in the file what it was saved with and on; a dict of plain values is recorded beside it. With
+    records in the file what it was saved with and on; a dict of plain values is recorded, too. With
     ``origin=False`` equal objects give equal files. ``progress`` is ``True`` for a line on the terminal, or a function
-    that gets the bytes done and the bytes in all.
+    that gets the bytes done and the total.
 
     The two arguments with an underscore are those of ``torch.save``: without the first, the file has the form of torch
     before 1.6, which has no room for ``origin``.
@@ -105,9 +105,9 @@ def save_async(
     """Save in the background: the object is copied now and written while the program goes on.
 
     What changes afterwards does not reach the file. The future's ``result()`` waits until the file is in place, and
-    raises what went wrong. An error nobody has asked for is raised by the next save, or told when the program ends,
-    which waits for its saves. Saves are written one after the other, in the order of the calls; when two are under
-    way, the next call waits.
+    raises what went wrong. An error that was not raised there is raised by the next save, or printed when the program
+    ends, which waits for its saves. Saves are written one after the other, in the order of the calls; while two are
+    pending, the next call waits.
 
     >>> future = transload.save_async(checkpoint, "step-1000.pt")  # doctest: +SKIP
     """
