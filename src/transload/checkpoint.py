@@ -42,27 +42,27 @@ __all__ = [
 
 
 class Checkpoint(Contents):
-    """Everything known of one checkpoint without running it.
+    """Everything known about a checkpoint without running any of it.
 
     >>> import transload
     >>> checkpoint = transload.inspect("model.pt")        # doctest: +SKIP
     >>> checkpoint.safety, checkpoint.integrity           # doctest: +SKIP
     ('data-only', 'unchecked')
 
-    ``format`` is one of the names in ``FORMATS``; ``flavour`` a known tree inside it (``"Lightning"``). ``facts`` are
-    further words on the container (``("byteorder", "little")``). ``problems`` is what the reader met, ``findings``
-    what the judges made of it. ``pickles`` are the inert graphs themselves, for the parts of transload that rebuild
+    ``format`` is one of the names in ``FORMATS``; ``flavour`` a known structure inside it (``"Lightning"``). ``facts``
+    are further facts about the container (``("byteorder", "little")``). ``problems`` is what the reader found wrong,
+    ``findings`` what that means. ``pickles`` are the graphs of inert nodes, for the parts of transload that rebuild
     objects; they are not in ``to_dict()``.
     """
 
     def __repr__(self) -> str:
-        """Ten lines at most: what it is, who wrote it, how big, where it lands, what is wrong."""
+        """At most ten lines: what it is, who wrote it, its size and devices, what is wrong."""
         from transload.render.checkpoint import summary_lines
 
         return "\n".join(summary_lines(self)[:10])
 
     def _repr_html_(self) -> str:
-        """The notebook view: the same summary and the tensors, in pure CSS."""
+        """The notebook view: the same summary and the tensors, without scripts."""
         from transload.render.html import fragment
 
         return fragment(self)
@@ -82,24 +82,24 @@ class Draft:
         self.facts: list[tuple[str, str]] = []
         self.pickles: list[Pickle] = []
 
-    def take(
+    def add_tree(
         self,
         tensors: Iterable[Tensor],
         storages: Iterable[Storage],
         leaves: Iterable[Leaf],
         problems: Iterable[Problem],
     ) -> None:
-        """Add what a tree of values holds."""
+        """Add the contents of a tree of values."""
         self.tensors += tensors
         self.storages += storages
         self.leaves += leaves
         self.problems += problems
 
     def checkpoint(self, **more: Any) -> Checkpoint:
-        """Everything found so far; ``more`` are further fields, or others in place of them."""
-        held: dict[str, Any] = {name: value for name, value in vars(self).items() if name in _FIELDS}
-        lists = {name: tuple(value) for name, value in held.items() if isinstance(value, list)}
-        return Checkpoint(**{**held, **lists, **more})
+        """The checkpoint so far; ``more`` adds or replaces fields."""
+        fields: dict[str, Any] = {name: value for name, value in vars(self).items() if name in _FIELDS}
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return Checkpoint(**{**fields, **lists, **more})
 
 
 _FIELDS = frozenset(Contents.__match_args__)

@@ -1,10 +1,10 @@
-"""What a checkpoint file is: plain, frozen facts, the same for every format.
+"""What is in a checkpoint: plain, frozen facts, the same for every format.
 
-A reader fills these, ``judge`` adds the two verdicts and the findings, and everything else only looks at them. Nothing
-here touches a file, or knows how it is shown: ``checkpoint.Checkpoint`` does.
+A reader fills them in, ``judge`` adds the two verdicts and the findings, and everything else only reads them. Nothing
+here touches a file or knows how it is shown; ``checkpoint.Checkpoint`` does.
 
-Those a file has by the ten thousand (``Tensor``, ``Storage``, ``Record``) are named tuples: made four times as fast
-as frozen dataclasses, which was a tenth of the time it takes to read such a file.
+A file can have tens of thousands of ``Tensor``, ``Storage`` and ``Record``. They are named tuples: creating these is
+four times as fast as creating frozen dataclasses, which took a tenth of the time to read such a file.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ FORMATS: dict[str, str] = {
     "directory": "directory",
     "pickle": "plain pickle",
 }
-"""What each format is called. A file that is none of them has the name of what it is instead (``html``, ``gzip`` …)."""
+"""The name of each format in words. A file in none of them has what it is as its format (``html``, ``gzip`` …)."""
 
 Key = str | int
-"""One step of a path: a dictionary key or attribute name, or an index. Other keys appear as their text."""
+"""A component of a path: a dictionary key, an attribute name, or an index. Other keys appear as text."""
 
 
 class Storage(NamedTuple):
-    """A run of bytes that one or more tensors look at, tagged with the device it was saved from.
+    """Bytes that one or more tensors are views of, tagged with the device they were saved from.
 
-    ``id`` is unique in the checkpoint; ``key`` is the file's own name for it. ``nbytes`` is what the
-    index claims, ``stored`` how many of them the file really holds. ``offset`` is the absolute position
-    of the first byte in ``file``; ``None`` when there is no such place (a missing record, a compressed
-    one, or the meta device). ``tensors`` are the names of those that look at it: more than one name
-    means shared memory.
+    ``id`` is unique in the checkpoint; ``key`` is its name in the file. ``nbytes`` is the size that the index states,
+    ``stored`` how many of these bytes the file really has. ``offset`` is the absolute position of the first byte in
+    ``file``; ``None`` if there is none (a missing or compressed record, or the meta device). ``tensors`` are the names
+    of the tensors; more than one means that they share memory.
     """
 
     id: str
@@ -84,15 +83,15 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor, as ``torch.load`` would build it.
+    """A tensor, as ``torch.load`` would build it.
 
-    ``path`` leads to it from the root; ``name`` is the path joined by ``/``, or for a pickled module the key its
-    ``state_dict()`` would use. ``offset`` counts elements into the storage, as ``Tensor.storage_offset()`` does.
-    ``kind`` says how it is made: ``strided`` for the ordinary one, else ``quantized``, ``sparse_coo``, ``sparse_csr``
-    …, ``nested``, ``meta``, ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), ``sharded`` (in
-    pieces, over several files: the path of a part ends in the position of its first element); those made of other
-    tensors carry them as ``parts`` and have no storage of their own. ``cls`` is the class where it is not plain
-    ``torch.Tensor``. ``flags`` are ``conj`` and ``neg``: the stored numbers still have to be conjugated or negated.
+    ``path`` leads to it from the root; ``name`` is the path joined by ``/``, or in a pickled module the key in its
+    ``state_dict()``. ``offset`` is the offset in elements into the storage, as ``Tensor.storage_offset()``. ``kind``
+    is ``strided`` for ordinary tensors, else ``quantized``, ``sparse_coo``, ``sparse_csr`` …, ``nested``, ``meta``,
+    ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), or ``sharded`` (in pieces, over several
+    files: the path of a part ends in the position of its first element); tensors that consist of others have them as
+    ``parts``, and no storage. ``cls`` is the class if it is not plain ``torch.Tensor``. ``flags`` are ``conj`` and
+    ``neg``: the stored numbers still have to be conjugated or negated.
     """
 
     path: tuple[Key, ...]
@@ -112,7 +111,7 @@ class Tensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements the shape names."""
+        """The number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -120,7 +119,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes its elements take; of its parts where it is made of parts."""
+        """The bytes of its elements, or of its parts if it has parts."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
         if self.kind == "meta":
@@ -154,12 +153,12 @@ class Tensor(NamedTuple):
 
 @facts(frozen=True)
 class GlobalUse:
-    """A name the file asks a loader to import: a class, a function, a constant.
+    """A name that the file imports: a class, a function, a constant.
 
-    ``verdict`` is ``data`` (part of plain checkpoints, harmless as used here), ``harmless`` (known, runs
-    no code of the file's choosing, but torch refuses it by default), ``unknown``, or ``dangerous``.
-    ``imported``, ``called`` and ``built`` count its uses. ``spelling`` is how the file writes it where
-    that differs (Python 2 names). ``stream`` is the record it stands in.
+    ``verdict`` is ``data`` (part of plain checkpoints, harmless as used here), ``harmless`` (known, runs no code of the
+    file's choosing, but torch refuses it by default), ``unknown``, or ``dangerous``. ``imported``, ``called`` and
+    ``built`` count its uses. ``spelling`` is how the file writes it if that differs (Python 2 names). ``stream`` is the
+    record it is in.
     """
 
     module: str
@@ -188,7 +187,7 @@ class GlobalUse:
 class Leaf:
     """A value in the tree that is not a tensor: an epoch, a learning rate, a ``torch.device``.
 
-    ``kind`` is its type's name; ``text`` a short, printable form of the value.
+    ``kind`` is the name of its type; ``text`` a short, printable form of the value.
     """
 
     path: tuple[Key, ...]
@@ -202,17 +201,17 @@ class Leaf:
 
 
 AS_TEXT = 1 << 16
-"""The ``method`` of a record that a plain pickle holds as text, each byte as the character of that number."""
+"""The ``method`` of a record that a plain pickle stores as a string, each byte as the character of that number."""
 
 AS_ESCAPED = AS_TEXT + 1
-"""The same in a pickle of protocol 0, which is a text itself: some characters are written as their numbers."""
+"""The same in a pickle of protocol 0, which is text itself: some characters are escaped."""
 
 
 class Record(NamedTuple):
     """A named run of bytes in a container. ``offset`` is where its payload begins, ``None`` if unknown.
 
-    ``stored`` is the size in the file and ``size`` the size once unpacked; they differ only under compression.
-    ``method`` is that of zip archives, ``AS_TEXT`` or ``AS_ESCAPED``.
+    ``stored`` is the size in the file and ``size`` the size when unpacked; they differ only if it is compressed.
+    ``method`` is the compression method of a zip archive, ``AS_TEXT`` or ``AS_ESCAPED``.
     """
 
     name: str
@@ -227,7 +226,7 @@ class Record(NamedTuple):
 class Part:
     """A file of a directory checkpoint, a shard, or a compiled piece in a package.
 
-    ``facts`` are what is known of it in words, e.g. ``(("compute capability", "9.0"),)``.
+    ``facts`` are what is known about it, in words, e.g. ``(("compute capability", "9.0"),)``.
     """
 
     name: str
@@ -242,11 +241,11 @@ class Part:
 
 @facts(frozen=True)
 class Origin:
-    """Who wrote the file: the torch releases that can have, the evidence, and versions it records itself.
+    """Who wrote the file: the possible torch releases, the evidence, and the versions that the file records.
 
-    ``oldest`` and ``newest`` bound the releases (``"1.13"``, ``"2.0"``; an empty ``newest`` is open, an
-    empty ``oldest`` with an empty ``newest`` means the file shows nothing). ``recorded`` are versions
-    written in the file by somebody, e.g. ``(("torch", "2.13.0+cu130"),)``.
+    ``oldest`` and ``newest`` are the bounds of the releases (``"1.13"``, ``"2.0"``); an empty ``newest`` means no upper
+    bound, and if both are empty nothing is known. ``recorded`` are versions that somebody wrote into the file, e.g.
+    ``(("torch", "2.13.0+cu130"),)``.
     """
 
     oldest: str = ""
@@ -272,8 +271,13 @@ class Origin:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        told = {"text": self.text, "oldest": self.oldest, "newest": self.newest}
-        return {**told, "evidence": list(self.evidence), "recorded": dict(self.recorded)}
+        return {
+            "text": self.text,
+            "oldest": self.oldest,
+            "newest": self.newest,
+            "evidence": list(self.evidence),
+            "recorded": dict(self.recorded),
+        }
 
 
 @facts(frozen=True)
@@ -287,7 +291,7 @@ class DeviceUse(Plain):
 
 @facts(frozen=True)
 class Contents:
-    """The facts of a ``Checkpoint``, which describes them; for whatever draws one."""
+    """The fields of a ``Checkpoint``, which describes them, without its views."""
 
     path: str
     format: str
@@ -304,9 +308,9 @@ class Contents:
     problems: tuple[Problem, ...] = ()
     pickles: tuple[Pickle, ...] = ()
     counted: tuple[tuple[str, int], ...] = ()
-    """Tensors by device tag, where they were only counted: see ``formats.read_source``."""
+    """The number of tensors by device tag, if they were only counted: see ``formats.read_source``."""
     checksummed: bool = False
-    """The container carries checksums, and all of them were compared and agree."""
+    """The container has checksums, and all of them were compared and match."""
     safety: Safety = "unknown"
     integrity: Integrity = "unchecked"
     findings: tuple[Finding, ...] = ()
@@ -315,12 +319,12 @@ class Contents:
 
     @property
     def ok(self) -> bool:
-        """Only data, and nothing wrong with it: the condition of exit code 0."""
+        """Whether it contains only data and nothing is wrong with it: the condition for exit code 0."""
         return self.safety == "data-only" and self.integrity in ("whole", "unchecked")
 
     @property
     def devices(self) -> tuple[DeviceUse, ...]:
-        """Tensors and bytes by device tag, most bytes first; shared storage is counted once."""
+        """Tensors and bytes by device tag, most bytes first; shared storages count once."""
         tensors = Counter(map(attrgetter("device"), self.tensors))
         nbytes: dict[str, int] = dict.fromkeys(tensors, 0)
         for device, size in map(attrgetter("device", "nbytes"), self.storages):
@@ -330,7 +334,7 @@ class Contents:
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, int], ...]:
-        """``(dtype, tensors, bytes)``, most bytes first; shared storage is counted once."""
+        """``(dtype, tensors, bytes)``, most bytes first; shared storages count once."""
         counts: dict[str, list[int]] = {}
         for tensor in self.tensors:
             counts.setdefault(tensor.dtype, [0, 0])[0] += 1
@@ -346,19 +350,19 @@ class Contents:
 
     @property
     def tensor_nbytes(self) -> int:
-        """Bytes of all storages, each counted once."""
+        """The bytes of all storages, each counted once."""
         return sum(map(attrgetter("nbytes"), self.storages))
 
     @property
     def dead_nbytes(self) -> int:
-        """Storage bytes that no tensor looks at: a view saved with all of its base."""
+        """Storage bytes that belong to no tensor, as when a view is saved with its whole base."""
         spans: dict[str | None, list[tuple[int, int]]] = {storage.id: [] for storage in self.storages}
         for tensor in self._every:
             if tensor.storage in spans and tensor.numel:
                 spans[tensor.storage].append(byte_span(tensor))
         dead = 0
         for storage in self.storages:
-            covered = end = 0  # the length of the union of the spans so far, and where it ends
+            covered = end = 0  # the length and the end of the union of spans so far
             for low, high in sorted(spans[storage.id]):
                 covered += max(0, high - max(low, end))
                 end = max(end, high)
@@ -367,16 +371,16 @@ class Contents:
 
     @property
     def shared(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of tensor names that look at the same storage."""
+        """The names of tensors that share a storage, in groups."""
         return tuple(storage.tensors for storage in self.storages if len(storage.tensors) > 1)
 
     @property
     def root(self) -> object:
-        """The object the file holds, as inert nodes; ``None`` where there is no pickle."""
+        """The pickled object, as inert nodes; ``None`` if there is no pickle."""
         return next((pickle.root for pickle in self.pickles if pickle.main), None)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of that name; ``KeyError`` with close names if there is none."""
+        """The tensor of that name; ``KeyError`` with similar names if there is none."""
         for tensor in self.tensors:
             if tensor.name == name:
                 return tensor
@@ -386,7 +390,7 @@ class Contents:
         raise KeyError(f"no tensor {name!r}" + (f"; close: {', '.join(near)}" if near else ""))
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole of it as plain data; this is what ``--json`` prints."""
+        """Everything as plain data; this is what ``--json`` prints."""
         return {
             "schema": 1,
             "path": self.path,
@@ -413,7 +417,7 @@ class Contents:
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor, as torch gives them.
+    """The strides of a contiguous tensor, as in torch.
 
     >>> contiguous((2, 3, 4))
     (12, 4, 1)
@@ -430,13 +434,13 @@ _MAX_STRIDE = 1 << 64
 
 
 def byte_span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the first to the last that a tensor, which has elements, reaches."""
+    """The range of bytes in its storage that a tensor with elements covers."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=False))
     return itemsize(tensor.dtype, tensor.offset), itemsize(tensor.dtype, tensor.offset + last + 1)
 
 
 def with_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, the tensors it is made of, and those that these are made of."""
+    """A tensor and all its parts, recursively."""
     yield tensor
     for part in tensor.parts:
         yield from with_parts(part)

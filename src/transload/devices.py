@@ -1,4 +1,4 @@
-"""Devices: the kinds that torch knows, and those that work here."""
+"""The kinds of devices that torch knows, and the devices that work on a machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from transload.frozen import facts
 KINDS = frozenset(
     {
         *("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "privateuseone"),
-        *("npu", "musa", "mlu", "gcu", "maia", "ipu", "hip", "vulkan", "lazy"),  # packages name theirs
+        *("npu", "musa", "mlu", "gcu", "maia", "ipu", "hip", "vulkan", "lazy"),  # registered by packages
     }
 )
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "amd": "cuda", "metal": "mps", "tpu": "xla", "intel": "xpu"}
 
 
-def near_kind(kind: str) -> str:
-    """The kind that somebody may have meant; empty where none is near.
+def closest_kind(kind: str) -> str:
+    """The kind that somebody may have meant; empty if none is similar.
 
-    >>> near_kind("gpu"), near_kind("cdua"), near_kind("abacus")
+    >>> closest_kind("gpu"), closest_kind("cdua"), closest_kind("abacus")
     ('cuda', 'cuda', '')
     """
     from difflib import get_close_matches
@@ -26,25 +26,25 @@ def near_kind(kind: str) -> str:
     return _MEANT.get(kind.lower()) or next(iter(get_close_matches(kind.lower(), sorted(KINDS), 1, 0.7)), "")
 
 
-def near_device(name: str) -> str:
-    """The device that somebody may have meant by what is not one; empty where none is near, or it is one.
+def closest_device(name: str) -> str:
+    """The device that somebody may have meant; empty if none is similar, or if ``name`` is valid.
 
-    >>> near_device("gpu"), near_device("cuda1"), near_device("CUDA:1"), near_device("cuda:1")
+    >>> closest_device("gpu"), closest_device("cuda1"), closest_device("CUDA:1"), closest_device("cuda:1")
     ('cuda', 'cuda:1', 'cuda:1', '')
     """
     kind = name.rstrip("0123456789").removesuffix(":")
     index = name[len(kind) :].removeprefix(":")
-    meant = kind if kind in KINDS else near_kind(kind)
+    meant = kind if kind in KINDS else closest_kind(kind)
     device = f"{meant}:{index}" if meant and index else meant
     return "" if device == name else device
 
 
-_LONGEST_INDEX = 4  # digits; torch keeps an index in eight bits, and a tag may be anything
+_LONGEST_INDEX = 4  # digits; torch keeps an index in eight bits, but a tag may be anything
 
 
 @facts(frozen=True)
 class Device:
-    """A device that works here. ``free`` and ``total`` are bytes, -1 where they are not known."""
+    """A device that works. ``free`` and ``total`` are bytes, -1 if they are not known."""
 
     name: str
     """``cpu``, ``cuda:0``, ``mps``, ``xpu:1`` …"""
@@ -56,7 +56,7 @@ class Device:
 
 @facts(frozen=True)
 class Devices:
-    """All devices that work here. ``current`` is the accelerator a program computes on unless it says otherwise.
+    """All devices that work on a machine. ``current`` is the accelerator that programs use by default.
 
     >>> two = Devices((Device("cpu"), Device("cuda:0"), Device("cuda:1")), "cuda:0", rank=1)
     >>> two.get("cuda").name, two.own, two.get("cuda:2")
@@ -65,14 +65,14 @@ class Devices:
 
     available: tuple[Device, ...] = (Device("cpu"),)
     current: str = ""
-    """Empty where there is no accelerator."""
+    """Empty if there is no accelerator."""
     rank: int | None = None
-    """``LOCAL_RANK`` of a process that torchrun or its like has started."""
+    """``LOCAL_RANK``, if torchrun or a similar launcher started the process."""
     absent: str = ""
-    """Why there is no accelerator, in a sentence; empty where there is one."""
+    """Why there is no accelerator, in a sentence; empty if there is one."""
 
     def get(self, name: str) -> Device | None:
-        """The device torch means by a name: ``cuda`` alone is the current one, ``mps:0`` is ``mps``."""
+        """The device that a name means in torch: ``cuda`` is the current one, ``mps:0`` is ``mps``."""
         exact = next((device for device in self.available if device.name == name), None)
         if exact is not None:
             return exact
@@ -85,15 +85,15 @@ class Devices:
         return next((device for device in self.available if device.name in wanted), None)
 
     def of_kind(self, kind: str) -> tuple[Device, ...]:
-        """All of one kind, such as ``cuda``."""
+        """All devices of one kind, such as ``cuda``."""
         return tuple(device for device in self.available if split(device.name)[0] == kind)
 
     @property
     def own(self) -> str:
-        """The accelerator of this process; empty where there is none.
+        """The accelerator of this process; empty if there is none.
 
-        A program that has chosen another than the first means it. Else a rank takes its own; where there are more ranks
-        than devices, they share, and where each rank was given one to see, that is the one.
+        If the program has selected another than the first, that one. Else a rank takes the device of its number; if
+        there are more ranks than devices, they share, and if a rank sees only one device, it takes that.
         """
         kind, index = split(self.current)
         peers = self.of_kind(kind)
@@ -103,12 +103,12 @@ class Devices:
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
-        """Those of the current one's kind."""
+        """All devices of the same kind as the current one."""
         return self.of_kind(split(self.current)[0]) if self.current else ()
 
 
 def split(device: str) -> tuple[str, int | None]:
-    """Kind and index of a device, as torch writes them.
+    """The kind and index of a device, as torch writes it.
 
     >>> split("cuda:1"), split("mps")
     (('cuda', 1), ('mps', None))
@@ -119,7 +119,7 @@ def split(device: str) -> tuple[str, int | None]:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """The rank of this process on its node, where a launcher has set one.
+    """The rank of this process on its node, if a launcher has set it.
 
     >>> local_rank({"LOCAL_RANK": "3"}), local_rank({})
     (3, None)

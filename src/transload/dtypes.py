@@ -1,9 +1,9 @@
-"""torch's dtypes as data: their sizes, and what each format calls them."""
+"""torch's dtypes as data: their sizes, and their names in each format."""
 
 from __future__ import annotations
 
-# Bytes an element of a storage takes. Of the sub-byte dtypes torch stores one element a byte, except the packed
-# ones (x2, 4x2, 2x4), whose storage element is the byte itself.
+# Bytes of an element of a storage. For dtypes smaller than a byte, torch stores one element in each byte, except for
+# the packed ones (x2, 4x2, 2x4), where an element of the storage is a byte.
 _BY_SIZE = (
     (16, "complex128"),
     (8, "float64 int64 uint64 complex64"),
@@ -17,7 +17,7 @@ ITEMSIZE: dict[str, int] = {name: size for size, names in _BY_SIZE for name in n
 
 QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
-# ggml's types, by number (enum ggml_type in ggml.h): those that torch has, then name, elements and bytes of a block.
+# ggml types by number (enum ggml_type in ggml.h): first those that torch has, then name, elements and bytes of a block.
 GGML: dict[int, str] = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
 GGML.update({24: "int8", 25: "int16", 26: "int32", 27: "int64"})
 _QUANTIZED_BLOCKS = """
@@ -27,8 +27,8 @@ _QUANTIZED_BLOCKS = """
     29 IQ1_M 256 56; 34 TQ1_0 256 54; 35 TQ2_0 256 66; 39 MXFP4 32 17; 40 NVFP4 64 36; 41 Q1_0 128 18
 """
 
-# Elements, and the bytes they take together, where an element takes no whole byte, while shape and numel count
-# elements. F4 and F6 are names of safetensors.
+# Elements and bytes of a block, for dtypes whose elements do not take whole bytes although shape and numel count
+# elements. F4 and F6 are safetensors names.
 BLOCKS = {"quint4x2": (2, 1), "quint2x4": (4, 1), "F4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3)}
 for _row in _QUANTIZED_BLOCKS.split(";"):
     _number, _name, _elements, _bytes = _row.split()
@@ -37,7 +37,7 @@ for _row in _QUANTIZED_BLOCKS.split(";"):
 
 
 def itemsize(dtype: str, numel: int = 1) -> int:
-    """Bytes that ``numel`` elements of ``dtype`` take; an unknown dtype counts as one byte each.
+    """The bytes of ``numel`` elements of ``dtype``; elements of an unknown dtype count as one byte.
 
     >>> itemsize("float32", 10), itemsize("quint4x2", 3)
     (40, 2)
@@ -49,7 +49,7 @@ def itemsize(dtype: str, numel: int = 1) -> int:
 
 
 def named(table: str) -> dict[str, str]:
-    """What a format calls each dtype: its ``name=dtype`` pairs.
+    """A table of ``name=dtype`` pairs as a dictionary.
 
     >>> named("BOOL=bool U8=uint8")
     {'BOOL': 'bool', 'U8': 'uint8'}
@@ -57,8 +57,8 @@ def named(table: str) -> dict[str, str]:
     return {name: dtype for name, _, dtype in (pair.partition("=") for pair in table.split())}
 
 
-# Storage classes by name, whatever module they are said to live in (torch, torch.cuda, torch.storage): torch
-# itself looks only at the last component. The untyped ones count bytes.
+# Storage classes by name, without their module (torch, torch.cuda, torch.storage): torch itself looks only at the last
+# component. Untyped storages count bytes.
 STORAGES: dict[str, str] = named("""
     DoubleStorage=float64 FloatStorage=float32 HalfStorage=float16 BFloat16Storage=bfloat16
     LongStorage=int64 IntStorage=int32 ShortStorage=int16 CharStorage=int8 ByteStorage=uint8 BoolStorage=bool
@@ -76,15 +76,15 @@ SAFETENSORS: dict[str, str] = named("""
     F8_E8M0=float8_e8m0fnu F4=float4_e2m1fn_x2
 """)
 
-# What numpy calls them, and with its signs for the order of bytes. Of others, it keeps bytes of their width, as
-# ``ml_dtypes`` saves its own.
+# numpy's codes, below with the signs for the byte order. Other dtypes are saved as opaque bytes of the same width, as
+# numpy saves those of ``ml_dtypes``.
 FROM_NUMPY: dict[str, str] = named("""
     f8=float64 f4=float32 f2=float16 i8=int64 i4=int32 i2=int16 i1=int8 u1=uint8 u2=uint16 u4=uint32 u8=uint64 b1=bool
     c8=complex64 c16=complex128
 """)
 NUMPY: dict[str, str] = {dtype: f"{'|' if code[1:] == '1' else '<'}{code}" for code, dtype in FROM_NUMPY.items()}
 
-# torch.export writes the ordinal of its own ScalarType enum (torch/_export/serde/schema.py).
+# torch.export writes the numbers of its ScalarType enum (torch/_export/serde/schema.py).
 SCALAR_TYPES: dict[int, str] = {
     **dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1)),
     **dict(enumerate(["complex32", "complex64", "complex128", "bool", "bfloat16"], 9)),

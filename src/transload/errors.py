@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno as numbers
 import os
-from _pickle import PicklingError, UnpicklingError  # those of pickle, which takes ten times as long to import
+from _pickle import PicklingError, UnpicklingError  # the same as in pickle, which takes ten times as long to import
 from typing import Any
 
 
 class TransloadError(Exception):
-    """Base of every error transload raises on purpose; anything else that escapes is a bug.
+    """The base of every error that transload raises on purpose; any other exception is a bug.
 
     ``what`` is one sentence, ``where`` the file or place, ``fix`` what the user can do.
     """
@@ -21,20 +21,20 @@ class TransloadError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel between processes by pickle, which would give all of ``args`` to ``__init__`` by position."""
+        """Processes exchange errors by pickle, whose default would pass ``args`` to ``__init__`` by position."""
         state = dict(vars(self))
         if isinstance(self, OSError):
-            state["errno"] = self.errno  # which OSError keeps elsewhere
-        return _again, (type(self), self.what, self.where, self.fix), state
+            state["errno"] = self.errno  # OSError does not keep it in __dict__
+        return _rebuild, (type(self), self.what, self.where, self.fix), state
 
     def __str__(self) -> str:
-        """All three parts, on as many lines."""
+        """Where and what, and the fix below."""
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head}\n{self.fix}" if self.fix else head
 
 
-def _again(kind: type[TransloadError], what: str, where: str, fix: str) -> TransloadError:
-    # Of several built-in bases, only the __new__ of OSError makes what has its fields.
+def _rebuild(kind: type[TransloadError], what: str, where: str, fix: str) -> TransloadError:
+    # With several built-in bases, only OSError.__new__ allocates the fields of OSError.
     made = OSError.__new__(kind) if issubclass(kind, OSError) else kind.__new__(kind)
     TransloadError.__init__(made, what, where=where, fix=fix)
     return made
@@ -47,31 +47,31 @@ class _SystemError(TransloadError, OSError):
 
 
 class CannotReadError(_SystemError):
-    """The operating system did not give us the bytes; ``errno`` is its number for the reason.
+    """The operating system could not read the bytes; ``errno`` is its error number.
 
-    As ``OSError`` does, it becomes the class that stands for the number:
+    Like ``OSError``, it creates the subclass for the number:
 
     >>> raise CannotReadError("no such file", errno=numbers.ENOENT)
     Traceback (most recent call last):
     transload.errors.MissingFileError: no such file
     """
 
-    def __new__(cls, *_: object, errno: int | None = None, **__: object) -> CannotReadError:  # noqa: PYI034 - not of the class that was called
-        """The class that ``open`` would raise for this number."""
+    def __new__(cls, *_: object, errno: int | None = None, **__: object) -> CannotReadError:  # noqa: PYI034 - it may be a subclass
+        """Create the subclass that corresponds to what ``open`` would raise."""
         kind = _UNREADABLE.get(errno or 0, cls) if cls is CannotReadError else cls
         return super().__new__(kind)
 
 
 class MissingFileError(CannotReadError, FileNotFoundError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class ForbiddenFileError(CannotReadError, PermissionError):
-    """The system does not let us read the file."""
+    """The system does not permit reading the file."""
 
 
 class DirectoryError(CannotReadError, IsADirectoryError):
-    """There is a directory where a file was expected."""
+    """The path is a directory where a file was expected."""
 
 
 _UNREADABLE: dict[int, type[CannotReadError]] = {
@@ -83,18 +83,18 @@ _UNREADABLE: dict[int, type[CannotReadError]] = {
 
 
 class CannotWriteError(_SystemError, RuntimeError):
-    """The operating system did not take the bytes; ``errno`` is its number for the reason.
+    """The operating system could not write the bytes; ``errno`` is its error number.
 
-    It is a ``RuntimeError`` too, since that is what ``torch.save`` raises.
+    It is also a ``RuntimeError``, since that is what ``torch.save`` raises.
     """
 
 
 class UsageError(TransloadError, ValueError):
-    """The call itself makes no sense."""
+    """The arguments of the call are invalid."""
 
 
 class NotAFileError(UsageError, AttributeError, TypeError):
-    """What was given is neither a path nor a file object; torch raises the one class or the other."""
+    """The argument is neither a path nor a file object; torch raises either of these classes for it."""
 
 
 class NoDirectoryError(CannotWriteError, FileNotFoundError):
@@ -102,11 +102,11 @@ class NoDirectoryError(CannotWriteError, FileNotFoundError):
 
 
 class ForbiddenWriteError(CannotWriteError, PermissionError):
-    """The system does not let us write there."""
+    """The system does not permit writing there."""
 
 
 class FullDiskError(CannotWriteError):
-    """There is no room: on the disk, in a quota, or below a limit for files."""
+    """There is no space left on the disk or in the quota, or the file would exceed a limit."""
 
 
 _ROOM = "Make room there, or write to another place."
@@ -128,7 +128,7 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
 
 
 def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWriteError:
-    """Our error for one of the system's; ``outcome`` is what has become of the file.
+    """Our error for an ``OSError``; ``outcome`` says what happened to the file.
 
     >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "x.pt"), FileNotFoundError)
     True
@@ -142,55 +142,55 @@ def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWrit
 
 
 class RetagError(TransloadError, RuntimeError):
-    """The tags of this file cannot be changed as asked; the file is as it was."""
+    """The tags of this file cannot be changed as requested; the file is unchanged."""
 
 
 class BusyFileError(RetagError):
-    """Somebody else writes the file, or has just changed it."""
+    """Another process is writing the file, or has just changed it."""
 
 
 class ManifestError(TransloadError, ValueError):
-    """The file with the hashes to compare with cannot be used."""
+    """The manifest cannot be used, or cannot be written."""
 
 
 class ConvertError(TransloadError, RuntimeError):
-    """The checkpoint cannot be converted as asked; nothing was written."""
+    """The checkpoint cannot be converted as requested; nothing was written."""
 
 
 class OverflowRefusedError(ConvertError, OverflowError):
-    """A number does not fit into the dtype that was asked for, and ``allow_inf`` was not."""
+    """A number does not fit into the requested dtype, and ``allow_inf`` was not set."""
 
 
 class RescueError(TransloadError, ValueError):
-    """There is nothing in the file that could be rescued, or it cannot be put into the file that was asked for."""
+    """There is nothing in the file to rescue, or it cannot be written to the requested file."""
 
 
 class ContentError(TransloadError, ValueError):
-    """The elements of a tensor are not all in the file, or not a plain run of numbers; the text names the tensor."""
+    """The elements of a tensor are not all in the file, or not plain numbers; the message names the tensor."""
 
 
 class LoadError(TransloadError, RuntimeError):
-    """The file cannot be loaded as asked."""
+    """The file cannot be loaded as requested."""
 
 
 class MissingModuleError(LoadError, ModuleNotFoundError):
-    """The file names a module that cannot be imported here."""
+    """The file needs a module that cannot be imported here."""
 
 
 class MissingClassError(LoadError, AttributeError):
-    """The file names a class or function that its module does not have here."""
+    """The file needs a class or function that its module does not have here."""
 
 
 class BrokenFileError(LoadError, UnpicklingError, EOFError):
-    """The file is damaged; which of its tensors are lost is said where it is known."""
+    """The file is damaged; the message names the tensors that are lost, if that is known."""
 
 
 class NotACheckpointError(LoadError, UnpicklingError, EOFError):
-    """The file is something else; the text says what."""
+    """The file is not a checkpoint; the message says what it is."""
 
 
 class NotACheckpointDirectoryError(NotACheckpointError, IsADirectoryError):
-    """The directory is not a checkpoint of any kind; ``errno`` is ``EISDIR``, as in what ``torch.load`` raises."""
+    """The directory is not a checkpoint of any kind; ``errno`` is ``EISDIR``, as with ``torch.load``."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -198,38 +198,38 @@ class NotACheckpointDirectoryError(NotACheckpointError, IsADirectoryError):
 
 
 class UnsafeError(LoadError, UnpicklingError):
-    """Loading would run what the file asks for, and nobody has allowed that."""
+    """Loading would run code that the file asks for, and nobody has allowed that."""
 
 
 class NoDeviceError(LoadError):
-    """A device that was asked for is not here."""
+    """A requested device is not available."""
 
 
 class DoesNotFitError(LoadError, MemoryError):
-    """A device has too little memory; the text says by how much, and what would fit."""
+    """A device has too little memory; the message says how much is missing, and what would fit."""
 
 
 class NoTorchError(LoadError, ImportError):
-    """torch itself cannot be imported."""
+    """torch cannot be imported."""
 
 
 class LandingWarning(UserWarning):
-    """Something landed on another device than it was saved on, or stayed on meta, though nobody had asked for that."""
+    """Something was loaded to another device than it was saved on, or stayed on meta, without a request for that."""
 
 
 class FileWarning(UserWarning):
-    """The file was loaded, and something in it is not as it should be."""
+    """The file was loaded, but something in it is wrong."""
 
 
 class SaveError(TransloadError, RuntimeError):
-    """The object cannot be saved as asked."""
+    """The object cannot be saved as requested."""
 
 
 class CannotPickleError(
     SaveError, PicklingError, TypeError, AttributeError, NotImplementedError, RecursionError, OverflowError, ValueError
 ):
-    """Something in the object has no form in a file; it is each of the errors that ``pickle`` and torch raise."""
+    """Something in the object cannot be pickled; it is all of the errors that ``pickle`` and torch raise for that."""
 
 
 class SaveWarning(UserWarning):
-    """The file was saved, and is not what it could be."""
+    """The file was saved, but not in the best possible way."""

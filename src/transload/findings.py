@@ -1,4 +1,4 @@
-"""What a judgement says: one finding, and the scale of the two verdicts on a file."""
+"""Problems and findings, the two scales of verdicts, and helpers for their texts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ INTEGRITY: tuple[Integrity, ...] = ("whole", "unchecked", "repairable", "damaged
 
 
 def worst_safety(*verdicts: Safety) -> Safety:
-    """The worst of some safety verdicts; ``data-only`` of none."""
+    """The worst of some safety verdicts; ``data-only`` if there are none."""
     return max(verdicts, key=SAFETY.index, default="data-only")
 
 
 def worst_integrity(*verdicts: Integrity) -> Integrity:
-    """The worst of some integrity verdicts; ``whole`` of none."""
+    """The worst of some integrity verdicts; ``whole`` if there are none."""
     return max(verdicts, key=INTEGRITY.index, default="whole")
 
 
 @facts(frozen=True)
 class Problem:
-    """Something a reader met that is not as it should be. A fact: what it means is judged later.
+    """Something that a reader found wrong. This is only a fact: what it means is judged later.
 
-    ``code`` is a section of docs/findings.md; ``where`` is a place inside the file, outermost first (``"data.pkl
-    › byte 1234"``), empty for the file itself; ``detail`` is one plain sentence, or several lines of them. ``title``
-    and ``fix`` stand in for those of the rule where the reader knows better what the thing is.
+    ``code`` is a section of docs/findings.md; ``where`` is a place in the file, outermost first (``"data.pkl › byte
+    1234"``), empty for the file itself; ``detail`` is a plain sentence, or several lines. ``title`` and ``fix`` replace
+    those of the rule if the reader knows more about the problem.
     """
 
     code: str
@@ -42,21 +42,21 @@ class Problem:
     fix: tuple[str, ...] = ()
 
     def within(self, place: str) -> Problem:
-        """The same problem of something larger, in which it is at ``place``."""
+        """The same problem in a larger file that contains this one at ``place``."""
         return replace(self, where=f"{place} › {self.where}" if self.where else place)
 
 
 class Problems(list[Problem]):
-    """What a reader has met so far, in order."""
+    """The problems a reader has found so far, in order."""
 
     def add(self, code: str, where: str = "", detail: str = "") -> None:
-        """Note one problem."""
+        """Add a problem."""
         self.append(Problem(code, where, detail))
 
 
 @facts(frozen=True)
 class Finding:
-    """One thing worth telling: what it is, what shows it, and what to do.
+    """Something worth reporting: what it is, the evidence, and what to do.
 
     >>> Finding("cuda-tags", "note", "tensors are tagged cuda:0", fix=("pass map_location",)).code
     'cuda-tags'
@@ -70,7 +70,7 @@ class Finding:
 
     @property
     def doc(self) -> str:
-        """Where the documentation explains this code: causes such as ``U04`` have a page each."""
+        """Where the documentation explains this code; each cause such as ``U04`` has its own page."""
         if self.code[:1].isupper():
             return f"docs/doctor/{self.code}.md"
         return f"docs/findings.md#{self.code}"
@@ -87,19 +87,19 @@ class Finding:
         }
 
 
-# A hostile index can hold a million wrong entries; a person needs a few of each kind and the count.
+# A hostile index can have a million wrong entries; a person needs a few of each kind and the count.
 MOST_OF_A_KIND = 20
 MOST_NAMES = 5
 LONGEST_NAME = 120
 LONGEST_TEXT = 2000
 
 
-class Noted:
+class LimitedProblems:
     """Collects problems, at most ``MOST_OF_A_KIND`` of each code; the rest are only counted.
 
-    >>> noted = Noted()
-    >>> noted.add("shard-missing", "a.bin", "it is not here")
-    >>> [problem.where for problem in noted.problems()]
+    >>> problems = LimitedProblems()
+    >>> problems.add("shard-missing", "a.bin", "it is missing")
+    >>> [problem.where for problem in problems.problems()]
     ['a.bin']
     """
 
@@ -108,11 +108,11 @@ class Noted:
         self._counts: dict[str, int] = {}
 
     def add(self, code: str, where: str = "", detail: str = "") -> None:
-        """Note one problem."""
+        """Add a problem."""
         self.extend((Problem(code, where, detail),))
 
     def extend(self, problems: Iterable[Problem]) -> None:
-        """Note problems that somebody else found."""
+        """Add some problems."""
         for problem in problems:
             count = self._counts[problem.code] = self._counts.get(problem.code, 0) + 1
             if count <= MOST_OF_A_KIND:
@@ -120,33 +120,33 @@ class Noted:
                 self._kept.append(Problem(problem.code, where, detail, problem.title, problem.fix))
 
     def has(self, code: str) -> bool:
-        """Whether that code was noted."""
+        """Whether there is a problem with that code."""
         return code in self._counts
 
     def problems(self) -> tuple[Problem, ...]:
-        """Everything kept, and one line for each code that had too many."""
+        """The problems kept, and one with the count for each code that had too many."""
         left = ((code, count - MOST_OF_A_KIND) for code, count in self._counts.items())
         return (*self._kept, *(Problem(code, "", f"{more:,} more like this") for code, more in left if more > 0))
 
 
-def some(names: list[str] | tuple[str, ...], most: int = MOST_NAMES, longest: int = LONGEST_NAME) -> str:
-    """A few names and how many there are beside them.
+def join_names(names: list[str] | tuple[str, ...], most: int = MOST_NAMES, longest: int = LONGEST_NAME) -> str:
+    """The first names, and how many more there are.
 
-    >>> some(["a", "b", "c"], 2)
+    >>> join_names(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
     shown = ", ".join(name if len(name) <= longest else name[:longest] + "…" for name in names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
-def first_of(lines: list[str], most: int) -> tuple[str, ...]:
-    """The first lines, and how many there are beside them."""
+def first_lines(lines: list[str], most: int) -> tuple[str, ...]:
+    """The first lines, and how many more there are."""
     more = len(lines) - most
     return (*lines[:most], f"… and {more} more") if more > 0 else tuple(lines)
 
 
 def quoted(path: str) -> str:
-    """A path as a shell takes it, and no command takes for an option.
+    """A path quoted for a shell, and in a form that no command mistakes for an option.
 
     >>> quoted("my model.pt"), quoted("-x.pt")
     ("'my model.pt'", './-x.pt')
@@ -157,12 +157,12 @@ def quoted(path: str) -> str:
 
 
 def is_named(name: str) -> bool:
-    """Whether the name of a source is a path; bytes and streams have none."""
+    """Whether the name of a source is a path; bytes and streams have names such as ``<bytes>``."""
     return not name.startswith("<")
 
 
 def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
-    """The command that saves a checkpoint out of what it lies in, or what is left of it.
+    """The command that extracts a checkpoint from the file around it, or recovers what is left of it.
 
     >>> rescue_command("my model.pt.gz")
     "$ transload rescue 'my model.pt.gz' NEW.pt"
@@ -172,12 +172,12 @@ def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
 
 
 def manual_page(name: str) -> str:
-    """A page of the manual that the program reads too: ``docs/NAME.md``, which a wheel and the zipapp carry along."""
+    """A page of the manual that the program reads, too: ``docs/NAME.md``, which is part of wheels and the zipapp."""
     import pkgutil
 
     try:
         data = pkgutil.get_data("transload", f"manual/{name}.md")
-    except OSError:  # not packed: this is a source tree
+    except OSError:  # not a package but a source tree
         import os
 
         docs = os.path.join(os.path.dirname(__file__), "..", "..", "docs")  # noqa: PTH118, PTH120 - pathlib is slow to import

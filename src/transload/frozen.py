@@ -1,10 +1,11 @@
-"""Frozen dataclasses and named tuples at a fraction of their price.
+"""Frozen dataclasses and named tuples that are much faster to define.
 
 Importing ``dataclasses`` takes a sixth of the time of ``transload inspect``, and it compiles six methods for each
-class: for the thirty of ``machine`` that takes longer than looking at a machine. Here only ``__init__`` is compiled and
-the rest is shared. ``fields``, ``replace`` and ``is_dataclass`` work: what they look at is made when they ask.
+class: for the thirty classes of ``machine`` that takes longer than examining a machine. Here only ``__init__`` is
+compiled, and the other methods are shared. ``fields``, ``replace`` and ``is_dataclass`` work: the attribute they read
+is computed on demand.
 
-``typing.NamedTuple`` compiles every annotation, which takes longer than everything else about such a class.
+``typing.NamedTuple`` compiles every annotation, which takes longer than everything else about the class.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["NamedTuple", "Plain", "Reported", "facts", "replace"]
 
 
 class _Fields:
-    """``__dataclass_fields__`` of a class: what ``dataclasses`` makes of another one with the same annotations."""
+    """``__dataclass_fields__`` of a class: those of a real dataclass with the same annotations."""
 
     def __init__(self, cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> None:
         self.cls, self.annotations, self.defaults = cls, annotations, defaults
@@ -26,15 +27,15 @@ class _Fields:
         if not self.found:
             from dataclasses import dataclass
 
-            named = {"__module__": self.cls.__module__, "__doc__": "Without one it would be given its signature."}
-            held = {**named, "__annotations__": self.annotations, **self.defaults}
-            twin: Any = dataclass(init=False, repr=False, eq=False)(type(self.cls.__name__, (), held))
+            named = {"__module__": self.cls.__module__, "__doc__": "Not empty, else dataclass() adds a signature."}
+            namespace = {**named, "__annotations__": self.annotations, **self.defaults}
+            twin: Any = dataclass(init=False, repr=False, eq=False)(type(self.cls.__name__, (), namespace))
             self.found = twin.__dataclass_fields__
         return self.found
 
 
 class Plain:
-    """What ``to_dict`` of facts gives: their fields by name, with lists for tuples."""
+    """A base class whose ``to_dict`` returns the fields by name, with lists for tuples."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -42,7 +43,7 @@ class Plain:
 
 
 class Reported:
-    """What a notebook shows as its text, which is a report."""
+    """A base class that a notebook shows as its text, which is a report."""
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -74,8 +75,8 @@ class _Shared:
         return hash(tuple(self.__dict__.values()))
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
-        return f"{type(self).__qualname__}({told})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__qualname__}({fields})"
 
     def __replace__(self, **changes: object) -> object:
         return type(self)(**{**self.__dict__, **changes})
@@ -88,19 +89,19 @@ if TYPE_CHECKING:
 else:
 
     class _NamedTupleMaker(type):
-        def __new__(cls, name: str, bases: tuple[type, ...], held: dict[str, Any]) -> type:
+        def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
             if not bases:
-                return super().__new__(cls, name, bases, held)
-            names = held["__annotations__"]
-            defaults = [held[each] for each in names if each in held]
+                return super().__new__(cls, name, bases, namespace)
+            names = namespace["__annotations__"]
+            defaults = [namespace[each] for each in names if each in namespace]
             made = namedtuple(name, names, defaults=defaults)  # noqa: PYI024 - the types are for the type checker
-            for each, value in held.items():
+            for each, value in namespace.items():
                 if each not in names:
                     setattr(made, each, value)
             return made
 
     class NamedTuple(metaclass=_NamedTupleMaker):
-        """A base class that is used, and works, as ``typing.NamedTuple``.
+        """A base class that works like ``typing.NamedTuple``.
 
         >>> class Card(NamedTuple):
         ...     name: str
@@ -110,7 +111,7 @@ else:
         """
 
     def facts(*, frozen: bool) -> Any:
-        """A class decorator that is used, and works, as ``dataclass(frozen=True)``.
+        """A class decorator that works like ``dataclass(frozen=True)``.
 
         >>> @facts(frozen=True)
         ... class Card:
@@ -118,7 +119,7 @@ else:
         >>> Card("H200") == Card("H200"), Card("H200")
         (True, Card(name='H200'))
         """
-        assert frozen  # noqa: S101  said for the reader and the type checker: there is no other kind
+        assert frozen  # noqa: S101  the parameter is for readers and the type checker: there is no other kind
 
         def made(cls: type) -> type:
             for name, method in _Shared.__dict__.items():
@@ -134,21 +135,21 @@ else:
         return made
 
     def replace(made: Any, /, **changes: Any) -> Any:
-        """``dataclasses.replace`` for such a class."""
+        """``dataclasses.replace`` for classes decorated with ``facts``."""
         return made.__replace__(**changes)
 
 
 def _init(cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """The ``__init__`` of a class: a function of its own, so that making an object takes one call."""
+    """The ``__init__`` of a class, compiled for it, so that creating an object takes one call."""
     names: dict[str, Any] = {"defaults": defaults}
     made = []
     for name, default in defaults.items():
         if hasattr(default, "default_factory"):  # ``dataclasses.field``
             made.append(f" {name} = {name}.default_factory() if {name} is defaults[{name!r}] else {name}\n")
             delattr(cls, name)
-    # The shortest, since it is compiled each time. A debugger adds later variables to what locals() returned.
-    told = " self.__dict__.update(locals())\n del self.__dict__['self']"
-    exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(made)}{told}", names)  # noqa: S102
+    # As short as possible, since compiling takes time. A debugger adds later variables to what locals() returned.
+    body = " self.__dict__.update(locals())\n del self.__dict__['self']"
+    exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(made)}{body}", names)  # noqa: S102
     init = names["__init__"]
     init.__defaults__ = tuple(defaults.values())
     init.__annotations__ = {**annotations, "return": "None"}

@@ -1,8 +1,8 @@
-"""Inert nodes: what a pickle would have made, without making it.
+"""Inert nodes: what a pickle would build, without building it.
 
-The pickle machine turns a stream into a graph of these and of plain Python values (``None``, ``bool``, ``int``,
-``float``, ``str``, ``bytes``, ``bytearray``, ``tuple``, ``list``). No node imports, calls or compares anything; nodes
-are equal only to themselves. The graph may share nodes and may contain cycles: every walk must expect both.
+The pickle machine turns a stream into a graph of nodes and plain Python values (``None``, ``bool``, ``int``, ``float``,
+``str``, ``bytes``, ``bytearray``, ``tuple``, ``list``). No node imports, calls or compares anything; nodes are equal
+only to themselves. The graph may share nodes and contain cycles: everything that walks it must expect both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Global:
-    """A name to import, one node for each distinct ``(module, name)`` of a stream, as the file spells it."""
+    """A name to import, as the file spells it; one node for each distinct ``(module, name)`` of a stream."""
 
     __slots__ = ("count", "full_name", "module", "name", "position")
 
@@ -28,7 +28,7 @@ class Global:
 
 
 class Extension:
-    """A global by number of the copyreg registry (EXT1, EXT2, EXT4): its name is not in the file."""
+    """A global given by its number in the copyreg registry (EXT1, EXT2, EXT4): its name is not in the file."""
 
     __slots__ = ("code",)
 
@@ -37,11 +37,11 @@ class Extension:
 
 
 class Call:
-    """An object somebody's code would make: callee and arguments, then what is put into the result.
+    """An object that a call would build: callee and arguments, then what is put into the result.
 
     ``kind`` is the opcode: ``reduce``, ``newobj``, ``newobj_ex``, ``obj`` or ``inst`` (or ``stack_global``, for a
-    global whose name is computed). ``states`` are the arguments of BUILD, ``items`` the keys and values of SETITEM(S)
-    in turn, ``appended`` what APPEND(S) and ADDITEMS add; each is ``None`` until there is one.
+    global whose name is computed). ``states`` are the arguments of BUILD, ``items`` the alternating keys and values of
+    SETITEM(S), ``appended`` what APPEND(S) and ADDITEMS add; each is ``None`` until there is one.
     """
 
     __slots__ = ("appended", "args", "callee", "items", "kind", "kwargs", "position", "states")
@@ -61,9 +61,9 @@ class Call:
 
 
 class Dict:
-    """A dictionary as written: keys and values in turn, a later value for an equal key not yet merged.
+    """A dictionary as written: alternating keys and values, with repeated keys.
 
-    Not a ``dict``, because hashing a stranger's integers can be made quadratic, and because a key may be any node.
+    Not a ``dict``, because a hostile file can make hashing of its integers quadratic, and a key may be any node.
     """
 
     __slots__ = ("items",)
@@ -76,7 +76,7 @@ class Dict:
         return list(zip(self.items[::2], self.items[1::2], strict=False))
 
     def get(self, key: str) -> object:
-        """The value of a text key (the last, as in a real dictionary), or ``None``."""
+        """The value of a string key (the last one, as in a real dictionary), or ``None``."""
         for index in range(len(self.items) // 2 * 2 - 2, -1, -2):
             if self.items[index] == key:
                 return self.items[index + 1]
@@ -84,7 +84,7 @@ class Dict:
 
 
 class Set:
-    """A set or frozen set as written, members in order."""
+    """A set or frozen set, with members in the order of the file."""
 
     __slots__ = ("frozen", "items")
 
@@ -94,7 +94,7 @@ class Set:
 
 
 class Persistent:
-    """A persistent id: something outside the pickle, in torch's files a storage."""
+    """A persistent id: something outside the pickle, in torch files a storage."""
 
     __slots__ = ("id", "position")
 
@@ -104,14 +104,14 @@ class Persistent:
 
 
 def module_class(node: object) -> object:
-    """The class behind a persistent id of the older formats, which keep a module's class there with its source."""
+    """The class in a persistent id of older formats, which store the class of a module there, with its source."""
     if type(node) is Persistent and type(node.id) is tuple:
         return next((part for part in node.id[:2] if type(part) is Global), None)
     return None
 
 
 class Big:
-    """An integer too long to be worth computing (the work would be quadratic in its length)."""
+    """An integer that is too long to compute: that would take quadratic time."""
 
     __slots__ = ("nbytes",)
 
@@ -120,13 +120,13 @@ class Big:
 
 
 class OutOfBand:
-    """A buffer that protocol 5 expects from outside the stream; no checkpoint has one."""
+    """An out-of-band buffer of protocol 5; no checkpoint has one."""
 
     __slots__ = ()
 
 
-def below(roots: Iterable[object]) -> Iterator[Any]:
-    """Everything in some graphs, in no particular order; what a container holds only once."""
+def walk_nodes(roots: Iterable[object]) -> Iterator[Any]:
+    """All nodes and values in some graphs, in no particular order; each container is entered once."""
     waiting: list[Any] = [*roots]
     seen: set[int] = set()
     while waiting:
@@ -147,18 +147,18 @@ _HOLDERS = frozenset({Call, Dict, Persistent, Set, list, tuple})
 
 
 class Pickle:
-    """One pickle read to its end, or to where it breaks.
+    """A pickle that was read to its end, or to where it breaks.
 
-    ``start`` and ``end`` bound it in the data that was read. ``broken`` says why reading stopped early, empty if it
-    did not; what was seen before the break is all here. ``cut`` is whether it broke only because the data ended.
-    ``irregular`` are things that some loaders refuse; ``ambiguous`` ones that make loaders see different streams in
-    the same bytes. ``calls`` are all calls in the order a loader would make them, also those whose result was thrown
-    away; ``built`` are the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only``
-    does not know; ``python2_texts`` are the ids of texts of Python 2, which may be wanted as bytes, and ``undecoded``
-    counts those that are not UTF-8. ``path`` leads to its root where it is a
-    part of a checkpoint of many pickles. ``loader`` is the function that makes storages of bytes in the pickle, where
-    that is all it is there for: then it is not among the ``globals``, and the storages are ``persistent``. ``wrapper``
-    is the same for the class that announces arrays in files of joblib; ``raw`` is where their bytes begin and end.
+    ``start`` and ``end`` are its bounds in the data. ``broken`` says why reading stopped early, empty if it did not;
+    everything before the break is here. ``cut``: it broke only because the data ended. ``irregular`` are things that
+    some unpicklers refuse; ``ambiguous`` are things that make unpicklers read the same bytes differently. ``calls`` are
+    all calls in the order in which an unpickler makes them, including those whose result is discarded; ``built`` are
+    targets of BUILD that are not calls. ``rare`` are the opcodes that ``weights_only`` does not know;
+    ``python2_texts`` are the ids of Python 2 strings, which may be meant as bytes, and ``undecoded`` counts those that
+    are not UTF-8. ``path`` leads to the root of this pickle in a checkpoint of several pickles. ``loader`` is the
+    function that loads storages from bytes in the pickle, if that is its only use: then it is not in ``globals``, and
+    the storages are in ``persistent``. ``wrapper`` is the same for the class that announces arrays in joblib files;
+    ``raw`` are the bounds of their bytes.
     """
 
     def __init__(self, name: str, start: int = 0) -> None:
@@ -188,7 +188,7 @@ class Pickle:
 
     @property
     def data(self) -> bool:
-        """Whether it is a plain pickle that holds tensors, or arrays of joblib, which were read."""
+        """Whether it is a plain pickle with tensors or joblib arrays that were read."""
         return self.loader is not None or self.wrapper is not None
 
 
@@ -214,4 +214,4 @@ REBUILD_ARGUMENTS: dict[str, tuple[int, int]] = {
     "torch.tensor._rebuild_from_type": (4, 4),
     "torch.nested._internal.nested_tensor._rebuild_njt": (1, 1),
 }
-"""The functions of torch that rebuild tensors, with how many arguments they take at least and at most."""
+"""The torch functions that rebuild tensors, with the minimum and maximum number of arguments."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.devices import Device, Devices, local_rank
 from transload.errors import LoadError
-from transload.findings import Finding, Severity, quoted, some
+from transload.findings import Finding, Severity, join_names, quoted
 from transload.formats.arrays import NUMPY_CALLS, is_plain
 from transload.formats.tensors import called
 from transload.frozen import Reported
@@ -296,7 +296,7 @@ def _findings(result: Check) -> Iterator[Finding]:
             severity: Severity = "note" if devices.of_kind("cuda") else "warning"
             title = f"its weights are quantized for {package}, which runs on NVIDIA GPUs"
             advice = "They load anywhere; to compute with them elsewhere, get the weights before they were quantized."
-            yield Finding("cuda-only-package", severity, title, (f"for {some(marked, _SHOWN)}",), (advice,))
+            yield Finding("cuda-only-package", severity, title, (f"for {join_names(marked, _SHOWN)}",), (advice,))
     if checkpoint.format == "aotinductor" and not result.cuda:
         advice = "Compile it again on the GPU that it must run on."
         yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, (advice,))
@@ -342,7 +342,7 @@ def _of_packages(needed: Sequence[Package], machine: Machine, *, cuda: bool) -> 
     from transload.diagnose.fixes import install
 
     for package in needed:
-        names = f"for {some(package.names, _SHOWN)}"
+        names = f"for {join_names(package.names, _SHOWN)}"
         if package.missing and package.name == "safetensors":
             continue  # only torch.load needs it
         if package.missing:

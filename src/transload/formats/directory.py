@@ -18,7 +18,7 @@ from pathlib import Path
 
 from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
-from transload.findings import Noted, Problems, some
+from transload.findings import LimitedProblems, Problems, join_names
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
@@ -91,7 +91,7 @@ def list_directory(path: str) -> Listing:
     return Listing(path, ordered, tuple(sorted(folders)), tuple(sorted(dangling)), count > MAX_ENTRIES)
 
 
-def try_list(path: str, where: str, noted: Noted) -> Listing | None:
+def try_list(path: str, where: str, noted: LimitedProblems) -> Listing | None:
     """List a directory; ``None``, with a problem, if that fails."""
     try:
         return list_directory(path)
@@ -130,7 +130,7 @@ class Merger(Draft):
         self.prefix = ""
         self.read_file = read_file
         self.ranked = ranked
-        self.noted = Noted()
+        self.noted = LimitedProblems()
         self.origins: list[Origin] = []
         self.checksummed = True
 
@@ -240,14 +240,14 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         path = index.parent / shard
         if not path.exists():
             link = "a link that leads nowhere; " if path.is_symlink() else ""
-            detail = f"{link}{plural(len(expected), 'tensor')} should be in it: {some(expected, 3)}"
+            detail = f"{link}{plural(len(expected), 'tensor')} should be in it: {join_names(expected, 3)}"
             noted.add("shard-missing", shard, detail)
             merger.add_missing(shard, "shard")
         elif (checkpoint := merger.read(shard, "shard")) is not None:
             held = {tensor.name for tensor in checkpoint.tensors}
             absent = [name for name in expected if name not in held]
             if absent:
-                detail = f"{plural(len(absent), 'tensor')} that the index puts here: {some(absent, 3)}"
+                detail = f"{plural(len(absent), 'tensor')} that the index puts here: {join_names(absent, 3)}"
                 noted.add("shard-tensor-missing", shard, detail)
     if not any(noted.has(code) for code in ("shard-missing", "part-unreadable", "index-invalid", "shard-outside")):
         # Some writers count shared memory once in ``total_size``, others once for each tensor.
@@ -261,19 +261,19 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         unlisted = sorted(names.keys() - weights.keys())
         for code, odd in (("shard-tensor-twice", twice), ("shard-tensor-unlisted", unlisted)):
             if odd:
-                noted.add(code, "", f"{plural(len(odd), 'tensor')}: {some(odd, 3)}")
+                noted.add(code, "", f"{plural(len(odd), 'tensor')}: {join_names(odd, 3)}")
     # Shards that the index does not name: either they or the index are left over from another save.
     families = {found.group("stem", "suffix") for shard in shards if (found := SHARD_NAME.fullmatch(shard))}
     others = [(name, SHARD_NAME.fullmatch(name)) for name in listing.files if name not in shards]
     strays = [name for name, found in others if found and found.group("stem", "suffix") in families]
     if strays:
-        noted.add("shard-stray", "", f"{len(strays):,} files: {some(strays, 3)}")
+        noted.add("shard-stray", "", f"{len(strays):,} files: {join_names(strays, 3)}")
     merger.parts.append(Part(index.name, "index", index.stat().st_size))
     facts = (("index", index.name), ("shards", f"{len(shards):,}"), ("tensors in the index", f"{len(weights):,}"))
     return replace(merger.merged(facts), path=index_path)
 
 
-def _read_index(index: Path, noted: Noted) -> tuple[dict[str, str], int | None]:
+def _read_index(index: Path, noted: LimitedProblems) -> tuple[dict[str, str], int | None]:
     """The weight map and the total size of an index; invalid entries are left out, with a problem."""
     import json
 
@@ -298,7 +298,7 @@ def _read_index(index: Path, noted: Noted) -> tuple[dict[str, str], int | None]:
         return {}, None
     odd = [key for key, value in raw.items() if type(value) is not str]
     if odd:
-        noted.add("index-invalid", f"{name} › weight_map", f"no file name for {some(odd)}")
+        noted.add("index-invalid", f"{name} › weight_map", f"no file name for {join_names(odd)}")
     metadata = fields.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some writers give it as a float.
@@ -337,7 +337,9 @@ def _read_numbered(merger: Merger) -> Checkpoint:
             missing = f"{stem}-{number:05d}-of-{total:05d}{suffix}"
             merger.note("shard-missing", "its number is not among the files", missing)
     others = [f"{other[0]}-…-of-{other[2]:05d}{other[1]}" for other in families if other != key]
-    facts = (("shards", f"{len(shards):,} of {total:,}"), *((("also here, not read", some(others)),) if others else ()))
+    facts = [("shards", f"{len(shards):,} of {total:,}")]
+    if others:
+        facts.append(("also here, not read", join_names(others)))
     return merger.merged(facts)
 
 
@@ -373,7 +375,7 @@ def _enter_latest(merger: Merger, wanted: str, file: str) -> str:
     tag = relative_path(wanted)
     if tag not in listing.folders:
         if wanted:
-            here = f"; here are {some(sorted(steps))}" if steps else ""
+            here = f"; here are {join_names(sorted(steps))}" if steps else ""
             merger.note("latest-missing", f"it names {wanted[:80]!r}, which is not here{here}", file)
         tag = max(steps, key=lambda name: (steps[name], name), default="")
     if tag:
@@ -398,7 +400,7 @@ def _read_deepspeed(merger: Merger) -> Checkpoint:
         world = min(max(recorded, max(ranks) + 1), MAX_RANKS) if ranks else 0
         missing = [str(rank) for rank in range(world) if rank not in ranks]
         if missing:
-            merger.note("rank-missing", f"{kind} of {len(missing):,} of {world:,} ranks: {some(missing, 8)}")
+            merger.note("rank-missing", f"{kind} of {len(missing):,} of {world:,} ranks: {join_names(missing, 8)}")
     if not kinds:
         merger.note("directory-unknown", "a DeepSpeed directory without any rank's file")
     stage = "3" if "partitioned model" in kinds else "1 or 2" if "optimizer states" in kinds else "0"
@@ -449,7 +451,7 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
     grid = product(*map(range, sizes)) if prod(sizes) <= MAX_RANKS else ()
     missing = [str(rank) for rank in grid if rank not in ranks]
     if missing:
-        merger.note("rank-missing", f"{len(missing):,} of {prod(sizes):,} ranks: {some(missing, 8)}")
+        merger.note("rank-missing", f"{len(missing):,} of {prod(sizes):,} ranks: {join_names(missing, 8)}")
     layout = (("parallel layout", " × ".join(map(str, sizes))), ("ranks found", f"{len(ranks):,}"))
     return merger.merged(facts + layout)
 
@@ -499,14 +501,14 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
         try:
             source = FileSource(merger.listing.join(file))
         except CannotReadError as error:
-            names = some([fqn for fqn, *_ in held], 3)
+            names = join_names([fqn for fqn, *_ in held], 3)
             merger.note("dcp-file-missing", f"{error.what}; {len(held):,} entries need it: {names}", file)
             merger.add_missing(file, "rank file")
             continue
         with closing(source):
             cut = [fqn for fqn, _, offset, length, _ in held if offset + length > source.size]
             if cut:
-                detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {some(cut, 3)}"
+                detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
                 merger.note("dcp-file-cut", detail, file)
             elif sum(length for _, _, _, length, _ in held) > source.size:
                 # Verifying a thousand entries for the same gigabyte would read a terabyte.
@@ -523,7 +525,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
                     tensors = merger.merge(part, found, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
                     pieces.setdefault(fqn, {})[at] = tensors
             if opaque:
-                merger.note("dcp-transformed", f"{len(opaque):,} entries: {some(opaque, 3)}", file)
+                merger.note("dcp-transformed", f"{len(opaque):,} entries: {join_names(opaque, 3)}", file)
     # Assemble tensors from their pieces, under their own names; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
     entries = {name: _state(value) for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
@@ -550,7 +552,7 @@ def _read_metadata(merger: Merger) -> dict[str, object]:
     size = files.get(METADATA)
     if size is None:
         left = [name for name in files if name.endswith((".metadata", ".metadata.tmp"))]
-        detail = f"only {some(left)} is there" if left else "it is written last, when every rank is done"
+        detail = f"only {join_names(left)} is there" if left else "it is written last, when every rank is done"
         merger.note("dcp-metadata-missing", detail, METADATA)
         return {}
     if size > MAX_METADATA:
@@ -594,7 +596,7 @@ def _size(node: object) -> tuple[int, ...] | None:
 
 
 def _assembled(
-    name: str, fields: dict[str, object], found: dict[tuple[int, ...], list[Tensor]], noted: Noted
+    name: str, fields: dict[str, object], found: dict[tuple[int, ...], list[Tensor]], noted: LimitedProblems
 ) -> Tensor | None:
     """A tensor that ``.metadata`` describes: its only piece under the name of the tensor, or all pieces as parts."""
     shape, raw = _size(fields.get("size")), fields.get("chunks")
@@ -668,7 +670,7 @@ def _kind(listing: Listing) -> str:
         return "deepspeed"
     inner = None
     if len(folders) == 1 and not files:  # the one folder that unzipping made
-        inner = try_list(listing.join(folders[0]), "", Noted())
+        inner = try_list(listing.join(folders[0]), "", LimitedProblems())
     for here in (listing, inner) if inner else (listing,):  # a torch.save archive, or a torch.package
         if "data.pkl" in here.files and ("data" in here.folders or "version" in here.files):
             return "unpacked"
@@ -711,7 +713,7 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
         indexes = [name for name in listing.files if name.endswith(INDEX_SUFFIX)]
         first, *others = sorted(indexes, key=lambda name: ("safetensors" not in name, len(name), name))
         checkpoint = read_sharded(listing.join(first), read_file)
-        note = (("also here, not read", some(others)),) if others else ()
+        note = (("also here, not read", join_names(others)),) if others else ()
         checkpoint = replace(checkpoint, path=path, facts=(*checkpoint.facts, *note))
     elif kind == "numbered":
         checkpoint = _read_numbered(merger)
@@ -732,7 +734,7 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
 
 def _describe_unknown(listing: Listing) -> Checkpoint:
     """A directory of no known kind: list what looks like a checkpoint in it, a few levels down."""
-    noted = Noted()
+    noted = LimitedProblems()
     found: list[str] = []
     waiting = [("", listing)]
     budget = MAX_ENTRIES
@@ -748,9 +750,9 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
                 inner = try_list(here.join(folder), prefix + folder, noted)
                 waiting += [(f"{prefix}{folder}/", inner)] if inner is not None else []
     held = [*(f"{name}/" for name in listing.folders), *listing.files]
-    detail = f"it holds {some(held, 8)}" if held else "it is empty"
+    detail = f"it holds {join_names(held, 8)}" if held else "it is empty"
     if found:
-        detail += f"; these look like checkpoints: {some(found, 8)}"
+        detail += f"; these look like checkpoints: {join_names(found, 8)}"
     noted.add("directory-unknown", "", detail)
     out = Draft(listing.path, "directory", sum(listing.files.values()), noted.problems())
     for name in found:
@@ -767,12 +769,12 @@ def _with_other_files(checkpoint: Checkpoint, listing: Listing, read_file: ReadF
 
     A program that loads the directory may load those, too, so their pickles are read.
     """
-    noted = Noted()
+    noted = LimitedProblems()
     noted.extend(checkpoint.problems)
     if listing.cut:
         noted.add("directory-too-long", "", f"only its first {MAX_ENTRIES:,} entries were looked at")
     if listing.dangling:
-        noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {some(listing.dangling)}")
+        noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {join_names(listing.dangling)}")
     known = {part.name for part in checkpoint.parts}
     unpacked = "unpacked" in dict(checkpoint.facts)
     others = [] if unpacked else [name for name in _checkpoint_files(listing) if name not in known]
@@ -789,7 +791,7 @@ def _with_other_files(checkpoint: Checkpoint, listing: Listing, read_file: ReadF
         noted.extend(problem.within(name) for problem in found.problems if problem.code in _SAFETY_PROBLEMS)
         pickles += found.pickles
     if others:
-        noted.add("directory-others", "", f"{len(others):,} files: {some(others)}")
+        noted.add("directory-others", "", f"{len(others):,} files: {join_names(others)}")
     if len(others) > _MAX_OTHERS:
         noted.add("directory-others-unread", "", f"{len(others) - _MAX_OTHERS:,} of them")
     parts = tuple(Part(name, "beside the checkpoint", listing.files[name]) for name in others)

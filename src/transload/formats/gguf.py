@@ -14,7 +14,7 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Leaf
 from transload.dtypes import BLOCKS, GGML, itemsize
-from transload.findings import Noted, some
+from transload.findings import LimitedProblems, join_names
 from transload.formats.safetensors import MAX_HEADER, Entry, check_layout, tensor_of
 from transload.formats.tensors import short
 from transload.io.sources import Source
@@ -150,7 +150,7 @@ def read_gguf(source: Source) -> Checkpoint:
 
     For a truncated file, too, all tensors are listed; if it ends in its header, those with a complete entry.
     """
-    noted, header = Noted(), _Header(source, _SHOWN + 1)
+    noted, header = LimitedProblems(), _Header(source, _SHOWN + 1)
     leaves: dict[str, Leaf] = {}
     entries: dict[str, Entry] = {}
     align, whole = 32, False
@@ -185,7 +185,9 @@ def read_gguf(source: Source) -> Checkpoint:
         kinds = ", ".join(
             f"{kind} {count:,}" for kind, count in Counter(each.dtype for each in quantized).most_common()
         )
-        detail = f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {some([each.name for each in quantized])}"
+        detail = (
+            f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {join_names([each.name for each in quantized])}"
+        )
         noted.add("gguf-quantized", "", detail)
     big = header.order == ">"
     made = [tensor_of(entry, entry.dtype, entry.shape, start, source.size, "", big_endian=big) for entry in ordered]
@@ -225,7 +227,7 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, _Array) else value
 
 
-def _entry(header: _Header, noted: Noted) -> Entry:
+def _entry(header: _Header, noted: LimitedProblems) -> Entry:
     """The next entry in the table of tensors. ggml lists the innermost dimension first, torch last."""
     name = header.text()
     (rank,) = header.numbers("I")

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
-from transload.findings import Noted, Problem
+from transload.findings import LimitedProblems, Problem
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import DEFLATED
 from transload.io.checksums import crc32_combine
@@ -44,7 +44,7 @@ def looks_like_npy(source: Source) -> bool:
 
 def read_npy(source: Source) -> Checkpoint:
     """Read a ``.npy`` file: one array, without a name."""
-    noted = Noted()
+    noted = LimitedProblems()
     record = Record("", 0, source.size, source.size)
     tensor, storage = _array((), record, source.read(0, _MAX_HEADER), noted)
     storages = () if storage is None else (storage,)
@@ -53,7 +53,7 @@ def read_npy(source: Source) -> Checkpoint:
 
 def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
     """Read the arrays of an archive; each has the name of its member."""
-    noted = Noted()
+    noted = LimitedProblems()
     tensors: list[Tensor] = []
     storages: list[Storage] = []
     for record in archive.records.values():
@@ -80,7 +80,7 @@ def _split(head: bytes) -> tuple[bytes, int]:
     return text if whole else b"", start
 
 
-def _array(path: tuple[str, ...], record: Record, head: bytes, noted: Noted) -> tuple[Tensor, Storage | None]:
+def _array(path: tuple[str, ...], record: Record, head: bytes, noted: LimitedProblems) -> tuple[Tensor, Storage | None]:
     """The array in a record, which begins with ``head``."""
     name = "".join(path)
     text, start = _split(head)

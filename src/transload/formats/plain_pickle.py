@@ -31,7 +31,7 @@ from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
 from transload.io.packed import Unpacked, packed_as, unpack
 from transload.io.sources import Source
-from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set, below
+from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set, walk_nodes
 
 _MAX_PICKLES = 1000
 _WINDOW = 1 << 16
@@ -128,7 +128,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     if readable:
         places = {held.key: held.place for held in storages}
         tree = read_tree(first, StorageTable(lambda key, _: places[key]))
-        out.take(*tree)
+        out.add_tree(*tree)
         out.records = tuple(held.record for held in storages if held.record)
         for storage in tree.storages:
             if storage.stored < storage.nbytes:
@@ -136,7 +136,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
                 out.problems.add("storage-cut", f"storage {storage.key}", detail)
     else:
         tree = find_tensors(root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
-        out.take(tree.tensors, (), tree.leaves, tree.problems)
+        out.add_tree(tree.tensors, (), tree.leaves, tree.problems)
     out.facts += [("pickle protocol", str(first.protocol)), ("top object", kind)]
     return out.checkpoint(pickles=tuple(pickles))
 
@@ -339,7 +339,7 @@ def _excuse(pickle: Pickle, storages: list[_Storage]) -> None:
     # Every reader of a plain pickle fails at a persistent id, so all of these must be storages from here.
     if not left or len(pickle.persistent) != len(storages) or pickle.ambiguous:
         return
-    for node in below([pickle.root, pickle.calls, *pickle.built]):
+    for node in walk_nodes([pickle.root, pickle.calls, *pickle.built]):
         if type(node) is Global:
             left.pop((node.module, node.name), None)
     pickle.loader = left.get(LOADER)

@@ -14,7 +14,7 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Origin, Part, Record, Storage
 from transload.dtypes import ITEMSIZE, itemsize, named
-from transload.findings import Problem, Problems, some
+from transload.findings import Problem, Problems, join_names
 from transload.formats import pickle_machine
 from transload.formats.tensors import Tree, find_tensors, moved_storage, moved_tensor
 from transload.formats.torch_zip import (
@@ -27,7 +27,7 @@ from transload.formats.torch_zip import (
     storage_table,
     stray_records,
 )
-from transload.nodes import Call, Dict, Global, Persistent, Pickle, below
+from transload.nodes import Call, Dict, Global, Persistent, Pickle, walk_nodes
 
 ALLOWANCE = 256 << 20
 """Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
@@ -110,7 +110,7 @@ class Program(Draft):
         storages = [storage._replace(dtype=dtypes.get(storage.id, storage.dtype)) for storage in tree.storages]
         guessed = {f"storage {storage.key}" for storage in hollow}
         problems = [p for p in tree.problems if p.code != "storage-conflict" or p.where not in guessed]
-        self.take(tree.tensors, storages, tree.leaves, problems)
+        self.add_tree(tree.tensors, storages, tree.leaves, problems)
 
     def note_strays(self, known: Iterable[str]) -> None:
         """Note records that are neither ``known`` nor storages; keep those that are pickles."""
@@ -298,7 +298,7 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
         root = bytecode.root
         number = root[0] if type(root) is tuple and root and type(root[0]) is int else "unknown"
         out.facts.append(("lite interpreter", f"bytecode version {number}"))
-        named_in_it = Counter(word for word in below([root]) if type(word) is str and word in OPERATORS)
+        named_in_it = Counter(word for word in walk_nodes([root]) if type(word) is str and word in OPERATORS)
         found += _operator_problems(bytecode.name, named_in_it)
     for tree in trees:
         out.take_tree(tree, [s for s in tree.storages if old and not s.record])
@@ -473,7 +473,7 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
     payload = archive.get(".data/extern_modules", MAX_LIST)
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:
-        out.facts.append(("extern modules", some(modules, 20)))
+        out.facts.append(("extern modules", join_names(modules, 20)))
     _read_pickles(out)
     recorded = dict(out.facts)
     table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=recorded.get("byteorder") == "big")
@@ -489,7 +489,7 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
                     held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
         table.enter(plain.persistent)
         root += _package_objects(plain)
-    out.take(*find_tensors(Dict(root), table))
+    out.add_tree(*find_tensors(Dict(root), table))
     out.problems += check_storages(out.storages, archive)
     for name, record in archive.records.items():
         if name.endswith(".py"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, SAFETENSORS
-from transload.findings import Noted, some
+from transload.findings import LimitedProblems, join_names
 from transload.frozen import NamedTuple
 from transload.io.sources import Source
 
@@ -73,7 +73,7 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
     Never raises for bad content. For a truncated file, too, all tensors are listed; those that are not complete have
     ``storage.stored < storage.nbytes``.
     """
-    noted = Noted()
+    noted = LimitedProblems()
     length = int.from_bytes(source.read(0, PREFIX), "little")
     left = max(source.size - PREFIX, 0)
     header = b""
@@ -127,7 +127,7 @@ def header_metadata(source: Source) -> dict[str, str]:
     return {key: value for key, value in held.items() if type(value) is str} if isinstance(held, dict) else {}
 
 
-def _parse(header: bytes, noted: Noted) -> dict[str, object]:
+def _parse(header: bytes, noted: LimitedProblems) -> dict[str, object]:
     """Parse JSON as the reference does, which is stricter than Python on numbers and surrogates."""
     import json
 
@@ -164,7 +164,7 @@ def _parse(header: bytes, noted: Noted) -> dict[str, object]:
         noted.add("safetensors-header-invalid", "header", reason)
         return {}
     if repeated:
-        noted.add("safetensors-duplicate-key", "header", f"given more than once: {some(repeated)}")
+        noted.add("safetensors-duplicate-key", "header", f"given more than once: {join_names(repeated)}")
     if not isinstance(table, dict):
         noted.add("safetensors-header-invalid", "header", "it is not a JSON object")
         return {}
@@ -199,7 +199,7 @@ _new = tuple.__new__  # makes a named tuple without calling its __new__, which i
 _FIELD_SET = frozenset(FIELDS)
 
 
-def _entry(name: str, raw: Any, noted: Noted) -> Entry | None:
+def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
     """An entry, checked field by field; ``None`` if its dtype and shape are not valid."""
     odd = type(raw) is list and len(raw) == len(FIELDS)  # one of two unusual forms that the reference accepts
     fields: dict[str, Any] = raw if type(raw) is dict else dict(zip(FIELDS, raw, strict=True)) if odd else {}
@@ -245,7 +245,7 @@ _LAYOUT = ("safetensors-hole", "safetensors-overlap", "safetensors-truncated", "
 
 
 def check_layout(
-    entries: list[Entry], held: int, noted: Noted, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
+    entries: list[Entry], held: int, noted: LimitedProblems, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
 ) -> None:
     """Note holes and overlaps between tensors, which are sorted by offset, and missing or extra bytes after the last.
 
@@ -271,7 +271,7 @@ def check_layout(
         noted.add(trailing, "", f"{held - padded:,} bytes after the last tensor belong to nothing")
 
 
-def _as_torch(entry: Entry, noted: Noted) -> tuple[str, tuple[int, ...]]:
+def _as_torch(entry: Entry, noted: LimitedProblems) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape of an entry in torch."""
     kind, shape = entry.dtype, entry.shape
     if kind != "F4" and kind in SAFETENSORS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
 from transload.dtypes import BLOCKS, ITEMSIZE, STORAGES, itemsize
-from transload.findings import Noted, Problem
+from transload.findings import LimitedProblems, Problem
 from transload.frozen import NamedTuple
 from transload.nodes import REBUILD_ARGUMENTS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
@@ -177,7 +177,7 @@ class StorageTable:
         self._big_endian = big_endian
         self.storages: dict[str, Storage] = {}
         self.users: dict[str, list[str]] = {}  # the names of the tensors over each
-        self.noted = Noted()
+        self.noted = LimitedProblems()
         self.budget = Budget()
         self._seen: dict[int, tuple[Storage, int, str] | None] = {}
         self._views: dict[str, tuple[str, int, int]] = {}
@@ -405,7 +405,7 @@ class _Walk:
         self.beside: list[Tensor] = []  # those that the tensor being read carries as attributes
         self.depth = 0  # of tensors made of tensors
         self.leaves: list[Leaf] = []
-        self.noted = Noted()
+        self.noted = LimitedProblems()
         self.skipped = 0
         self.frames: list[_Frame] = []
         self.on_path: set[int] = set()

@@ -15,7 +15,7 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record
 from transload.dtypes import SCALAR_TYPES
-from transload.findings import Problem, Problems, first_of
+from transload.findings import Problem, Problems, first_lines
 from transload.formats import pickle_machine
 from transload.formats.programs import (
     OPERATORS,
@@ -99,7 +99,7 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
     for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
         lines = [f"{what} {count}×" for what, count in counts.most_common()]
         if lines:
-            out.add(code, name, "\n".join(first_of(lines, _SHOWN)))
+            out.add(code, name, "\n".join(first_lines(lines, _SHOWN)))
     return out
 
 
@@ -217,7 +217,7 @@ class _Package(Program):
         """Add the tensors of a nested checkpoint, with paths that begin with ``steps``."""
         inner = self.nested(name, steps)
         if inner is not None:
-            self.take(inner.tensors, inner.storages, (), ())
+            self.add_tree(inner.tensors, inner.storages, (), ())
 
 
 def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:

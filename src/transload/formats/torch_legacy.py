@@ -86,7 +86,7 @@ def read_legacy(source: Source) -> Checkpoint:
         keys.append(str(text) if type(text) in (str, int) else "")  # a key that nothing uses
     places, end = _places(source, position, keys, declared_storages(main), problems)
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
-    out.take(*tree)
+    out.add_tree(*tree)
     if not any(pickle.broken for pickle in pickles):
         listed_keys = set(keys)
         for storage in tree.storages:
@@ -287,7 +287,7 @@ def read_tar(source: Source) -> Checkpoint | None:
         reader.problems.add("tar-ambiguous", pickle.name, "it is a pickle as well as a tar header")
     table = StorageTable(lambda key, _: reader.places.get(key, Place(None, 0)))
     table.enter(reader.storage_ids.values())
-    reader.take(*find_tensors(main.root, table, outside=reader.tensor_args))
+    reader.add_tree(*find_tensors(main.root, table, outside=reader.tensor_args))
     return reader.checkpoint(pickles=(main, *(p for p in reader.pickles if p is not main)))
 
 

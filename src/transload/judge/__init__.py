@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transload.checkpoint import Checkpoint
-from transload.findings import Finding, Integrity, Safety, first_of, worst_integrity, worst_safety
+from transload.findings import Finding, Integrity, Safety, first_lines, worst_integrity, worst_safety
 from transload.frozen import replace
 from transload.io.sources import SourceLike
 from transload.judge.ordinary import Judgement, judge_ordinary
@@ -121,5 +121,5 @@ def _other_findings(checkpoint: Checkpoint) -> list[Finding]:
     if elsewhere:
         title = "it holds torch.device values, which map_location does not move"
         fix = "Set them yourself after loading."
-        found.append(Finding("device-objects", "note", title, first_of(elsewhere, _SHOWN), (fix,)))
+        found.append(Finding("device-objects", "note", title, first_lines(elsewhere, _SHOWN), (fix,)))
     return found

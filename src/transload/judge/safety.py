@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transload.checkpoint import GlobalUse
-from transload.findings import Finding, Safety, Severity, first_of, worst_safety
+from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_machine
 from transload.frozen import NamedTuple
 from transload.judge.names import (
@@ -464,11 +464,11 @@ class _Judge:
                 evidence.append(f"{use.full_name}: {use.purpose} ({', '.join(uses) or 'imported only'})")
             fix = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."
             title = f"loading it would run {len(dangerous)} dangerous function{'s' if len(dangerous) > 1 else ''}"
-            findings.append(Finding("dangerous-globals", "error", title, first_of(evidence, _MAX_EVIDENCE), (fix,)))
+            findings.append(Finding("dangerous-globals", "error", title, first_lines(evidence, _MAX_EVIDENCE), (fix,)))
         for level, (code, severity, title) in _COMPLAINTS.items():
             texts = [f"{text} ({where})" for text, (safety, where) in self.complaints.items() if safety == level]
             if texts:
-                findings.append(Finding(code, severity, title, first_of(texts, _MAX_EVIDENCE)))
+                findings.append(Finding(code, severity, title, first_lines(texts, _MAX_EVIDENCE)))
         if trust:
             groups: dict[str, list[str]] = {}
             for use in trust:
@@ -493,7 +493,7 @@ class _Judge:
                 fixes = safe_globals_lines(trust, sorted(self.inner_names), load)
                 if not fixes and not any(pickle.broken for pickle in self.kept):
                     fixes = _advice_without_lines(trust)
-            findings.append(Finding("needs-trust", "warning", title, first_of(evidence, _MAX_EVIDENCE), fixes))
+            findings.append(Finding("needs-trust", "warning", title, first_lines(evidence, _MAX_EVIDENCE), fixes))
         return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)), as_data)
 
     def _is_data(self, trust: Iterable[GlobalUse]) -> bool:

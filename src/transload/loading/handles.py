@@ -38,7 +38,7 @@ from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
 from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
-from transload.nodes import Call, Dict, Global, Persistent, below
+from transload.nodes import Call, Dict, Global, Persistent, walk_nodes
 from transload.tensors import OpenCheckpoint, Piece
 from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, select
 
@@ -357,7 +357,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
     from transload.loading.refusal import Allowed
 
     main = next(pickle for pickle in piece.checkpoint.pickles if pickle.main)
-    held = list(below([node]))
+    held = list(walk_nodes([node]))
     names = {id(each) for each in held if type(each) is Global}
     ids = [each.id for each in held if type(each) is Persistent]
     keys = {str(each[2]) for each in ids if type(each) is tuple and len(each) > 2}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
-from transload.findings import some
+from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.loading import check_settings, read_ranges
 from transload.loading.handles import (
@@ -363,7 +363,7 @@ def find(
     rivals = [match for match in equal[1:] if _bytes(match) != _bytes(equal[0])]
     if rivals:
         rivals.insert(0, equal[0])
-        names = some([match.branch.name or "the root" for match in rivals], _SHOWN)
+        names = join_names([match.branch.name or "the root" for match in rivals], _SHOWN)
         choices = [f"prefix={match.branch.name!r} for the {len(match.tensors):,} keys there" for match in rivals]
         raise UsageError(
             f"{len(rivals)} places of the file fit the model equally well: {names}",
@@ -390,7 +390,7 @@ def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
         return Branch((lead,), {tensor.name[len(lead) :].replace("/", "."): tensor for tensor in begun})
     # The places that have tensors as direct members, largest first.
     held = sorted(known, key=lambda branch: len(branch.deep) - len(branch.tensors))
-    there = some([branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)], _SHOWN)
+    there = join_names([branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)], _SHOWN)
     raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=f"There are tensors below: {there}")
 
 
@@ -651,7 +651,7 @@ class _Loading:
         )
         names = Counter(map(self._user_rename, self._match.branch.tensors))
         if twice := [name for name, count in names.items() if name is not None and count > 1]:
-            what = f"rename gives several keys of the file the same name: {some(twice, _SHOWN)}"
+            what = f"rename gives several keys of the file the same name: {join_names(twice, _SHOWN)}"
             raise UsageError(what, where=opened.checkpoint.path, fix="Return None for all but one of them.")
         self._tasks: list[_Task] = []
         self._extras: dict[str, Tensor | _Unbuilt] = {}
@@ -854,11 +854,11 @@ class _Loading:
         if self._ignored:
             differing = [f"{key} ({file} in the file, {model} in the model)" for key, file, model in self._ignored]
             count = _keys(len(differing))
-            notes += (f"left {count} of another shape as in the model: {some(differing, _SHOWN, 1000)}",)
+            notes += (f"left {count} of another shape as in the model: {join_names(differing, _SHOWN, 1000)}",)
         if notes:
             warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=user_stacklevel())
         if left := self._left_on_meta():
-            note = f"still on the meta device, since the file has no values for them: {some(left, _SHOWN)}"
+            note = f"still on the meta device, since the file has no values for them: {join_names(left, _SHOWN)}"
             fix = "Compute them as the model does when it is made: until then it cannot be run."
             warnings.warn(f"{path}: {note}. {fix}", LandingWarning, stacklevel=user_stacklevel())
             notes += (note,)

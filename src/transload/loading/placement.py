@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from transload.devices import Device, Devices, local_rank, near_device, split
+from transload.devices import Device, Devices, closest_device, local_rank, split
 from transload.errors import DoesNotFitError, LoadError, NoDeviceError
 from transload.frozen import facts
 
@@ -300,7 +300,7 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
         if lost[0].reason == "float64":
             refused = f"it holds float64, which {lost[0].detail} does not have"
         else:
-            if not automatic and (meant := near_device(lost[0].detail)):
+            if not automatic and (meant := closest_device(lost[0].detail)):
                 fix = (
                     f"Did you mean map_location={meant!r}? Or leave it out: each tensor lands on a device that is here."
                 )

@@ -18,7 +18,7 @@ from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
 from transload.formats.tensors import READERS, Place, StorageTable, Tree, called, declared_storages, find_tensors
 from transload.io.sources import Assembly, Part, Source
-from transload.nodes import Call, Dict, Global, Persistent, below
+from transload.nodes import Call, Dict, Global, Persistent, walk_nodes
 from transload.render.words import plural
 from transload.rescuing.archive import (
     ArchiveRecord,
@@ -353,7 +353,7 @@ def _realigned(record: ArchiveRecord) -> ArchiveRecord:
 
 def _prune(root: object, locate: Callable[[str, int], Place], is_lost: Callable[[Tree], bool]) -> None:
     """Replace lost tensors in a graph by ``Unread``, in place, and remove them from its dictionaries."""
-    every = {id(node): node for node in below([root]) if type(node) in (Call, Dict)}.values()
+    every = {id(node): node for node in walk_nodes([root]) if type(node) in (Call, Dict)}.values()
     for node in every:
         if type(node) is Call and called(node) in READERS:
             tree = find_tensors(node, StorageTable(locate))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from transload.checkpoint import Checkpoint, Record
-from transload.devices import KINDS, near_kind
+from transload.devices import KINDS, closest_kind
 from transload.errors import RetagError, UsageError
 from transload.findings import Problems, quoted, rescue_command
 from transload.formats import read_source
@@ -94,7 +94,7 @@ def _device(name: object) -> str:
     if kind in _SINGLE and colon:
         raise UsageError(f"torch does not read a tag {name!r}, only {kind!r}", fix=f"Write {kind}.")
     if not _DEVICE.fullmatch(name) or kind not in KINDS:
-        near = near_kind(kind[:40])
+        near = closest_kind(kind[:40])
         meant = f" Did you mean {near}{':0' if near == 'cuda' else ''}?" if near else ""
         fix = f"Write it as torch does: cpu, cuda:0, mps, xpu:1.{meant}"
         raise UsageError(f"{name[:80]!r} is not a device", fix=fix)

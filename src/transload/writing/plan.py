@@ -18,7 +18,7 @@ from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
-from transload.findings import some
+from transload.findings import join_names
 from transload.formats.pickle_writer import dumps
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
@@ -487,9 +487,9 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
         if index not in job.bundle.paths and os.path.lexists(index):
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"
         if others := sorted({os.path.basename(path) for path, _ in beside(index, SHARD)} - ours):
-            yield f"other shards of that name still exist: {some(others, _SHOWN)}"
+            yield f"other shards of that name still exist: {join_names(others, _SHOWN)}"
         if parts := _parts_beside_optimizer(plan):
-            yield f"it also holds an optimizer; --key converts one part alone: {some(parts, _SHOWN)}"
+            yield f"it also holds an optimizer; --key converts one part alone: {join_names(parts, _SHOWN)}"
     if plan.checkpoint.format in _PROGRAMS:
         yield "the program itself is not converted, only its weights"
     if plan.checkpoint.format in ("deepspeed", "megatron"):
@@ -497,9 +497,9 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
     if arrays := _kept_arrays(plan):
-        yield f"numpy arrays in the source, now tensors: {some(arrays, _SHOWN)}"
+        yield f"numpy arrays in the source, now tensors: {join_names(arrays, _SHOWN)}"
     if plan.numbers:
-        yield f"numpy numbers in the source, now Python's own: {some(plan.numbers, _SHOWN)}"
+        yield f"numpy numbers in the source, now Python's own: {join_names(plan.numbers, _SHOWN)}"
     yield from _first(plan.in_parts, "{} is stored as the tensors it consists of")
     kept = [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in plan.carried if each.is_cast]
     yield from _first(kept, "{}")
@@ -512,9 +512,9 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
         hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
         yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"
     if separated := _separated_views(plan):
-        yield f"views that shared memory are separate tensors now: {some(separated, _SHOWN)}"
+        yield f"views that shared memory are separate tensors now: {join_names(separated, _SHOWN)}"
     if odd := leftovers.odd:
-        yield f"named after the printed form of a key that is neither a string nor a number: {some(odd, _SHOWN)}"
+        yield f"named after the printed form of a key that is neither a string nor a number: {join_names(odd, _SHOWN)}"
     if leftovers.versions:
         yield "the module versions that state_dict() records (_metadata) are not kept"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transload.findings import some
+from transload.findings import join_names
 from transload.frozen import Reported, facts
 from transload.render.lines import Block, Prose, as_text, row
 from transload.render.words import plural, printable, size
@@ -85,10 +85,10 @@ def report(conversion: Conversion) -> Iterator[Block]:
         yield row("rounded", rounded, "trust" if infinite else "")
     if conversion.aliases:
         tied = [f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]
-        yield row("tied", some(tied, _SHOWN, 1000))
+        yield row("tied", join_names(tied, _SHOWN, 1000))
     if conversion.renamed:
         renamed = [f"{printable(old) or 'the root'} → {printable(new)}" for old, new in conversion.renamed]
-        yield row("renamed", some(renamed, _SHOWN, 1000), "trust")
+        yield row("renamed", join_names(renamed, _SHOWN, 1000), "trust")
     if conversion.others:
         yield row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
     yield from _omissions("lost", [each for each in conversion.left if each.lost], "bad")
