@@ -59,7 +59,7 @@ def test_without_torch_it_says_so_and_does_the_rest(torch_that_fails: str) -> No
     plain, ours, file, machine = sections(done.stdout)
     assert "ImportError: libtorch.so: no such file" in plain
     assert "$ transload convert examples/model_cuda0.pt " in ours
-    assert "examples/model_cuda0.json: all tensors are as it has them" in ours
+    assert "examples/model_cuda0.json: all tensors match it" in ours
     assert "torch.save zip archive" in file
     assert "The doctor found a problem on this machine, and exits with 1." in machine
 

@@ -117,10 +117,10 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("data", "what", "fix"),
     [
-        (forge.checkpoint(), "not a text but a checkpoint (torch.save zip archive)", "transload inspect {}"),
-        (gzip.compress(KNOWN.encode()), "not a text: gzip around", "gzip -dc {} | transload explain"),
-        (random.Random(1).randbytes(5_000), "not a text: a binary file", "2>&1 | transload explain"),  # noqa: S311
-        (b"a" + bytes(5_000) + b"b", "this is not a text", "2>&1 | transload explain"),
+        (forge.checkpoint(), "not text but a checkpoint (torch.save zip archive)", "transload inspect {}"),
+        (gzip.compress(KNOWN.encode()), "not text: gzip around", "gzip -dc {} | transload explain"),
+        (random.Random(1).randbytes(5_000), "not text: a binary file", "2>&1 | transload explain"),  # noqa: S311
+        (b"a" + bytes(5_000) + b"b", "this is not text", "2>&1 | transload explain"),
     ],
     ids=["checkpoint", "gzip", "noise", "zeros"],
 )

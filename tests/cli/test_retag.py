@@ -48,7 +48,7 @@ def test_to_a_device(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "stays" in shown.out
     assert tags(path) == {"cpu"}
     assert main(["retag", str(path), "--to", "cpu"]) == 0
-    assert "nothing: all tags are as asked" in capsys.readouterr().out
+    assert "nothing: all tags are already as requested" in capsys.readouterr().out
 
 
 def test_by_name(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_a_longer_tag_needs_a_copy(tmp_path: Path) -> None:
         held = value()
         path = dumped(held, tmp_path / f"{protocol}.pkl", protocol, "cpu")
         before = path.read_bytes()
-        with pytest.raises(RetagError, match="plain pickle has no other"):
+        with pytest.raises(RetagError, match="plain pickle cannot grow"):
             retag(path, "cuda:12")
         copy = tmp_path / f"{protocol}.copy"
         done = retag(path, "cuda:12", out=copy)

@@ -166,8 +166,8 @@ def checked(
     refusal = _refusal(checkpoint, findings)
     tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
     if not refusal and tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
-        title = f"plain torch.load wants {', '.join(tags)}, which is not here"
-        fix = "transload.load lands it as above. To let plain torch.load do so, here and anywhere:"
+        title = f"plain torch.load wants {', '.join(tags)}, which is not available here"
+        fix = "transload.load loads it as shown above. To make plain torch.load work, here and anywhere:"
         command = f"$ transload retag {quoted(checkpoint.path)} --to cpu"
         findings.append(Finding("tags-elsewhere", "note", title, (), (fix, command)))
     findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))

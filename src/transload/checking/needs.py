@@ -221,7 +221,7 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     compared = tuple(_compared_origin(dict(recorded), machine))
     kernels = list(_kernels(checkpoint))
     if not kernels:
-        reason = _TENSORS if checkpoint.tensors else "there is no code for a GPU in it"
+        reason = _TENSORS if checkpoint.tensors else "it contains no GPU code"
         return Compatibility(True, reason, compared, recorded)
     driver = machine.driver.cuda
     evidence = []

@@ -227,7 +227,7 @@ def run_verify(arguments: Namespace) -> int:
         return code
     if arguments.write and code:
         fix = "Repair it first: transload rescue FILE NEW."
-        print_error(TransloadError("is not written, since not every file is whole", where=arguments.write, fix=fix))
+        print_error(TransloadError("is not written, since not every file is intact", where=arguments.write, fix=fix))
     elif arguments.write:
         from transload.verifying import write_manifest, written
 
@@ -298,7 +298,7 @@ def run_retag(arguments: Namespace) -> int:
             if tags.setdefault(old, new) != new:
                 raise UsageError(f"--map gives {old} two devices: {tags[old]} and {new}")
         if arguments.to and tags.setdefault("*", arguments.to) != arguments.to:
-            raise UsageError(f"all others are given two devices: {tags['*']} and {arguments.to}")
+            raise UsageError(f"--to and --map give all other tags two devices: {tags['*']} and {arguments.to}")
         if not tags:
             raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
     paths = expand_paths(arguments.paths, parts=True)

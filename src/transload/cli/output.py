@@ -61,9 +61,9 @@ def print_error(error: TransloadError) -> None:
 
 
 _RECOVERED = {
-    "restored": "an interrupted retag was taken back",
+    "restored": "an interrupted retag was undone",
     "finished": "an interrupted retag was finished",
-    "stale": "beside it lies the journal of an interrupted retag of another file; see docs/retag.md",
+    "stale": "next to it is the journal of an interrupted retag of another file; see docs/retag.md",
 }
 
 

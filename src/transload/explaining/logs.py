@@ -88,15 +88,15 @@ def not_a_text(path: str) -> UsageError:
     except TransloadError:
         checkpoint = None
     if checkpoint is None:
-        return UsageError("this is not a text", where=path, fix=f"{fix}. For a checkpoint: transload inspect {name}")
+        return UsageError("this is not text", where=path, fix=f"{fix}. For a checkpoint: transload inspect {name}")
     kind = FORMATS.get(checkpoint.format, "")
     if kind and checkpoint.integrity != "not-a-checkpoint":
         fix = f"See what is in it: transload inspect {name}"
-        return UsageError(f"this is not a text but a checkpoint ({kind})", where=path, fix=fix)
+        return UsageError(f"this is not text but a checkpoint ({kind})", where=path, fix=fix)
     unpack = _UNPACK.get(checkpoint.format)
     fix = f"If it is a log, unpack it: {unpack} {name} | transload explain" if unpack else fix
     title = checkpoint.findings[0].title if checkpoint.findings else ""
-    return UsageError(f"this is not a text{f': {title}' if title else ''}", where=path, fix=fix)
+    return UsageError(f"this is not text{f': {title}' if title else ''}", where=path, fix=fix)
 
 
 # -- lines
@@ -211,7 +211,7 @@ _MOST_FRAMES = 2_000
 _MOST_CHAINS = 2_000  # chains that are kept, from the end
 _MOST_STREAMS = 1_000  # ranks that are distinguished; the lines of all others are read as one stream
 
-Link = Literal["", "handling", "cause", "inside"]
+Link = Literal["", "after", "inside"]
 
 
 def flat(text: str) -> str:
@@ -252,8 +252,8 @@ class FlatText:
 class RaisedError:
     """An exception in a log: the lines of its class and message, and the frames of its traceback.
 
-    ``link`` is how it follows the previous one in its chain: it was raised while handling that one, or from it, or it
-    is inside the message of that one.
+    ``link`` is how it belongs to the previous one in its chain: it was raised ``after`` that one, while handling it or
+    from it, or it is ``inside`` the message of that one.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -325,7 +325,7 @@ class _Parser:
             self.start(line, "inside" if inside else self.link)
         elif _HANDLING in text or _CAUSE in text:
             self.end()
-            self.link = "handling" if _HANDLING in text else "cause"
+            self.link = "after"
         elif current is None:
             if text.startswith('  File "'):  # the header was cut off
                 self.start(line, self.link)

@@ -165,8 +165,8 @@ def _path(path: object) -> str:
 
 _TAGS = 32
 _METHODS = {
-    "none": "nothing: all tags are as asked",
-    "patch": "over the old tags, in as many bytes",
+    "none": "nothing: all tags are already as requested",
+    "patch": "over the old tags, in the same number of bytes",
     "append": "a new index at the end of the archive",
     "rewrite": "a copy with a new index",
     "undo": "what was there before the last retag",
@@ -195,7 +195,7 @@ def report(retag: Retag) -> Iterator[Block]:
     if retag.out:
         yield row("copy of", printable(retag.path, None) + (f", {retag.how}" if retag.how else ""))
     if retag.undo and retag.done:
-        yield row("undo", "transload retag FILE --undo takes it back")
+        yield row("undo", "transload retag FILE --undo undoes it")
     for warning in retag.warnings:
         yield Prose(((printable(warning, None), ""),), lead=(("! ", "trust"),))
 

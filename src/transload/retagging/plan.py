@@ -45,7 +45,7 @@ _DEVICE = re.compile(r"[a-z][a-z_]*(?::(?:0|[1-9][0-9]{0,5}))?")
 _SINGLE = ("cpu", "mps")
 _NEVER = {
     "meta": "torch.load(path) would then give tensors without numbers",
-    "xla": "torch restores no storage on xla: load with map_location='cpu' and move the tensors",
+    "xla": "torch restores no storages on xla: load with map_location='cpu' and move the tensors",
 }
 
 
@@ -184,7 +184,7 @@ _GAP = 4096
 
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL = 16, 14
 _FOLLOWS = 8  # the zip flag for a data descriptor: size and checksum follow the bytes
-_ODD = "its directory is not as the reader of the file understood it"
+_ODD = "the central directory of the archive is inconsistent"
 
 
 @facts(frozen=True)
@@ -267,7 +267,7 @@ def _prove_changes(
             method, changes = "rewrite", Changes(runs, source.size, source.size + grown)
         else:
             which = "a plain pickle" if plain else "the legacy format"
-            what = f"the new tags do not fit into the place of the old ones, and {which} has no other"
+            what = f"the new tags do not fit in place of the old ones, and {which} cannot grow in place"
             raise RetagError(what, where=source.name, fix="Write a copy: -o COPY.")
         # Tensors and values follow from the pickle and the storages, so comparing these two is enough.
         again = read_source(changes.made(source), tree=bool(checkpoint.problems))

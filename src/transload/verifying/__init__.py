@@ -224,7 +224,7 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
     """Write the hashes of checkpoints atomically; ``ManifestError`` if one of them is damaged or has no hash."""
     for each in verifications:
         if not each.ok or not each.sha256:
-            raise ManifestError("is not written: not every file is whole", where=path, fix=f"See {each.path}.")
+            raise ManifestError("is not written: not every file is intact", where=path, fix=f"See {each.path}.")
     refuse_target(path, overwrite=overwrite)
     files = []
     for each in verifications:
@@ -244,7 +244,7 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
 
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 _TITLES = ("file", "format", "tensors", "size", "checksums", "bytes")
-_UNSUMMED = "none in this format: a changed bit cannot be seen; --write keeps hashes to compare with next time"
+_UNSUMMED = "none in this format, so a changed bit cannot be detected; --write keeps hashes to compare with next time"
 
 
 def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
@@ -278,7 +278,7 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
     if rescuable and not suggested and not useless:
         command = rescue_command(verification.path, ".safetensors" if verification.format == "safetensors" else ".pt")
         yield BLANK
-        yield note("all that is whole, and what can be undone with proof, as a new file:")
+        yield note("to save everything that is intact or provably repairable as a new file:")
         yield Prose(((printable(command, None), ""),), lead=(("    ", ""),), whole=True)
     odd = [tensor for tensor in verification.tensors if tensor.nan or tensor.inf]
     if odd:
@@ -316,7 +316,7 @@ def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
         odd = sum(bool(tensor.nan or tensor.inf) for tensor in counted)
         yield "values", f"NaN or infinite in {odd:,} of {plural(len(counted), 'tensor')}", "trust" if odd else ""
     if verification.manifest:
-        alike = "all tensors are as it has them" if not verification.differences else "not all is as it has it"
+        alike = "all tensors match it" if not verification.differences else "not all tensors match it"
         yield "manifest", f"{printable(verification.manifest, None)}: {alike}", "" if verification.ok else "bad"
 
 

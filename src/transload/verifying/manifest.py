@@ -92,14 +92,14 @@ class Manifest(NamedTuple):
         for entries in (same, named, self.files):
             if len(entries) == 1:
                 return entries[0]
-        what = f"it has {len(named)} files of the name {name(path)}" if named else f"it says nothing of {path}"
+        what = f"it has {len(named)} files named {name(path)}" if named else f"it has no entry for {path}"
         raise ManifestError(what, where=self.path, fix="Name the file as it was named when the manifest was written.")
 
 
 def refuse_target(path: str, *, overwrite: bool) -> None:
     """Refuse a path where no manifest can be written, before gigabytes are read for it."""
     if not overwrite and os.path.lexists(path):
-        raise ManifestError("exists already", where=path, fix="Name another file, or pass --force to replace it.")
+        raise ManifestError("already exists", where=path, fix="Name another file, or pass --force to replace it.")
     folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
     if not os.path.isdir(folder):  # noqa: PTH112 - as above
         raise ManifestError("there is no such directory", where=folder, fix=f"mkdir -p {quote(folder)}")
@@ -112,7 +112,7 @@ def read_manifest(path: str) -> Manifest:
     source = FileSource(path)
     try:
         if source.size > _MAX:
-            raise ManifestError(f"it is {source.size:,} bytes long; no manifest is", where=path, fix=_FIX)
+            raise ManifestError(f"it is {source.size:,} bytes long, too long for a manifest", where=path, fix=_FIX)
         text = source.read(0, source.size)
     finally:
         source.close()

@@ -303,7 +303,7 @@ class Folder:
         if not os.path.lexists(self.path):
             return
         if not os.path.isdir(self.path):
-            raise UsageError("there already is a file", where=self.path, fix="Choose another name.")
+            raise UsageError("the target is a file, not a directory", where=self.path, fix="Choose another name.")
         names = os.listdir(self.path)
         ours = "index.json" in names and all(re.fullmatch(r"index\.json|[0-9]{6,}\.bin", name) for name in names)
         if names and not (self._overwrite and ours):
