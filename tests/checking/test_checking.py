@@ -67,7 +67,7 @@ def loads(path: Path, device: str | None = "auto") -> bool:
 
 
 @grouped("paths", FILES, 20)
-def test_load_does_what_was_said_of_a_fixture(paths: list[Path], here: Machine) -> None:
+def test_load_does_what_check_predicts_for_a_fixture(paths: list[Path], here: Machine) -> None:
     def agree(path: Path) -> None:
         result = valid(check(path, machine=here))
         assert result.ok == loads(path), result.refusal
@@ -76,7 +76,7 @@ def test_load_does_what_was_said_of_a_fixture(paths: list[Path], here: Machine) 
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda:63", "gpu", None, ["cuda:63", "cpu"], ["gpu"]], ids=str)
-def test_load_does_what_was_said_of_a_device(device: Any, here: Machine) -> None:
+def test_load_does_what_check_predicts_for_a_device(device: Any, here: Machine) -> None:
     for path in (TRAIN, DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"):
         assert check(path, device, machine=here).ok == loads(path, device)
 
@@ -96,7 +96,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("title", BODIES)
-def test_load_does_what_was_said_of_a_made_file(title: str, tmp_path: Path, here: Machine) -> None:
+def test_load_does_what_check_predicts_for_a_forged_file(title: str, tmp_path: Path, here: Machine) -> None:
     path = saved(tmp_path, BODIES[title])
     assert valid(check(path, machine=here)).ok == loads(path)
 
@@ -153,7 +153,7 @@ def test_what_does_not_load_is_not_to_be_retagged() -> None:
     assert "transload retag" not in str(result)
 
 
-def test_what_is_wrong_with_a_file_is_told_before_what_the_machine_lacks(tmp_path: Path) -> None:
+def test_problems_of_the_file_come_before_those_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "page.pt").write_text("<html><title>404</title></html>")
     result = check(tmp_path / "page.pt", machine=changed(SERVER, torch=Torch(installs=())))
     assert codes(result) == ["not-a-checkpoint", "no-torch"]
@@ -180,7 +180,7 @@ def test_commands_stand_by_themselves(tmp_path: Path) -> None:
     assert told.count(f"    $ transload rescue {path} NEW.pt") == 1
 
 
-def test_the_lines_that_allow_names_stand_before_the_command_that_needs_none() -> None:
+def test_the_lines_that_allow_names_come_before_the_command_that_needs_none() -> None:
     path = DATA / "h200" / "whole_custom_module_cuda0.pt"
     told = str(check(path, machine=LAPTOP))
     lines = told.split("\n")
@@ -217,7 +217,7 @@ def test_a_torch_that_may_or_may_not_see_the_card_has_no_certain_words() -> None
     assert not result.torch.exact
 
 
-def test_without_torch_nothing_loads_but_the_plan_is_told() -> None:
+def test_without_torch_nothing_loads_but_the_plan_is_shown() -> None:
     result = valid(check(TRAIN, machine=changed(SERVER, torch=Torch(installs=()))))
     assert not result.ok
     assert result.refusal == "torch is not installed here"
@@ -277,7 +277,7 @@ def test_a_well_known_package_that_is_missing_can_be_installed(tmp_path: Path) -
 
 
 @each("module, package", [("cv2.cv2", "opencv-python"), ("PIL.Image", "pillow")])
-def test_a_package_goes_by_the_name_that_pip_knows(module: str, package: str, tmp_path: Path) -> None:
+def test_a_package_has_its_name_on_pypi(module: str, package: str, tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     path = saved(tmp_path, forge.call(forge.name(module, "Thing")))
     found = check(path, machine=with_packages(LAPTOP, tmp_path / "site")).findings
@@ -292,7 +292,7 @@ def test_a_package_that_is_there_is_not_imported(tmp_path: Path) -> None:
     assert "cuda-only-package" in codes(check(path, machine=with_packages(LAPTOP, tmp_path / "site", *files)))
 
 
-def test_no_command_is_told_for_a_name_that_anybody_may_own(tmp_path: Path) -> None:
+def test_no_pip_command_is_shown_for_a_name_that_anybody_may_own(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("utils.layers", "Net")))
     finding = check(path, machine=with_packages(SERVER, tmp_path / "site")).findings[1]
     assert finding.title == "it needs utils, which is not installed"
@@ -318,7 +318,7 @@ def test_arrays_need_numpy_and_none_of_its_modules(dtype: Any, loads: bool, tmp_
     assert (missing.code, missing.title) == ("missing-package", "it needs numpy, which is not installed")
 
 
-def test_names_of_the_saving_script_are_no_package(tmp_path: Path) -> None:
+def test_names_of_the_saving_script_are_not_a_package(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("__main__", "Net")))
     result = check(path, machine=SERVER)
     assert codes(result) == ["needs-trust"]
@@ -342,7 +342,7 @@ def test_the_working_directory_counts_as_programs_have_it(tmp_path: Path, monkey
     assert "missing-package" not in codes(check(path))
 
 
-def test_where_the_path_is_not_known_nothing_is_called_missing(tmp_path: Path) -> None:
+def test_nothing_is_missing_if_the_path_is_not_known(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("zzz_models", "Net")))
     assert codes(check(path, machine=changed(SERVER, python__path=()))) == ["needs-trust"]
 
@@ -385,7 +385,7 @@ class Baked(torch.nn.Module):
         return x + torch.zeros(2, device=torch.device("cuda:0"))
 
 
-def test_a_device_baked_into_a_program_is_told_where_it_is_not(tmp_path: Path) -> None:
+def test_a_device_in_a_program_is_a_warning_where_it_is_absent(tmp_path: Path) -> None:
     path = str(tmp_path / "baked.pt")
     torch.jit.script(Baked()).save(path)
     for machine, severity in ((SERVER, "note"), (LAPTOP, "warning")):

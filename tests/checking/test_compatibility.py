@@ -47,7 +47,7 @@ def test_kernels_run_on_their_architecture_only() -> None:
         assert answer.reason == f"it holds compiled code for sm_90, which does not run on {card[0]}"
 
 
-def test_one_card_that_fits_is_enough_and_each_is_told_of() -> None:
+def test_one_gpu_that_fits_is_enough_and_each_is_listed() -> None:
     answer = is_cuda_compatible(PACKAGE, machine=with_cards(A100, H200))
     assert answer
     assert answer.reason.endswith("runs on NVIDIA H200")

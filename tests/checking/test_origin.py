@@ -36,7 +36,7 @@ def test_the_same_torch_is_not_worth_a_word() -> None:
     assert notes(("torch", version())) == []
 
 
-def test_another_torch_and_another_card_are_told() -> None:
+def test_another_torch_and_another_gpu_are_reported() -> None:
     told = notes(("torch", "1.13.1"), ("gpus", "Made Up 9000 (3.5)"))
     assert told[0] == f"torch 1.13.1 there, {version()} here"
     assert told[1].startswith("Made Up 9000 (3.5) there, ")

@@ -240,7 +240,7 @@ def seen_on_gpu() -> Iterator[Seen]:
 
 
 @pytest.mark.parametrize("seen", list(seen_on_gpu()), ids=lambda seen: seen.name)
-def test_what_was_said_beside_a_real_gpu(seen: Seen) -> None:
+def test_messages_recorded_with_a_real_gpu(seen: Seen) -> None:
     said = foretold(DATA / "h200" / seen.name, InstalledTorch("2.11.0+cu130", {"cuda": 1}))
     assert said.exact
     assert (said.outcome, said.error, said.text) == (seen.outcome, seen.error, seen.text)
@@ -295,7 +295,7 @@ def test_the_environment_decides(variable: str, version: str, weights_only: bool
 
 
 @pytest.mark.parametrize("version", ["", "1.13.1", "2.16.0", "3.0", "unknown"])
-def test_of_other_releases_nothing_is_said(version: str) -> None:
+def test_nothing_is_predicted_for_other_releases(version: str) -> None:
     said = foretold(DATA / "h200" / "state_dict_cuda0.pt", InstalledTorch(version))
     assert (said.outcome, said.exact) == ("unknown", False)
 

@@ -17,7 +17,7 @@ Imported = Callable[..., set[str]]
 
 
 class Transload(Protocol):
-    """Runs the command line in a process of its own, with nothing of ours in the environment but what is given."""
+    """Runs the command line in a separate process, with only the given variables of ours in its environment."""
 
     def __call__(
         self, *arguments: str, stdout: int = ..., path: Path | None = ..., python: tuple[str, ...] = ..., **env: str

@@ -209,7 +209,7 @@ def test_a_random_state(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_the_leftovers_hold_in_full_exits_with_0(target: str, tmp_path: Path) -> None:
+def test_complete_leftovers_exit_with_0(target: str, tmp_path: Path) -> None:
     value = {"w": torch.ones(3), "epoch": 3, "name": "a", "lr": [0.1, None], "raw": b"\0\1"}
     code, told = converted(value, tmp_path, target)
     assert (code, told["listed"]) == (0, [])
@@ -238,7 +238,7 @@ class Keyword:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("odd", ["items", "keywords", "function"])
-def test_nothing_of_an_object_is_lost_without_a_word(odd: str, target: str, tmp_path: Path) -> None:
+def test_nothing_of_an_object_is_lost_silently(odd: str, target: str, tmp_path: Path) -> None:
     value = {"items": reconstructed({"n": 12345}), "keywords": Keyword(), "function": torch.relu}[odd]
     torch.save({"w": torch.ones(3), "odd": value}, tmp_path / "src.pt", pickle_protocol=4)
     name = "a.safetensors" if target.startswith("--") else target

@@ -173,7 +173,7 @@ def test_a_file_that_is_no_report_is_refused(
 
 
 @pytest.mark.parametrize("path", ["no-such-file.json", ".", "a\0b"])
-def test_a_file_that_cannot_be_read_is_told(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_reported(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--from", path]) == 2
     shown = capsys.readouterr()
     assert not shown.out
@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_told(path: str, capsys: pytest.CaptureFix
     assert "bug" not in shown.err
 
 
-def test_a_machine_from_elsewhere_may_hold_anything(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_machine_may_contain_anything(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = changed(STUBBED, python__prefix="/x\x1b[2J\n", kernel__version="\u202e")
     main(["doctor", "--from", saved(hostile), "--verbose"])
     assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
@@ -232,7 +232,7 @@ def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @each(("code", "near"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")])
-def test_a_code_that_is_none_names_those_near_it(code: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_code_suggests_similar_ones(code: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--explain", code]) == 2
     shown = capsys.readouterr()
     assert not shown.out
@@ -256,7 +256,7 @@ def test_a_code_that_is_none_names_those_near_it(code: str, near: str, capsys: p
         ["--from"],
     ],
 )
-def test_bad_usage_is_told_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2
     shown = capsys.readouterr()
     assert not shown.out

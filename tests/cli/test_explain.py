@@ -79,7 +79,7 @@ def test_a_closed_stdin_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["explain"]) == 2
 
 
-def test_a_person_is_told_to_paste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_is_asked_to_paste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     feed(monkeypatch, KNOWN.encode(), terminal=True)
     assert main(["explain", "--no-checks"]) == 0
     assert "paste the text" in capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["checkpoint", "gzip", "noise", "zeros"],
 )
-def test_what_is_no_text_is_told_what_it_is(
+def test_input_that_is_not_text_is_identified(
     data: bytes, what: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "given"

@@ -30,7 +30,7 @@ FILES = {checkpoint.path: checkpoint for checkpoint in (GOOD, DAMAGED, TRUST)}
 
 @pytest.fixture
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading is somebody else's: here files are what the test says."""
+    """Reading is tested elsewhere: here files contain what the test says."""
 
     def inspect(path: str, *, verify: bool = False) -> Checkpoint:
         if path == "bug.pt":

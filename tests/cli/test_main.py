@@ -70,7 +70,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @each("arguments", [["inspct"], ["--frobnicate"], ["inspect"], ["inspect", "--frob", "x"], ["\x1b[2J"]])
-def test_bad_usage_is_told_on_stderr_with_code_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_reported_on_stderr_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert not shown.out
@@ -114,7 +114,7 @@ def test_interruption_is_quiet(command: Command, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_full_disk_is_told(program: Transload) -> None:
+def test_a_full_disk_is_reported(program: Transload) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("/dev/full is Linux-only")
     with open("/dev/full", "w") as full:  # noqa: PTH123

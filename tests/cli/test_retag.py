@@ -140,7 +140,7 @@ def test_it_imports_neither_torch_nor_what_it_does_not_need(imported: Imported, 
     assert not modules & NOT_FOR_IT
 
 
-def test_a_tag_that_nothing_bears_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tag_that_does_not_exist_is_reported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["retag", str(path), "--map", "cuda:9=cpu"]) == 0
     assert "nothing is tagged cuda:9; the file has " in capsys.readouterr().out
 

@@ -241,7 +241,7 @@ def test_a_program_is_interrupted_with_its_own_traceback(tmp_path: Path) -> None
     assert told.endswith("KeyboardInterrupt\n")
 
 
-def test_what_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(tmp_path / "absent.py")]) == 2
     assert capsys.readouterr().err == f"transload: {tmp_path / 'absent.py'}: there is no such script\n"
     assert main(["run", "http"]) == 2
@@ -251,7 +251,7 @@ def test_what_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "arguments", [["-m", "no_such_module"], ["-m", "package.absent"], ["-m", "xml"], ["empty"]], ids=" ".join
 )
-def test_what_cannot_be_run_is_told_in_pythons_words(folder: Path, arguments: list[str]) -> None:
+def test_a_script_that_cannot_run_fails_as_in_python(folder: Path, arguments: list[str]) -> None:
     (folder / "empty").mkdir()
     without, ours = (start(*how, *arguments, cwd=folder) for how in ((), RUN))
     assert (ours.returncode, ours.stdout) == (without.returncode, "")

@@ -1,4 +1,4 @@
-"""What must not be imported: the difference between a tool that answers at once and one that does not."""
+"""What must not be imported, so that the tool answers immediately."""
 
 from __future__ import annotations
 

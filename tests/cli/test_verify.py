@@ -161,7 +161,7 @@ def test_it_imports_neither_torch_nor_what_it_does_not_need(imported: Imported, 
     assert not modules & NOT_FOR_IT
 
 
-def test_a_manifest_that_may_not_be_written_is_told_before_anything_is_read(
+def test_a_manifest_that_cannot_be_written_is_reported_before_anything_is_read(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def never(*_: object, **__: object) -> None:
@@ -179,7 +179,7 @@ def test_a_manifest_that_may_not_be_written_is_told_before_anything_is_read(
     assert there.read_text(encoding="ascii") == "mine"
 
 
-def test_that_a_manifest_was_written_is_said_and_its_hashes_are_not(
+def test_writing_a_manifest_is_reported_without_its_hashes(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = tmp_path / "m.json"

@@ -20,7 +20,7 @@ pairs = each(("dtype", "wanted"), PAIRS, ids=lambda name: name)
 
 
 def samples(dtype: str) -> bytes:
-    """Numbers of all kinds: all there are of 16 bits; of others, borders, what lies between two of 16 bits, any."""
+    """All numbers of 16 bits; of wider dtypes, limits, values between two numbers of 16 bits, and random ones."""
     width = ITEMSIZE[dtype]
     if width == 2:
         return b"".join(bits.to_bytes(2, "little") for bits in range(0, 1 << 16, 3))

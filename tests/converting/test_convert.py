@@ -197,7 +197,7 @@ def test_a_key_that_is_not_there(train: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.ckpt"]
 
 
-def test_names_that_would_meet(tmp_path: Path) -> None:
+def test_names_that_would_collide(tmp_path: Path) -> None:
     source = save({"m.a": torch.ones(1), "a": torch.zeros(1)}, tmp_path / "a.pt")
     with pytest.raises(ConvertError, match="two tensors would be called 'a'"):
         convert(source, tmp_path / "b.safetensors", strip="m.")
@@ -277,7 +277,7 @@ def test_long_keys_above_many_tensors(tmp_path: Path, monkeypatch: pytest.Monkey
         convert(source, tmp_path / "b.safetensors")
 
 
-def test_tensors_under_keys_that_are_no_names(tmp_path: Path) -> None:
+def test_tensors_under_keys_that_are_neither_strings_nor_numbers(tmp_path: Path) -> None:
     value = {b"abc": torch.ones(1), ("a", 1): {"w": torch.ones(2), "lr": 3}, 1 << 200: torch.ones(3)}
     made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
     assert made.tensors == 3
@@ -361,7 +361,7 @@ def test_names_are_never_paths(tmp_path: Path) -> None:
 # -- what is left
 
 
-def test_what_the_target_cannot_hold_lies_beside_it(train: Path, tmp_path: Path) -> None:
+def test_what_the_target_cannot_store_is_in_a_file_beside_it(train: Path, tmp_path: Path) -> None:
     made = convert(train, tmp_path / "a.safetensors")
     assert made.leftovers == str(tmp_path / "a.safetensors.leftovers.json")
     rest = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))
@@ -556,7 +556,7 @@ def test_bytes_of_sparse_tensors_are_counted_once(tmp_path: Path) -> None:
     assert made.nbytes == 40 + 100 * 4 + 2 * 100 * 8
 
 
-def test_only_torch_holds_sparse_and_quantized(tmp_path: Path) -> None:
+def test_only_a_torch_zip_stores_sparse_and_quantized(tmp_path: Path) -> None:
     value = {
         "sparse": torch.eye(3).to_sparse(),
         "quantized": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8),
@@ -790,7 +790,7 @@ def test_values_of_all_ranks_are_kept(tmp_path: Path) -> None:
     assert '"lr": 0.5' in beside
 
 
-# -- what is told
+# -- notes
 
 
 def test_a_prefix_that_no_name_has(tmp_path: Path) -> None:
@@ -819,7 +819,7 @@ def test_views_that_are_none_any_more_are_named(tmp_path: Path, name: str, dtype
 
 
 @pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="needs a newer torch")
-def test_floating_dtypes_that_are_not_changed_are_told(tmp_path: Path) -> None:
+def test_floating_dtypes_that_are_not_changed_are_reported(tmp_path: Path) -> None:
     source = save({"a": torch.ones(4).to(torch.float8_e4m3fn), "b": torch.ones(2)}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.safetensors", dtype="bfloat16")
     assert made.notes == ("--dtype does not apply to float8_e4m3fn (tensors: 1)",)
@@ -846,7 +846,7 @@ def test_what_the_name_says_and_what_it_is(tmp_path: Path) -> None:
     assert convert(source, tmp_path / "c", to="safetensors").notes == ()
 
 
-def test_an_index_that_leads_elsewhere_is_told(tmp_path: Path) -> None:
+def test_an_index_of_other_shards_is_reported(tmp_path: Path) -> None:
     source = save({"a": torch.ones(10), "b": torch.ones(10)}, tmp_path / "a.pt")
     assert convert(source, tmp_path / "b.safetensors", max_shard_size=50).notes == ()
     made = convert(source, tmp_path / "b.safetensors")
@@ -856,14 +856,14 @@ def test_an_index_that_leads_elsewhere_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.npz", "b/"])
-def test_a_target_that_could_hold_nothing_is_not_made(tmp_path: Path, name: str) -> None:
+def test_a_target_that_could_store_nothing_is_not_created(tmp_path: Path, name: str) -> None:
     source = save({"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, tmp_path / "a.pt")
     with pytest.raises(ConvertError, match="cannot hold any of its tensors: q: it is quantized"):
         convert(source, f"{tmp_path}/{name}")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
-def test_names_made_here_give_way(tmp_path: Path) -> None:
+def test_invented_names_give_way(tmp_path: Path) -> None:
     value = {"": torch.zeros(1), "tensor": torch.ones(1), "\ud800": torch.zeros(1), "\\ud800": torch.ones(1)}
     made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
     assert made.renamed == (("", "tensor#2"), ("\ud800", "\\ud800#2"))
@@ -876,7 +876,7 @@ def test_names_made_here_give_way(tmp_path: Path) -> None:
     }
 
 
-def test_names_that_numpy_gets_otherwise_are_told(tmp_path: Path) -> None:
+def test_names_that_are_escaped_for_numpy_are_reported(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     value = {"a": torch.zeros(1), "a.npy": torch.ones(1), "../b": torch.full((1,), 2.0), "c/d": torch.full((1,), 3.0)}
     made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.npz")
@@ -901,7 +901,7 @@ def test_what_is_set_on_tensors_is_kept(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch, "jagged"), reason="needs a newer torch")
-def test_what_torch_holds_is_kept_beside_what_it_does_not(tmp_path: Path) -> None:
+def test_special_tensors_are_kept_beside_the_parts_of_others(tmp_path: Path) -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     packed = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
     value = {"jagged": jagged, "packed": packed, "sparse": torch.eye(3).to_sparse()}
@@ -925,7 +925,7 @@ def test_one_rank_alone(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_not_there_comes_first(tmp_path: Path) -> None:
-    """Whoever mixed the two up must not be told to overwrite."""
+    """If somebody mixed the two up, the advice must not be to overwrite."""
     (tmp_path / "train.pt").write_bytes(b"x")
     with pytest.raises(CannotReadError, match="No such file"):
         convert(tmp_path / "model.safetensors", tmp_path / "train.pt")

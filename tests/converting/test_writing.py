@@ -1,4 +1,4 @@
-"""Bytes on the disk: written in one pass and compared, whole or not there at all, whatever goes wrong."""
+"""Files are written and compared in one pass, and appear completely or not at all, whatever goes wrong."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def xpu_tag(folder: Path) -> object:
 
 @provokes("device-index")
 def beyond_the_last(folder: Path) -> object:
-    """torch's own check, which is told that there is one GPU."""
+    """torch's own check, with one GPU faked."""
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.device_count", return_value=1),

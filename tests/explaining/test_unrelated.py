@@ -1,4 +1,4 @@
-"""Errors of other kinds are not claimed: they are told to be unknown."""
+"""Errors of other kinds are reported as unknown."""
 
 from __future__ import annotations
 

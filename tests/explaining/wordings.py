@@ -24,7 +24,7 @@ class Wording(NamedTuple):
 
 
 def sections(path: Path) -> Iterator[tuple[str, str]]:
-    """The headings of a file of texts, and what stands under each."""
+    """The headings of a file of texts, and what is below each."""
     for section in path.read_text(encoding="utf-8").split("=== ")[1:]:
         head, _, text = section.partition("\n")
         yield head, text.replace("␛", "\x1b").removesuffix("\n")

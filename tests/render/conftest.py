@@ -10,7 +10,7 @@ from transload.findings import Finding
 
 
 class Builder:
-    """Makes a checkpoint tensor by tensor, each in a storage of its own."""
+    """Builds a checkpoint tensor by tensor, each with its own storage."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The words of the doctor: what stands on the first screen, what follows, and what no stream may break."""
+"""The doctor's report: what is on the first screen, what follows, and what no stream may break."""
 
 from __future__ import annotations
 

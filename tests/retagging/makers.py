@@ -24,7 +24,7 @@ def fresh(text: str) -> str:
 
 
 def save(obj: object, path: Path, tag: Tag = "cuda:0", **options: Any) -> Path:
-    """``torch.save``, with storages that seem to lie elsewhere."""
+    """``torch.save``, with storages that claim to be on other devices."""
 
     def location(storage: Any) -> str:
         return tag(storage) if callable(tag) else fresh(tag)

@@ -61,7 +61,7 @@ def lay_out(world: World, folder: Path) -> None:
 
 
 def both(path: Path, to: str) -> tuple[bytes, bytes]:
-    """The file as it is and as it would be."""
+    """The file before and after."""
     old = path.read_bytes()
     changes, seen = planned(path, to)
     apply(str(path), changes, seen)
@@ -230,7 +230,7 @@ def test_the_process_ends_at_any_call(case: str, keep: bool, torn: bool, tmp_pat
 @pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO"])
 def test_a_call_fails(case: str, keep: bool, torn: bool, code: str, tmp_path: Path) -> None:
-    """A full disk, a broken one: the file is put back at once, and nothing stays beside it."""
+    """On a full or failing disk the file is restored immediately, and nothing is left beside it."""
     number = getattr(errno, code)
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Retag of plain pickles: the tag of each tensor lies in a stream inside the pickle."""
+"""Retag of plain pickles: the tag of each tensor is in a stream inside the pickle."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_a_file_that_cannot_be_put_right_is_not_passed_on(path: Path, monkeypatc
 
 
 def leases(folder: Path) -> bool:
-    """Whether the file system tells who writes a file."""
+    """Whether the file system supports leases, which show whether somebody writes a file."""
     probe = folder / "probe"
     probe.write_bytes(b"")
     with probe.open("rb") as file:

@@ -73,7 +73,7 @@ def but_tags(checkpoint: Checkpoint) -> list[object]:
 
 
 def is_sound(path: Path) -> None:
-    """A zip reader has nothing to say, and tensors lie where a mapping wants them."""
+    """zipfile finds no fault, and tensors are aligned for mmap."""
     if inspect(path).format == "torch-zip":
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None

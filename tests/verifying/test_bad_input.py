@@ -1,4 +1,4 @@
-"""Whatever the bytes: an answer, never an error of somebody else's, and each flipped bit named by its tensors."""
+"""Any bytes get an answer, never a foreign exception, and each flipped bit is attributed to its tensors."""
 
 from __future__ import annotations
 

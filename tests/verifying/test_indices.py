@@ -1,4 +1,4 @@
-"""Sparse tensors whose indices point outside: held against what torch says when it is asked to look."""
+"""Sparse tensors whose indices are out of range, compared with what torch says when it checks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is verified without a list of its tensors is told as if there were one."""
+"""Verifying without a list of tensors gives the same result as with one."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ ODD: dict[str, bytes] = {
 @each("case", list(ODD))
 @each("beside", [True, False], ids=["beside another", "alone"])
 def test_what_is_odd_is_listed(case: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a tensor reaches beyond its storage, no checksum tells."""
+    """No checksum shows that a tensor reaches beyond its storage."""
     state = {"odd": ODD[case], "w1": forge.tensor("1")} if beside else {"odd": ODD[case]}
     keys = ["0", "1"] if beside else ["0"]
     stores = {key: bytes(range(16)) for key in keys if case != "no storage" or key != "0"}

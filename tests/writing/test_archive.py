@@ -1,4 +1,4 @@
-"""Archives in many writes: whatever the pieces, threads and sinks, the file is the one of one write."""
+"""Archives in many writes: for all pieces, threads and sinks the file is the same as from one write."""
 
 from __future__ import annotations
 

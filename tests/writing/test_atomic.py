@@ -186,7 +186,7 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
 @posix
 @forks
 def test_without_rights_as_a_user_of_its_own() -> None:
-    """root may write anywhere, so what is asked for here is asked for by nobody."""
+    """root can write anywhere, so this runs as the user nobody."""
     if not is_everybody():
         pytest.skip("needs root and a second user")
     with tempfile.TemporaryDirectory() as folder:
@@ -274,7 +274,7 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next(tmp_path: Path) -> Non
 
 @posix
 def test_a_writer_at_work_is_left_alone(tmp_path: Path) -> None:
-    """Even if a process of its number is not to be seen, as in another container: the lock tells."""
+    """The lock shows that the writer lives, even if its process is not visible, as from another container."""
     path = tmp_path / "a.pt"
     with writer(path, "wait") as process:
         assert process.stdout is not None
