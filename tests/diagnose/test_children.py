@@ -187,7 +187,7 @@ def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatc
     assert not alive(child.pid)
 
 
-def test_hurry_brings_the_deadline_nearer() -> None:
+def test_end_by_moves_the_deadline_forward() -> None:
     with Child(question("time.sleep(600)"), LONG) as child:
         child.end_by(child.begun + 2 * LONG)
         assert child.deadline == child.begun + LONG

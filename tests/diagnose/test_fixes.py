@@ -130,7 +130,7 @@ def test_of_a_card_that_is_not_known_the_loaded_module_tells_the_flavour() -> No
         assert f"sudo apt install {package}" in lines
 
 
-def test_fedora_is_told_no_package_that_may_not_be_there() -> None:
+def test_fedora_gets_only_packages_that_exist() -> None:
     lines = fixes.install_driver(FEDORA, exactly=570)
     assert commands(lines) == ["sudo reboot"]
     assert "branch 570" in lines[0]
@@ -144,7 +144,7 @@ def test_no_branch_named_leaves_the_choice_to_the_distribution() -> None:
     ]
 
 
-def test_nobody_is_told_to_install_a_linux_driver_in_wsl_or_any_driver_in_a_container() -> None:
+def test_no_linux_driver_is_installed_in_wsl_and_none_in_a_container() -> None:
     assert commands(fixes.install_driver(in_wsl(healthy()), at_least=580)) == []
     inside = fixes.install_driver(in_container(healthy()), at_least=580)
     assert commands(inside) == []
@@ -219,7 +219,7 @@ def test_an_old_card_with_a_new_driver_gets_the_build_that_still_has_code_for_it
     assert lines[1].endswith("--index-url https://download.pytorch.org/whl/cu126")
 
 
-def test_a_new_card_with_an_old_driver_is_told_the_driver_it_needs() -> None:
+def test_the_driver_that_a_new_card_needs_is_named() -> None:
     blind = changed(with_card((12, 0), 12040, "550.54.15", 0x2B85), driver__nvml__gpus=())
     lines = commands(fixes.install_wheel(blind))
     assert lines[:2] == ["sudo apt update", "sudo apt install nvidia-driver-580-open"]
@@ -366,7 +366,7 @@ def test_variables_are_removed_in_the_words_of_the_shell(shell: str, line: str) 
     assert commands(fixes.unset(changed(healthy(), platform__shell=shell), "A", "B"))[0] == line
 
 
-def test_a_change_that_shall_last_is_made_where_the_variable_is_set() -> None:
+def test_a_permanent_change_is_made_where_the_variable_is_set() -> None:
     machine = changed(healthy(), variables__values={"A": "1"}, variables__origins={"A": ("/etc/environment:3",)})
     assert any("/etc/environment:3" in line for line in fixes.unset(machine, "A"))
     service = changed(machine, variables__origins={}, surroundings=Surroundings(service="train.service"))

@@ -40,7 +40,7 @@ def test_absolute_links_to_folders_stay_inside_the_root(host: Host, tmp_path: Pa
     assert (host.is_dir("/to"), host.exists("/to/link")) == (True, False)
 
 
-def test_paths_lie_under_the_root_and_come_back(host: Host, tmp_path: Path) -> None:
+def test_paths_are_mapped_under_the_root_and_back(host: Host, tmp_path: Path) -> None:
     assert host.at("/etc/os-release") == str(tmp_path / "etc/os-release")
     assert host.host_path(str(tmp_path / "etc/os-release")) == "/etc/os-release"
     assert host.host_path(str(tmp_path)) == "/"

@@ -136,7 +136,7 @@ def test_a_driver_for_the_cuda_before_is_too_old(torch: TrueTorch) -> None:
 
 
 @pytest.mark.parametrize("code", [100, 802, 803, 999])
-def test_of_an_old_driver_no_other_fault_is_told(torch: TrueTorch, code: int) -> None:
+def test_an_old_driver_is_the_only_fault(torch: TrueTorch, code: int) -> None:
     assert_says(torch.ask(libcuda=fake_libcuda(init=code, version=OLD)), too_old(OLD))
 
 

@@ -132,7 +132,7 @@ def test_root_keeps_its_home() -> None:
     assert said(text, Names(homes=("/root",), users=("root",))) == "/root/venv/bin/python, ~user2/x"
 
 
-def test_a_home_may_lie_anywhere() -> None:
+def test_a_home_may_be_anywhere() -> None:
     names = Names(homes=("/u/dept/alice", "/gpfs/users/alice"), users=("alice",))
     assert said("/u/dept/alice/x /gpfs/users/alice/x /u/dept/bob", names) == "~/x ~/x /u/dept/bob"
 
@@ -214,7 +214,7 @@ def test_findings_are_redacted_with_the_machine() -> None:
         ("| Environment=X=/home/alice/x", "| Environment=X=/home/alice/x"),
     ],
 )
-def test_what_its_owner_shall_type_is_what_is_there(line: str, shown: str) -> None:
+def test_commands_for_the_owner_still_work(line: str, shown: str) -> None:
     found = Finding("U04", "error", "in /scratch/alice", ("see /scratch/alice/x",), (line,))
     diagnosis = replace(judge_machine(at_home("alice", healthy())), cause=found, findings=(found,))
     out = redacted(diagnosis, ALICE, runnable=True)

@@ -483,7 +483,7 @@ def test_an_old_card_with_a_new_driver_does_not_get_a_build_without_code_for_it(
     assert "no code for capability 6.1" in choice.reason
 
 
-def test_a_new_card_with_an_old_driver_is_told_to_update_the_driver() -> None:
+def test_a_new_card_with_an_old_driver_needs_a_newer_driver() -> None:
     choice = choose(driver="550.54.14", capabilities=[(12, 0)])  # RTX 5090
     assert (choice.direction, choice.needs_driver, choice.build) == ("newer", "570", "cu128")
     assert "Driver 550.54.14 is too old for capability 12.0: install 570 or newer." in choice.reason

@@ -82,7 +82,7 @@ def host(tmp_path: Path, **errors: str) -> TreeHost:
     return tree_host(tmp_path, TREE, ENVIRON, errors=refused, uid=0)
 
 
-def test_what_the_kernel_told(tmp_path: Path) -> None:
+def test_what_the_kernel_reports(tmp_path: Path) -> None:
     told = kernel(host(tmp_path))
     assert (told.loaded, told.version, told.flavour) == (True, "580.159.04", "open")
     assert told.gpus == (ProcGpu("0000:00:06.0", "NVIDIA H200", 0, "580.159.04"),)

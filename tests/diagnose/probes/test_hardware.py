@@ -192,13 +192,13 @@ def test_the_first_three_are_listed_when_nothing_is_there(tmp_path: Path) -> Non
 
 
 @each("error", ["EACCES", "EPERM", "ENXIO", "ENODEV", "EIO"])
-def test_the_errno_of_opening_is_told(tmp_path: Path, error: str) -> None:
+def test_the_errno_of_opening_is_reported(tmp_path: Path, error: str) -> None:
     found = nodes(plain_host(tmp_path, errors={"/dev/nvidiactl": error}))
     assert found.at("/dev/nvidiactl").error == error
     assert found.at("/dev/nvidia0").error == ""
 
 
-def test_mode_and_group_are_told(tmp_path: Path) -> None:
+def test_mode_and_group_are_reported(tmp_path: Path) -> None:
     restricted = {"/dev/nvidia0": Device(195, 0, 0o660, gid=44, error="EACCES")}
     node = nodes(plain_host(tmp_path, nodes={**NODES, **restricted})).at("/dev/nvidia0")
     assert (node.mode, node.gid, node.group, node.error) == (0o660, 44, "video", "EACCES")
@@ -235,7 +235,7 @@ def test_null_in_place_of_a_node_shows_in_its_number(tmp_path: Path) -> None:
     assert (found.at("/dev/nvidia-uvm").major, found.majors["nvidia-uvm"]) == (1, 238)
 
 
-def test_nodev_is_told_of_the_mount_a_node_lies_on(tmp_path: Path) -> None:
+def test_nodev_is_that_of_the_mount_with_the_node(tmp_path: Path) -> None:
     mounts = MOUNTS + "90 24 0:99 / /dev/nvidiactl rw,nosuid,nodev - tmpfs tmpfs rw\n"
     found = nodes(plain_host(tmp_path, more={"/proc/self/mountinfo": mounts}, errors={"/dev/nvidiactl": "EACCES"}))
     assert (found.at("/dev/nvidiactl").nodev, found.at("/dev/nvidiactl").error) == (True, "EACCES")

@@ -218,12 +218,12 @@ def line(message: str, second: int = 5) -> str:
     return f"2026-11-15T04:57:{second:02}.123456+00:00 node17 kernel: [    {second}.140900] {message}\n"
 
 
-def test_messages_alone_are_told(tmp_path: Path) -> None:
+def test_only_the_messages_are_kept(tmp_path: Path) -> None:
     log = line("usb 1-1: new high-speed USB device") + line(FELL, 7) + line(WEDGED, 8)
     assert kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log})) == (FELL, WEDGED)
 
 
-def test_what_was_before_the_last_start_is_not_told(tmp_path: Path) -> None:
+def test_messages_before_the_last_boot_are_left_out(tmp_path: Path) -> None:
     log = (
         line(FELL) + line("Linux version 6.8.0-45-generic", 0) + line("nvidia: module license 'NVIDIA' taints kernel.")
     )
@@ -239,7 +239,7 @@ def test_a_file_nobody_wrote_since_the_start_is_not_read(tmp_path: Path) -> None
     assert kernel_log(host) == (FELL,)
 
 
-def test_the_same_is_told_once_and_the_last_forty(tmp_path: Path) -> None:
+def test_equal_messages_are_kept_once_and_only_the_last_forty(tmp_path: Path) -> None:
     log = "".join(line(FELL) for _ in range(500)) + "".join(line(f"NVRM: {n}") for n in range(45)) + line(FELL)
     told = kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log}))
     assert told == (*(f"NVRM: {n}" for n in range(6, 45)), FELL)

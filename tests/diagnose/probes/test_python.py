@@ -161,7 +161,7 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
         ("printf '\\036[1]\\n'", "did not answer: exit status 0"),
     ],
 )
-def test_what_is_no_interpreter_is_told_apart(tmp_path: Path, text: str, problem: str) -> None:
+def test_what_is_not_an_interpreter_is_recognized(tmp_path: Path, text: str, problem: str) -> None:
     program = script(tmp_path / "python", text)
     found = python(Host(python=str(program)), deadline=0.5 if "within" in problem else 60.0)
     assert found.problem.startswith(str(program))

@@ -85,7 +85,7 @@ def test_an_overlay_alone_is_no_container(tmp_path: Path) -> None:
     assert surroundings(plain_host(tmp_path, more=live)).container == ""
 
 
-def test_images_of_kubernetes_lie_where_those_of_podman_do(tmp_path: Path) -> None:
+def test_images_of_kubernetes_are_where_those_of_podman_are(tmp_path: Path) -> None:
     crio = {"/proc/self/mountinfo": CONTAINER_MOUNTS.format(layers="/var/lib/containers/storage/overlay")}
     assert surroundings(container(tmp_path, "kubernetes", more=crio)).container == "container"
 

@@ -11,7 +11,7 @@ from transload.diagnose.probes.system import Mount, mount_of, mounts, platform, 
 from transload.machine import Toolkit, Unknown
 
 
-def test_an_ubuntu_server_is_told_in_full(tmp_path: Path) -> None:
+def test_every_fact_of_an_ubuntu_server(tmp_path: Path) -> None:
     told = platform(plain_host(tmp_path))
     assert (told.system, told.machine, told.kernel) == ("Linux", "x86_64", "6.8.0-45-generic")
     assert (told.distribution, told.distribution_like, told.distribution_version) == ("ubuntu", ("debian",), "24.04")
@@ -21,7 +21,7 @@ def test_an_ubuntu_server_is_told_in_full(tmp_path: Path) -> None:
     assert (told.laptop, told.address_space, told.suspends, told.prime) == (False, None, 0, "")
 
 
-def test_os_release_may_lie_in_usr_alone(tmp_path: Path) -> None:
+def test_os_release_may_be_only_in_usr(tmp_path: Path) -> None:
     told = platform(plain_host(tmp_path, without=("/etc/os-release",)))
     assert told.distribution == "ubuntu"
 
@@ -105,7 +105,7 @@ def test_other_systems_say_their_names(tmp_path: Path) -> None:
     assert (told.system, told.machine, told.kernel, told.shell) == ("Darwin", "arm64", "24.1.0", "zsh")
 
 
-def test_this_very_host_can_be_told() -> None:
+def test_this_host_can_be_examined() -> None:
     assert platform(Host()).system
 
 

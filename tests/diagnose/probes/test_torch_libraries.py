@@ -295,7 +295,7 @@ def test_conda_takes_its_own_although_wheels_are_there(tmp_path: Path) -> None:
     assert (found.path, found.expected, found.shadowed) == ("/opt/venv/lib/libcudart.so.13", "", False)
 
 
-def test_libraries_that_torch_brings_itself(tmp_path: Path) -> None:
+def test_libraries_bundled_with_torch(tmp_path: Path) -> None:
     tree = wheel()
     name = "libcudart-e409450e.so.11.0"
     tree[f"{TORCH}/lib/libtorch_global_deps.so"] = lib("", name, rpath="$ORIGIN")

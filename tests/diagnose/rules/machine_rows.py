@@ -18,12 +18,12 @@ NO_LIBRARY = Answer("no-library", "libcuda.so.1: cannot open shared object file:
 
 
 def seen(code: str, machine: Machine) -> Finding | None:
-    """What one row says of a machine."""
+    """What one rule finds on a machine."""
     return BY_CODE[code].finding(Case(machine))
 
 
-def told(code: str, machine: Machine) -> Finding:
-    """What one row says, where it must say something."""
+def finding_of(code: str, machine: Machine) -> Finding:
+    """What one rule finds on a machine on which it must match."""
     found = seen(code, machine)
     assert found is not None
     assert found.evidence

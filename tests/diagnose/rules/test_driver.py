@@ -11,11 +11,11 @@ from tests.diagnose.rules.machine_rows import (
     blind_nvml,
     cause,
     causes,
+    finding_of,
     missing,
     no_libcuda,
     relieved_by,
     seen,
-    told,
     with_gpu,
 )
 from tests.each import each
@@ -53,30 +53,30 @@ def not_ready() -> Machine:
 def test_the_fabric_is_down_by_its_state() -> None:
     machine = with_gpu(not_ready(), fabric="in-progress")
     assert causes(machine) == ["S01"]
-    assert "NVML reports that the fabric is in-progress" in told("S01", machine).evidence
+    assert "NVML reports that the fabric is in-progress" in finding_of("S01", machine).evidence
     refused_by_it = replace(nvml_gpu(), fabric="completed", fabric_status=6)
-    lines = told("S01", changed(machine, driver__nvml__gpus=(*machine.driver.nvml.gpus, refused_by_it))).evidence
+    lines = finding_of("S01", changed(machine, driver__nvml__gpus=(*machine.driver.nvml.gpus, refused_by_it))).evidence
     assert any(line.startswith("registering NVIDIA H200 with it: ") for line in lines)
-    assert not told("S01", machine).title.startswith("probably")
+    assert not finding_of("S01", machine).title.startswith("probably")
 
 
 def test_the_fabric_is_down_by_its_switches() -> None:
     machine = changed(not_ready(), hardware__pci=(*healthy().hardware.gpus, NVSWITCH))
-    assert not told("S01", machine).title.startswith("probably")
-    assert "$ sudo systemctl enable --now nvidia-fabricmanager" in told("S01", machine).fix
-    assert any("nvidia-fabricmanager-580=580.159.04" in line for line in told("S01", machine).fix)
+    assert not finding_of("S01", machine).title.startswith("probably")
+    assert "$ sudo systemctl enable --now nvidia-fabricmanager" in finding_of("S01", machine).fix
+    assert any("nvidia-fabricmanager-580=580.159.04" in line for line in finding_of("S01", machine).fix)
 
 
 def test_802_alone_makes_it_likely() -> None:
     assert cause(not_ready()) == "S01"
-    assert told("S01", not_ready()).title.startswith("probably: ")
+    assert finding_of("S01", not_ready()).title.startswith("probably: ")
     assert cause(refused(in_wsl(healthy()), 802)) == "X08"
 
 
 def test_a_running_fabric_manager_is_restarted() -> None:
     machine = with_gpu(changed(not_ready(), kernel__daemons=("nv-fabricmanager",)), fabric="in-progress")
-    assert "although the fabric manager is running" in told("S01", machine).title
-    assert "$ sudo systemctl restart nvidia-fabricmanager" in told("S01", machine).fix
+    assert "although the fabric manager is running" in finding_of("S01", machine).title
+    assert "$ sudo systemctl restart nvidia-fabricmanager" in finding_of("S01", machine).fix
 
 
 def test_a_fabric_manager_of_another_version() -> None:
@@ -89,7 +89,7 @@ def test_a_fabric_manager_of_another_version() -> None:
 def test_confidential_computing() -> None:
     machine = changed(not_ready(), driver__nvml__confidential="not-ready", kernel__fabric_manager="570.26")
     assert causes(machine) == ["S03"]
-    assert "$ sudo nvidia-smi conf-compute -srs 1" in told("S03", machine).fix
+    assert "$ sudo nvidia-smi conf-compute -srs 1" in finding_of("S03", machine).fix
     assert cause(changed(not_ready(), driver__nvml__confidential="ready")) == "S01"
 
 
@@ -106,7 +106,7 @@ def test_mps(code: int, around: Any) -> None:
 def test_mps_by_a_variable() -> None:
     machine = variables(refused(healthy(), 805), CUDA_MPS_PIPE_DIRECTORY="/run/mps")
     machine = relieved_by(machine, "CUDA_MPS_PIPE_DIRECTORY")
-    found = told("S04", machine)
+    found = finding_of("S04", machine)
     assert found.fix[1] == "$ unset CUDA_MPS_PIPE_DIRECTORY"
     assert "without CUDA_MPS_PIPE_DIRECTORY the driver starts and finds 1 GPU" in found.evidence
     assert causes(machine) == ["S04"]
@@ -114,7 +114,7 @@ def test_mps_by_a_variable() -> None:
 
 def test_mps_by_a_directory_that_was_left_over() -> None:
     machine = changed(refused(healthy(), 805), kernel__mps_directory="/var/run/mps")
-    assert "$ sudo rm -r /var/run/mps" in told("S04", machine).fix
+    assert "$ sudo rm -r /var/run/mps" in finding_of("S04", machine).fix
     assert causes(changed(healthy(), kernel__mps_directory="/var/run/mps")) == []
 
 
@@ -125,14 +125,14 @@ def test_mps_by_a_directory_that_was_left_over() -> None:
 def test_a_virtual_card_without_its_driver(code: int) -> None:
     machine = with_gpu(refused(healthy(), code), virtualization="vgpu")
     assert cause(machine) == "S07"
-    assert told("S07", machine).title.startswith("probably: ")
+    assert finding_of("S07", machine).title.startswith("probably: ")
     assert cause(with_gpu(machine, virtualization="passthrough")) == "X08"
 
 
 def test_mig_without_instances() -> None:
     machine = with_gpu(refused(healthy(), 100), mig="enabled")
     assert causes(machine) == ["M01"]
-    assert "$ sudo nvidia-smi mig -cgi 0 -C" in told("M01", machine).fix
+    assert "$ sudo nvidia-smi mig -cgi 0 -C" in finding_of("M01", machine).fix
     started = changed(machine, driver__cuda=replace(healthy().driver.cuda, count=0, gpus=()))
     assert causes(started) == ["M01"]
     assert seen("M01", with_gpu(machine, mig_devices=("MIG-1",))) is None
@@ -159,7 +159,7 @@ def test_a_mig_name_of_the_old_form() -> None:
 
 def test_several_mig_names_and_one_device() -> None:
     machine = variables(healthy(), CUDA_VISIBLE_DEVICES="MIG-1, MIG-2")
-    assert told("M02", machine).severity == "warning"
+    assert finding_of("M02", machine).severity == "warning"
     assert seen("M02", variables(healthy(), CUDA_VISIBLE_DEVICES="MIG-1")) is None
     assert seen("M02", changed(machine, driver__cuda__count=2)) is None
 
@@ -170,9 +170,9 @@ def test_several_mig_names_and_one_device() -> None:
 def test_a_limit_on_the_address_space() -> None:
     machine = changed(refused(healthy(), 2), platform__address_space=8 << 30)
     assert causes(machine) == ["X04"]
-    assert "limited to 8192 MB" in told("X04", machine).evidence[0]
-    assert not told("X04", machine).title.startswith("probably")
-    assert told("X04", changed(machine, platform__address_space=256 << 30)).title.startswith("probably: ")
+    assert "limited to 8192 MB" in finding_of("X04", machine).evidence[0]
+    assert not finding_of("X04", machine).title.startswith("probably")
+    assert finding_of("X04", changed(machine, platform__address_space=256 << 30)).title.startswith("probably: ")
     assert cause(refused(healthy(), 2)) == "X08"
     assert causes(changed(healthy(), platform__address_space=8 << 30)) == []
 
@@ -181,7 +181,7 @@ def test_a_limit_that_fails_at_the_first_kernel() -> None:
     error = "torch.AcceleratorError: CUDA error: out of memory"
     steps = (Step("import", ok=True), Step("init", ok=True), Step("kernel", ok=False, error=error))
     machine = changed(healthy(), platform__address_space=16 << 30, torch_run__steps=steps)
-    assert told("X04", machine).severity == "error"
+    assert finding_of("X04", machine).severity == "error"
     assert seen("X04", changed(machine, platform__address_space=None)) is None
     assert seen("X04", changed(machine, platform__address_space=256 << 30)) is None
 
@@ -189,7 +189,7 @@ def test_a_limit_that_fails_at_the_first_kernel() -> None:
 def test_several_cards_under_wsl() -> None:
     machine = changed(refused(in_wsl(healthy()), 2), driver__nvml__count=2)
     assert cause(machine) == "U10"
-    assert told("U10", machine).title.startswith("probably: ")
+    assert finding_of("U10", machine).title.startswith("probably: ")
     assert seen("U10", changed(machine, driver__nvml__count=1)) is None
     assert cause(changed(machine, platform__address_space=8 << 30)) == "X04"
 
@@ -202,14 +202,14 @@ def hung(machine: Machine) -> Machine:
 def test_a_driver_that_hangs(around: Any) -> None:
     machine = changed(hung(around(healthy())), kernel__stuck=("python (4711)",))
     assert causes(machine) == ["X02"]
-    found = told("X02", machine)
+    found = finding_of("X02", machine)
     assert "the CUDA driver gave no answer within 5 s: in cuInit" in found.evidence
     assert "python (4711) is stuck in the driver, in state D" in found.evidence
 
 
 def test_nvml_that_hangs_is_a_warning() -> None:
     machine = changed(healthy(), driver__nvml=Nvml(Answer("hung", "in nvmlInit_v2", 5.0)))
-    assert told("X02", machine).severity == "warning"
+    assert finding_of("X02", machine).severity == "warning"
 
 
 def test_a_hang_that_a_variable_causes_is_not_the_drivers() -> None:
@@ -219,7 +219,7 @@ def test_a_hang_that_a_variable_causes_is_not_the_drivers() -> None:
 @each("code", [9, 4, 18, 999])
 def test_nvml_that_fails_alone_is_a_note(code: int) -> None:
     machine = changed(in_wsl(healthy()), driver__nvml=Nvml(Answer("answered"), init=code))
-    assert told("U12", machine).severity == "note"
+    assert finding_of("U12", machine).severity == "note"
     assert alarms(machine) == []
     assert seen("U12", refused(machine, 100)) is None
 
@@ -228,10 +228,10 @@ def test_nvml_that_fails_alone_is_a_note(code: int) -> None:
 
 
 @each("code", [1, 46, 101, 102, 222, 304, 999, 12345])
-def test_an_answer_without_a_reason_is_told_as_one(code: int) -> None:
+def test_an_unexplained_answer_is_reported_as_such(code: int) -> None:
     machine = refused(healthy(), code)
     assert causes(machine) == ["X08"]
-    found = told("X08", machine)
+    found = finding_of("X08", machine)
     assert found.evidence[0].startswith(f"cuInit returned {code}")
     assert "the kernel driver is loaded (580.159.04)" in found.evidence
     assert "the device nodes exist and can be opened" in found.evidence
@@ -241,15 +241,15 @@ def test_an_answer_without_a_reason_is_told_as_one(code: int) -> None:
 
 def test_what_is_not_in_order_is_not_called_so() -> None:
     machine = changed(blind_nvml(missing(refused(healthy(), 46), "/dev/nvidia-uvm")), kernel__loaded=Unknown("no /sys"))
-    text = " ".join(told("X08", machine).evidence)
+    text = " ".join(finding_of("X08", machine).evidence)
     assert "the device nodes" not in text
     assert "is loaded" not in text
 
 
-def test_a_crash_is_told_as_one() -> None:
+def test_a_crash_is_reported_as_a_crash() -> None:
     machine = dead(changed(healthy(), driver__cuda=Cuda(Answer("crashed", "SIGSEGV in cuInit", 0.2))))
     assert causes(machine) == ["X08"]
-    assert "crashes" in told("X08", machine).title
+    assert "crashes" in finding_of("X08", machine).title
 
 
 def test_a_symptom_is_muted_by_any_cause() -> None:
@@ -293,8 +293,8 @@ def shimmed(state: Any) -> Machine:
 @each(("state", "code"), [("crashed", "X08"), ("hung", "X02")])
 def test_a_layer_in_the_drivers_place_is_named_and_torch_is_not_blamed(state: str, code: str) -> None:
     machine = shimmed(state)
-    assert judge_machine(machine).cause == told(code, machine)
-    found = told(code, machine)
+    assert judge_machine(machine).cause == finding_of(code, machine)
+    found = finding_of(code, machine)
     assert "libcuda.so.1 is /opt/shim/libcuda.so.1, found through LD_LIBRARY_PATH" in found.evidence
     assert "$ unset LD_LIBRARY_PATH" in found.fix
     assert not any("reboot" in line for line in found.fix)
@@ -302,4 +302,4 @@ def test_a_layer_in_the_drivers_place_is_named_and_torch_is_not_blamed(state: st
 
 def test_mig_is_switched_off_on_every_card() -> None:
     machine = with_gpu(refused(healthy(), 100), mig="enabled")
-    assert "$ sudo nvidia-smi -mig 0" in told("M01", machine).fix
+    assert "$ sudo nvidia-smi -mig 0" in finding_of("M01", machine).fix

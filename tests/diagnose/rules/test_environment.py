@@ -18,7 +18,7 @@ from tests.diagnose.machines import (
     refused,
 )
 from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import FINE, amd, failing, told, tried, variables
+from tests.diagnose.rules.torch_rows import FINE, amd, failing, finding_of, tried, variables
 from tests.each import each
 
 from transload.machine import Accelerator, Driver, Experiment, Machine, Torch
@@ -47,7 +47,7 @@ def several(machine: Machine, count: int = 2) -> Machine:
 def test_values_that_hide_every_gpu(value: str) -> None:
     machine = hiding(value)
     assert cause(machine) == "E01"
-    found = told("E01", machine)
+    found = finding_of("E01", machine)
     assert found.evidence[0] == f"CUDA_VISIBLE_DEVICES is {value!r}"
     assert "cuInit returned 100 CUDA_ERROR_NO_DEVICE" in found.evidence
     assert found.fix[0] == "$ unset CUDA_VISIBLE_DEVICES"
@@ -74,16 +74,16 @@ def test_values_that_name_no_gpu(value: str, code: int, row: str) -> None:
 def test_an_ambiguous_uuid() -> None:
     machine = several(hiding("GPU-6e1b"))
     assert cause(machine) == "E04"
-    assert "more than one UUID begins with 'GPU-6e1b'" in told("E04", machine).evidence
+    assert "more than one UUID begins with 'GPU-6e1b'" in finding_of("E04", machine).evidence
 
 
-def test_what_the_driver_did_without_it_is_told() -> None:
+def test_what_the_driver_did_without_it_is_evidence() -> None:
     line = "without CUDA_VISIBLE_DEVICES the driver finds 1 GPU"
-    assert line in told("E01", tried(hiding("-1"), "CUDA_VISIBLE_DEVICES")).evidence
+    assert line in finding_of("E01", tried(hiding("-1"), "CUDA_VISIBLE_DEVICES")).evidence
     still = changed(
         hiding("-1"), driver__experiments=(Experiment(("CUDA_VISIBLE_DEVICES",), refused(healthy(), 999).driver.cuda),)
     )
-    assert "without CUDA_VISIBLE_DEVICES the driver does not work either" in told("E01", still).evidence
+    assert "without CUDA_VISIBLE_DEVICES the driver does not work either" in finding_of("E01", still).evidence
 
 
 @each("value", ["0", "0,-1", "0 ", UUID[:-1] + "0", UUID[:7]])
@@ -106,10 +106,10 @@ def test_without_a_gpu_nothing_is_hidden(name: str) -> None:
 def test_a_list_that_is_cut_off() -> None:
     machine = several(healthy())
     lost = variables(machine, CUDA_VISIBLE_DEVICES="0,7,1")
-    assert told("E02", lost, "warning").title == "CUDA_VISIBLE_DEVICES is cut off at '7'"
-    assert "1 of 2 GPUs are visible" in told("E02", lost, "warning").evidence
+    assert finding_of("E02", lost, "warning").title == "CUDA_VISIBLE_DEVICES is cut off at '7'"
+    assert "1 of 2 GPUs are visible" in finding_of("E02", lost, "warning").evidence
     assert alarms(variables(machine, CUDA_VISIBLE_DEVICES="0,1,2,3")) == []
-    told("E02", variables(machine, CUDA_VISIBLE_DEVICES="0,1,2,3"), "note")
+    finding_of("E02", variables(machine, CUDA_VISIBLE_DEVICES="0,1,2,3"), "note")
     assert alarms(variables(machine, CUDA_VISIBLE_DEVICES="0,x,1")) == ["E01"]
 
 
@@ -124,13 +124,13 @@ def test_in_a_slurm_job_without_a_gpu_it_is_slurm_that_hides_them() -> None:
     machine = changed(hiding(""), surroundings__slurm=True)
     assert seen("E01", machine) is None
     given = changed(in_slurm(refused(healthy(), 100)))
-    assert "Slurm" in told("E01", variables(given, CUDA_VISIBLE_DEVICES="-1")).fix[0]
+    assert "Slurm" in finding_of("E01", variables(given, CUDA_VISIBLE_DEVICES="-1")).fix[0]
 
 
 def test_a_file_that_sets_it_is_named() -> None:
     machine = changed(hiding("-1"), variables__origins={"CUDA_VISIBLE_DEVICES": ("/etc/environment:3",)})
-    assert told("E07", machine, "note").evidence == ("CUDA_VISIBLE_DEVICES is set in /etc/environment:3",)
-    assert any("/etc/environment:3" in line for line in told("E01", machine).fix)
+    assert finding_of("E07", machine, "note").evidence == ("CUDA_VISIBLE_DEVICES is set in /etc/environment:3",)
+    assert any("/etc/environment:3" in line for line in finding_of("E01", machine).fix)
     fine = changed(variables(healthy(), CUDA_VISIBLE_DEVICES="0"), variables__origins=machine.variables.origins)
     assert seen("E07", fine) is None
 
@@ -138,7 +138,7 @@ def test_a_file_that_sets_it_is_named() -> None:
 def test_torch_counts_none() -> None:
     machine = changed(variables(healthy(), CUDA_VISIBLE_DEVICES="0,7,0"), torch_run__count=0)
     assert "E13" in alarms(machine)
-    told("E13", machine, "warning")
+    finding_of("E13", machine, "warning")
     assert seen("E13", changed(machine, torch_run__count=1)) is None
     assert seen("E13", changed(hiding("-1"), torch_run__count=0)) is None
 
@@ -150,7 +150,7 @@ def test_torch_counts_none() -> None:
 def test_an_order_that_cuda_refuses(value: str) -> None:
     machine = variables(refused(healthy(), 101), CUDA_DEVICE_ORDER=value)
     assert cause(machine) == "E12"
-    assert told("E12", machine).fix[0] == "$ export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    assert finding_of("E12", machine).fix[0] == "$ export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     assert seen("E12", variables(healthy(), CUDA_DEVICE_ORDER=value)) is None
 
 
@@ -167,7 +167,7 @@ def test_two_cards_in_another_order() -> None:
         driver__cuda__gpus=(cuda_gpu(*fast), cuda_gpu(*slow)),
         driver__nvml__gpus=(nvml_gpu(*slow), nvml_gpu(*fast)),
     )
-    assert told("E05", machine, "note").evidence == ("CUDA's device 0 is NVIDIA H200, nvidia-smi's is NVIDIA T4",)
+    assert finding_of("E05", machine, "note").evidence == ("CUDA's device 0 is NVIDIA H200, nvidia-smi's is NVIDIA T4",)
     same = changed(machine, driver__nvml__gpus=(nvml_gpu(*fast), nvml_gpu(*slow)))
     assert seen("E05", same) is None
     assert seen("E05", healthy()) is None
@@ -177,7 +177,7 @@ def test_kernels_must_be_compiled_and_cannot() -> None:
     machine = variables(failing(healthy(), "kernel", NO_KERNEL), CUDA_FORCE_PTX_JIT="1")
     assert cause(machine) == "A04"
     assert cause(variables(no_torch_run(healthy()), CUDA_FORCE_PTX_JIT="1")) == "A04"
-    told("A04", variables(healthy(), CUDA_FORCE_PTX_JIT="1"), "note")
+    finding_of("A04", variables(healthy(), CUDA_FORCE_PTX_JIT="1"), "note")
     ptx = changed(no_torch_run(healthy()), torch_libraries__cubins={"sm_80": 1, "compute_90": 1})
     assert alarms(variables(ptx, CUDA_FORCE_PTX_JIT="1")) == []
 
@@ -203,14 +203,14 @@ def test_a_variable_hides_the_amd_gpus(name: str) -> None:
 
 def test_a_check_that_asks_nvml() -> None:
     machine = variables(refused(healthy(), 802), PYTORCH_NVML_BASED_CUDA_CHECK="1")
-    told("E10", changed(machine, torch_run__available=True), "note")
+    finding_of("E10", changed(machine, torch_run__available=True), "note")
     assert seen("E10", machine) is None
     assert seen("E10", variables(healthy(), PYTORCH_NVML_BASED_CUDA_CHECK="1")) is None
 
 
 def test_a_cache_that_cannot_be_written() -> None:
     machine = changed(healthy(), variables__cache_problem="/home/user/.nv/ComputeCache: EACCES")
-    told("E11", machine, "note")
+    finding_of("E11", machine, "note")
     assert alarms(machine) == []
     assert seen("E11", changed(bare(), variables__cache_problem="HOME is not set")) is None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.diagnose.machines import bare, changed, healthy
 from tests.diagnose.rules.machine_rows import alarms, seen
-from tests.diagnose.rules.torch_rows import told
+from tests.diagnose.rules.torch_rows import finding_of
 from tests.each import each
 
 from transload.machine import Extension, Machine, Toolkit
@@ -21,7 +21,7 @@ def beside(package: str, version: str = "1.0", machine: Machine | None = None, *
 def test_torchvision_is_made_for_another_torch() -> None:
     machine = beside("torchvision", "0.23.0", wants_torch="==2.8.0")
     assert alarms(machine) == ["P05"]
-    found = told("P05", machine, "warning")
+    found = finding_of("P05", machine, "warning")
     assert found.evidence == ("torchvision 0.23.0 needs torch 2.8.0, and 2.13.0 is installed",)
     assert any(
         "torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cu130" in line for line in found.fix
@@ -54,25 +54,25 @@ def test_a_cpu_build_beside_a_cuda_build() -> None:
 def test_a_package_compiled_against_another_torch() -> None:
     machine = beside("flash-attn", "2.8.3", library="flash_attn_2_cuda.so", undefined=(SYMBOL,))
     assert alarms(machine) == ["P06"]
-    found = told("P06", machine, "warning")
+    found = finding_of("P06", machine, "warning")
     assert found.evidence == (f"flash_attn_2_cuda.so needs {SYMBOL}, which torch does not define",)
     assert any("--no-deps" in line and "--no-build-isolation" in line for line in found.fix)
 
 
 def test_torchvision_for_another_cuda_gets_the_wheel_of_torchs_build() -> None:
     machine = beside("torchvision", "0.28.0", bare(), local="cu132", missing=("libcudart.so.13",))
-    fix = told("P06", machine, "warning").fix
+    fix = finding_of("P06", machine, "warning").fix
     assert not any("--no-binary" in line for line in fix)
     assert any("torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cpu" in line for line in fix)
     two = (*machine.extensions, Extension("flash-attn", undefined=(SYMBOL,)))
-    both = told("P06", changed(machine, extensions=two), "warning").fix
+    both = finding_of("P06", changed(machine, extensions=two), "warning").fix
     assert next(line for line in both if "--no-binary" in line).endswith("flash-attn")
 
 
 def test_only_what_has_a_source_distribution_is_compiled() -> None:
-    fix = told("P06", beside("bitsandbytes", missing=("libcudart.so.12",)), "warning").fix
+    fix = finding_of("P06", beside("bitsandbytes", missing=("libcudart.so.12",)), "warning").fix
     assert fix[-1].endswith("-m pip install --no-deps --upgrade bitsandbytes")
-    fix = told("P06", beside("detectron2", missing=("libcudart.so.12",)), "warning").fix
+    fix = finding_of("P06", beside("detectron2", missing=("libcudart.so.12",)), "warning").fix
     assert fix == ("Install wheels of detectron2 built for torch 2.13.0 and CUDA 13.0.",)
 
 
@@ -84,7 +84,7 @@ def test_what_is_compiled_needs_the_toolkit_of_torchs_cuda() -> None:
         (Toolkit("/usr/bin/nvcc", "12.4"), f"Or compile flash-attn ({needs} /usr/bin/nvcc is of 12.4):"),
         (Toolkit("/usr/bin/nvcc", "13.0.1"), "Or compile flash-attn:"),
     ):
-        assert words in told("P06", changed(machine, toolkit=toolkit), "warning").fix
+        assert words in finding_of("P06", changed(machine, toolkit=toolkit), "warning").fix
 
 
 def test_a_package_that_needs_a_missing_library() -> None:
@@ -107,7 +107,7 @@ def test_code_of_a_package_for_the_card(architectures: tuple[str, ...], poor: bo
     machine = beside("flash-attn", "2.8.3", architectures=architectures)
     assert alarms(machine) == (["A03"] if poor else [])
     if poor:
-        found = told("A03", machine, "warning")
+        found = finding_of("A03", machine, "warning")
         assert "$ export TORCH_CUDA_ARCH_LIST=9.0" in found.fix
         assert "NVIDIA H200 has compute capability 9.0" in found.evidence
 

@@ -19,7 +19,7 @@ from tests.diagnose.machines import (
     nvml_gpu,
 )
 from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import failing, told, variables
+from tests.diagnose.rules.torch_rows import failing, finding_of, variables
 from tests.each import each
 
 from transload.diagnose.tables import index_builds, numbers_of, releases
@@ -77,7 +77,7 @@ def carded(machine: Machine, *capabilities: tuple[int, int]) -> Machine:
 def test_the_driver_is_too_old() -> None:
     machine = driven(dead(healthy(), warning=OLD.format(12080)), 12080, "570.86.10")
     assert cause(machine) == "V01"
-    found = told("V01", machine)
+    found = finding_of("V01", machine)
     assert "driver 570.86.10 supports CUDA up to 12.8" in found.evidence
     assert "torch 2.13.0+cu130 was built with CUDA 13.0, which needs driver 580.65.06 or newer" in found.evidence
     assert any("--index-url https://download.pytorch.org/whl/cu126" in line for line in found.fix)
@@ -110,7 +110,7 @@ def test_the_major_version_decides(driver: int, wheel: str, old: bool) -> None:
 
 def test_under_wsl_it_is_the_driver_of_windows() -> None:
     machine = in_wsl(driven(no_torch_run(healthy()), 12080, "572.16"))
-    assert any("Windows" in line for line in told("V01", machine).fix)
+    assert any("Windows" in line for line in finding_of("V01", machine).fix)
 
 
 def test_a_torch_without_cuda_fits_any_driver() -> None:
@@ -120,8 +120,8 @@ def test_a_torch_without_cuda_fits_any_driver() -> None:
 def test_a_message_that_is_false() -> None:
     machine = dead(healthy(), warning=OLD.format(13000))
     assert cause(machine) == "V05"
-    assert told("V05", machine).title.startswith("probably: ")
-    assert "$ unset LD_PRELOAD" in told("V05", variables(machine, LD_PRELOAD="/opt/shim.so")).fix
+    assert finding_of("V05", machine).title.startswith("probably: ")
+    assert "$ unset LD_PRELOAD" in finding_of("V05", variables(machine, LD_PRELOAD="/opt/shim.so")).fix
     assert seen("V05", dead(healthy(), warning=OLD.format(12080))) is None
 
 
@@ -140,7 +140,7 @@ def test_what_a_driver_of_the_same_major_version_cannot_do(code: str, error: str
 
 def test_ptx_alone_and_an_older_driver() -> None:
     machine = built(driven(no_torch_run(carded(healthy(), (12, 0))), 12040), "2.7.0+x", "12.8", ("sm_90", "compute_90"))
-    assert told("V02", machine).title.startswith("probably: ")
+    assert finding_of("V02", machine).title.startswith("probably: ")
     assert seen("V02", driven(machine, 12080)) is None
     assert seen("V02", carded(machine, (9, 0))) is None
 
@@ -148,7 +148,7 @@ def test_ptx_alone_and_an_older_driver() -> None:
 def test_an_old_card_is_not_offered_a_driver_for_a_build_that_has_no_code_for_it() -> None:
     machine = changed(carded(healthy(), (6, 1)), hardware__pci=(card(0x1B80),), kernel__flavour="proprietary")
     machine = driven(dead(machine, warning=OLD.format(12040)), 12040, "550.54.14")
-    found = told("V01", changed(machine, driver__cuda__init=0))
+    found = finding_of("V01", changed(machine, driver__cuda__init=0))
     assert not any("nvidia-driver" in line for line in found.fix)
     assert any(line.endswith("/cu126") for line in found.fix)
 
@@ -191,7 +191,7 @@ def test_the_code_for_a_jetson_since_cuda_13_2() -> None:
 
 def test_what_is_said_of_a_card() -> None:
     machine = built(carded(no_torch_run(healthy()), (6, 1)), "2.13.0+cu130", "13.0")
-    found = told("A02", machine)
+    found = finding_of("A02", machine)
     assert found.evidence[0] == "GPU 0 has compute capability 6.1"
     assert "torch 2.13.0+cu130 has code for sm_75 sm_80 sm_86 sm_90 sm_100 sm_120" in found.evidence
     assert any("whl/cu126" in line for line in found.fix)
@@ -200,9 +200,9 @@ def test_what_is_said_of_a_card() -> None:
 def test_of_two_cards_one_is_left_out() -> None:
     machine = carded(healthy(), (9, 0), (6, 1))
     assert alarms(machine) == ["A02"]
-    told("A02", machine, "warning")
-    told("A02", no_torch_run(machine), "warning")
-    told("A02", failing(carded(healthy(), (6, 1), (9, 0)), "kernel", NO_KERNEL))
+    finding_of("A02", machine, "warning")
+    finding_of("A02", no_torch_run(machine), "warning")
+    finding_of("A02", failing(carded(healthy(), (6, 1), (9, 0)), "kernel", NO_KERNEL))
     assert alarms(carded(variables(healthy(), CUDA_VISIBLE_DEVICES="0"), (9, 0))) == []
 
 
@@ -222,7 +222,7 @@ def test_the_kernels_come_before_the_list_and_the_list_before_the_tables() -> No
     assert alarms(listed) == []
     only_list = changed(pascal, torch_libraries__architectures=("sm_60",), torch_libraries__cubins=Unknown("x"))
     assert alarms(only_list) == []
-    assert told("A02", unread(pascal)).title.startswith("probably: ")
+    assert finding_of("A02", unread(pascal)).title.startswith("probably: ")
     assert alarms(unread(built(pascal, "2.13.0+cu126", "12.6"))) == []
 
 
@@ -236,7 +236,7 @@ def test_a_card_that_only_the_bus_knows() -> None:
     facts: dict[str, Any] = {"driver": Driver(), "hardware__pci": (card(0x1B80, ""),)}
     machine = changed(no_torch_run(healthy()), **facts)
     assert cause(machine) == "A02"
-    assert "GP104" in told("A02", machine).evidence[0]
+    assert "GP104" in finding_of("A02", machine).evidence[0]
     assert alarms(changed(machine, hardware__pci=(card(0x1B80, "vfio-pci"),))) == []
     assert alarms(changed(machine, hardware=Hardware(Unknown("no sysfs")))) == []
 

@@ -14,7 +14,7 @@ from tests.diagnose.machines import (
     library,
     refused,
 )
-from tests.diagnose.rules.machine_rows import blind_nvml, cause, node, relieved_by, seen, told, unloaded
+from tests.diagnose.rules.machine_rows import blind_nvml, cause, finding_of, node, relieved_by, seen, unloaded
 from tests.each import each
 
 from transload.machine import Kernel, Machine, Unknown
@@ -40,7 +40,7 @@ def driven(device: int, version: str, flavour: str = "open") -> Machine:
 def test_no_driver_is_installed() -> None:
     machine = unloaded(healthy())
     assert cause(machine) == "K01"
-    found = told("K01", machine)
+    found = finding_of("K01", machine)
     assert "there is no nvidia.ko under /lib/modules" in found.evidence
     assert found.fix[:2] == ("$ sudo apt install ubuntu-drivers-common", "$ sudo ubuntu-drivers install")
     assert cause(bare()) == ""
@@ -48,19 +48,19 @@ def test_no_driver_is_installed() -> None:
 
 def test_a_driver_for_an_old_card_is_of_a_branch_that_knows_it() -> None:
     pascal = changed(unloaded(healthy()), hardware__pci=(card(0x1B06, ""),))
-    assert any("nvidia-driver-580" in line and "open" not in line for line in told("K01", pascal).fix)
+    assert any("nvidia-driver-580" in line and "open" not in line for line in finding_of("K01", pascal).fix)
 
 
 def test_a_driver_that_is_installed_and_not_loaded() -> None:
     machine = unloaded(healthy(), built_for=(KERNEL,))
     assert cause(machine) == "K01"
-    assert told("K01", machine).title == "NVIDIA's kernel driver is installed but not loaded"
-    assert "$ sudo modprobe nvidia" in told("K01", machine).fix
+    assert finding_of("K01", machine).title == "NVIDIA's kernel driver is installed but not loaded"
+    assert "$ sudo modprobe nvidia" in finding_of("K01", machine).fix
 
 
 def test_what_could_not_be_found_out_is_said() -> None:
     machine = unloaded(healthy(), built_for=Unknown("/lib/modules: permission denied"))
-    assert "permission denied" in told("K01", machine).evidence[-1]
+    assert "permission denied" in finding_of("K01", machine).evidence[-1]
 
 
 def test_an_unknown_module_is_no_cause() -> None:
@@ -70,21 +70,21 @@ def test_an_unknown_module_is_no_cause() -> None:
 def test_in_a_container_the_driver_is_the_hosts() -> None:
     machine = in_container(unloaded(healthy()))
     assert cause(machine) == "K01"
-    assert "on the host" in told("K01", machine).title
-    assert not any("apt" in line for line in told("K01", machine).fix)
+    assert "on the host" in finding_of("K01", machine).title
+    assert not any("apt" in line for line in finding_of("K01", machine).fix)
 
 
 def test_a_driver_for_another_kernel() -> None:
     machine = unloaded(healthy(), built_for=("6.8.0-44-generic",))
     assert cause(machine) == "K02"
-    assert "$ sudo dkms autoinstall" in told("K02", machine).fix
+    assert "$ sudo dkms autoinstall" in finding_of("K02", machine).fix
     assert seen("K02", unloaded(healthy(), built_for=("6.8.0-44-generic", KERNEL))) is None
     assert seen("K02", changed(healthy(), kernel__built_for=("6.8.0-44-generic",))) is None  # loaded all the same
 
 
 def test_an_update_without_a_reboot_wants_a_reboot_and_nothing_else() -> None:
     machine = changed(unloaded(healthy(), built_for=("6.12.4-arch1-1",)), platform__kernel="6.11.1-arch1-1")
-    found = told("K02", machine)
+    found = finding_of("K02", machine)
     assert [line for line in found.fix if line.startswith("$ ")] == ["$ sudo reboot"]
     assert "still running" in found.title
 
@@ -106,15 +106,15 @@ def test_a_module_is_built_in_the_distributions_way(
         platform__distribution_like=like,
         platform__package_manager=manager,
     )
-    assert command in told("K02", machine).fix
+    assert command in finding_of("K02", machine).fix
 
 
 def test_secure_boot_is_likely_until_the_log_says_so() -> None:
     machine = unloaded(healthy(), built_for=(KERNEL,), secure_boot=True)
     assert cause(machine) == "K03"
-    assert told("K03", machine).title.startswith("probably: ")
+    assert finding_of("K03", machine).title.startswith("probably: ")
     log = ("nvidia: Loading of module with unavailable key is rejected",)
-    assert not told("K03", changed(machine, kernel__log=log)).title.startswith("probably: ")
+    assert not finding_of("K03", changed(machine, kernel__log=log)).title.startswith("probably: ")
     assert cause(changed(machine, kernel__secure_boot=False)) == "K01"
     assert cause(changed(machine, kernel__built_for=())) == "K01"
 
@@ -123,8 +123,8 @@ def test_secure_boot_is_likely_until_the_log_says_so() -> None:
 def test_another_driver_holds_the_card(driver: str) -> None:
     machine = changed(unloaded(healthy()), hardware__pci=(card(0x2335, driver),))
     assert cause(machine) == "K04"
-    assert f"bound to {driver}" in told("K04", machine).evidence[0]
-    installed = told("K04", changed(machine, kernel__built_for=(KERNEL,)))
+    assert f"bound to {driver}" in finding_of("K04", machine).evidence[0]
+    installed = finding_of("K04", changed(machine, kernel__built_for=(KERNEL,)))
     assert any("blacklist-nouveau.conf" in line for line in installed.fix)
     assert "$ sudo update-initramfs -u" in installed.fix
 
@@ -140,7 +140,7 @@ def test_cards_set_aside_for_virtual_machines() -> None:
     machine = changed(unloaded(healthy()), hardware__pci=pci)
     assert cause(machine) == "K05"
     assert seen("K05", changed(machine, hardware__pci=(pci[0], card(0x2335)))) is None
-    asleep = told("K05", changed(machine, hardware__pci=(replace(pci[0], power="D3cold"), pci[1]))).evidence
+    asleep = finding_of("K05", changed(machine, hardware__pci=(replace(pci[0], power="D3cold"), pci[1]))).evidence
     assert [line.endswith(", in power state D3cold") for line in asleep] == [True, False]
 
 
@@ -156,7 +156,7 @@ def test_none_of_it_applies_under_wsl() -> None:
 def test_a_driver_too_new_for_the_card(device: int, version: str) -> None:
     machine = driven(device, version, "proprietary")
     assert cause(machine) == "K06"
-    assert not told("K06", machine).title.startswith("probably")
+    assert not finding_of("K06", machine).title.startswith("probably")
 
 
 def test_the_module_that_refused_to_load_is_known_by_its_libraries() -> None:
@@ -174,21 +174,21 @@ def test_the_last_branch_that_knows_the_card_is_no_fault() -> None:
 def test_an_old_card_beside_one_that_works_is_a_note() -> None:
     pci = (card(0x2335), card(0x1B06, "", "0000:01:00.0"))
     machine = changed(healthy(), hardware__pci=pci, kernel__version="595.58.03")
-    found = told("K06", machine)
+    found = finding_of("K06", machine)
     assert found.severity == "note"
     assert any(line.startswith("The other cards work") for line in found.fix)
 
 
 def test_a_driver_that_would_kill_the_card_at_work_is_not_recommended() -> None:
     pci = (card(0x2684), card(0x128B, "", "0000:01:00.0"))  # RTX 4090, GT 710
-    found = told("K06", changed(healthy(), hardware__pci=pci))
+    found = finding_of("K06", changed(healthy(), hardware__pci=pci))
     assert found.severity == "note"
     assert found.fix == ("Leave it as it is: no driver supports both this card and Ada.",)
 
 
 def test_no_driver_serves_blackwell_and_pascal_so_the_newer_card_is_chosen() -> None:
     pci = (card(0x2B85, ""), card(0x1B80, "", "0000:01:00.0"))
-    found = told("K01", unloaded(changed(healthy(), hardware__pci=pci)))
+    found = finding_of("K01", unloaded(changed(healthy(), hardware__pci=pci)))
     assert "$ sudo apt install nvidia-driver-580-open" in found.fix
     assert found.fix[0] == "No driver supports both Blackwell and Pascal. This is the one for Blackwell:"
 
@@ -196,7 +196,7 @@ def test_no_driver_serves_blackwell_and_pascal_so_the_newer_card_is_chosen() -> 
 def test_the_open_module_on_a_card_before_turing() -> None:
     machine = driven(0x1BB3, "580.178.04", "open")
     assert cause(machine) == "K07"
-    assert any("nvidia-driver-580" in line and "open" not in line for line in told("K07", machine).fix)
+    assert any("nvidia-driver-580" in line and "open" not in line for line in finding_of("K07", machine).fix)
     assert seen("K07", driven(0x1BB3, "580.178.04", "proprietary")) is None
     assert seen("K07", driven(0x2335, "580.178.04", "open")) is None
 
@@ -210,13 +210,13 @@ def test_the_log_of_the_open_module_runs_over_several_lines() -> None:
     )
     machine = changed(driven(0x1DB5, "570.26", ""), kernel__loaded=False, kernel__log=log)
     assert cause(machine) == "K07"
-    assert "the required GPU System Pro" in told("K07", machine).evidence[-1]
+    assert "the required GPU System Pro" in finding_of("K07", machine).evidence[-1]
 
 
 def test_the_proprietary_module_on_blackwell() -> None:
     machine = driven(0x2B85, "570.124.06", "proprietary")
     assert cause(machine) == "K08"
-    assert any("-open" in line for line in told("K08", machine).fix)
+    assert any("-open" in line for line in finding_of("K08", machine).fix)
     assert seen("K08", driven(0x2B85, "570.124.06", "open")) is None
     assert seen("K08", driven(0x2684, "570.124.06", "proprietary")) is None
 
@@ -242,9 +242,9 @@ def test_a_card_that_nvml_sees_is_served() -> None:
 def test_missing_firmware() -> None:
     machine = changed(blind_nvml(refused(healthy(), 100)), kernel__gpus=(), kernel__firmware=False)
     assert cause(machine) == "K12"
-    assert told("K12", machine).title.startswith("probably: ")
+    assert finding_of("K12", machine).title.startswith("probably: ")
     log = ("nvidia: loading /lib/firmware/nvidia/570.133.20/gsp_ga10x.bin failed with error -4",)
-    assert not told("K12", changed(machine, kernel__log=log)).title.startswith("probably: ")
+    assert not finding_of("K12", changed(machine, kernel__log=log)).title.startswith("probably: ")
     assert seen("K12", changed(machine, kernel__firmware=True)) is None
     assert seen("K12", in_container(machine)) is None
     assert seen("K12", changed(healthy(), kernel__firmware=False)) is None
@@ -256,10 +256,10 @@ def test_missing_firmware() -> None:
 def test_heterogeneous_memory_management() -> None:
     machine = refused(healthy(), 3)
     assert cause(machine) == "K10"
-    assert told("K10", machine).title.startswith("probably: ")
+    assert finding_of("K10", machine).title.startswith("probably: ")
     log = ("nvidia-uvm: uvm_pmm_gpu.c: request_free_mem_region() err -34",)
-    assert not told("K10", changed(machine, kernel__log=log)).title.startswith("probably: ")
-    assert "uvm_disable_hmm=1" in " ".join(told("K10", machine).fix)
+    assert not finding_of("K10", changed(machine, kernel__log=log)).title.startswith("probably: ")
+    assert "uvm_disable_hmm=1" in " ".join(finding_of("K10", machine).fix)
 
 
 @each("fact", [{"kernel__uvm_disable_hmm": "Y"}, {"kernel__flavour": "proprietary"}, {"kernel__kaslr": False}])
@@ -271,8 +271,8 @@ def test_what_speaks_against_it(fact: dict[str, object]) -> None:
 def test_a_suspend_is_a_likely_reason_for_999() -> None:
     machine = changed(refused(healthy(), 999), platform__suspends=3)
     assert cause(machine) == "K11"
-    assert told("K11", machine).title.startswith("probably: ")
-    assert "suspended 3 times" in " ".join(told("K11", machine).evidence)
+    assert finding_of("K11", machine).title.startswith("probably: ")
+    assert "suspended 3 times" in " ".join(finding_of("K11", machine).evidence)
     assert cause(refused(healthy(), 999)) == "X08"
     assert seen("K11", node(machine, "/dev/nvidia-uvm", error="EACCES")) is None
     assert seen("K11", blind_nvml(machine)) is None

@@ -23,10 +23,10 @@ from tests.diagnose.rules.machine_rows import (
     alarms,
     cause,
     causes,
+    finding_of,
     no_libcuda,
     relieved_by,
     seen,
-    told,
     unloaded,
     with_gpu,
 )
@@ -62,7 +62,7 @@ def searching(machine: Machine, value: str) -> Machine:
 def test_a_stub(around: Any) -> None:
     machine = searching(around(taking(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}")
     assert causes(machine) == ["U04"]
-    found = told("U04", machine)
+    found = finding_of("U04", machine)
     assert f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, found through LD_LIBRARY_PATH" in found.evidence
     assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in found.evidence
     assert found.fix[0] == "$ export LD_LIBRARY_PATH=/opt/x"
@@ -71,12 +71,12 @@ def test_a_stub(around: Any) -> None:
 def test_the_experiment_is_the_proof() -> None:
     machine = relieved_by(taking(refused(healthy(), 34), stub()), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U04"]
-    assert "without LD_LIBRARY_PATH the driver starts and finds 1 GPU" in told("U04", machine).evidence
+    assert "without LD_LIBRARY_PATH the driver starts and finds 1 GPU" in finding_of("U04", machine).evidence
 
 
 def test_a_stub_in_the_loaders_cache() -> None:
     machine = taking(refused(healthy(), 34), stub("ld.so.cache"))
-    assert "$ sudo ldconfig" in told("U04", machine).fix
+    assert "$ sudo ldconfig" in finding_of("U04", machine).fix
 
 
 def test_the_answer_34_needs_no_file() -> None:
@@ -94,7 +94,7 @@ def test_a_stub_on_a_machine_without_a_card_is_no_fault() -> None:
 def test_a_compat_library_that_does_not_fit() -> None:
     machine = searching(in_container(taking(refused(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT)
     assert causes(machine) == ["U02"]
-    found = told("U02", machine)
+    found = finding_of("U02", machine)
     assert "it is version 570.26, but the kernel driver is 580.159.04" in found.evidence
     assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
 
@@ -112,14 +112,14 @@ def test_a_compat_library_that_works_is_left_alone() -> None:
 def test_forward_compatibility_on_a_plain_card() -> None:
     machine = with_gpu(taking(refused(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
     assert causes(machine) == ["U03"]
-    assert "NVIDIA GeForce RTX 4090 is not a data-center card" in told("U03", machine).evidence
-    assert not told("U03", machine).title.startswith("probably")
+    assert "NVIDIA GeForce RTX 4090 is not a data-center card" in finding_of("U03", machine).evidence
+    assert not finding_of("U03", machine).title.startswith("probably")
 
 
 def test_804_by_a_library_that_is_not_known_is_likely() -> None:
     machine = refused(healthy(), 804)
     assert cause(machine) == "U03"
-    assert told("U03", machine).title.startswith("probably: ")
+    assert finding_of("U03", machine).title.startswith("probably: ")
 
 
 # -- U01
@@ -129,13 +129,13 @@ def test_804_by_a_library_that_is_not_known_is_likely() -> None:
 def test_libraries_of_another_release(code: int) -> None:
     machine = taking(refused(healthy(), code), library("libcuda.so.1", "580.178.04"))
     assert causes(machine) == ["U01"]
-    assert told("U01", machine).fix[0] == "$ sudo reboot"
+    assert finding_of("U01", machine).fix[0] == "$ sudo reboot"
 
 
 def test_nvml_says_so_itself() -> None:
     machine = changed(refused(healthy(), 804), driver__nvml=Nvml(Answer("answered"), init=18))
     assert causes(machine) == ["U01"]
-    assert "nvmlInit returned 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in told("U01", machine).evidence
+    assert "nvmlInit returned 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in finding_of("U01", machine).evidence
 
 
 def test_803_means_it_whatever_the_files_are() -> None:
@@ -145,15 +145,15 @@ def test_803_means_it_whatever_the_files_are() -> None:
 
 def test_libraries_older_than_the_module_are_brought_to_its_version() -> None:
     machine = taking(refused(healthy(), 803), library("libcuda.so.1", "570.26"))
-    assert "$ sudo reboot" not in told("U01", machine).fix[:1]
-    assert "580.159.04" in told("U01", machine).fix[0]
+    assert "$ sudo reboot" not in finding_of("U01", machine).fix[:1]
+    assert "580.159.04" in finding_of("U01", machine).fix[0]
 
 
 def test_a_second_driver_on_the_search_path_is_dropped() -> None:
     old = library("libcuda.so.1", "570.26", "LD_LIBRARY_PATH", "/opt/old")
     machine = searching(taking(refused(healthy(), 803), old, library("libcuda.so.1")), "/opt/old")
     assert causes(machine) == ["U01"]
-    assert told("U01", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
+    assert finding_of("U01", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
 def test_the_same_release_is_no_mismatch() -> None:
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> Non
     answer = Answer(state, "libcuda.so.1: file too short")
     machine = dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
     assert causes(machine) == ["U13"]
-    assert "libcuda.so.1 could not be used: libcuda.so.1: file too short" in told("U13", machine).evidence
+    assert "libcuda.so.1 could not be used: libcuda.so.1: file too short" in finding_of("U13", machine).evidence
 
 
 @each("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
@@ -189,8 +189,8 @@ def test_an_impostor_on_the_search_path(answer: Answer) -> None:
     machine = taking(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
     machine = relieved_by(searching(machine, "/opt/shim"), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U13"]
-    assert "instead of the driver's" in told("U13", machine).title
-    assert told("U13", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
+    assert "instead of the driver's" in finding_of("U13", machine).title
+    assert finding_of("U13", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
     assert seen("U13", changed(machine, driver__experiments=())) is None
 
 
@@ -201,13 +201,13 @@ def test_a_library_where_the_loader_does_not_look() -> None:
     hidden = library("libcuda.so.1", via="disk", folder="/opt/nvidia/lib64")
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
     assert causes(machine) == ["U05"]
-    assert "$ echo /opt/nvidia/lib64 | sudo tee /etc/ld.so.conf.d/nvidia.conf" in told("U05", machine).fix
-    nixos = told("U05", changed(machine, platform__distribution="nixos"))
+    assert "$ echo /opt/nvidia/lib64 | sudo tee /etc/ld.so.conf.d/nvidia.conf" in finding_of("U05", machine).fix
+    nixos = finding_of("U05", changed(machine, platform__distribution="nixos"))
     assert nixos.fix[0] == "$ export LD_LIBRARY_PATH=/opt/nvidia/lib64"
 
 
 @each("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}])
-def test_what_lies_on_the_disk_must_be_a_driver(facts: dict[str, Any]) -> None:
+def test_a_library_on_the_disk_must_be_the_drivers(facts: dict[str, Any]) -> None:
     hidden = replace(library("libcuda.so.1", via="disk"), **facts)
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
     assert cause(machine) == "U06"
@@ -216,15 +216,15 @@ def test_what_lies_on_the_disk_must_be_a_driver(facts: dict[str, Any]) -> None:
 def test_only_half_of_the_driver_is_installed() -> None:
     machine = no_libcuda(healthy())
     assert causes(machine) == ["U06"]
-    assert told("U06", machine).fix[0] == "$ sudo apt install libnvidia-compute-580 nvidia-utils-580"
+    assert finding_of("U06", machine).fix[0] == "$ sudo apt install libnvidia-compute-580 nvidia-utils-580"
     neither = changed(machine, driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
-    assert told("U06", neither).title == "the driver's libraries are not installed"
+    assert finding_of("U06", neither).title == "the driver's libraries are not installed"
     assert seen("U06", no_libcuda(unloaded(healthy()))) is None
 
 
 def test_cuda_without_nvml_is_a_note() -> None:
     machine = changed(healthy(), driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
-    assert told("U06", machine).severity == "note"
+    assert finding_of("U06", machine).severity == "note"
     assert alarms(machine) == []
     assert seen("U06", changed(machine, hardware__tegra="Orin")) is None
 
@@ -234,10 +234,10 @@ def test_cuda_without_nvml_is_a_note() -> None:
 
 def test_a_missing_compiler_is_a_note_until_something_needs_it() -> None:
     machine = changed(healthy(), driver__libraries__ptx_compiler=())
-    assert told("U07", machine).severity == "note"
+    assert finding_of("U07", machine).severity == "note"
     error = "RuntimeError: CUDA error: PTX JIT compiler library not found"
     died = changed(machine, torch_run__steps=(Step("import", ok=True), Step("kernel", ok=False, error=error)))
-    assert told("U07", died).severity == "error"
+    assert finding_of("U07", died).severity == "error"
     assert cause(refused(healthy(), 221)) == "U07"
     assert seen("U07", in_wsl(machine)) is None
 
@@ -251,7 +251,7 @@ def test_wsl_with_a_linux_driver_inside() -> None:
     assert own is not None
     machine = taking(machine, library("libcuda.so.1", "535.104.05"), replace(own, via="disk"))
     assert causes(machine) == ["U09"]
-    purge = told("U09", machine).fix[0]
+    purge = finding_of("U09", machine).fix[0]
     pattern = purge.partition("'")[2].rstrip("'")
     assert purge.startswith("$ sudo apt purge '")
     gone = ("nvidia-driver-580-open", "libnvidia-compute-580", "nvidia-utils-580", "libcuda1")
@@ -266,19 +266,19 @@ def test_wsl_whose_library_the_loader_misses() -> None:
     assert own is not None
     hidden = changed(no_libcuda(machine), driver__libraries__cuda=(replace(own, via="disk"),))
     assert causes(hidden) == ["U08"]
-    assert any("/usr/lib/wsl/lib" in line and "LD_LIBRARY_PATH" in line for line in told("U08", hidden).fix)
+    assert any("/usr/lib/wsl/lib" in line and "LD_LIBRARY_PATH" in line for line in finding_of("U08", hidden).fix)
 
 
 def test_wsl_without_the_road_to_the_card() -> None:
     machine = changed(refused(in_wsl(healthy()), 100), hardware__dxg=False)
     assert causes(machine) == ["U08"]
-    assert "$ wsl --update" in told("U08", machine).fix
+    assert "$ wsl --update" in finding_of("U08", machine).fix
 
 
 def test_wsl_whose_driver_has_no_device_is_likely_out_of_date() -> None:
     machine = refused(in_wsl(healthy()), 100)
     assert causes(machine) == ["U08"]
-    assert told("U08", machine).title.startswith("probably: ")
+    assert finding_of("U08", machine).title.startswith("probably: ")
     assert cause(refused(in_wsl(healthy()), 999)) == "X08"
     assert seen("U08", relieved_by(machine, "CUDA_VISIBLE_DEVICES")) is None
 
@@ -286,14 +286,14 @@ def test_wsl_whose_driver_has_no_device_is_likely_out_of_date() -> None:
 def test_wsl_without_a_driver_is_a_fault_only_for_a_cuda_build() -> None:
     machine = no_libcuda(in_wsl(healthy()))
     assert causes(machine) == ["U08"]
-    assert "no NVIDIA card" in told("U08", machine).title
-    assert told("U08", changed(machine, torch=bare().torch)).severity == "note"
+    assert "no NVIDIA card" in finding_of("U08", machine).title
+    assert finding_of("U08", changed(machine, torch=bare().torch)).severity == "note"
 
 
 def test_the_first_wsl() -> None:
     machine = no_libcuda(changed(in_wsl(bare()), surroundings__wsl=1, hardware__dxg=False))
-    assert told("U11", machine).severity == "note"
-    assert "$ wsl --set-version DISTRIBUTION 2" in told("U11", machine).fix
+    assert finding_of("U11", machine).severity == "note"
+    assert "$ wsl --set-version DISTRIBUTION 2" in finding_of("U11", machine).fix
     assert seen("U11", in_wsl(healthy())) is None
     assert seen("U08", machine) is None
 
@@ -311,29 +311,29 @@ def unloadable(machine: Machine, detail: str, **facts: Any) -> Machine:
 def test_the_systems_folder_is_never_taken_from_the_loader() -> None:
     for machine in (healthy(), in_container(healthy())):
         empty = unloadable(machine, "file too short", target="", version="", kind="other", problem="empty")
-        fix = told("U13", empty).fix
+        fix = finding_of("U13", empty).fix
         assert not any("ld.so.conf" in line for line in fix)
         assert any(line.endswith("rm /usr/lib/x86_64-linux-gnu/libcuda.so.1") for line in fix)
 
 
 def test_the_drivers_own_library_is_not_removed_for_want_of_another() -> None:
     machine = unloadable(healthy(), "libnvidia-gpucomp.so.580.159.04: cannot open shared object file")
-    fix = told("U13", machine).fix
+    fix = finding_of("U13", machine).fix
     assert not any(" rm " in line or "ld.so.conf" in line for line in fix)
     assert fix[0] == "$ sudo apt install --reinstall libnvidia-compute-580 nvidia-utils-580"
-    noexec = told("U13", unloadable(healthy(), "failed to map segment: Operation not permitted")).fix
+    noexec = finding_of("U13", unloadable(healthy(), "failed to map segment: Operation not permitted")).fix
     assert not any(line.startswith("$") for line in noexec)
 
 
 def test_a_preloaded_library_is_taken_off_the_list_and_not_from_the_disk() -> None:
     lib = replace(stub("ld.so.preload"), path="/opt/vgpu/libvgpu.so", target="")
-    fix = told("U04", taking(refused(healthy(), 34), lib)).fix
+    fix = finding_of("U04", taking(refused(healthy(), 34), lib)).fix
     assert not any(line.startswith("$") for line in fix)
     assert "/opt/vgpu/libvgpu.so from /etc/ld.so.preload" in fix[0]
 
 
 def test_a_folder_of_the_toolkit_is_still_taken_out_of_the_configuration() -> None:
-    fix = told("U04", taking(refused(healthy(), 34), stub("ld.so.cache"))).fix
+    fix = finding_of("U04", taking(refused(healthy(), 34), stub("ld.so.cache"))).fix
     assert f"$ grep -rn {STUBS} /etc/ld.so.conf /etc/ld.so.conf.d" in fix
 
 
@@ -347,14 +347,14 @@ def test_an_nvml_on_the_disk_is_not_missing() -> None:
 def test_where_torch_was_not_run_its_own_search_path_may_find_the_library() -> None:
     lib = library("libcuda.so.1", via="disk", folder="/run/opengl-driver/lib")
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(lib,))
-    assert not told("U05", machine).title.startswith("probably: ")
-    assert told("U05", no_torch_run(machine)).title.startswith("probably: ")
+    assert not finding_of("U05", machine).title.startswith("probably: ")
+    assert finding_of("U05", no_torch_run(machine)).title.startswith("probably: ")
 
 
 def test_the_persistence_daemon_is_stopped_before_the_modules_go() -> None:
     machine = changed(refused(healthy(), 803), driver__libraries__cuda=(library("libcuda.so.1", "595.58.03"),))
     machine = changed(machine, driver__nvml=Nvml(Answer("answered"), init=18))
-    fix = told("U01", machine).fix
+    fix = finding_of("U01", machine).fix
     assert fix.index("$ sudo systemctl stop nvidia-persistenced") + 1 == fix.index(
         "$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia"
     )

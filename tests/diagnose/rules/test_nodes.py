@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
-from tests.diagnose.rules.machine_rows import blind_nvml, cause, causes, missing, node, relieved_by, seen, told
+from tests.diagnose.rules.machine_rows import blind_nvml, cause, causes, finding_of, missing, node, relieved_by, seen
 from tests.each import each
 
 from transload.machine import Hardware, Machine, Node
@@ -42,7 +42,7 @@ def spoilt(path: str, **facts: Any) -> Machine:
 def test_each_fault_of_each_node(path: str, facts: dict[str, Any], code: str) -> None:
     machine = spoilt(path, **facts)
     assert causes(machine) == [code]
-    assert told(code, machine).evidence[0].startswith(path)
+    assert finding_of(code, machine).evidence[0].startswith(path)
     assert causes(in_container(machine)) == [code]
 
 
@@ -58,24 +58,24 @@ def test_as_root_the_library_makes_a_missing_node(path: str) -> None:
 def test_in_a_container_root_cannot_make_it() -> None:
     machine = in_container(missing(refused(healthy(), 999), UVM))
     assert cause(machine) == "D01"
-    assert "$ sudo nvidia-modprobe -u -c=0" in told("D01", machine).fix
-    assert told("D01", machine).fix[0] == "On the host, not in this container:"
+    assert "$ sudo nvidia-modprobe -u -c=0" in finding_of("D01", machine).fix
+    assert finding_of("D01", machine).fix[0] == "On the host, not in this container:"
 
 
 def test_without_the_module_even_root_cannot_make_it() -> None:
     machine = changed(missing(refused(healthy(), 999), UVM), platform__root=True, nodes__majors={"nvidia": 195})
     machine = changed(machine, kernel__modules=("nvidia", "nvidia_modeset"))
     assert cause(machine) == "D01"
-    assert "the module nvidia_uvm is not loaded" in told("D01", machine).evidence
+    assert "the module nvidia_uvm is not loaded" in finding_of("D01", machine).evidence
 
 
 def test_a_node_of_another_major_than_the_modules() -> None:
     machine = node(refused(healthy(), 999), UVM, major=511)
     assert cause(machine) == "D02"
-    assert "/proc/devices gives nvidia-uvm the number 238" in told("D02", machine).evidence
-    lxc = told("D02", in_container(machine, "lxc"))
+    assert "/proc/devices gives nvidia-uvm the number 238" in finding_of("D02", machine).evidence
+    lxc = finding_of("D02", in_container(machine, "lxc"))
     assert "| lxc.cgroup2.devices.allow: c 238:* rwm" in lxc.fix
-    assert any("cdi generate" in line for line in told("D02", in_container(machine)).fix)
+    assert any("cdi generate" in line for line in finding_of("D02", in_container(machine)).fix)
 
 
 def test_without_proc_devices_only_memory_devices_are_surely_wrong() -> None:
@@ -108,12 +108,12 @@ def test_a_variable_exonerates_the_nodes() -> None:
 
 def test_a_group_to_join() -> None:
     machine = spoilt(CONTROL, error="EACCES", mode=0o660, gid=44, group="video")
-    assert told("D03", machine).fix[0] == "$ sudo usermod -aG video $USER"
+    assert finding_of("D03", machine).fix[0] == "$ sudo usermod -aG video $USER"
 
 
 def test_a_mode_to_change() -> None:
     machine = changed(spoilt(UVM, error="EACCES", mode=0o600), kernel__parameters={"DeviceFileMode": "384"})
-    found = told("D03", machine)
+    found = finding_of("D03", machine)
     assert "$ sudo chmod 0666 /dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*" in found.fix
     unload = found.fix.index("$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia")
     assert found.fix[unload - 1] == "$ sudo systemctl stop nvidia-persistenced"
@@ -131,20 +131,20 @@ def test_a_card_that_was_pulled_is_no_missing_node() -> None:
 
 def test_a_mount_without_devices() -> None:
     machine = spoilt(CARD, error="EACCES", nodev=True)
-    assert "nodev" in told("D03", machine).title
-    assert "$ sudo mount -o remount,dev /dev" in told("D03", machine).fix
-    assert any("--gpus all" in line for line in told("D03", in_container(machine)).fix)
+    assert "nodev" in finding_of("D03", machine).title
+    assert "$ sudo mount -o remount,dev /dev" in finding_of("D03", machine).fix
+    assert any("--gpus all" in line for line in finding_of("D03", in_container(machine)).fix)
 
 
 def test_a_refusal_against_the_mode_is_not_understood() -> None:
-    assert told("D03", spoilt(CONTROL, error="EACCES")).title.startswith("probably: ")
-    assert not told("D03", spoilt(CONTROL, error="EACCES", mode=0o600)).title.startswith("probably: ")
+    assert finding_of("D03", spoilt(CONTROL, error="EACCES")).title.startswith("probably: ")
+    assert not finding_of("D03", spoilt(CONTROL, error="EACCES", mode=0o600)).title.startswith("probably: ")
 
 
 def test_selinux_against_the_mode() -> None:
     machine = changed(spoilt(CONTROL, error="EACCES"), surroundings__selinux="enforcing")
     assert causes(machine) == ["D06"]
-    assert told("D06", machine).title.startswith("probably: ")
+    assert finding_of("D06", machine).title.startswith("probably: ")
     assert cause(changed(machine, surroundings__selinux="permissive")) == "D03"
     assert cause(node(machine, CONTROL, mode=0o600)) == "D03"
     assert cause(node(machine, CONTROL, nodev=True)) == "D03"
@@ -156,8 +156,8 @@ def test_selinux_against_the_mode() -> None:
 def test_a_cgroup_that_took_the_right_away() -> None:
     machine = changed(in_container(spoilt(CONTROL, error="EPERM")), nodes__cgroup=("c 195:* m", "c 1:3 rwm"))
     assert cause(machine) == "D04"
-    assert "the devices cgroup allows: c 195:* m, c 1:3 rwm" in told("D04", machine).evidence
-    assert "create-dev-char-symlinks" in " ".join(told("D04", machine).fix)
+    assert "the devices cgroup allows: c 195:* m, c 1:3 rwm" in finding_of("D04", machine).evidence
+    assert "create-dev-char-symlinks" in " ".join(finding_of("D04", machine).fix)
 
 
 # -- other drivers' nodes

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.diagnose.machines import bare, changed, healthy, in_container, install, no_torch_run
 from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import amd, told, variables, without_torch
+from tests.diagnose.rules.torch_rows import amd, finding_of, variables, without_torch
 from tests.each import each
 
 from transload.machine import Accelerator, Answer, Cuda, Machine, Node, PciDevice, Torch
@@ -27,7 +27,7 @@ def rocm(machine: Machine, **facts: Any) -> Machine:
 def test_a_rocm_build_on_nvidia() -> None:
     machine = rocm(healthy(), torch_run__steps=())
     assert cause(machine) == "T06"
-    assert any("pip install torch==" in line for line in told("T06", machine).fix)
+    assert any("pip install torch==" in line for line in finding_of("T06", machine).fix)
     both = changed(machine, hardware__pci=(*(machine.hardware.pci or ()), AMD_CARD))
     assert seen("T06", both) is None
 
@@ -35,19 +35,19 @@ def test_a_rocm_build_on_nvidia() -> None:
 def test_an_xpu_build_on_nvidia() -> None:
     machine = changed(no_torch_run(healthy()), torch__installs=(replace(install("2.13.0+xpu", ""), xpu="2025.2"),))
     assert cause(machine) == "T06"
-    assert "Intel's XPU" in told("T06", machine).evidence[0]
+    assert "Intel's XPU" in finding_of("T06", machine).evidence[0]
 
 
 @each("machine", [amd(), changed(amd(), torch=healthy().torch), no_torch_run(amd())])
 def test_an_amd_card_needs_a_rocm_build(machine: Machine) -> None:
     assert cause(machine) == "T07"
-    assert any("--index-url https://download.pytorch.org/whl/rocm" in line for line in told("T07", machine).fix)
+    assert any("--index-url https://download.pytorch.org/whl/rocm" in line for line in finding_of("T07", machine).fix)
 
 
 @each("machine", [amd("gfx1103", integrated=True), amd("gfx90c"), amd("gfx1036", integrated=True)])
 def test_graphics_of_a_processor_are_only_mentioned(machine: Machine) -> None:
     assert alarms(machine) == []
-    told("T07", machine, "note")
+    finding_of("T07", machine, "note")
 
 
 def test_beside_an_nvidia_card_nobody_asks_for_the_other() -> None:
@@ -57,7 +57,7 @@ def test_beside_an_nvidia_card_nobody_asks_for_the_other() -> None:
 
 def test_an_intel_gpu_is_only_mentioned() -> None:
     machine = changed(bare(), accelerators=(Accelerator("xpu", "Intel GPU", "8086:56a0", usable=True),))
-    assert any("whl/xpu" in line for line in told("T07", machine, "note").fix)
+    assert any("whl/xpu" in line for line in finding_of("T07", machine, "note").fix)
     assert alarms(machine) == []
     assert seen("T07", changed(machine, accelerators=(Accelerator("xpu", "Intel GPU"),))) is None
 
@@ -65,7 +65,7 @@ def test_an_intel_gpu_is_only_mentioned() -> None:
 @each(("cpu", "word"), [("arm64", "mps"), ("x86_64", "CPU")])
 def test_macos_has_no_cuda(cpu: str, word: str) -> None:
     machine = changed(bare(), platform__system="Darwin", platform__machine=cpu, hardware__pci=())
-    assert word in told("T08", machine, "note").fix[0]
+    assert word in finding_of("T08", machine, "note").fix[0]
     assert alarms(machine) == []
     assert seen("T08", bare()) is None
 
@@ -80,8 +80,8 @@ def kfd(machine: Machine, error: str) -> Machine:
 def test_amds_device_cannot_be_opened() -> None:
     machine = kfd(rocm(amd()), "EACCES")
     assert cause(machine) == "R01"
-    assert told("R01", machine).fix[0] == "$ sudo usermod -aG render,video $USER"
-    assert any("--device=/dev/kfd" in line for line in told("R01", in_container(machine)).fix)
+    assert finding_of("R01", machine).fix[0] == "$ sudo usermod -aG render,video $USER"
+    assert any("--device=/dev/kfd" in line for line in finding_of("R01", in_container(machine)).fix)
     assert seen("R01", kfd(rocm(amd()), "")) is None
     assert seen("R01", kfd(amd(), "EACCES")) is None  # a build that would not use it
     assert seen("R01", changed(machine, torch_run__available=True)) is None
@@ -96,7 +96,7 @@ def test_no_code_for_the_amd_chip() -> None:
     listed = {"torch_libraries__architectures": ("gfx90a", "gfx1030", "gfx1100")}
     machine = rocm(kfd(amd("gfx1032"), ""), **listed)
     assert cause(machine) == "R02"
-    assert "$ export HSA_OVERRIDE_GFX_VERSION=10.3.0" in told("R02", machine).fix
+    assert "$ export HSA_OVERRIDE_GFX_VERSION=10.3.0" in finding_of("R02", machine).fix
     assert seen("R02", variables(machine, HSA_OVERRIDE_GFX_VERSION="10.3.0")) is None
     assert seen("R02", rocm(kfd(amd("gfx1030"), ""), **listed)) is None
     assert seen("R02", rocm(kfd(amd("gfx1032"), ""))) is None
@@ -108,14 +108,14 @@ def test_no_code_for_the_amd_chip() -> None:
 def test_windows_without_a_driver() -> None:
     windows = changed(healthy(), platform__system="Windows", driver__cuda=Cuda(Answer("no-library", "nvcuda.dll")))
     machine = changed(no_torch_run(windows))
-    assert told("W01", machine).title.startswith("probably: ")
+    assert finding_of("W01", machine).title.startswith("probably: ")
     blind = changed(machine, hardware__pci=(), driver__nvml=bare().driver.nvml)
-    told("W01", blind, "note")
+    finding_of("W01", blind, "note")
     assert seen("W01", changed(machine, platform__system="Linux")) is None
 
 
 def test_windows_on_arm() -> None:
     arm = {"platform__system": "Windows", "platform__machine": "ARM64"}
-    told("W02", changed(without_torch(bare()), **arm))
+    finding_of("W02", changed(without_torch(bare()), **arm))
     assert seen("W02", changed(bare(), **arm)) is None
     assert seen("W02", without_torch(bare())) is None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, no_torch_run
 from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import told, unimportable, variables, without_torch
+from tests.diagnose.rules.torch_rows import finding_of, unimportable, variables, without_torch
 from tests.each import each
 
 from transload.diagnose import judge_machine
@@ -23,7 +23,7 @@ def python(machine: Machine, **facts: object) -> Machine:
 def test_torch_is_not_installed() -> None:
     machine = python(without_torch(healthy()), others=("/usr/bin/python3: torch 2.8.0+cu128",))
     assert cause(machine) == "P01"
-    found = told("P01", machine)
+    found = finding_of("P01", machine)
     assert "/opt/venv/bin/python (Python 3.11.7) has no torch" in found.evidence
     assert "another Python has torch: /usr/bin/python3: torch 2.8.0+cu128" in found.evidence
     assert any("/opt/venv/bin/python -m pip install torch==" in line for line in found.fix)
@@ -33,10 +33,10 @@ def test_torch_is_not_installed() -> None:
 def test_without_a_gpu_the_cpu_build_is_installed() -> None:
     cpu = "$ /opt/venv/bin/python -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
     machine = without_torch(bare())
-    assert told("P01", machine).fix == (cpu,)
+    assert finding_of("P01", machine).fix == (cpu,)
     plain = ("$ /opt/venv/bin/python -m pip install torch",)
-    assert told("P01", changed(machine, platform__system="Windows")).fix == plain  # PyPI has the CPU build
-    assert told("P01", changed(machine, hardware__pci=Unknown("not readable"))).fix == plain
+    assert finding_of("P01", changed(machine, platform__system="Windows")).fix == plain  # PyPI has the CPU build
+    assert finding_of("P01", changed(machine, hardware__pci=Unknown("not readable"))).fix == plain
 
 
 @each(
@@ -65,7 +65,7 @@ def test_a_file_of_ones_own_is_imported_as_torch() -> None:
     shadow = {"torch__shadow": "/srv/torch.py", "torch__shadow_via": "the current directory"}
     machine = changed(unimportable(healthy(), "AttributeError: module 'torch' has no attribute 'cuda'"), **shadow)
     assert cause(machine) == "P03"
-    assert told("P03", machine).evidence[0] == "import torch finds /srv/torch.py, through the current directory"
+    assert finding_of("P03", machine).evidence[0] == "import torch finds /srv/torch.py, through the current directory"
     assert cause(changed(no_torch_run(healthy()), **shadow)) == "P03"
     assert seen("P03", changed(healthy(), **shadow)) is None  # the real one was imported all the same
 
@@ -73,28 +73,28 @@ def test_a_file_of_ones_own_is_imported_as_torch() -> None:
 def test_a_file_found_through_pythonpath_is_not_left_by_changing_the_directory() -> None:
     shadow = {"torch__shadow": "/srv/lib/torch.py", "torch__shadow_via": "PYTHONPATH"}
     machine = variables(changed(no_torch_run(healthy()), **shadow), PYTHONPATH="/srv/lib:/opt/x")
-    fix = told("P03", machine).fix
+    fix = finding_of("P03", machine).fix
     assert "$ export PYTHONPATH=/opt/x" in fix
     assert not any("directory" in line and "another" in line for line in fix)
     assert "  ✗ environment variables" in str(judge_machine(machine))
     assert "PYTHONPATH=/srv/lib:/opt/x" in str(judge_machine(machine))
     hidden = changed(no_torch_run(healthy()), torch__shadow="/srv/torch.py", torch__shadow_via="sys.path")
-    assert told("P03", hidden).fix == ("Rename /srv/torch.py.",)
+    assert finding_of("P03", hidden).fix == ("Rename /srv/torch.py.",)
 
 
 def test_a_broken_torch_among_the_packages_is_nobodys_own_file() -> None:
     for kind in ("package", "source"):
         facts = {"torch__shadow": f"{SITE}/torch", "torch__shadow_kind": kind, "torch__shadow_via": "sys.path"}
         machine = changed(unimportable(healthy(), "ModuleNotFoundError: No module named 'torch._C'"), **facts)
-        found = told("P03", changed(machine, torch__installs=()))
+        found = finding_of("P03", changed(machine, torch__installs=()))
         assert found.title == "the installed torch is incomplete"
         assert found.fix[0] == f"$ rm -r {SITE}/torch"
         assert any("-m pip install torch==" in line for line in found.fix)
 
 
-def test_in_the_source_tree_one_is_told_to_leave_it() -> None:
+def test_the_fix_in_the_source_tree_is_to_leave_it() -> None:
     machine = changed(no_torch_run(healthy()), torch__shadow="/src/pytorch/torch", torch__shadow_kind="source")
-    assert "source tree" in told("P03", machine).fix[0]
+    assert "source tree" in finding_of("P03", machine).fix[0]
 
 
 def two(first: str, second: str) -> Machine:
@@ -108,20 +108,20 @@ def two(first: str, second: str) -> Machine:
 def test_a_cpu_build_of_the_user_hides_the_environments_own() -> None:
     machine = two("2.9.0+cpu", "2.13.0+cu130")
     assert cause(machine) == "P02"
-    assert told("P02", machine).fix[0] == "$ export PYTHONNOUSERSITE=1"
-    assert f"it hides {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
+    assert finding_of("P02", machine).fix[0] == "$ export PYTHONNOUSERSITE=1"
+    assert f"it hides {SITE}/torch: torch 2.13.0+cu130" in finding_of("P02", machine).evidence
 
 
 def test_a_torch_that_pythonpath_puts_first_is_not_for_pip_to_remove() -> None:
     machine = variables(two("2.9.0+cpu", "2.13.0+cu130"), PYTHONPATH=f"/a:{USER.removesuffix('/torch')}")
     machine = changed(machine, python__user_site="")
-    assert told("P02", machine).fix[0] == "$ export PYTHONPATH=/a"
+    assert finding_of("P02", machine).fix[0] == "$ export PYTHONPATH=/a"
     assert chain(machine)["variables"][1].startswith("PYTHONPATH=")
 
 
 @each("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
 def test_two_torches_are_no_fault_in_themselves(machine: Machine) -> None:
-    assert told("P02", machine, "note").title == "there are two installations of torch on the path"
+    assert finding_of("P02", machine, "note").title == "there are two installations of torch on the path"
     assert alarms(machine) == []
 
 
@@ -137,8 +137,8 @@ def test_two_versions_in_one_folder() -> None:
     mixed = (replace(install("2.15.0+cu132", "13.2"), dist_version="2.13.0"),)
     broken = changed(unimportable(healthy(), "ImportError: cannot import name 'x'"), torch__installs=mixed)
     assert cause(broken) == "P04"
-    assert told("P04", broken).evidence[0] == "torch/version.py says 2.15.0+cu132, but its metadata says 2.13.0"
-    told("P04", changed(healthy(), torch__installs=mixed), "warning")
+    assert finding_of("P04", broken).evidence[0] == "torch/version.py says 2.15.0+cu132, but its metadata says 2.13.0"
+    finding_of("P04", changed(healthy(), torch__installs=mixed), "warning")
 
 
 @each(
@@ -163,7 +163,7 @@ def test_strange_files_explain_a_failing_import_only_if_no_cuda_library_is_missi
     error = "ImportError: undefined symbol: _ZN3c105ErrorC2E"
     broken = changed(unimportable(healthy(), error), torch__installs=strange)
     assert cause(broken) == "P04"
-    told("P04", broken).title.startswith("probably: ")
+    finding_of("P04", broken).title.startswith("probably: ")
     error = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
     assert seen("P04", changed(unimportable(healthy(), error), torch__installs=strange)) is None
     assert seen("P04", changed(healthy(), torch__installs=strange)) is None
@@ -171,7 +171,7 @@ def test_strange_files_explain_a_failing_import_only_if_no_cuda_library_is_missi
 
 def test_leftovers_are_only_mentioned() -> None:
     machine = changed(healthy(), torch__leftovers=(f"{SITE}/~orch",))
-    told("P04", machine, "note")
+    finding_of("P04", machine, "note")
     assert alarms(machine) == []
 
 
@@ -191,7 +191,7 @@ def test_no_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> Non
     machine = python(without_torch(healthy()), **facts)
     assert cause(machine) == "P07"
     # what is newer than the table may have got wheels since
-    assert told("P07", machine).title.startswith("probably: ") == (facts["version"] == "3.30.0")
+    assert finding_of("P07", machine).title.startswith("probably: ") == (facts["version"] == "3.30.0")
     assert seen("P07", python(healthy(), **facts)) is None
 
 
@@ -217,5 +217,5 @@ def test_the_system_is_none_that_torch_runs_on() -> None:
 def test_an_old_glibc_matters_only_if_no_old_release_will_do() -> None:
     old = changed(without_torch(healthy()), platform__libc="glibc 2.17")
     assert seen("P08", old) is None  # torch 2.6 has a wheel for Python 3.11
-    told("P08", python(old, version="3.14.0"))
+    finding_of("P08", python(old, version="3.14.0"))
     assert seen("P08", changed(python(old, version="3.14.0"), platform__libc="glibc 2.28")) is None

@@ -11,13 +11,13 @@ from tests.diagnose.rules.machine_rows import (
     alarms,
     cause,
     causes,
+    finding_of,
     missing,
     no_libcuda,
     no_nodes,
     node,
     relieved_by,
     seen,
-    told,
     unloaded,
 )
 from tests.each import each
@@ -42,7 +42,7 @@ def variables(machine: Machine, **values: str) -> Machine:
 @each("kind", ["docker", "podman", "containerd", "container"])
 def test_a_container_without_a_gpu(kind: str) -> None:
     assert causes(forgotten(kind)) == ["C01"]
-    found = told("C01", forgotten(kind))
+    found = finding_of("C01", forgotten(kind))
     assert "there is no /dev/nvidia*" in found.evidence
     assert any("run" in line for line in found.fix)
 
@@ -73,18 +73,18 @@ def test_a_node_that_the_library_made_itself_is_no_gpu() -> None:
 
 def test_a_variable_that_no_runtime_acted_on_is_shown() -> None:
     machine = variables(forgotten(), NVIDIA_VISIBLE_DEVICES="all")
-    assert any("no NVIDIA container runtime applied" in line for line in told("C01", machine).evidence)
+    assert any("no NVIDIA container runtime applied" in line for line in finding_of("C01", machine).evidence)
 
 
 def test_a_jetson_in_a_container_without_libraries() -> None:
     machine = changed(forgotten(), hardware=Hardware(pci=(), tegra="NVIDIA Jetson AGX Orin"), kernel__loaded=False)
-    assert told("C01", machine).title.startswith("probably: ")
+    assert finding_of("C01", machine).title.startswith("probably: ")
 
 
 def test_under_wsl_a_container_without_dxg_is_a_note() -> None:
     machine = no_libcuda(changed(in_wsl(healthy()), hardware__dxg=False))
     inside = changed(machine, surroundings=Surroundings(container="docker", wsl=2))
-    assert told("C01", inside).severity == "note"
+    assert finding_of("C01", inside).severity == "note"
     assert alarms(inside) == []
 
 
@@ -94,7 +94,7 @@ def test_under_wsl_a_container_without_dxg_is_a_note() -> None:
 def test_a_container_without_the_compute_libraries() -> None:
     machine = variables(no_libcuda(in_container(healthy())), NVIDIA_DRIVER_CAPABILITIES="utility,video")
     assert cause(machine) == "C03"
-    assert any("compute,utility" in line for line in told("C03", machine).fix)
+    assert any("compute,utility" in line for line in finding_of("C03", machine).fix)
 
 
 @each("value", ["all", "compute,utility", " Compute , utility", ""])
@@ -132,7 +132,7 @@ def test_void_where_the_cards_are_there_is_how_cdi_sets_it() -> None:
 def test_a_pod_that_asked_for_no_gpu() -> None:
     machine = variables(changed(forgotten("containerd"), surroundings__kubernetes=True), NVIDIA_VISIBLE_DEVICES="void")
     assert causes(machine) == ["C05"]
-    assert "| resources: {limits: {nvidia.com/gpu: 1}}" in told("C05", machine).fix
+    assert "| resources: {limits: {nvidia.com/gpu: 1}}" in finding_of("C05", machine).fix
     assert seen("C05", changed(in_container(refused(healthy(), 999)), surroundings__kubernetes=True)) is None
 
 
@@ -149,7 +149,7 @@ def old_libraries(kind: str) -> Machine:
 def test_libraries_of_another_release_than_the_hosts(kind: str, code: str) -> None:
     machine = old_libraries(kind)
     assert causes(machine) == [code]
-    assert "is version 550.54.14, but the host's kernel driver is 580.159.04" in told(code, machine).evidence[1]
+    assert "is version 550.54.14, but the host's kernel driver is 580.159.04" in finding_of(code, machine).evidence[1]
 
 
 def test_a_library_from_a_variables_folder_is_not_the_runtimes() -> None:
@@ -160,7 +160,7 @@ def test_a_library_from_a_variables_folder_is_not_the_runtimes() -> None:
 
 def test_a_cdi_file_of_another_driver_is_a_note_on_the_host() -> None:
     machine = changed(healthy(), surroundings__cdi=("570.26",))
-    assert told("C07", machine).severity == "note"
+    assert finding_of("C07", machine).severity == "note"
     assert seen("C07", changed(healthy(), surroundings__cdi=("580.159.04",))) is None
 
 
@@ -171,7 +171,7 @@ def test_a_cdi_file_of_another_driver_is_a_note_on_the_host() -> None:
 def test_apptainer_without_its_flag(kind: str) -> None:
     machine = no_libcuda(in_container(healthy(), kind))
     assert causes(machine) == ["C08"]
-    assert any("--nv" in line for line in told("C08", machine).fix)
+    assert any("--nv" in line for line in finding_of("C08", machine).fix)
 
 
 def test_apptainer_with_its_flag_and_a_lost_search_path() -> None:
@@ -191,8 +191,8 @@ def ungranted(**values: str) -> Machine:
 def test_a_job_whose_nodes_are_forbidden() -> None:
     machine = node(node(ungranted(), "/dev/nvidiactl", error="EPERM"), "/dev/nvidia0", error="EPERM")
     assert causes(machine) == ["C09"]
-    assert not told("C09", machine).title.startswith("probably")
-    assert "$ srun --gres=gpu:1 --pty bash" in told("C09", machine).fix
+    assert not finding_of("C09", machine).title.startswith("probably")
+    assert "$ srun --gres=gpu:1 --pty bash" in finding_of("C09", machine).fix
 
 
 def test_a_step_without_a_gpu_in_a_job_that_has_one() -> None:
@@ -204,7 +204,7 @@ def test_a_step_without_a_gpu_in_a_job_that_has_one() -> None:
 def test_a_job_that_slurm_gave_an_empty_list(value: str) -> None:
     machine = relieved_by(ungranted(CUDA_VISIBLE_DEVICES=value), "CUDA_VISIBLE_DEVICES")
     assert cause(machine) == "C09"
-    assert told("C09", machine).title.startswith("probably: ")
+    assert finding_of("C09", machine).title.startswith("probably: ")
 
 
 def test_a_job_with_a_gpu_is_not_blamed() -> None:
@@ -224,7 +224,7 @@ def test_a_job_on_a_node_without_cards_is_no_fault() -> None:
 def test_a_sandbox_between_the_process_and_the_driver(code: int) -> None:
     machine = changed(in_container(refused(healthy(), code)), surroundings__sandbox="gvisor")
     assert cause(machine) == "C11"
-    assert told("C11", machine).title.startswith("probably: ")
+    assert finding_of("C11", machine).title.startswith("probably: ")
     assert cause(changed(machine, surroundings__sandbox="")) == "X08"
 
 
@@ -239,8 +239,8 @@ def test_a_service_with_a_private_dev() -> None:
     machine = no_nodes(refused(healthy(), 100))
     machine = changed(machine, surroundings=Surroundings(service="jupyter.service", private_dev=True))
     assert causes(machine) == ["D05"]
-    assert "$ sudo systemctl edit jupyter.service" in told("D05", machine).fix
-    assert "| PrivateDevices=no" in told("D05", machine).fix
+    assert "$ sudo systemctl edit jupyter.service" in finding_of("D05", machine).fix
+    assert "| PrivateDevices=no" in finding_of("D05", machine).fix
     assert seen("D05", changed(machine, surroundings__service="")) is None
 
 
@@ -278,7 +278,7 @@ def test_a_cpu_build_chosen_while_the_image_was_built() -> None:
     assert cpu is not None
     first = replace(cpu, installer="uv")
     machine = changed(in_container(healthy()), torch__installs=(first,))
-    assert told("N02", machine).severity == "note"
+    assert finding_of("N02", machine).severity == "note"
     assert seen("N02", changed(machine, torch__installs=(replace(first, installer="pip"),))) is None
     assert seen("N02", changed(healthy(), torch__installs=(first,))) is None
 
@@ -337,13 +337,13 @@ def test_a_torch_without_cuda_and_a_process_without_a_gpu_agree(machine: Machine
 
 def test_slurm_gives_the_gpu_and_the_container_hands_it_on() -> None:
     machine = changed(without_grant(), surroundings__container="apptainer")
-    fix = told("C09", machine).fix
+    fix = finding_of("C09", machine).fix
     assert fix.index("$ srun --gres=gpu:1 --pty bash") < fix.index("$ apptainer exec --nv IMAGE COMMAND")
 
 
 def test_podman_is_not_told_to_use_docker() -> None:
     machine = variables(forgotten("podman"), NVIDIA_VISIBLE_DEVICES="void")
-    found = told("C04", machine)
+    found = finding_of("C04", machine)
     assert found.title.startswith("probably: ")
     assert not any("docker" in line for line in found.fix)
     assert "$ podman run --device nvidia.com/gpu=all …" in found.fix

@@ -18,7 +18,7 @@ from tests.diagnose.machines import (
     no_torch_run,
 )
 from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import told, unimportable, variables
+from tests.diagnose.rules.torch_rows import finding_of, unimportable, variables
 from tests.each import each
 
 from transload.machine import Driver, Hardware, Machine, Step, Torch, TorchRun
@@ -36,7 +36,7 @@ def cpu(machine: Machine, version: str = "2.13.0+cpu", **facts: Any) -> Machine:
 def test_torch_was_built_without_cuda() -> None:
     machine = cpu(healthy())
     assert cause(machine) == "T01"
-    found = told("T01", machine)
+    found = finding_of("T01", machine)
     assert found.evidence[0] == f"{SITE}/torch/version.py says 2.13.0+cpu: built without CUDA"
     assert "NVIDIA H200 has compute capability 9.0" in found.evidence
     assert any("pip install torch==" in line for line in found.fix)
@@ -67,18 +67,18 @@ def test_a_card_for_which_no_torch_was_ever_made_makes_a_cpu_build_right(device:
     machine = changed(cpu(healthy()), hardware__pci=(card(device, ""),), driver=Driver())
     assert cause(machine) == said
     if not said:
-        assert told("T01", machine, "note").title == "torch has no CUDA, and no build ever supported this card"
+        assert finding_of("T01", machine, "note").title == "torch has no CUDA, and no build ever supported this card"
 
 
 def test_a_card_of_no_known_chip_is_judged_with_doubt() -> None:
     machine = changed(cpu(healthy()), hardware__pci=(card(0x0391, ""),), driver=Driver())
-    assert told("T01", machine).title.startswith("probably: ")
+    assert finding_of("T01", machine).title.startswith("probably: ")
 
 
 def test_on_windows_pip_gives_a_cpu_build() -> None:
     machine = changed(cpu(healthy()), platform__system="Windows")
     assert cause(machine) == "T02"
-    assert any("--index-url https://download.pytorch.org/whl/cu" in line for line in told("T02", machine).fix)
+    assert any("--index-url https://download.pytorch.org/whl/cu" in line for line in finding_of("T02", machine).fix)
     assert seen("T01", machine) is None
 
 
@@ -90,14 +90,14 @@ def test_on_arm_servers_pip_gave_a_cpu_build_until_2_10(version: str, code: str)
 def test_conda_chose_a_cpu_build() -> None:
     machine = cpu(healthy(), conda_build="cpu_generic_py312_0", installer="conda")
     assert cause(machine) == "T05"
-    assert told("T05", machine).title.startswith("probably: ")
+    assert finding_of("T05", machine).title.startswith("probably: ")
     assert seen("T01", machine) is None
 
 
 def test_another_package_brought_it() -> None:
     machine = cpu(healthy(), replaced_by=("ultralytics 8.3.0",))
     assert cause(machine) == "T04"
-    found = told("T04", machine)
+    found = finding_of("T04", machine)
     assert "it was installed together with ultralytics 8.3.0" in found.evidence
     assert any("constraints" in line for line in found.fix)
     assert seen("T01", machine) is None
@@ -107,9 +107,9 @@ def test_another_package_brought_it() -> None:
 def test_a_jetson_needs_wheels_of_its_own() -> None:
     machine = changed(cpu(healthy(), "2.9.1+cpu"), platform__machine="aarch64", hardware=Hardware((), tegra=ORIN))
     assert cause(machine) == "J01"
-    assert any("jetson-ai-lab.io/jp6/cu126" in line for line in told("J01", machine).fix)
+    assert any("jetson-ai-lab.io/jp6/cu126" in line for line in finding_of("J01", machine).fix)
     older = changed(machine, hardware__tegra="NVIDIA Jetson Nano, R32 (release), REVISION: 7.1")
-    assert not any("--index-url" in line for line in told("J01", older).fix)
+    assert not any("--index-url" in line for line in finding_of("J01", older).fix)
 
 
 # -- whole
@@ -120,7 +120,7 @@ def test_files_of_torch_are_gone() -> None:
     error = "ImportError: libtorch_cuda.so: cannot open shared object file: No such file or directory"
     machine = changed(unimportable(healthy(), error), torch__installs=gone)
     assert cause(machine) == "T09"
-    assert "lib/libtorch_cuda.so: absent" in told("T09", machine).evidence
+    assert "lib/libtorch_cuda.so: absent" in finding_of("T09", machine).evidence
     assert cause(changed(no_torch_run(healthy()), torch__installs=gone)) == "T09"
     assert seen("T09", changed(healthy(), torch__installs=gone)) is None  # it computes: the list is wrong
 
@@ -128,25 +128,25 @@ def test_files_of_torch_are_gone() -> None:
 def test_a_broken_torch_of_pythonpath_is_left_out_of_it() -> None:
     gone = replace(install(), location="/srv/lib/torch", missing=("lib/libtorch_cuda.so: absent",))
     machine = variables(changed(no_torch_run(healthy()), torch__installs=(gone,)), PYTHONPATH="/a:/srv/lib")
-    assert told("T09", machine).fix[1] == "$ export PYTHONPATH=/a"
-    assert any("pip install torch" in line for line in told("T09", machine).fix)
+    assert finding_of("T09", machine).fix[1] == "$ export PYTHONPATH=/a"
+    assert any("pip install torch" in line for line in finding_of("T09", machine).fix)
     hidden = changed(machine, torch__installs=(gone, install()))
-    assert not any("pip install" in line for line in told("T09", hidden).fix)
+    assert not any("pip install" in line for line in finding_of("T09", hidden).fix)
 
 
 def test_only_the_metadata_is_left() -> None:
     dist_info = f"{SITE}/torch-2.13.0.dist-info"
     machine = changed(no_torch_run(healthy()), torch=Torch(installs=(), dangling=(dist_info,)))
     assert cause(machine) == "T09"
-    assert dist_info in told("T09", machine).evidence[0]
-    assert told("T09", machine).fix[0] == f"$ rm -r {dist_info}"  # pip removes nothing without a RECORD
+    assert dist_info in finding_of("T09", machine).evidence[0]
+    assert finding_of("T09", machine).fix[0] == f"$ rm -r {dist_info}"  # pip removes nothing without a RECORD
 
 
 def test_without_a_gpu_a_broken_torch_is_replaced_by_the_cpu_build() -> None:
     gone = (replace(install(), missing=("lib/libtorch_cuda.so: absent",)),)
     machine = changed(no_torch_run(bare()), torch__installs=gone, python__packages={"torchvision": "0.28.0"})
     cpu = "torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cpu"
-    assert told("T09", machine).fix == (f"$ /opt/venv/bin/python -m pip install --force-reinstall {cpu}",)
+    assert finding_of("T09", machine).fix == (f"$ /opt/venv/bin/python -m pip install --force-reinstall {cpu}",)
 
 
 def test_libraries_of_another_size_are_no_fault_by_themselves() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, needed, no_torch_run, refused
 from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import ended, failing, told, tried, unimportable, variables
+from tests.diagnose.rules.torch_rows import ended, failing, finding_of, tried, unimportable, variables
 from tests.each import each
 
 from transload.machine import Machine, Resolved
@@ -38,7 +38,7 @@ def test_a_library_is_missing() -> None:
     gone = replace(CUDNN, path="", via="", package="nvidia-cudnn-cu13")
     machine = with_libraries(unimportable(healthy(), NO_CUDNN), gone)
     assert cause(machine) == "L04"
-    found = told("L04", machine)
+    found = finding_of("L04", machine)
     assert "libcudnn.so.9, needed by libtorch_cuda.so, is not found anywhere" in found.evidence
     assert found.fix == (
         "$ /opt/venv/bin/python -m pip install --force-reinstall --no-deps nvidia-cudnn-cu13==9.20.0.48",
@@ -58,9 +58,9 @@ def test_a_missing_driver_library_is_not_torchs_fault() -> None:
 
 def test_a_library_of_the_system() -> None:
     error = "ImportError: libgomp.so.1: cannot open shared object file: No such file or directory"
-    assert told("L04", unimportable(healthy(), error)).fix == ("$ sudo apt install libgomp1",)
+    assert finding_of("L04", unimportable(healthy(), error)).fix == ("$ sudo apt install libgomp1",)
     odd = "ImportError: libodd.so.3: cannot open shared object file: No such file or directory"
-    assert told("L04", unimportable(healthy(), odd)).fix == (
+    assert finding_of("L04", unimportable(healthy(), odd)).fix == (
         "Install the package that provides libodd.so.3 on this system.",
     )
 
@@ -69,7 +69,7 @@ def test_a_library_that_is_cut_off() -> None:
     cut = replace(CUDNN, problem="cut off", package="nvidia-cudnn-cu13")
     machine = with_libraries(unimportable(healthy(), f"ImportError: {CUDNN.path}: file too short"), cut)
     assert cause(machine) == "L04"
-    assert any("cannot be loaded: cut off" in line for line in told("L04", machine).evidence)
+    assert any("cannot be loaded: cut off" in line for line in finding_of("L04", machine).evidence)
     crashed = with_libraries(ended(healthy(), "crashed", "SIGBUS in import"), cut)
     assert cause(crashed) == "L04"
 
@@ -81,7 +81,7 @@ def test_an_older_library_by_ld_library_path() -> None:
     machine = variables(with_libraries(healthy(), taken(LINK, TOOLKIT, "LD_LIBRARY_PATH")), LD_LIBRARY_PATH=TOOLKIT)
     broken = changed(unimportable(machine, NO_SYMBOL), torch_libraries__unresolved=(LACKING,))
     assert cause(broken) == "L01"
-    found = told("L01", broken)
+    found = finding_of("L01", broken)
     assert (
         f"libnvJitLink.so.13 is taken from {TOOLKIT}/libnvJitLink.so.13, found through LD_LIBRARY_PATH"
         in found.evidence
@@ -93,11 +93,11 @@ def test_an_older_library_by_ld_library_path() -> None:
 
 
 def test_symbols_are_missing_and_nothing_is_shadowed() -> None:
-    assert told("L01", unimportable(healthy(), NO_SYMBOL)).title == (
+    assert finding_of("L01", unimportable(healthy(), NO_SYMBOL)).title == (
         "the CUDA libraries of this environment do not match each other"
     )
     likely = variables(unimportable(healthy(), NO_SYMBOL), LD_LIBRARY_PATH="/opt/x")
-    assert told("L01", likely).title.startswith("probably: ")
+    assert finding_of("L01", likely).title.startswith("probably: ")
 
 
 @each("error", ["ImportError: x.so: undefined symbol: _ZN3c10", "ImportError: boom"])
@@ -114,15 +114,15 @@ def test_torch_refuses_another_cudnn() -> None:
     machine = variables(with_libraries(healthy(), other), LD_LIBRARY_PATH="/opt/a:/usr/lib/cudnn")
     broken = failing(machine, "convolution", error)
     assert cause(broken) == "L02"
-    assert told("L02", broken).fix[0] == "$ export LD_LIBRARY_PATH=/opt/a"
-    told("L02", machine, "note")
+    assert finding_of("L02", broken).fix[0] == "$ export LD_LIBRARY_PATH=/opt/a"
+    finding_of("L02", machine, "note")
     assert alarms(machine) == []
 
 
 @each(("version", "severity"), [("9.1.0", "error"), ("9.20.0", "note"), ("9.30.0", "note"), ("", "note")])
-def test_a_cudnn_that_is_too_old_is_told_without_running_torch(version: str, severity: str) -> None:
+def test_a_cudnn_that_is_too_old_is_found_without_running_torch(version: str, severity: str) -> None:
     other = replace(taken(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", version), package="nvidia-cudnn-cu13")
-    found = told("L02", with_libraries(no_torch_run(healthy()), other), severity)
+    found = finding_of("L02", with_libraries(no_torch_run(healthy()), other), severity)
     assert found.title.startswith("probably: ") == (severity == "error")
 
 
@@ -133,22 +133,22 @@ def test_parts_of_two_cudnns() -> None:
     error = "RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH"
     broken = changed(failing(healthy(), "convolution", error), torch_libraries__split_cudnn=parts)
     assert cause(broken) == "L03"
-    assert any("'nvidia-cudnn-cu13>=9.21'" in line for line in told("L03", broken).fix)
+    assert any("'nvidia-cudnn-cu13>=9.21'" in line for line in finding_of("L03", broken).fix)
     unrun = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
-    assert told("L03", unrun).title.startswith("probably: ")
+    assert finding_of("L03", unrun).title.startswith("probably: ")
     assert seen("L03", changed(healthy(), torch_libraries__split_cudnn=parts)) is None
 
 
 def test_parts_of_a_cudnn_on_the_path() -> None:
     parts = ("libcudnn_ops.so.9: /opt/cudnn/libcudnn_ops.so.9, by LD_LIBRARY_PATH",)
     machine = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
-    assert told("L03", variables(machine, LD_LIBRARY_PATH="/opt/cudnn")).fix[0] == "$ unset LD_LIBRARY_PATH"
+    assert finding_of("L03", variables(machine, LD_LIBRARY_PATH="/opt/cudnn")).fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
 def test_a_system_library_fills_the_gap() -> None:
     machine = with_libraries(healthy(), taken(needed("libcudart.so.13", "nvidia/cu13/lib"), "/usr/lib", "ld.so.cache"))
     assert alarms(machine) == ["L05"]
-    assert f"{SITE}/nvidia/cu13/lib/libcudart.so.13 does not exist" in told("L05", machine, "warning").evidence
+    assert f"{SITE}/nvidia/cu13/lib/libcudart.so.13 does not exist" in finding_of("L05", machine, "warning").evidence
     fine = with_libraries(
         healthy(), replace(needed("libcudart.so.13", "x"), path="/usr/lib/libcudart.so.13", expected="")
     )
@@ -159,7 +159,7 @@ def test_two_packages_own_a_file() -> None:
     overlap = (f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.10.2.21, nvidia-cudnn-cu13 9.20.0.48",)
     machine = changed(healthy(), torch_libraries__overlaps=overlap)
     assert alarms(machine) == ["L06"]
-    fix = told("L06", machine, "warning").fix
+    fix = finding_of("L06", machine, "warning").fix
     assert fix[0] == "$ /opt/venv/bin/python -m pip uninstall -y nvidia-cudnn-cu12 nvidia-cudnn-cu13"
     assert cause(failing(machine, "convolution", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")) == "L06"
     assert alarms(changed(healthy(), torch_libraries__overlaps=("nvidia/__init__.py: a 1, b 2",))) == []
@@ -169,8 +169,8 @@ def test_conda_and_pip_are_mixed() -> None:
     machine = changed(healthy(), python__environment="conda", python__prefix="/opt/conda")
     mixed = with_libraries(machine, taken(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))
     assert alarms(mixed) == []
-    told("L07", mixed, "note")
-    told("L07", unimportable(mixed, NO_SYMBOL))
+    finding_of("L07", mixed, "note")
+    finding_of("L07", unimportable(mixed, NO_SYMBOL))
     assert seen("L07", with_libraries(healthy(), taken(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))) is None
 
 
@@ -179,13 +179,13 @@ def test_conda_and_pip_are_mixed() -> None:
 
 def test_a_preloaded_library_that_an_experiment_convicts() -> None:
     machine = variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libvgpu.so")
-    assert told("L08", tried(machine, "LD_PRELOAD")).title == "a preloaded library intercepts CUDA"
-    assert told("L08", machine).title.startswith("probably: ")
+    assert finding_of("L08", tried(machine, "LD_PRELOAD")).title == "a preloaded library intercepts CUDA"
+    assert finding_of("L08", machine).title.startswith("probably: ")
 
 
 def test_what_else_is_preloaded_stays() -> None:
     listed = ("/usr/lib/libjemalloc.so.2", "/opt/vgpu/libvgpu.so")
-    fix = told("L08", changed(refused(healthy(), 999), driver__libraries__preload=listed)).fix
+    fix = finding_of("L08", changed(refused(healthy(), 999), driver__libraries__preload=listed)).fix
     assert not any("rm " in line for line in fix)
     assert fix[0].startswith("Remove /opt/vgpu/libvgpu.so from /etc/ld.so.preload")
 
@@ -197,7 +197,7 @@ def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> 
         torch__installs=(replace(install("2.5.1", "12.4"), installer="conda"),),
         torch_libraries__needed=(Resolved("libcudnn.so.9", needed_by="libtorch_cuda.so"),),
     )
-    assert told("L04", machine).fix[-1].endswith("-c conda-forge --force-reinstall cudnn")
+    assert finding_of("L04", machine).fix[-1].endswith("-c conda-forge --force-reinstall cudnn")
 
 
 @each(
@@ -216,7 +216,7 @@ def test_what_is_preloaded_is_not_to_blame(machine: Machine) -> None:
 def test_an_empty_element_of_the_path_is_only_mentioned() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
     machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":/usr/local/lib")
-    assert told("L09", machine, "note").fix[0] == "$ export LD_LIBRARY_PATH=/usr/local/lib"
+    assert finding_of("L09", machine, "note").fix[0] == "$ export LD_LIBRARY_PATH=/usr/local/lib"
     assert alarms(machine) == []
     own = ("libcusparseLt.so.0: RUNPATH has an empty element",)
     assert seen("L09", changed(healthy(), driver__libraries__cwd_searched=own)) is None
@@ -226,7 +226,7 @@ def test_a_library_out_of_the_current_directory() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
     machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")
     found = replace(CUDNN, path="/home/user/project/libcudnn.so.9", via="LD_LIBRARY_PATH")
-    told("L09", with_libraries(unimportable(machine, "ImportError: boom"), found))
+    finding_of("L09", with_libraries(unimportable(machine, "ImportError: boom"), found))
     assert alarms(with_libraries(machine, found)) == []
 
 
@@ -234,7 +234,7 @@ def test_an_old_libstdcpp() -> None:
     error = "ImportError: /opt/conda/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by …/libtorch.so)"
     machine = unimportable(healthy(), error)
     assert cause(machine) == "L12"
-    dropped = told("L12", variables(machine, LD_LIBRARY_PATH="/opt/conda/lib")).fix
+    dropped = finding_of("L12", variables(machine, LD_LIBRARY_PATH="/opt/conda/lib")).fix
     assert dropped[0] == "$ unset LD_LIBRARY_PATH"
     lacking = ("GLIBCXX_3.4.30 of libstdc++.so.6, needed by libtorch_cpu.so",)
     assert cause(changed(no_torch_run(healthy()), torch_libraries__unresolved=lacking)) == "L12"
@@ -254,14 +254,14 @@ def test_windows_cannot_load_a_library() -> None:
     )
     windows = changed(unimportable(healthy(), error), platform__system="Windows")
     assert cause(windows) == "L10"
-    assert "vc_redist" in told("L10", windows).fix[0]
+    assert "vc_redist" in finding_of("L10", windows).fix[0]
     old = changed(windows, torch__installs=(replace(install("2.4.0+cu124", "12.4"), dist_version="2.4.0"),))
-    assert any("torch>=2.4.1" in line for line in told("L10", old).fix)
+    assert any("torch>=2.4.1" in line for line in finding_of("L10", old).fix)
 
 
 def test_windows_took_a_library_from_path() -> None:
     windows = changed(failing(healthy(), "kernel", "RuntimeError: boom"), platform__system="Windows")
     other = changed(windows, torch_run__libraries=("C:\\cuda\\bin\\cudart64_12.dll",))
-    assert told("L11", other).title.startswith("probably: ")
+    assert finding_of("L11", other).title.startswith("probably: ")
     assert seen("L11", windows) is None
     assert seen("L11", changed(other, platform__system="Linux")) is None

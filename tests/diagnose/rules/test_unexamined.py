@@ -72,7 +72,7 @@ def test_the_report_says_that_it_does_not_know_and_why() -> None:
     assert any(line.startswith("? running torch not run: could not be started") for line in lines)
 
 
-def test_what_files_prove_is_told_all_the_same() -> None:
+def test_what_files_prove_is_still_reported() -> None:
     machine = changed(
         silenced(healthy()),
         hardware=Hardware(pci=(card(0x2684, "nouveau"),)),
@@ -135,7 +135,7 @@ def test_a_driver_that_crashes_without_torch_too_is_no_reason_to_install_torch()
     assert not any("pip" in line for line in found.fix)
 
 
-def test_what_is_preloaded_is_left_out_and_the_drivers_own_is_installed_anew() -> None:
+def test_a_preloaded_library_is_dropped_and_the_drivers_own_is_reinstalled() -> None:
     preloaded = crashing(Library("libcuda.so.1", "/opt/shim/libcuda.so.1", via="LD_PRELOAD", kind="other"))
     assert "$ unset LD_PRELOAD" in the("X11", changed(preloaded, variables__values={"LD_PRELOAD": "x"})).fix
     own = the("X11", crashing(library("libcuda.so.1")))

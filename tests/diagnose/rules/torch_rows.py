@@ -16,7 +16,7 @@ from tests.diagnose.machines import (
     in_wsl,
     no_torch_run,
 )
-from tests.diagnose.rules.machine_rows import told as told_at_all
+from tests.diagnose.rules.machine_rows import finding_of as any_finding_of
 
 from transload.findings import Finding
 from transload.machine import Accelerator, Answer, Experiment, Machine, PciDevice, Step, Torch, TorchLibraries, TorchRun
@@ -50,9 +50,9 @@ FINE: dict[str, Machine] = {
 }
 
 
-def told(code: str, machine: Machine, severity: str = "error") -> Finding:
-    """What one row says, where it must say something that severe, with a fix."""
-    found = told_at_all(code, machine)
+def finding_of(code: str, machine: Machine, severity: str = "error") -> Finding:
+    """What one rule finds on a machine on which it must match with that severity and a fix."""
+    found = any_finding_of(code, machine)
     assert found.severity == severity
     assert found.fix
     return found
