@@ -252,7 +252,7 @@ def test_p1_memoize_counts_what_is_there_and_put_may_have_numbered_otherwise() -
 def test_p2_an_operand_that_is_no_text_breaks_the_stream_and_findings_stay(operand: bytes) -> None:
     """picklescan#52, modelscan#338."""
     found = run(CALLS["reduce"] + operand + b"\x8c\x01x\x93.")
-    assert found.broken.startswith("STACK_GLOBAL wants two texts")
+    assert found.broken.startswith("STACK_GLOBAL needs two texts")
     assert list(found.globals) == [("os", "getcwd")]
 
 

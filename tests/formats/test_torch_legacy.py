@@ -132,7 +132,7 @@ def test_an_element_count_that_is_wrong_loses_all_that_follows(count: int) -> No
     assert told.integrity == "damaged"
     first = told.problems[0]
     assert (first.code, first.where) == ("storage-size", "storage 0")
-    assert f"{count} elements lie there, the object wants 4" in first.detail
+    assert f"there are {count} elements, the object needs 4" in first.detail
     lost = {problem.where for problem in told.problems if problem.code == "storage-cut"}
     assert lost == {"storage 0", "storage 1"}
     with pytest.raises(RuntimeError, match=r"wrong byte size|numel|negative"):

@@ -84,7 +84,7 @@ def test_a_record_must_be_as_long_as_the_index_says_cve_2026_24747(wanted: int, 
     told = inspect(data)
     assert told.integrity == "damaged"
     problem = next(problem for problem in told.problems if problem.code == "storage-size")
-    assert f"holds {stored} bytes, the index wants {wanted}" in problem.detail
+    assert f"has {stored} bytes, the index needs {wanted}" in problem.detail
     assert "needed by w" in problem.detail
     assert loads(data) is (RELEASE < (2, 10) and stored > 0)
 

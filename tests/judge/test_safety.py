@@ -248,7 +248,7 @@ def test_n8_pickles_in_pickles_are_followed_so_far_and_no_further(depth: int) ->
     judgement = judge_pickles([run(nest(depth), name="x")])
     names = {use.full_name for use in judgement.globals}
     assert ("nobody.inside" in names) == (depth <= MAX_DEPTH)
-    told = any("more pickles inside pickles than are read" in line for f in judgement.findings for line in f.evidence)
+    told = any("more nested pickles than are read" in line for f in judgement.findings for line in f.evidence)
     assert told == (depth > MAX_DEPTH)
     assert judgement.safety == "dangerous"
 

@@ -441,7 +441,7 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
         inner = try_list(listing.join(folder), merger.prefix + folder, merger.noted)
         files = [name for name in inner.files if name.endswith(".pt")] if inner else []
         if inner and not files:
-            merger.note("part-unreadable", f"{folder} holds no .pt file")
+            merger.note("part-unreadable", f"{folder} contains no .pt file")
         for name in files:
             merger.read(f"{folder}/{name}", "rank")
     if not ranks:
@@ -750,7 +750,7 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
                 inner = try_list(here.join(folder), prefix + folder, noted)
                 waiting += [(f"{prefix}{folder}/", inner)] if inner is not None else []
     held = [*(f"{name}/" for name in listing.folders), *listing.files]
-    detail = f"it holds {join_names(held, 8)}" if held else "it is empty"
+    detail = f"it contains {join_names(held, 8)}" if held else "it is empty"
     if found:
         detail += f"; these look like checkpoints: {join_names(found, 8)}"
     noted.add("directory-unknown", "", detail)

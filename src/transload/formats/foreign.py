@@ -81,7 +81,7 @@ class View:
 
 def rescue_advice(path: str, ending: str, member: str = "") -> tuple[str, ...]:
     """How to extract a checkpoint from something else."""
-    which = "This takes one of them out." if member else "This takes the checkpoint out, as far as it is there."
+    which = "This extracts one of them." if member else "This extracts the checkpoint, as far as it is complete."
     return (which, rescue_command(path, ending, member))
 
 
@@ -172,7 +172,7 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
             return found._replace(fix=rescue_advice(path, ending, member), holds=ending)
         return found
     title = "a zip archive, but not one of PyTorch's" if ours else "an empty zip archive"
-    return Foreign("zip", title, _records(ours), (f"See what it holds: unzip -l {quoted(path)}",))
+    return Foreign("zip", title, _records(ours), (f"List its content: unzip -l {quoted(path)}",))
 
 
 # The suffixes of members that ``rescue`` extracts, and the suffix of the new file.
@@ -427,7 +427,7 @@ LONGEST_ANSWER = 512
 LONGEST_JSON = 64 * 1024
 
 _DOWNLOAD_AGAIN = "Download it again from the direct link, and compare the size with the one the server lists."
-_LOGIN = "The link wants a login: huggingface-cli login (or hf auth login), or pass a token, then download again."
+_LOGIN = "The link needs a login: huggingface-cli login (or hf auth login), or pass a token, then download again."
 _GONE = "The file is not at that address: check the repository, revision and file name."
 
 # What a page or an error message contains, and the advice. The first match counts.
@@ -477,7 +477,7 @@ _POINTERS = (
     (r"(?m)^outs:\s*\n- (md5|etag|hash):", "dvc", "a DVC pointer, not the file", "dvc pull {file}"),
     (r"^(\.\./)*(\.git)?/annex/objects/", "git-annex", "a git-annex pointer, not the file", "git annex get {file}"),
 )
-_WEIGHTS = ("The weights lie beside it: model.safetensors or pytorch_model.bin.",)
+_WEIGHTS = ("The weights are beside it: model.safetensors or pytorch_model.bin.",)
 
 
 def _text(view: View) -> Foreign | None:

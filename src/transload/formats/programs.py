@@ -53,7 +53,7 @@ class ReadBudget:
         """Whether to read a record. After the first that is too large, which is noted, no other is read."""
         before, self.left = self.left, self.left - record.size
         if before >= 0 > self.left:
-            detail = "the file unpacks to far more than it holds: this record and others were not looked at"
+            detail = "the file unpacks to far more than its size: this record and others were not read"
             problems.add("record-unseen", record.name, detail)
         return self.left >= 0
 
@@ -278,7 +278,7 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
     out.facts += [("operator version" if name == "version" else name, value) for name, value in notes]
     version = dict(out.facts).get("operator version")
     if version is None:
-        found.add("zip-no-version", detail="torch.jit.load wants the record `version`")
+        found.add("zip-no-version", detail="torch.jit.load needs the record `version`")
     elif not version.isdecimal() or int(version[:9]) > MAX_OPERATOR_VERSION:
         detail = f"it says {version[:40]!r}; torch reads up to {MAX_OPERATOR_VERSION}"
         found.add("zip-bad-version", "version", detail)

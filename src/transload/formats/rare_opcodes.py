@@ -173,7 +173,7 @@ def run_opcode(vm: Machine, op: int) -> None:
             # A call, a constant of a module or a persistent id can be text, and so can a Python 2 text that is not
             # UTF-8 (encoding="latin1"): then loaders continue with a name that is not in the file.
             if type(operand) not in _MAYBE_TEXT and not (type(operand) is bytes and vm.out.python2):
-                raise Broken("STACK_GLOBAL wants two texts")
+                raise Broken("STACK_GLOBAL needs two texts")
         vm.odd("a name that is computed")
         stack.append(vm.call(None, (module, name), "stack_global"))
     elif op == 0x67:  # GET

@@ -305,7 +305,7 @@ def _read_tables(out: _Package) -> None:
     lost = [s for s in tree.storages if not s.record]
     empty = [s for s in tree.storages if s.record and s.nbytes and not out.archive.records[s.record].size]
     if empty:
-        detail = f"{len(empty)} records of tensors hold no bytes; torch.export.load makes zeros of them"
+        detail = f"{len(empty)} records of tensors are empty; torch.export.load makes zeros of them"
         out.problems.add("export-no-bytes", empty[0].record, detail)
     out.take_tree(tree, [*lost, *empty])
     hollow = {storage.id for storage in empty}
@@ -431,7 +431,7 @@ def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str
                 environment[label].append(capability(words) if label == "compute capability" else words)
     facts = [(label, ", ".join(dict.fromkeys(values))) for label, values in environment.items()]
     if any(part.kind == "library" for part in parts):
-        there = "the library may hold more" if out.tensors else "inside the compiled library, not listed"
+        there = "the library may contain more" if out.tensors else "inside the compiled library, not listed"
         facts.append(("weights", there))
     out.facts = [*first_facts, *facts, *out.facts]
     # Machine code for a GPU does not run on another architecture; PTX is compiled again where it is loaded.

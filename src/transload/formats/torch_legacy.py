@@ -165,7 +165,7 @@ def _places(
         elif len(raw) < 8:
             problems.add("storage-cut", f"storage {key}", "the file ends before its element count")
         elif count != numel:
-            problems.add("storage-size", f"storage {key}", f"{count} elements lie there, the object wants {numel}")
+            problems.add("storage-size", f"storage {key}", f"there are {count} elements, the object needs {numel}")
         else:
             start = position + 8
             present = max(0, min(storage.nbytes, source.size - start))
@@ -206,7 +206,7 @@ def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], lis
         block = source.read(position, _BLOCK)
         header = _header(block)
         if header is None:
-            broken = Problem("tar-broken", f"byte {position}", "what should be the header of a member is none")
+            broken = Problem("tar-broken", f"byte {position}", "the header of a member is not valid")
             return out, [broken] if any(block) else []
         name, size, kind = header
         start = position + _BLOCK
@@ -327,7 +327,7 @@ class TarReader(Draft):
         self._position = 0
         count = self._next(part)
         if type(count) is not int:
-            self.problems.add("tar-broken", part.name, "it does not say how much it holds")
+            self.problems.add("tar-broken", part.name, "it does not state how many entries it has")
             return
         for _ in range(count):
             yield self._next(part)

@@ -237,7 +237,7 @@ def read_pickle(
     """Run the pickle in a record, and note problems of the record and of the pickle (``pickle_problems``)."""
     record = archive.find(name)
     if record is None:
-        problems.add("zip-no-pickle", name, "the record that says what the file holds is missing")
+        problems.add("zip-no-pickle", name, "the record that describes the content is missing")
         return Pickle(name)
     if record.name.rpartition("/")[2] != name.rpartition("/")[2]:
         problems.add("zip-name-case", record.name, f"torch takes it for {name}")
@@ -330,7 +330,7 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
         record = records[storage.record]
         packed += storage.compressed
         if record.size != storage.nbytes:
-            detail = f"its record holds {record.size} bytes, the index wants {storage.nbytes}; {users}"
+            detail = f"its record has {record.size} bytes, the index needs {storage.nbytes}; {users}"
             out.add("storage-size", where, detail)
         elif not storage.compressed and storage.stored < storage.nbytes:
             out.add("storage-cut", where, f"{storage.stored} of {storage.nbytes} bytes are in the file; {users}")

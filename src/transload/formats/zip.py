@@ -119,12 +119,12 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
     first = entries[0].raw_name
     folder, slash, _ = first.partition(b"/")
     if not slash:
-        problems.add("zip-no-folder", text_of(first), "records lie at the top; torch wants them in one folder")
+        problems.add("zip-no-folder", text_of(first), "records are at the top; torch needs them in one folder")
         return None
     lead = folder + b"/"
     outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(lead)]
     if outside:
-        detail = f"{len(outside)} records lie outside the folder {text_of(folder)}/"
+        detail = f"{len(outside)} records are outside the folder {text_of(folder)}/"
         problems.add("zip-two-folders", text_of(outside[0]), detail)
         indexed = [raw[:-9] for raw in outside if raw.count(b"/") == 1 and raw.endswith(b"/data.pkl")]
         if indexed and folder + b"/data.pkl" not in {entry.raw_name for entry in entries}:
@@ -232,7 +232,7 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
     while before >= 0:
         length = int.from_bytes(tail[before + 20 : before + 22], "little")
         if before + 22 + length == len(tail) and length:
-            problems.add("zip-two-ends", detail="one end record lies in the comment of another")
+            problems.add("zip-two-ends", detail="one end record is in the comment of another")
             break
         before = tail.rfind(b"PK\x05\x06", 0, before)
     if disk or cd_disk or here != count:
@@ -307,9 +307,9 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
             raise _NoDirectoryError(detail)
         problems.add("zip-directory-broken", detail=detail)
     if not entries:
-        raise _NoDirectoryError("the directory holds no entry")
+        raise _NoDirectoryError("the directory has no entry")
     if len(entries) != count:
-        problems.add("zip-count", detail=f"the directory holds {len(entries)} entries, its end says {count}")
+        problems.add("zip-count", detail=f"the directory has {len(entries)} entries, its end record says {count}")
     return entries
 
 
@@ -341,9 +341,9 @@ def _read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, i
     elif disk:
         problems.add("zip-unreadable-entry", name, "in another part of a split archive; torch refuses it")
     if needed & 0xFF > _NEWEST_VERSION:
-        problems.add("zip-one-reader", name, f"zipfile refuses it: it wants zip version {(needed & 0xFF) / 10}")
+        problems.add("zip-one-reader", name, f"zipfile refuses it: it needs zip version {(needed & 0xFF) / 10}")
     if size and (marks & _DOS_DIRECTORY or raw_name[-1:] == b"/"):
-        detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
+        detail = "marked as a directory: torch reads nothing and uses uninitialized memory, zipfile reads its bytes"
         problems.add("zip-directory-record", name, detail)
     if stored != size and (not method or not stored) and not (encrypted and stored > size):  # 12 bytes check the key
         problems.add("zip-headers-differ", name, f"{stored} bytes are stored as they are, but the entry says {size}")
@@ -400,7 +400,7 @@ def _read_locals(
         begin, n_name, n_extra = _LOCAL_IN_SHORT.unpack_from(window, at)
         offset = header + 30 + n_name + n_extra
         if window[at + 30 : at + 30 + n_name] != raw_name:
-            problems.add("zip-names-differ", name, "the record's own header bears another name")
+            problems.add("zip-names-differ", name, "the record's own header has another name")
         same = begin == plain and entry_flags == plain_flags and entry_method == plain_method
         if not same and _compare(entry, name, begin, source, offset - n_extra, n_extra, problems):
             plain, plain_flags, plain_method = begin, entry_flags, entry_method

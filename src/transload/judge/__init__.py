@@ -119,7 +119,7 @@ def _other_findings(checkpoint: Checkpoint) -> list[Finding]:
     held = [f"{leaf.name}: {leaf.text}" for leaf in checkpoint.leaves if leaf.kind == "torch.device"]
     elsewhere = [text for text in held if not text.endswith(": cpu")]
     if elsewhere:
-        title = "it holds torch.device values, which map_location does not move"
+        title = "it contains torch.device values, which map_location does not change"
         fix = "Set them yourself after loading."
         found.append(Finding("device-objects", "note", title, first_lines(elsewhere, _SHOWN), (fix,)))
     return found

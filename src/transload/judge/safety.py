@@ -237,7 +237,7 @@ _MAX_EVIDENCE = 20
 _MAX_WORDING = 300  # it may contain a name of a megabyte
 _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
     "dangerous": ("dangerous-use", "error", "it uses the loader in a way no checkpoint does"),
-    "unknown": ("odd-use", "warning", "it holds calls no loader would accept"),
+    "unknown": ("odd-use", "warning", "it contains calls that no loader would accept"),
     "needs-trust": ("trusted-use", "warning", "it uses allowed names in unusual ways"),
 }
 
@@ -432,7 +432,7 @@ class _Judge:
                 at, text = inner.ambiguous[0]
                 self.complain("dangerous", text, inner, at)
         if skipped:
-            self.complain("unknown", "it holds more pickles inside pickles than are read", pickle, call.position)
+            self.complain("unknown", "it contains more nested pickles than are read", pickle, call.position)
         return found
 
     def result(self, load: str) -> Judgement:

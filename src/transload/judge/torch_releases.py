@@ -214,7 +214,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if checkpoint.format in _OTHER_LOADER:
         return _OTHER_LOADER[checkpoint.format]
     if checkpoint.path.endswith(".safetensors"):
-        return "fails from torch 2.13 on: its name says safetensors, and it is none; rename it"
+        return "fails from torch 2.13 on: its name says safetensors, but it is another format; rename it"
     if checkpoint.integrity == "not-a-checkpoint":
         return "fails, with an error that does not say why"
     if "plain-pickle" in codes and safety != "dangerous" and not unreadable:

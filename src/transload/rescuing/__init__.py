@@ -182,7 +182,7 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes:
     inner = (journal_undone(path, source, notes) if path else None) or source
     inner, whole = unwrapped(inner, member, stack, notes)
     if holds_tensors(inner):  # recover would find the legacy stream of its first tensor
-        what = "it is a plain pickle: nothing in it tells what was lost, or could replace it"
+        what = "it is a plain pickle: nothing in it shows what was lost, or could replace it"
         fix = f"If it is whole, this takes its tensors out: transload convert {quoted(inner.name)} NEW.pt"
         raise RescueError(what, where=inner.name, fix=fix)
     recovered = recover(inner, stack)

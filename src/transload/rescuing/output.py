@@ -248,7 +248,7 @@ def _is_ordered(node: object) -> TypeGuard[Call]:
 def refuse_growth(nbytes: int, recovered: Recovered) -> None:
     """Refuse to write far more bytes than the damaged file has."""
     if nbytes > max(_MIN_GROWTH_LIMIT, _MAX_GROWTH * recovered.nbytes):
-        what = f"the file claims to hold {nbytes:,} bytes and has {recovered.nbytes:,}"
+        what = f"the file claims to have {nbytes:,} bytes and has {recovered.nbytes:,}"
         fix = "The tensor sizes in it are wrong."
         raise RescueError(what, where=recovered.source.name, fix=fix)
 

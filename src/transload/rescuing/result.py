@@ -66,7 +66,7 @@ class Rescue(Reported):
 
     ``tensors`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other
     parts of it that are lost. ``mends`` are the bytes that were repaired. ``how`` is what was written, or would be:
-    ``exact`` (as far as can be told, byte for byte the file that was saved), ``rebuilt`` (everything, in a new layout),
+    ``exact`` (as far as is known, byte for byte the file that was saved), ``rebuilt`` (everything, in a new layout),
     ``filled``, ``left-out``, ``weights`` (a program's tensors, as a dictionary), or ``nothing``. ``notes`` say what
     else was done, ``warnings`` what is uncertain.
     """
@@ -140,7 +140,7 @@ class Rescue(Reported):
 
 _SHOWN = 32
 _HOW = {
-    "exact": "the file as it was saved, byte for byte as far as can be told",
+    "exact": "the file as it was saved, byte for byte as far as is known",
     "rebuilt": "everything, in a new layout",
     "filled": "everything, with {fill} in place of what is lost",
     "left-out": "without what is lost",
