@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from transload.formats.pickle_writer import dumps
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.io.checksums import combined, fastest_crc32
+from transload.io.checksums import crc32_combine, fastest_crc32
 from transload.nodes import Call, Global, Persistent
 from transload.verifying import verify
 
@@ -84,9 +84,9 @@ def sum_of(nbytes: int) -> int:
     """The checksum of so much noise."""
     crc, piece = 0, zlib.crc32(NOISE)
     for _ in range(nbytes // len(NOISE)):
-        crc = combined(crc, piece, len(NOISE))
+        crc = crc32_combine(crc, piece, len(NOISE))
     rest = NOISE[: nbytes % len(NOISE)]
-    return combined(crc, zlib.crc32(rest), len(rest))
+    return crc32_combine(crc, zlib.crc32(rest), len(rest))
 
 
 def read(path: Path) -> None:
