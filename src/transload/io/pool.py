@@ -158,9 +158,9 @@ def progress_counter(
         show = Progress(sys.stderr, verb)
     done = 0
 
-    def advance(count: int) -> None:
+    def report_progress(count: int) -> None:
         nonlocal done
         done += count
         show(done, total)
 
-    return advance
+    return report_progress

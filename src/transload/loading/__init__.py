@@ -121,12 +121,12 @@ def load(
             checkpoint = opened.checkpoint
             plan = _plan(checkpoint, map_location, mapped=mapped)
             device_map = DeviceMap(plan, map_location, checkpoint.path)
-            advance = None
+            report_progress = None
             if progress is not None:
                 from transload.io.pool import progress_counter
 
-                advance = progress_counter(progress, checkpoint.tensor_nbytes)
-            options = ReadOptions(verify, mapped, advance, settings)
+                report_progress = progress_counter(progress, checkpoint.tensor_nbytes)
+            options = ReadOptions(verify, mapped, report_progress, settings)
             try:
                 if trusted:
                     made = _load_trusted(opened, device_map, options, pickle_module, pickle_load_args)
@@ -313,7 +313,7 @@ class ReadOptions(NamedTuple):
     """Compare every checksum there is."""
     mapped: bool = False
     """Map the file instead of reading it, where its bytes are those in memory."""
-    advance: Callable[[int], None] | None = None
+    report_progress: Callable[[int], None] | None = None
     """Called with the number of bytes read since the last call."""
     settings: Settings = Settings()
 
@@ -336,11 +336,11 @@ def read_storages(
 def read_ranges(
     sources: Sequence[Source],
     requests: Sequence[ReadRequest],
-    place: AddressOf,
+    address_of: AddressOf,
     *,
     settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
     fresh: bool = True,
-    advance: Callable[[int], None] | None = None,
+    report_progress: Callable[[int], None] | None = None,
     checksums: Checksums | None = None,
 ) -> None:
     """``engine.read_ranges``; few bytes for host memory are read in this thread, without importing the engine."""
@@ -349,11 +349,19 @@ def read_ranges(
         and sum([request[2] for request in requests]) < FEW_BYTES
         and {request[3] for request in requests} == {"cpu"}
     ):
-        read_single_threaded(sources, requests, place, checksums, advance)
+        read_single_threaded(sources, requests, address_of, checksums, report_progress)
     else:
         from transload.loading.engine import read_ranges
 
-        read_ranges(sources, requests, place, settings=settings, fresh=fresh, advance=advance, checksums=checksums)
+        read_ranges(
+            sources,
+            requests,
+            address_of,
+            settings=settings,
+            fresh=fresh,
+            report_progress=report_progress,
+            checksums=checksums,
+        )
 
 
 class _Reader:
@@ -413,16 +421,20 @@ class _Reader:
                 requests.append(_new(ReadRequest, (numbers[storage.file], offset, nbytes, device)))
         held: dict[int, torch.UntypedStorage] = {}
 
-        def place(index: int) -> int:
+        def address_of(index: int) -> int:
             made = held[index] = self._empty(plain[index], requests[index][3])
             return made.data_ptr()  # type: ignore[no-any-return]
 
         if requests:
-            self._read_requests(opened, requests, place, plain)
+            self._read_requests(opened, requests, address_of, plain)
         return {storage.id: held[index] for index, storage in enumerate(plain)}
 
     def _read_requests(
-        self, sources: Sequence[Source], requests: Sequence[ReadRequest], place: AddressOf, storages: Sequence[Storage]
+        self,
+        sources: Sequence[Source],
+        requests: Sequence[ReadRequest],
+        address_of: AddressOf,
+        storages: Sequence[Storage],
     ) -> None:
         """Read the bytes of storages; ``BrokenFileError`` names one whose bytes are missing or damaged."""
         checksums = Checksums() if self._options.verify else None
@@ -430,9 +442,9 @@ class _Reader:
             read_ranges(
                 sources,
                 requests,
-                place,
+                address_of,
                 settings=self._options.settings,
-                advance=self._options.advance,
+                report_progress=self._options.report_progress,
                 checksums=checksums,
             )
         except ShortReadError as end:
@@ -512,8 +524,8 @@ class _Reader:
             from zlib import crc32
 
             self._check_sum(storage, crc32(memory_at(part.data_ptr(), part.nbytes())))
-        if self._options.advance is not None:
-            self._options.advance(storage.nbytes)
+        if self._options.report_progress is not None:
+            self._options.report_progress(storage.nbytes)
         return part
 
     # -- the other byte order

@@ -30,13 +30,13 @@ from transload.loading.jobs import (
     FEW_BYTES,
     SLOT_PAIR,
     AddressOf,
-    Advance,
     Checksums,
     File,
     HostLane,
     Job,
     NextJob,
     ReadRequest,
+    ReportProgress,
     Run,
     Settings,
     jobs,
@@ -189,14 +189,14 @@ class Lane(Protocol):
         ...
 
 
-def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], advance: Advance | None = None) -> None:
+def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: ReportProgress | None = None) -> None:
     """Do all jobs, each lane in a thread; a single lane runs in this one. Raises the first error of a lane.
 
-    ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``advance`` is called in the
-    calling thread.
+    ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``report_progress`` is called in
+    this thread.
     """
     if len(lanes) == 1:
-        _run_lane(jobs, lanes[0], advance)
+        _run_lane(jobs, lanes[0], report_progress)
         return
     queue: SimpleQueue[Job | None] = SimpleQueue()
     news: SimpleQueue[None] = SimpleQueue()
@@ -246,13 +246,13 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], advance: Advance | Non
                 queue.put(job)
             queue.put(None)
         else:
-            _run_lane(jobs, lanes[0], advance)
+            _run_lane(jobs, lanes[0], report_progress)
         while len(ended) < started or reported < sum(lane.done for lane in lanes if started):
             if len(ended) < started:
                 sleep()
             done = sum(lane.done for lane in lanes)
-            if advance and done > reported and not errors:
-                advance(done - reported)
+            if report_progress and done > reported and not errors:
+                report_progress(done - reported)
             reported = done
     finally:
         # Stop the threads that still run, and wait until they have ended, even if Ctrl-C is pressed again.
@@ -274,14 +274,14 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], advance: Advance | Non
             errors.clear()  # or the error would refer to itself through its frames, and keep their memory alive
 
 
-def _run_lane(jobs: Iterable[Job], lane: Lane, advance: Advance | None) -> None:
+def _run_lane(jobs: Iterable[Job], lane: Lane, report_progress: ReportProgress | None) -> None:
     waiting = iter(jobs)
     reported = 0
 
     def next_job() -> Job | None:
         nonlocal reported
-        if advance and lane.done > reported:
-            advance(lane.done - reported)
+        if report_progress and lane.done > reported:
+            report_progress(lane.done - reported)
             reported = lane.done
         return next(waiting, None)
 
@@ -350,7 +350,7 @@ def read_ranges(
     *,
     settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
     fresh: bool = True,
-    advance: Advance | None = None,
+    report_progress: ReportProgress | None = None,
     checksums: Checksums | None = None,
 ) -> Choice:
     """Read requested bytes into memory; return how it was done.
@@ -369,10 +369,10 @@ def read_ranges(
                 file.go_direct()
         if choice.ring:
             with cuda_lanes(transfer, choice) as lanes:
-                run_lanes(transfer.jobs(), lanes, advance)
+                run_lanes(transfer.jobs(), lanes, report_progress)
         else:
             hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
-            run_lanes(transfer.jobs(), hosts, advance)
+            run_lanes(transfer.jobs(), hosts, report_progress)
     finally:
         for file in files:
             file.close()

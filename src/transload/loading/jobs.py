@@ -115,7 +115,7 @@ def can_read_to(kind: str) -> bool:
 SLOT_PAIR = 2 * CELL
 
 NextJob = Callable[[], "Job | None"]
-Advance = Callable[[int], None]
+ReportProgress = Callable[[int], None]
 """Is called with the number of bytes that were read since the last call."""
 AddressOf = Callable[[int], int]
 """The address where the request of an index is to be read to."""
@@ -253,7 +253,7 @@ def read_single_threaded(
     requests: Sequence[ReadRequest],
     address_of: AddressOf,
     checksums: Checksums | None,
-    advance: Advance | None,
+    report_progress: ReportProgress | None,
 ) -> None:
     """Read into host memory in this thread; the arguments are those of ``engine.read_ranges``."""
     addresses: dict[int, int] = {}
@@ -263,5 +263,5 @@ def read_single_threaded(
             if index not in addresses:
                 addresses[index] = address_of(index)
         lane.read(job)
-        if advance is not None:
-            advance(job.wanted)
+        if report_progress is not None:
+            report_progress(job.wanted)

@@ -81,13 +81,13 @@ def records_of(content: Content) -> Records:
 
 
 def sum_records(
-    content: Content, every: Records, skip: Collection[Key] = (), tell: Callable[[int], None] | None = None
+    content: Content, every: Records, skip: Collection[Key] = (), report_progress: Callable[[int], None] | None = None
 ) -> dict[Key, Problem]:
     """Read all records except those in ``skip``; return those that are not what was saved."""
     bad: dict[Key, Problem] = {}
     for file, records in every.items():
         todo = [record for record in records if key_of(file, record) not in skip] if skip else records
-        for index, value in checksums(content.open_file(file), todo, tell).items():
+        for index, value in checksums(content.open_file(file), todo, report_progress).items():
             record = todo[index]
             if value != record.crc32 and (record.crc32 is not None or isinstance(value, Lost)):
                 bad[key_of(file, record)] = mismatch(record, value)

@@ -42,7 +42,9 @@ def test_requests_of_all_kinds(seed: int, threads: int, blob: bytes, blob_path: 
     goal, told, checksums = Goal(requests), list[int](), Checksums()
     source = FileSource(blob_path)
     settings = Settings(threads=threads, direct=direct)
-    choice = read_ranges([source], requests, goal.place, settings=settings, advance=told.append, checksums=checksums)
+    choice = read_ranges(
+        [source], requests, goal.place, settings=settings, report_progress=told.append, checksums=checksums
+    )
     source.close()
     assert (choice.lanes <= threads, choice.direct) == (True, direct)
     goal.check(blob)
@@ -82,7 +84,7 @@ def test_several_files_at_once(threads: int, blob: bytes, blob_path: Path, tmp_p
 def test_nothing_is_wanted(blob_path: Path) -> None:
     source = FileSource(blob_path)
     goal, told = Goal([]), list[int]()
-    read_ranges([source], [], goal.place, advance=told.append)
+    read_ranges([source], [], goal.place, report_progress=told.append)
     read_ranges([], [], goal.place)
     read_ranges([source], [ReadRequest(0, 7, 0)], goal.place)
     assert (goal.asked, told) == ([], [])

@@ -140,11 +140,11 @@ def test_bytes_are_told_while_they_come(monkeypatch: pytest.MonkeyPatch) -> None
         if job.runs[0].request:
             assert go_on.wait(DEADLINE)
 
-    def advance(count: int) -> None:
+    def report_progress(count: int) -> None:
         told.append(count)
         go_on.set()
 
-    run_lanes(jobs(3), [Lane(does), Lane(does)], advance)
+    run_lanes(jobs(3), [Lane(does), Lane(does)], report_progress)
     assert len(told) > 1
     assert sum(told) == 30
 
@@ -219,12 +219,12 @@ def test_an_error_of_the_one_who_is_told(
 ) -> None:
     monkeypatch.setattr(engine, "_POLL", 0.001)
 
-    def advance(_: int) -> None:
+    def report_progress(_: int) -> None:
         raise error
 
     crewed = [Lane(lambda _: time.sleep(0.002)) for _ in range(lanes)]
     with pytest.raises(error):
-        run_lanes(jobs(50), crewed, advance)
+        run_lanes(jobs(50), crewed, report_progress)
     assert sum(len(lane.taken) for lane in crewed) < 50
     assert all(lane.left for lane in crewed if lane.thread)
 

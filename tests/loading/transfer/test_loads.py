@@ -60,9 +60,9 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many lanes each transfer had."""
     counts: list[int] = []
 
-    def run_lanes(jobs: Any, lanes: Any, advance: Any = None) -> None:
+    def run_lanes(jobs: Any, lanes: Any, report_progress: Any = None) -> None:
         counts.append(len(lanes))
-        work_really(jobs, lanes, advance)
+        work_really(jobs, lanes, report_progress)
 
     monkeypatch.setattr(engine, "run_lanes", run_lanes)
     return counts
@@ -284,9 +284,9 @@ def test_a_file_cut_while_it_goes_into_a_model(
     torch.save(Model(1).state_dict(), path)
     at = offset_of(path, "wide.weight")
 
-    def cut(jobs: Any, lanes: Any, advance: Any = None) -> None:
+    def cut(jobs: Any, lanes: Any, report_progress: Any = None) -> None:
         os.truncate(path, at + 5_000_000)
-        work_really(jobs, lanes, advance)
+        work_really(jobs, lanes, report_progress)
 
     monkeypatch.setattr(engine, "run_lanes", cut)
     with pytest.raises(BrokenFileError, match=r"wide|tall|tied|norms|count"):

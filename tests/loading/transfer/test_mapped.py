@@ -50,7 +50,7 @@ def brought(
 ) -> Choice:
     source, goal, told = FileSource(path), Goal(requests, cuda), list[int]()
     try:
-        choice = read_ranges([source], requests, goal.place, advance=told.append, checksums=checksums)
+        choice = read_ranges([source], requests, goal.place, report_progress=told.append, checksums=checksums)
         goal.check(blob)
     finally:
         source.close()
@@ -223,10 +223,10 @@ def test_pages_that_cannot_be_let_go_stay_and_the_others_do_not(blob: bytes, tmp
 def test_the_one_who_is_told_interrupts(blob_path: Path, cuda: FakeDriver) -> None:
     source, goal = FileSource(blob_path), Goal(LARGE, cuda)
 
-    def advance(_: int) -> None:
+    def report_progress(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        read_ranges([source], LARGE, goal.place, advance=advance)
+        read_ranges([source], LARGE, goal.place, report_progress=report_progress)
     assert let_go(blob_path, cuda)
     source.close()

@@ -39,7 +39,7 @@ def brought(
     """Bring it, and look whether it received."""
     source, goal, told = FileSource(path), Goal(requests, cuda), list[int]()
     try:
-        read_ranges([source], requests, goal.place, settings=settings or Settings(), advance=told.append)
+        read_ranges([source], requests, goal.place, settings=settings or Settings(), report_progress=told.append)
         assert goal.pending == 0
         goal.check(blob)
         assert sum(told) == sum(request.nbytes for request in requests)
@@ -303,11 +303,11 @@ def test_a_file_that_was_cut(threads: int, blob: bytes, tmp_path: Path, cuda: Fa
 def test_the_one_who_is_told_interrupts(threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     source, goal = FileSource(blob_path), Goal(LARGE, cuda)
 
-    def advance(_: int) -> None:
+    def report_progress(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        read_ranges([source], LARGE, goal.place, settings=Settings(threads=threads), advance=advance)
+        read_ranges([source], LARGE, goal.place, settings=Settings(threads=threads), report_progress=report_progress)
     assert cuda.pending == 0
     source.close()
     brought(blob_path, blob, LARGE, cuda, Settings(threads=threads))
