@@ -316,8 +316,8 @@ def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
         odd = sum(bool(tensor.nan or tensor.inf) for tensor in counted)
         yield "values", f"NaN or infinite in {odd:,} of {plural(len(counted), 'tensor')}", "trust" if odd else ""
     if verification.manifest:
-        alike = "all tensors match it" if not verification.differences else "not all tensors match it"
-        yield "manifest", f"{printable(verification.manifest, None)}: {alike}", "" if verification.ok else "bad"
+        outcome = "all tensors match it" if not verification.differences else "not all tensors match it"
+        yield "manifest", f"{printable(verification.manifest, None)}: {outcome}", "" if verification.ok else "bad"
 
 
 def _checksums(verification: Verification) -> tuple[str, str]:

@@ -30,7 +30,7 @@ _ALONE = 4 << 20  # for fewer bytes it does not pay to start threads
 _TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a time, takes longer than hashing them
 
 
-class Job(NamedTuple):
+class HashJob(NamedTuple):
     """A tensor to read, and the record that consists of it alone, if there is one.
 
     ``places`` are the indices of all its names in the list of tensors.
@@ -42,13 +42,13 @@ class Job(NamedTuple):
     record: Record | None = None
 
 
-def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> tuple[list[TensorSum], list[Job]]:
+def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> tuple[list[TensorSum], list[HashJob]]:
     """Every tensor, or the parts of those that consist of others, and what to read: each view of a storage once."""
     entries: list[TensorSum] = []
     if not hashes and not values:
         return entries, []
     records = {(file, record.offset): record for file, inside in every.items() for record in inside if record.size}
-    seen: dict[tuple[object, ...], Job] = {}
+    seen: dict[tuple[object, ...], HashJob] = {}
     allowance = Allowance(content.checkpoint)
     for tensor, note in _leaves(content.checkpoint.tensors):
         place = len(entries)
@@ -68,11 +68,11 @@ def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> 
         run = content.file_range(tensor)
         record = records.get((run.file, run.offset)) if run is not None else None
         if run is None or record is None or record.crc32 is None or record.method or record.stored != run.nbytes:
-            seen[view] = Job(tensor, [place])
+            seen[view] = HashJob(tensor, [place])
         else:
-            seen[view] = Job(tensor, [place], key_of(run.file, record), record)
+            seen[view] = HashJob(tensor, [place], key_of(run.file, record), record)
 
-    def position(job: Job) -> tuple[str, int]:
+    def position(job: HashJob) -> tuple[str, int]:
         storage = content.storage(job.tensor)
         return (storage.file, job.tensor.file_offset or 0) if storage is not None else ("", 0)
 
@@ -94,7 +94,7 @@ def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
 def sum_tensors(
     content: Content,
     entries: list[TensorSum],
-    jobs: list[Job],
+    jobs: list[HashJob],
     progress: Callable[[int], None],
     *,
     hashes: bool,
@@ -108,7 +108,7 @@ def sum_tensors(
     failed: dict[str, tuple[str, str]] = {}
     lock = Lock()
 
-    def do(job: Job) -> None:
+    def do(job: HashJob) -> None:
         tensor, places, key, record = job
         digest = sha256() if hashes else None
         numbers = Values() if values and tensor.dtype in FLOATING else None

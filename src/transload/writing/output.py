@@ -64,7 +64,7 @@ def index_name(dst: str) -> str:
     return f"{dst.removesuffix('.index.json').removesuffix('.safetensors')}.safetensors.index.json"
 
 
-def beside(index: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
+def sibling_files(index: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
     """Files in the directory of an index that match a pattern, whose last group is the stem of the index."""
     folder, name = os.path.split(os.path.abspath(index))
     stem = name.removesuffix(".safetensors.index.json")
@@ -196,13 +196,13 @@ class Bundle:
         if old is not None:
             old.forget()
         if self._index:  # the index no longer refers to links that a killed conversion left behind
-            _unlink(path for path, _ in beside(self._index, _LINK))
+            _unlink(path for path, _ in sibling_files(self._index, _LINK))
         _unlink(self._removed)
 
 
 def clear_parts(index: str) -> None:
     """Remove unfinished shards of killed conversions, of any number of shards."""
-    for path, match in beside(index, _PART):
+    for path, match in sibling_files(index, _PART):
         atomic.remove_leftovers(os.path.join(os.path.dirname(path), match["shard"]))
 
 

@@ -25,7 +25,7 @@ from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
 from transload.writing.arrays import find_arrays, with_arrays
 from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
-from transload.writing.output import SHARD, beside, index_name
+from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import (
     Slot,
     Structure,
@@ -37,7 +37,7 @@ from transload.writing.to_torch import (
 )
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
 
-# -- what is asked for
+# -- options
 
 _FORMATS: dict[str, tuple[str, ...]] = {  # with the suffixes of their file names
     "safetensors": (".safetensors", ".safetensors.index.json"),
@@ -486,7 +486,7 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
         index, ours = index_name(job.dst), {os.path.basename(path) for path in job.bundle.paths}
         if index not in job.bundle.paths and os.path.lexists(index):
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"
-        if others := sorted({os.path.basename(path) for path, _ in beside(index, SHARD)} - ours):
+        if others := sorted({os.path.basename(path) for path, _ in sibling_files(index, SHARD)} - ours):
             yield f"other shards of that name still exist: {join_names(others, _SHOWN)}"
         if parts := _parts_beside_optimizer(plan):
             yield f"it also holds an optimizer; --key converts one part alone: {join_names(parts, _SHOWN)}"
@@ -593,7 +593,7 @@ def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
     return tuple(
         Candidate(key, _kind(key, tensors), len(tensors), sum(tensor.nbytes for tensor in tensors))
         for key, tensors in parts.items()
-        if not (many and key.rpartition("/")[2].isdecimal())  # one of many alike: optimizer/state/17
+        if not (many and key.rpartition("/")[2].isdecimal())  # one of many similar parts: optimizer/state/17
     )
 
 
