@@ -103,7 +103,7 @@ def test_back_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--map", "cuda:0"], "--map takes two devices"),
         (["--map", "=cpu"], "--map takes two devices"),
         (["--map", "cuda:0=cpu", "--map", "cuda:0=mps"], "two devices"),
-        (["--undo", "--to", "cpu"], "--to cannot go with it"),
+        (["--undo", "--to", "cpu"], "--undo cannot be combined with --to"),
         (["--to", "cpu", "-o", "x.pt", "--keep-undo"], "no undo"),
     ],
     ids=" ".join,

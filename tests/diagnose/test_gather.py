@@ -320,4 +320,4 @@ def test_options_that_would_do_nothing_are_refused(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *options]) == 2
-    assert re.search("cannot go with it", capsys.readouterr().err)
+    assert re.search("cannot be combined with", capsys.readouterr().err)

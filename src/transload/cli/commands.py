@@ -288,8 +288,8 @@ def run_retag(arguments: Namespace) -> int:
     tags: dict[str, str] = {}
     if arguments.undo:
         others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
-        if beside := [name for name, value in others.items() if value]:
-            raise UsageError(f"--undo takes back what was done: {' and '.join(beside)} cannot go with it")
+        if combined := [name for name, value in others.items() if value]:
+            raise UsageError(f"--undo cannot be combined with {' and '.join(combined)}")
     else:
         for pair in arguments.map:
             old, equals, new = pair.rpartition("=")

@@ -105,8 +105,9 @@ def _refuse_conflicts(arguments: Namespace) -> None:
         ("--no-torch", "runs no torch", () if "--gather" in given else ("--timeout",)),
         ("--json", "has all facts anyway", ("--verbose",)),
     ):
-        if beside := " and ".join(name for name in others if {option, name} <= given):
-            raise UsageError(f"{option} {why}: {beside} cannot go with it", fix="See transload doctor --help.")
+        if combined := " and ".join(name for name in others if {option, name} <= given):
+            what = f"{option} cannot be combined with {combined}: it {why}"
+            raise UsageError(what, fix="See transload doctor --help.")
 
 
 def _explain(word: str, colour: str) -> None:
