@@ -190,9 +190,7 @@ class AtomicFile(InPlaceFile):
                     ):
                         os.close(self.descriptor)
                         self.descriptor = -1
-            if (
-                before is not None and os.name != "nt"
-            ):  # keep the permissions of the old file, and its owner if possible
+            if before is not None and os.name != "nt":  # keep its permissions, and its owner if possible
                 own = os.fstat(self.descriptor)
                 if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
                     try:

@@ -344,11 +344,8 @@ def read_ranges(
     checksums: Checksums | None = None,
 ) -> None:
     """``engine.read_ranges``; few bytes for host memory are read in this thread, without importing the engine."""
-    if (
-        settings == Settings()
-        and sum([request[2] for request in requests]) < FEW_BYTES
-        and {request[3] for request in requests} == {"cpu"}
-    ):
+    few = sum([request[2] for request in requests]) < FEW_BYTES
+    if few and settings == Settings() and {request[3] for request in requests} == {"cpu"}:
         read_single_threaded(sources, requests, address_of, checksums, report_progress)
     else:
         from transload.loading.engine import read_ranges

@@ -67,9 +67,8 @@ def build_object(
         from transload.loading.refusal import weights_only_error
 
         fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
-        what = weights_only_error(
-            f"it holds {reason}, which is more than plain data", getattr(reason.node, "callee", None)
-        )
+        callee = getattr(reason.node, "callee", None)
+        what = weights_only_error(f"it holds {reason}, which is more than plain data", callee)
         raise UnsafeError(what, where=where, fix=fix) from reason
     except NotInTorch as name:
         what = f"it holds {name}, which this torch does not have"
@@ -487,7 +486,7 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
             return None
         entry = known.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
         # An empty storage may have another class in each id.
-        if entry is None or not entry[1] or id(hooks) in made or not _is_no_hooks(hooks, ordered_dict):
+        if entry is None or not entry[1] or id(hooks) in made or not _are_empty(hooks, ordered_dict):
             return None
         if dtype is not None:  # the newer dtypes have no storage class, and are an argument
             untyped, nbytes, _ = entry
@@ -508,7 +507,7 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
     return _with_parameters(make, made, nodes) if _PARAMETER in nodes else make
 
 
-def _is_no_hooks(hooks: Any, ordered_dict: object) -> bool:
+def _are_empty(hooks: Any, ordered_dict: object) -> bool:
     """Whether hooks are an empty OrderedDict, as torch writes them."""
     if type(hooks) is not Call or hooks.callee is not ordered_dict or hooks.args != () or hooks.kwargs is not None:
         return False
@@ -524,16 +523,11 @@ def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Globa
     def single(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
         if type(node) is not Call or node.callee is not callee:
             return make(node, otherwise)
-        args: Any = node.args
+        args: Any = node.args if node.kwargs is None else None
         if type(args) is not tuple or len(args) != 3 or node.states or node.items or node.appended:
             return None
         data, grad, hooks = args
-        if (
-            type(grad) is not bool
-            or not _is_no_hooks(hooks, ordered_dict)
-            or id(hooks) in made
-            or node.kwargs is not None
-        ):
+        if type(grad) is not bool or id(hooks) in made or not _are_empty(hooks, ordered_dict):
             return None
         tensor = None if id(data) in made else make(data)
         if tensor is None:
