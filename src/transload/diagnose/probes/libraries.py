@@ -172,7 +172,7 @@ NVIDIA = re.compile(
 )
 """Names of NVIDIA's CUDA libraries, without those of the driver, libcuda and libnvidia-*."""
 
-_OWNED = re.compile(r".*/lib/[^/]+\.so[.\d]*")
+_OWNED = r'[^",\n]*/lib/[^/",\n]+\.so[.\d]*'
 _WITHOUT_LIBRARIES = frozenset({"nvidia-cuda-cccl", "nvidia-ml-py"})
 
 
@@ -240,7 +240,7 @@ class _TorchImport:
         found: dict[str, dict[str, str]] = {}
         for each in installed(self.loader.host, self.path):
             if each.name.startswith("nvidia") and each.name not in _WITHOUT_LIBRARIES:
-                for path in filter(_OWNED.fullmatch, each.files()):
+                for path in each.files(_OWNED):
                     found.setdefault(f"{each.site}/{path}", {}).setdefault(each.name, each.stated)
         return found
 
@@ -486,7 +486,7 @@ def _extension(
 ) -> Extension:
     """Complete ``bare`` with what the libraries of ``dist`` need: those in RECORD, else those with its name."""
     host, module = dist.host, dist.name.replace("-", "_")
-    paths = [f"{dist.site}/{path}" for path in dist.files() if path.endswith(".so")]
+    paths = [f"{dist.site}/{path}" for path in dist.files(r'[^",\n]+\.so')]
     if not host.data(f"{dist.path}/RECORD", 1):
         paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
     if dist.name == "bitsandbytes" and install:

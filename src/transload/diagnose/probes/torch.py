@@ -207,7 +207,7 @@ def _mtime(host: Host, path: str) -> float:
 
 # -- RECORD, the list of an installed wheel's files, compared with the disk --------------------------------------------
 
-_NEEDED = re.compile(r"torch/(lib/[^/]+|_C\.[^/]+|(?:__init__|version)\.py)")
+_NEEDED = r'torch/(?:lib/[^/",\n]+|_C\.[^/",\n]+|(?:__init__|version)\.py)'
 _MACH_O = (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 _LIBRARY = re.compile(r".+\.(?:so(?:\.[\d.]+)?|dll|pyd|dylib)")
 
@@ -217,8 +217,8 @@ def _listed(dist: Distribution) -> dict[str, int]:
 
     Libraries for torch's own tests are left out.
     """
-    listed = ((_NEEDED.fullmatch(path), size) for path, size in dist.files().items())
-    return {f[1]: size for f, size in listed if f and (f[1].endswith(".py") or _is_library(f[1]))}
+    listed = ((path.removeprefix("torch/"), size) for path, size in dist.files(_NEEDED).items())
+    return {name: size for name, size in listed if name.endswith(".py") or _is_library(name)}
 
 
 def _is_library(name: str) -> bool:
