@@ -57,7 +57,7 @@ def test_a_healthy_machine_is_said_not_to_show_it() -> None:
     assert not answer.machine.fits
     assert "nothing is broken on this machine now" in answer.machine.title
     assert answer.fix
-    assert "CUDA_VISIBLE_DEVICES: that is hardly ever it" in answer.wrong
+    assert "CUDA_VISIBLE_DEVICES: that is hardly ever the cause" in answer.wrong
 
 
 def test_a_machine_with_another_fault_is_not_blamed() -> None:
