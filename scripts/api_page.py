@@ -22,11 +22,10 @@ WIDTH = 118
 HEAD = """\
 # Python API
 
-Everything that `import transload` has, and nothing else is promised: names that are not here may change. Importing it
-costs next to nothing, since each name is loaded when it is first used; torch is imported by `load`, `load_into`,
-`open`, `save` and `save_async` alone.
+The public names of transload; all other names may change. Importing transload is fast, since each name is loaded when
+it is first used. Only `load`, `load_into`, `open`, `save` and `save_async` import torch.
 
-Objects that a function returns are frozen. `print` shows the report of the command, `to_dict()` is its JSON.
+Returned objects are frozen. `print` shows the report of the command, `to_dict()` returns its JSON.
 
 This page is written by `scripts/api_page.py` from the docstrings.
 """
@@ -37,8 +36,8 @@ PAGES |= {name: f"{name}.md" for name in COMMANDS} | {"patch": "run.md", "unpatc
 ERRORS = """\
 ## Errors
 
-All are `TransloadError`, and say what happened, where, why and what to do. Each is also what users of torch or of
-Python catch already.
+All derive from `TransloadError`, and say what happened, where, why and what to do. Each also derives from an exception
+that users of torch or Python already catch.
 """
 WARNINGS = """
 ## Warnings
