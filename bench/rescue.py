@@ -26,13 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
-from transload.contents import byte_span
+from transload.contents import byte_span, with_parts
 from transload.errors import TransloadError
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 from transload.rescuing import rescue
 from transload.rescuing.recover import recover
-from transload.tensors.damage import with_parts
 
 ROOT = Path(__file__).parent.parent / "tests" / "data"
 NEEDS = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}
@@ -46,7 +45,7 @@ class Row:
     name: str
     nbytes: int
     flips: int
-    mended: int
+    repaired: int
     cuts: int
     exact: int
     flip_ms: float
@@ -97,7 +96,7 @@ def clear_of(end: int, cut: int) -> int:
     return cut + DESCRIPTOR if end <= cut < end + DESCRIPTOR else cut
 
 
-def is_mended(data: bytes, position: int, bit: int) -> bool:
+def is_repaired(data: bytes, position: int, bit: int) -> bool:
     """Whether a flipped bit is undone, and nothing else is done."""
     broken = bytearray(data)
     broken[position] ^= 1 << bit
@@ -125,13 +124,13 @@ def examine(name: str, data: bytes, places: int, rng: random.Random) -> Row:
     flips = [(rng.randrange(len(data)), rng.randrange(8)) for _ in range(places)] if data[:2] == b"PK" else []
     cuts = [clear_of(index_end(checkpoint), rng.randrange(1, len(data))) for _ in range(places)]
     begin = time.process_time()
-    mended = [is_mended(data, *flip) for flip in flips]
+    repaired = [is_repaired(data, *flip) for flip in flips]
     between = time.process_time()
     exact = [is_found(data, cut, checkpoint) for cut in cuts]
     end = time.process_time()
-    for flip, good in zip(flips, mended, strict=True):
+    for flip, good in zip(flips, repaired, strict=True):
         if not good:
-            print(f"{name}: byte {flip[0]}, bit {flip[1]} was not mended", file=sys.stderr)
+            print(f"{name}: byte {flip[0]}, bit {flip[1]} was not repaired", file=sys.stderr)
     for cut, good in zip(cuts, exact, strict=True):
         if not good:
             print(f"{name}: cut at byte {cut}, other tensors were found", file=sys.stderr)
@@ -140,7 +139,7 @@ def examine(name: str, data: bytes, places: int, rng: random.Random) -> Row:
         name,
         len(data),
         len(flips),
-        sum(mended),
+        sum(repaired),
         len(cuts),
         sum(exact),
         (between - begin) * each,
@@ -166,7 +165,7 @@ def main() -> int:
     if options.only in "large":
         rows.append(examine("large", large(), options.places, rng))
         show(rows[-1], as_json=options.json)
-    total = [sum(getattr(row, field) for row in rows) for field in ("mended", "flips", "exact", "cuts")]
+    total = [sum(getattr(row, field) for row in rows) for field in ("repaired", "flips", "exact", "cuts")]
     print("{:,} of {:,} flipped bits undone; {:,} of {:,} cuts with exactly the right tensors".format(*total))
     return int(total[0] != total[1] or total[2] != total[3])
 
@@ -177,7 +176,7 @@ def show(row: Row, *, as_json: bool) -> None:
         print(json.dumps(vars(row)), flush=True)
         return
     print(
-        f"{row.name:<64} {row.nbytes:>11,} B  flips {row.mended}/{row.flips} {row.flip_ms:7.1f} ms  "
+        f"{row.name:<64} {row.nbytes:>11,} B  flips {row.repaired}/{row.flips} {row.flip_ms:7.1f} ms  "
         f"cuts {row.exact}/{row.cuts} {row.cut_ms:7.1f} ms",
         flush=True,
     )

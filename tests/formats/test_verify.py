@@ -86,6 +86,13 @@ def test_a_deflated_record_that_is_not_what_it_says_is_found(change: dict[str, o
     assert (problem.code, problem.where) == ("crc-mismatch", "x")
 
 
+def test_a_deflated_record_that_is_shorter_than_the_directory_says() -> None:
+    """Its checksum is right, and torch fails with "unexpected decompressed size"."""
+    data = archive(remade([Entry(b"a/x", bytes(5000), method=8, flags=0x800)], "x", size=5001))
+    (problem,) = verify_records(BytesSource(data), read_index(BytesSource(data)).records.values(), ())
+    assert (problem.code, problem.detail) == ("record-unreadable", "it inflates to 5000 of 5001 bytes")
+
+
 def test_records_over_one_another_are_not_read_again_and_again() -> None:
     read = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ def test_a_bit_in_the_number_of_a_storage() -> None:
     place = whole.index(b"data/1") + 5
     made = recovered(flipped(whole, place, 2))
     assert [(repair.position, repair.bits, repair.certainty) for repair in made.repairs] == [(place, (2,), "proven")]
+
+
+def test_a_bit_in_the_size_of_a_compressed_record() -> None:
+    """The directory and the descriptor then differ, and what the record inflates to decides."""
+    path = next(path for path in ARCHIVES if path.match("torch-2.6.0*/traced_cpu.pt"))
+    whole = path.read_bytes()
+    sizes = [found.start() + 24 for found in re.finditer(b"PK\x01\x02.{6}\x08\0", whole, re.DOTALL)]
+    assert len(sizes) == 3
+    wrong = [(at, bit) for at in sizes for bit in range(32) if not is_undone(whole, at + bit // 8, bit % 8)]
+    assert wrong == []
 
 
 def test_a_name_that_reaches_into_the_padding() -> None:
