@@ -181,22 +181,25 @@ def test_a_descriptor_inside_a_pickle_hides_nothing_behind_it() -> None:
         assert inspect(without_directory(whole)).safety == "dangerous"
 
 
+class CountingSource(BytesSource):
+    """Counts the bytes that are read."""
+
+    nbytes_read = 0
+
+    def read(self, offset: int, count: int) -> bytes:
+        out = super().read(offset, count)
+        self.nbytes_read += len(out)
+        return out
+
+
 def test_bytes_behind_many_false_ends_are_run_once() -> None:
     """A thousand records that end soon, by what they say, and whose pickles all go on to the end of the file."""
     head = forge.LOCAL.pack(b"PK\x03\x04", 0, 8, 0, 0, 0, 0, 0, 0, 5, 0) + b"a.pkl"
     fake = struct.pack("<4s3L", b"PK\x07\x08", 0, 3, 3)
     data = head + b"\x80\x02B" + (fake[:4] + struct.pack("<3L", 0, 3, 3) + head + b"\x80\x02V") * 1000 + b"N" * 100_000
-    read = 0
-
-    class Counting(BytesSource):
-        def read(self, offset: int, count: int) -> bytes:
-            nonlocal read
-            out = super().read(offset, count)
-            read += len(out)
-            return out
-
-    walk_index(Counting(data), read_index(BytesSource(b"PK\x03\x04")))
-    assert read < 100 * len(data)
+    source = CountingSource(data)
+    walk_index(source, read_index(BytesSource(b"PK\x03\x04")))
+    assert source.nbytes_read < 100 * len(data)
 
 
 def test_a_packed_record_ends_where_it_says_in_the_last_bytes_of_a_file(data: Path) -> None:
@@ -224,18 +227,10 @@ def test_a_million_empty_headers_are_not_walked_for_ever() -> None:
 
 def test_pickles_one_after_another_are_each_read_once() -> None:
     """A megabyte read for each of a hundred thousand tiny pickles would be a hundred gigabytes."""
-    read = 0
-
-    class Counting(BytesSource):
-        def read(self, offset: int, count: int) -> bytes:
-            nonlocal read
-            out = super().read(offset, count)
-            read += len(out)
-            return out
-
     data = archive([Entry(b"m/%d.pkl" % i, pickled(b"N")) for i in range(2000)])
-    walk_index(Counting(without_directory(data)), read_index(BytesSource(b"PK\x03\x04")))
-    assert read < 1000 * len(data)
+    source = CountingSource(without_directory(data))
+    walk_index(source, read_index(BytesSource(b"PK\x03\x04")))
+    assert source.nbytes_read < 1000 * len(data)
 
 
 @each("size", [0, 1, 4, 29, 30, 31])

@@ -661,7 +661,7 @@ def _mangled(view: View) -> Foreign | None:
         title = "a binary file that was re-encoded from Latin-1 to UTF-8"
         code = "import sys; d = open(sys.argv[1], 'rb').read(); "
         code += "open(sys.argv[2], 'xb').write(d.decode().encode('latin-1'))"
-        undo = f'Or try to undo it: python -c "{code}" {view.file} {view.with_suffix(".mended")}'
+        undo = f'Or try to undo it: python -c "{code}" {view.file} {view.with_suffix(".repaired")}'
         return Foreign("utf8", title, (), (_BINARY, undo))
     return None
 

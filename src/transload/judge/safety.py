@@ -219,7 +219,7 @@ def _check_attributes(state: object) -> Complaint:
         if key.startswith("__"):
             return "dangerous", f"a tensor is given the attribute {key[:60]}"
         if key in _SHADOWED:
-            return "needs-trust", f"a tensor is given the attribute {key}, which it has already"
+            return "needs-trust", f"a tensor is given the attribute {key}, which it already has"
     if not all(type(part) is Dict or part is None for part in parts):
         return "needs-trust", "a tensor is given a state that names no attributes"
     return None

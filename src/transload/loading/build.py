@@ -337,7 +337,7 @@ def _set_attributes(made: OrderedDict[Any, Any], state: Any) -> None:
     for name in state:
         text = name.decode("latin-1") if type(name) is bytes else name  # encoding="bytes" makes it bytes, as in torch
         if type(text) is not str or hasattr(OrderedDict, text):
-            raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it has already")
+            raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it already has")
     vars(made).update(state)
 
 

@@ -33,7 +33,7 @@ def _bus(m: Case) -> str:
 
 @rules("hardware", "N01", "H06", "H02")
 def absent(m: Case) -> Found:
-    """A card that this session was not given, that is switched off, or lost."""
+    """A card that this container, VM or job does not have, that is switched off, or that was lost."""
     notebook, prime, first = m.surroundings.notebook, m.platform.prime, m.torch.first
     if notebook in ("colab", "kaggle") and m.no_gpu:
         yield "N01", Match((f"this is {notebook.title()}", _bus(m)), m.steps(f"N01 {notebook}"), severity="note")
