@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from transload.checkpoint import Checkpoint
 from transload.findings import Finding, Integrity, Safety, first_lines, worst_integrity, worst_safety
@@ -96,14 +97,12 @@ def integrity_of(checkpoint: Checkpoint) -> Integrity:
 def _flavour(checkpoint: Checkpoint) -> str:
     """The program whose layout a checkpoint has; empty if it is not known."""
     paths = [tensor.path for tensor in checkpoint.tensors]
-    top = {leaf.path[0] for leaf in checkpoint.leaves if leaf.path} | {path[0] for path in paths if path}
+    top = {path[0] for path in (*paths, *(leaf.path for leaf in checkpoint.leaves)) if path}
     if "pytorch-lightning_version" in top:
         return "Lightning checkpoint"
     if {"ds_version", "module"} <= top:
         return "DeepSpeed model states"
-    if any("_parameters" in path or "_buffers" in path for path in paths):
-        return "pickled module"
-    return ""
+    return "" if {"_parameters", "_buffers"}.isdisjoint(chain.from_iterable(paths)) else "pickled module"
 
 
 def _other_findings(checkpoint: Checkpoint) -> list[Finding]:
