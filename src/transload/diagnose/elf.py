@@ -12,10 +12,10 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, wraps
-from itertools import compress, islice, takewhile
-from struct import Struct, iter_unpack, unpack
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from functools import wraps
+from itertools import islice, takewhile
+from struct import Struct, unpack
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
 
@@ -214,7 +214,7 @@ def section_bytes(elf: Elf, file: _File, name: str, limit: int) -> bytes:
 _SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
 _DEFINITION = Struct("<HHHHIII")
-_STRINGS_SIZE, _GNU_HASH, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
+_STRINGS_SIZE, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
 _WEAK = 2
 _ANY = 1  # The version number of symbols without a version.
 
@@ -231,13 +231,8 @@ class UndefinedSymbol(NamedTuple):
     file: str = ""
 
 
-def _symbols(
-    elf: Elf, file: _File, *, defined: bool, names: Iterable[bytes] = (), versions: Collection[int] = ()
-) -> Iterator[tuple[bytes, bool, int]]:
-    """The defined or undefined symbols: name, whether it is weak, and the number of its version.
-
-    ``versions`` leaves out those with other numbers. With ``names``, it can leave out those with other names.
-    """
+def _symbols(elf: Elf, file: _File, *, defined: bool) -> Iterator[tuple[bytes, bool, int]]:
+    """The defined or undefined symbols: name, whether it is weak, and the number of its version."""
     start, size = next(_sections(elf, file, [".dynsym"]), (0, 0))
     if not start:
         raise _MalformedError("it has no table of symbols")
@@ -245,31 +240,12 @@ def _symbols(
     at = elf.offset(_VERSIONS)
     numbers = unpack(f"<{count}H", file.read_exactly(at, 2 * count)) if at >= 0 else (_ANY,) * count
     strings = file.read(elf.offset(_STRINGS), min(elf.dynamic.get(_STRINGS_SIZE, 0), _LONGEST_STRINGS))
-    rows = zip(_SYMBOL.iter_unpack(file.read_exactly(start, count * _SYMBOL.size)), numbers, strict=True)
-    chosen: Iterable[tuple[Any, int]] = rows
-    if versions:
-        chosen = compress(rows, [number & 0x7FFF in versions for number in numbers])
-    elif names and (at := elf.offset(_GNU_HASH)) >= 0:
-        # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit.
-        wanted = {_gnu_hash(name) | 1 for name in names}
-        buckets, first, words, _ = unpack("<4I", file.read_exactly(at, 16))
-        hashes = file.read(at + 16 + 8 * words + 4 * buckets, 4 * max(count - first, 0))
-        matching = [value | 1 in wanted for (value,) in iter_unpack("<I", hashes[: len(hashes) // 4 * 4])]
-        chosen = compress(islice(rows, first, None), matching)
-    for (place, info, section), number in chosen:
+    symbols = _SYMBOL.iter_unpack(file.read_exactly(start, count * _SYMBOL.size))
+    for (place, info, section), number in zip(symbols, numbers, strict=True):
         if (section != 0) == defined:
             end = strings.find(b"\0", place, place + _LONGEST_NAME)
             if end > place:
                 yield strings[place:end], info >> 4 == _WEAK, number & 0x7FFF
-
-
-@lru_cache(maxsize=1 << 14)
-def _gnu_hash(name: bytes) -> int:
-    """The hash of a name in ``DT_GNU_HASH``."""
-    value = 5381
-    for byte in name:
-        value = value * 33 + byte & 0xFFFFFFFF
-    return value
 
 
 @_with_file
@@ -278,11 +254,10 @@ def undefined(elf: Elf, file: _File, of: Collection[str] = ()) -> tuple[Undefine
     needs = {number: (version, source) for source, number, version, _ in _needs(elf, file) if not of or source in of}
     if of and not needs:
         return ()
-    symbols = _symbols(elf, file, defined=False, versions=needs if of else ())
     return tuple(
         UndefinedSymbol(name.decode("utf-8", "surrogateescape"), *needs.get(number, ("", "")))
-        for name, weak, number in symbols
-        if not weak
+        for name, weak, number in _symbols(elf, file, defined=False)
+        if not weak and (number in needs or not of)
     )
 
 
@@ -292,7 +267,7 @@ def not_defined(elf: Elf, file: _File, wanted: Collection[UndefinedSymbol]) -> t
     names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted}
     definitions = _definitions(elf, file)
     found: dict[str, set[str | None]] = {}
-    for name, _, number in _symbols(elf, file, defined=True, names=names):
+    for name, _, number in _symbols(elf, file, defined=True):
         if name in names:
             found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
     given = ((each, found.get(each.name)) for each in wanted)
@@ -307,18 +282,11 @@ def version_needs(elf: Elf, file: _File) -> tuple[tuple[str, str], ...]:
 
 def _needs(elf: Elf, file: _File) -> Iterator[tuple[str, int, str, bool]]:
     """File, index and name of every version that it needs, and whether the need is weak."""
-    strings, at = elf.offset(_STRINGS), elf.offset(_NEEDS)
-    left = _MOST_VERSIONS
-    while at >= 0 and left:
-        _, count, name, aux, following = _NEED.unpack(file.read_exactly(at, _NEED.size))
-        source, entry = file.c_string(strings + name), at + aux
-        for _ in range(min(count, left)):
-            _, flags, index, version, step = _NEED_VERSION.unpack(file.read_exactly(entry, _NEED_VERSION.size))
+    strings = elf.offset(_STRINGS)
+    for start, (_, count, name, aux, _) in _linked(file, elf.offset(_NEEDS), _NEED):
+        source = file.c_string(strings + name)
+        for _, (_, flags, index, version, _) in islice(_linked(file, start + aux, _NEED_VERSION), count):
             yield source, index & 0x7FFF, file.c_string(strings + version), bool(flags & 2)
-            entry, left = entry + step, left - 1
-            if not step:
-                break
-        at, left = (at + following, max(left - 1, 0)) if following else (-1, left)
 
 
 @_with_file
@@ -328,25 +296,30 @@ def version_definitions(elf: Elf, file: _File) -> frozenset[str]:
 
 
 def _definitions(elf: Elf, file: _File) -> dict[int, str]:
-    strings, at = elf.offset(_STRINGS), elf.offset(_DEFINITIONS)
-    found: dict[int, str] = {}
-    for _ in range(_MOST_VERSIONS if at >= 0 else 0):
-        _, _, index, _, _, aux, following = _DEFINITION.unpack(file.read_exactly(at, _DEFINITION.size))
-        name = int.from_bytes(file.read_exactly(at + aux, 4), "little")
+    strings, found = elf.offset(_STRINGS), {}
+    for start, (_, _, index, _, _, aux, _) in _linked(file, elf.offset(_DEFINITIONS), _DEFINITION):
+        name = int.from_bytes(file.read_exactly(start + aux, 4), "little")
         found[index & 0x7FFF] = file.c_string(strings + name)
-        if not following:
-            break
-        at += following
     return found
+
+
+def _linked(file: _File, at: int, layout: Struct) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The offset and the fields of each entry of a linked list; the last field is the distance to the next."""
+    for _ in range(_MOST_VERSIONS if at >= 0 else 0):
+        entry = layout.unpack(file.read_exactly(at, layout.size))
+        yield at, entry
+        if not entry[-1]:
+            break
+        at += entry[-1]
 
 
 # -- code for GPUs -----------------------------------------------------------------------------------------------------
 # A fatbin is a container with one entry for each architecture. Only the payload of an entry is compressed, so reading
 # the headers, some dozens of bytes each among megabytes, is enough.
 
-_CONTAINER = Struct("<I2HQ")  # magic, version, size of this header, size of what follows
+_CONTAINER = Struct("<4s2HQ")  # magic, version, size of this header, size of what follows
 _ENTRY = Struct("<2HIQ12xI8xQ")  # kind, -, size of this header, size of the payload; SM number; flags
-_FATBIN = 0xBA55ED50
+_FATBIN = b"\x50\xed\x55\xba"
 _PREFIX = {1: "compute_", 2: "sm_"}  # PTX and cubins. Other kinds, such as code for the linker (8), are skipped.
 _ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
 _GAP = 4096
@@ -364,7 +337,8 @@ def architectures(elf: Elf, file: _File) -> dict[str, int]:
         while at + _CONTAINER.size <= end:
             magic, _, header, length = _CONTAINER.unpack(file.read_exactly(at, _CONTAINER.size))
             if magic != _FATBIN or header < _CONTAINER.size:  # padding between two containers
-                at = _next_fatbin(file, at + 1, end)
+                distance = file.read(at + 1, min(_GAP, end - at)).find(_FATBIN)
+                at += 1 + distance if distance >= 0 else _GAP - 4
                 continue
             entry, at = at + header, at + header + length
             while entry + _ENTRY.size <= min(at, end):
@@ -377,12 +351,3 @@ def architectures(elf: Elf, file: _File) -> dict[str, int]:
                 entry += skipped + payload
     order = sorted(found, key=lambda key: (key[0] != "sm_", *key[1:]))
     return {f"{prefix}{number}{suffix}": found[prefix, number, suffix] for prefix, number, suffix in order}
-
-
-def _next_fatbin(file: _File, at: int, end: int) -> int:
-    while at < end:
-        found = file.read(at, min(_GAP, end - at)).find(_FATBIN.to_bytes(4, "little"))
-        if found >= 0:
-            return at + found
-        at += _GAP - 4
-    return end
