@@ -75,7 +75,6 @@ class Loader:
 
     host: Host
     _seen: dict[str, Elf | Unknown | None] = field(default_factory=dict, init=False, repr=False)
-    _has_hwcaps: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
     imports: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
     """Folder of a torch → a process that has imported it, once that was simulated."""
 
@@ -186,61 +185,50 @@ class Loader:
     def search(self, name: str, asker: SharedObject | None = None) -> Iterator[SharedObject | Missing]:
         """Every file for ``name``, in order. The loader takes the first, or gives up there if that is ``Missing``."""
         asker = asker or self.program
-        for via, path in self.candidates(name, asker):
+        for path, via in self.candidates(name, asker).items():
             elf = self.examine(path)
             if isinstance(elf, Elf):
                 yield SharedObject(path, elf, via, asker)
             elif elf is not None:
                 yield Missing(name, asker, path, via, elf.reason)
 
-    def candidates(self, name: str, asker: SharedObject | None = None) -> Iterator[tuple[str, str]]:
-        """Each path at which the loader would look for ``name``, once, after how it gets there."""
-        met: set[str] = set()
-        for via, path in self._candidates(name, asker or self.program):
-            folder, _, file = path.rpartition("/")
-            if folder not in self._has_hwcaps:
-                self._has_hwcaps[folder] = bool(self.hwcaps) and self.host.is_dir(f"{folder}/glibc-hwcaps")
-            levels = self.hwcaps if self._has_hwcaps[folder] else ()
-            for each in (*(f"{folder}/glibc-hwcaps/{level}/{file}" for level in levels), path):
-                if each not in met:
-                    met.add(each)
-                    yield via, each
-
-    def _candidates(self, name: str, asker: SharedObject | None) -> Iterator[tuple[str, str]]:
+    def candidates(self, name: str, asker: SharedObject | None) -> dict[str, str]:
+        """Every path at which the loader would look for ``name``, in order, and how it gets there."""
         if "/" in name:
-            yield "path", self._absolute(self._substituted(name, asker))
-            return
+            return {self._absolute(name, asker): "path"}
         chain = tuple(asker.chain) if asker else ()
-        paths: list[tuple[str, tuple[str, ...]]] = [("LD_LIBRARY_PATH", self.library_path)]
+        ways: list[tuple[str, tuple[str, ...]]] = [("LD_LIBRARY_PATH", self.library_path)]
         if self.musl:  # it treats both kinds of run path alike, and they are inherited
-            paths += (("RUNPATH", self.run_path(each)) for each in chain)
+            ways += (("RUNPATH", self.run_path(each)) for each in chain)
         elif asker and asker.elf.has_runpath:
-            paths.append(("RUNPATH", self.run_path(asker)))
+            ways.append(("RUNPATH", self.run_path(asker)))
         else:
             every = chain if self.program is None or self.program in chain else (*chain, self.program)
-            paths[:0] = [("RPATH", self.run_path(each)) for each in every if not each.elf.has_runpath]
-        for via, folders in paths:
-            yield from ((via, f"{folder.rstrip('/')}/{name}") for folder in folders)
-        yield from (("ld.so.cache", path) for path in self.cache.get(name, ()))
-        yield from (("default folder", f"{folder}/{name}") for folder in self.default_folders)
+            ways[:0] = [("RPATH", self.run_path(each)) for each in every if not each.elf.has_runpath]
+        found = [(via, f"{folder.rstrip('/')}/{name}") for via, folders in ways for folder in folders]
+        found += (("ld.so.cache", path) for path in self.cache.get(name, ()))
+        found += (("default folder", f"{folder}/{name}") for folder in self.default_folders)
+        paths: dict[str, str] = {}
+        for via, path in found:
+            folder = path.rpartition("/")[0]
+            hwcaps = self.hwcaps if self.hwcaps and self.host.is_dir(f"{folder}/glibc-hwcaps") else ()
+            for each in (*(f"{folder}/glibc-hwcaps/{level}/{name}" for level in hwcaps), path):
+                paths.setdefault(each, via)
+        return paths
 
     def run_path(self, each: SharedObject) -> tuple[str, ...]:
         """The folders of its DT_RUNPATH, else of its DT_RPATH, absolute."""
         return self._absolute_folders(elements(each.elf.runpath if each.elf.has_runpath else each.elf.rpath, ":"), each)
 
     def _absolute_folders(self, folders: Sequence[str], asker: SharedObject | None) -> tuple[str, ...]:
-        kept = [folder for folder in folders if folder or not self.musl]
-        return tuple(dict.fromkeys(self._absolute(self._substituted(folder, asker)) for folder in kept))
+        return tuple(dict.fromkeys(self._absolute(folder, asker) for folder in folders if folder or not self.musl))
 
-    def _substituted(self, text: str, asker: SharedObject | None) -> str:
-        """The text with ``$ORIGIN``, ``$LIB`` and ``$PLATFORM`` substituted."""
-        if "$" not in text or asker is None:
-            return text
-        lib = self.default_folders[0].strip("/").removeprefix("usr/")
-        values = {"ORIGIN": os.path.dirname(asker.path), "LIB": lib, "PLATFORM": self.machine}
-        return _TOKEN.sub(lambda token: values[token[1] or token[2]], text)
-
-    def _absolute(self, path: str) -> str:
+    def _absolute(self, path: str, asker: SharedObject | None) -> str:
+        """The path with ``$ORIGIN``, ``$LIB`` and ``$PLATFORM`` substituted, absolute."""
+        if "$" in path and asker:
+            lib = self.default_folders[0].strip("/").removeprefix("usr/")
+            values = {"ORIGIN": os.path.dirname(asker.path), "LIB": lib, "PLATFORM": self.machine}
+            path = _TOKEN.sub(lambda token: values[token[1] or token[2]], path)
         return path if path.startswith("/") else f"{self.host.cwd.rstrip('/')}/{path}".rstrip("/")
 
     def examine(self, path: str) -> Elf | Unknown | None:

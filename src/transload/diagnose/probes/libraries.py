@@ -73,12 +73,15 @@ def driver_libraries(loader: Loader) -> DriverLibraries:
 def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
     """Every file of that name, once: those that the loader finds, in order, then the others."""
     host = loader.host
-    preloaded = [(each.via, each.path) for listed, each in loader.preloaded() if name in (each.elf.soname, listed)]
-    disk = [f"{folder}/{name}" for pattern in table("drivers")["folders"] for folder in host.glob(pattern)]
-    disk += (f"{path}/lib64/stubs/{name.removesuffix('.1')}" for path in host.paths("/usr/local", "cuda"))
+    paths = [(each.path, each.via) for listed, each in loader.preloaded() if name in (each.elf.soname, listed)]
+    paths += loader.candidates(name, loader.program).items()
+    folders = (folder for pattern in table("drivers")["folders"] for folder in host.glob(pattern))
+    paths += ((f"{folder}/{name}", "disk") for folder in folders)
+    stub = f"lib64/stubs/{name.removesuffix('.1')}"
+    paths += ((f"{folder}/{stub}", "disk") for folder in host.paths("/usr/local", "cuda"))
     seen: dict[str, Library] = {}
     unseen: dict[str, Library] = {}
-    for via, path in (*preloaded, *loader.candidates(name), *(("disk", path) for path in disk)):
+    for path, via in paths:
         taken = loader.examine(path) is not None
         if not taken and not (host.readlink(path) or os.path.lexists(host.real(path))):
             continue
@@ -211,7 +214,7 @@ class _TorchImport:
         if any(each.name.partition(".")[0] in first for each in plan.rescue):
             self._preload(plan.rescue)
             self.missing = self.process.open(f"{lib}/libtorch_global_deps.so")
-        elif any(plan.marker in host.target(each.path) for each in self.process.names.values() if plan.marker):
+        elif plan.marker and any(plan.marker in host.target(each.path) for each in self.process.names.values()):
             self._preload(plan.always)
         extension = host.paths(install.location, "_C.", ".so")
         for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
@@ -305,28 +308,21 @@ class _TorchImport:
     def unresolved(self) -> Iterator[str]:
         """Symbols of NVIDIA's libraries, and versions of other libraries, that are needed and not defined."""
         names = self.process.names
-        definitions: dict[str, frozenset[str]] = {}
-        wanted: dict[SharedObject, tuple[UndefinedSymbol, ...]] = {}
+        others = {name: found.elf for name, found in names.items() if not NVIDIA.fullmatch(name)}
+        definitions = {name: version_definitions(elf) or frozenset() for name, elf in others.items()}
         for asker in self.process.opened:
-            files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
-            wanted[asker] = (undefined(asker.elf, files) or ()) if files else ()
-        asked: dict[str, set[UndefinedSymbol]] = {}  # by file, to read each only once
-        for each in chain.from_iterable(wanted.values()):
-            asked.setdefault(each.file, set()).add(each)
-        missing = {each for file, symbols in asked.items() for each in not_defined(names[file].elf, symbols) or ()}
-        for asker, symbols in wanted.items():
             by = f"needed by {os.path.basename(asker.path)}"
-            for file in dict.fromkeys(each.file for each in symbols):
-                lost = [each.name for each in symbols if each.file == file and each in missing]
-                yield from (f"{name} of {file}, {by}" for name in lost[:_MOST_SYMBOLS])
+            files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
+            wanted: dict[str, list[UndefinedSymbol]] = {}
+            for each in (undefined(asker.elf, files) or ()) if files else ():
+                wanted.setdefault(each.file, []).append(each)
+            for file, symbols in wanted.items():
+                lost = not_defined(names[file].elf, symbols) or ()
+                yield from (f"{each.name} of {file}, {by}" for each in lost[:_MOST_SYMBOLS])
             own = asker.path.startswith(self.install.location)
-            for file, wants in (version_needs(asker.elf) or ()) if own else ():
-                if file not in names or NVIDIA.fullmatch(file):
-                    continue
-                if file not in definitions:
-                    definitions[file] = version_definitions(names[file].elf) or frozenset()
-                if definitions[file] and wants not in definitions[file]:
-                    yield f"{wants} of {file}, {by}"
+            for file, version in (version_needs(asker.elf) or ()) if own else ():
+                if definitions.get(file) and version not in definitions[file]:
+                    yield f"{version} of {file}, {by}"
 
     def split_cudnn(self) -> Iterator[str]:
         """Parts of cuDNN that would be loaded from another folder, in another release than cuDNN's own."""
