@@ -18,7 +18,6 @@ import torch
 from tests.diagnose.machines import healthy
 
 import transload
-from transload.machine import to_dict
 
 DATA = Path(__file__).parent / "data" / "h200"
 WHOLE = DATA / "state_dict_cuda0.pt"
@@ -92,7 +91,7 @@ def random_state() -> bytes:
 
 def machine() -> bytes:
     """A report of the doctor."""
-    return json.dumps({"schema": 1, "machine": to_dict(healthy())}).encode()
+    return json.dumps({"schema": 1, "machine": healthy().to_dict()}).encode()
 
 
 COMMON: dict[str, Callable[[], bytes]] = {

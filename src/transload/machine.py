@@ -10,16 +10,16 @@ Text comes from the host: it is untrusted, and whatever displays it must escape 
 
 from __future__ import annotations
 
-from dataclasses import field, fields, is_dataclass
+from dataclasses import field
 from typing import Any, Literal
 
-from transload.frozen import facts
+from transload.frozen import Plain, facts
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
 
 
 @facts(frozen=True)
-class Unknown:
+class Unknown(Plain):
     """A fact that could not be determined, and why. It is false, so that only known facts count.
 
     >>> bool(Unknown("/proc is not readable"))
@@ -31,12 +31,16 @@ class Unknown:
     def __bool__(self) -> Literal[False]:
         return False
 
+    def to_dict(self) -> dict[str, Any]:
+        """``{"unknown": reason}``, for JSON."""
+        return {"unknown": self.reason}
+
 
 NOT_ASKED = Unknown("not asked")
 
 
 @facts(frozen=True)
-class Platform:
+class Platform(Plain):
     """The operating system and the user."""
 
     system: str = "Linux"  # As ``os.uname().sysname`` or ``platform.system()``: ``Linux``, ``Windows``, ``Darwin``.
@@ -60,7 +64,7 @@ class Platform:
 
 
 @facts(frozen=True)
-class Surroundings:
+class Surroundings(Plain):
     """Containers, schedulers and services around the process."""
 
     container: str = ""  # ``docker``, ``podman``, ``lxc`` …; ``container`` for one of unknown kind; empty outside.
@@ -79,7 +83,7 @@ class Surroundings:
 
 
 @facts(frozen=True)
-class PciDevice:
+class PciDevice(Plain):
     """One device on the PCI bus, from sysfs."""
 
     address: str
@@ -98,7 +102,7 @@ class PciDevice:
 
 
 @facts(frozen=True)
-class Hardware:
+class Hardware(Plain):
     """The devices in the machine."""
 
     pci: tuple[PciDevice, ...] | Unknown = NOT_ASKED  # Display devices, accelerators, and all devices of NVIDIA.
@@ -117,7 +121,7 @@ class Hardware:
 
 
 @facts(frozen=True)
-class ProcGpu:
+class ProcGpu(Plain):
     """A card as the kernel driver lists it under /proc/driver/nvidia/gpus."""
 
     address: str
@@ -128,7 +132,7 @@ class ProcGpu:
 
 
 @facts(frozen=True)
-class Kernel:
+class Kernel(Plain):
     """NVIDIA's kernel driver."""
 
     loaded: bool | Unknown = NOT_ASKED
@@ -153,7 +157,7 @@ class Kernel:
 
 
 @facts(frozen=True)
-class Node:
+class Node(Plain):
     """A file under /dev, and the result of opening it for reading and writing."""
 
     path: str
@@ -170,7 +174,7 @@ class Node:
 
 
 @facts(frozen=True)
-class Nodes:
+class Nodes(Plain):
     """The device nodes of NVIDIA, and of AMD's and Intel's compute drivers."""
 
     # /dev/nvidiactl, /dev/nvidia0 …, /dev/nvidia-uvm, /dev/nvidia-caps/*, /dev/dxg, /dev/nvhost-*, /dev/nvmap,
@@ -188,7 +192,7 @@ Kind = Literal["driver", "stub", "compat", "wsl", "other"]
 
 
 @facts(frozen=True)
-class Library:
+class Library(Plain):
     """A shared library that the loader could use."""
 
     name: str  # The name under which programs request it: ``libcuda.so.1``.
@@ -203,7 +207,7 @@ class Library:
 
 
 @facts(frozen=True)
-class DriverLibraries:
+class DriverLibraries(Plain):
     """The driver's libraries. In each list a process gets the first one whose ``via`` is not ``disk``."""
 
     cuda: tuple[Library, ...] | Unknown = NOT_ASKED
@@ -224,7 +228,7 @@ State = Literal["answered", "no-library", "not-loadable", "no-symbol", "hung", "
 
 
 @facts(frozen=True)
-class Answer:
+class Answer(Plain):
     """The outcome of asking something in a child process."""
 
     # ``no-library``: the loader did not find it. ``not-loadable``: it found something it could not load. ``no-symbol``:
@@ -241,7 +245,7 @@ class Answer:
 
 
 @facts(frozen=True)
-class NvmlGpu:
+class NvmlGpu(Plain):
     """A card as NVML sees it. CUDA_VISIBLE_DEVICES does not apply here. -1 and empty: unknown."""
 
     index: int
@@ -269,7 +273,7 @@ class NvmlGpu:
 
 
 @facts(frozen=True)
-class Nvml:
+class Nvml(Plain):
     """What libnvidia-ml reports."""
 
     answer: Answer = Answer()
@@ -284,7 +288,7 @@ class Nvml:
 
 
 @facts(frozen=True)
-class CudaGpu:
+class CudaGpu(Plain):
     """A card as the CUDA driver shows it to this process."""
 
     ordinal: int
@@ -297,7 +301,7 @@ class CudaGpu:
 
 
 @facts(frozen=True)
-class Cuda:
+class Cuda(Plain):
     """What libcuda reports: ``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGetCount`` and the devices."""
 
     answer: Answer = Answer()
@@ -315,7 +319,7 @@ class Cuda:
 
 
 @facts(frozen=True)
-class Experiment:
+class Experiment(Plain):
     """The CUDA driver asked again in a changed environment, to try a fix before recommending it."""
 
     change: tuple[str, ...]  # Names of the variables that were removed, such as ``CUDA_VISIBLE_DEVICES``.
@@ -323,7 +327,7 @@ class Experiment:
 
 
 @facts(frozen=True)
-class Toolkit:
+class Toolkit(Plain):
     """A CUDA toolkit on the disk. A torch wheel includes its own libraries and needs none."""
 
     nvcc: str = ""
@@ -333,7 +337,7 @@ class Toolkit:
 
 
 @facts(frozen=True)
-class Python:
+class Python(Plain):
     """The examined interpreter, which need not be the one that runs transload."""
 
     executable: str = ""
@@ -358,7 +362,7 @@ class Python:
 
 
 @facts(frozen=True)
-class TorchInstall:
+class TorchInstall(Plain):
     """One torch on the path."""
 
     location: str  # The directory ``torch``.
@@ -389,7 +393,7 @@ class TorchInstall:
 
 
 @facts(frozen=True)
-class Torch:
+class Torch(Plain):
     """Every torch that the examined interpreter could import; it imports the first."""
 
     installs: tuple[TorchInstall, ...] | Unknown = NOT_ASKED
@@ -406,7 +410,7 @@ class Torch:
 
 
 @facts(frozen=True)
-class Resolved:
+class Resolved(Plain):
     """A library that torch needs, and what the loader finds for it."""
 
     name: str  # ``libcudnn.so.9``
@@ -427,7 +431,7 @@ class Resolved:
 
 
 @facts(frozen=True)
-class TorchLibraries:
+class TorchLibraries(Plain):
     """What torch's own binaries contain and need."""
 
     architectures: tuple[str, ...] | Unknown = NOT_ASKED  # As ``torch.cuda.get_arch_list()`` returns them.
@@ -448,7 +452,7 @@ class TorchLibraries:
 
 
 @facts(frozen=True)
-class Extension:
+class Extension(Plain):
     """A package with its own compiled code for the GPU."""
 
     package: str
@@ -462,7 +466,7 @@ class Extension:
 
 
 @facts(frozen=True)
-class Variables:
+class Variables(Plain):
     """Environment variables that affect CUDA or torch."""
 
     values: dict[str, str] = field(default_factory=dict)
@@ -475,7 +479,7 @@ class Variables:
 
 
 @facts(frozen=True)
-class Accelerator:
+class Accelerator(Plain):
     """An accelerator other than an NVIDIA card."""
 
     kind: str  # ``rocm``, ``xpu``, ``mps``, ``npu`` …: the torch build it needs.
@@ -486,7 +490,7 @@ class Accelerator:
 
 
 @facts(frozen=True)
-class Step:
+class Step(Plain):
     """One thing the torch child did."""
 
     name: str  # ``import``, ``available``, ``init``, ``kernel``, ``matmul``, ``convolution``
@@ -496,7 +500,7 @@ class Step:
 
 
 @facts(frozen=True)
-class TorchRun:
+class TorchRun(Plain):
     """What happened when torch was imported and used in a child process."""
 
     answer: Answer = Answer()
@@ -527,7 +531,7 @@ class TorchRun:
 
 
 @facts(frozen=True)
-class Driver:
+class Driver(Plain):
     """The driver's libraries, and what they report."""
 
     libraries: DriverLibraries = DriverLibraries()
@@ -537,7 +541,7 @@ class Driver:
 
 
 @facts(frozen=True)
-class Machine:
+class Machine(Plain):
     """A host, layer by layer."""
 
     transload: str = ""
@@ -563,20 +567,3 @@ class Machine:
         """Compute capability of each card, by name: from CUDA, else NVML; empty if neither works."""
         cards: tuple[CudaGpu | NvmlGpu, ...] = (*self.driver.cuda.gpus, *self.driver.nvml.gpus)
         return {gpu.name: gpu.capability for gpu in reversed(cards) if len(gpu.capability) == 2}
-
-
-def to_dict(value: Any) -> Any:
-    """Plain data for JSON: an ``Unknown`` becomes ``{"unknown": reason}``.
-
-    >>> to_dict(Hardware())["pci"]
-    {'unknown': 'not asked'}
-    """
-    if isinstance(value, Unknown):
-        return {"unknown": value.reason}
-    if is_dataclass(value):
-        return {each.name: to_dict(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, tuple):
-        return [to_dict(each) for each in value]
-    if isinstance(value, dict):
-        return {name: to_dict(each) for name, each in value.items()}
-    return value

@@ -18,7 +18,7 @@ import transload
 from transload.cli import doctor as command
 from transload.cli.main import main
 from transload.diagnose import judge_machine
-from transload.machine import Library, Machine, Variables, to_dict
+from transload.machine import Library, Machine, Variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -400,5 +400,5 @@ def test_the_public_function_returns_the_same(asked: Asked, monkeypatch: pytest.
     diagnosis = transload.doctor()
     assert isinstance(diagnosis, transload.Diagnosis)
     assert isinstance(diagnosis.machine, transload.Machine)
-    assert diagnosis.to_dict()["machine"] == to_dict(bare())
+    assert diagnosis.to_dict()["machine"] == bare().to_dict()
     assert str(diagnosis).startswith("No GPU in this machine")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.diagnose.machines import changed, cuda_gpu, healthy, library, nvml_gpu
 
-from transload.machine import Machine, to_dict
+from transload.machine import Machine
 
 OLD = "570.86.15"
 
@@ -115,4 +115,4 @@ def node(*odd: str) -> Machine:
 
 def document(machine: Machine) -> dict[str, Any]:
     """Its report, as far as it is read."""
-    return {"schema": 1, "machine": to_dict(machine)}
+    return {"schema": 1, "machine": machine.to_dict()}

@@ -20,7 +20,7 @@ from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.probes import hardware, probe
 from transload.diagnose.saved import machine_from
-from transload.machine import Answer, Hardware, Kernel, to_dict
+from transload.machine import Answer, Hardware, Kernel
 
 loadable = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
 
@@ -45,7 +45,7 @@ def test_this_machine() -> None:
     assert machine.driver.cuda.answer.state != "unasked"
     assert machine.driver.nvml.answer.state != "unasked"
     assert machine.torch_run.answer == Answer("unasked")
-    assert machine_from(to_dict(machine)) == machine
+    assert machine_from(machine.to_dict()) == machine
 
 
 @loadable
@@ -55,7 +55,7 @@ def test_a_tree_in_place_of_a_host(tmp_path: Path) -> None:
     assert machine.driver.cuda.works
     assert machine.driver.cuda.library == "/usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04"
     assert machine.driver.nvml.library == "/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.580.159.04"
-    assert machine_from(to_dict(machine)) == machine
+    assert machine_from(machine.to_dict()) == machine
 
 
 def test_the_driver_of_this_machine_is_not_asked_about_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

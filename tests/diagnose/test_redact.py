@@ -15,7 +15,7 @@ from transload.diagnose import judge_machine
 from transload.diagnose.redact import Names, names_here, redacted
 from transload.diagnose.visible import visible_devices
 from transload.findings import Finding
-from transload.machine import Machine, Node, Torch, Variables, to_dict
+from transload.machine import Machine, Node, Torch, Variables
 
 ALICE = Names(homes=("/home/alice",), users=("alice",), hosts=("quill.example.org",))
 OTHER = "GPU-77aa0000-0000-4000-8000-00000000000b"
@@ -280,7 +280,7 @@ def test_ids_are_faked_and_choose_the_same_card(value: str) -> None:
     machine = with_cards(value)
     out = redacted(machine, ALICE)
     assert chosen(out) == chosen(machine)
-    text = json.dumps(to_dict(out)).lower().replace("-", "")
+    text = json.dumps(out.to_dict()).lower().replace("-", "")
     assert UUID[4:12] not in text
     assert OTHER[4:12] not in text
     assert redacted(out, ALICE) == out
@@ -305,7 +305,7 @@ HOSTS = st.from_regex(r"[a-z][a-z0-9-]{2,11}[a-z0-9](\.[a-z]{2,8}){0,2}", fullma
 @given(USERS, HOSTS, st.sampled_from(sorted(MACHINES)))
 def test_no_name_remains_and_twice_is_once(user: str, host: str, kind: str) -> None:
     machine = MACHINES[kind]
-    plain = json.dumps(to_dict(machine))
+    plain = json.dumps(machine.to_dict())
     short = host.partition(".")[0]
     assume(user not in plain and short not in plain and short not in user and user not in host)
     assume(not {user, short} & {"host", "user", "venv", "scratch", "bashrc"} and "192" not in short)
@@ -314,7 +314,7 @@ def test_no_name_remains_and_twice_is_once(user: str, host: str, kind: str) -> N
         at_home(user, machine), kernel__log=(f"Nov 15 {host} kernel: NVRM", f"{short} kernel: {user}@{host}")
     )
     out = redacted(full, names)
-    text = json.dumps(to_dict(out))
+    text = json.dumps(out.to_dict())
     assert user not in text
     assert short not in text
     assert redacted(out, names) == out

@@ -14,11 +14,11 @@ from tests.each import each
 
 from transload.diagnose.saved import machine_from, machine_in
 from transload.errors import UsageError
-from transload.machine import Experiment, Extension, Machine, Unknown, to_dict
+from transload.machine import Experiment, Extension, Machine, Unknown
 
 
 def saved(machine: Machine) -> str:
-    return json.dumps({"schema": 1, "machine": to_dict(machine)})
+    return json.dumps({"schema": 1, "machine": machine.to_dict()})
 
 
 FULL = Machine(
@@ -46,7 +46,7 @@ def test_what_is_written_is_read_back(machine: Machine) -> None:
 
 
 def test_another_version_may_know_more_or_less() -> None:
-    data = to_dict(healthy())
+    data = healthy().to_dict()
     data["weather"] = {"sun": True}
     data["kernel"]["mood"] = "good"
     data["driver"]["nvml"]["gpus"][0]["taste"] = 1
@@ -110,7 +110,7 @@ def places(kind: Any, path: tuple[str, ...] = ()) -> Any:
 
 @given(st.sampled_from(list(places(Machine))), JUNK)
 def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...], junk: Any) -> None:
-    data = to_dict(healthy())
+    data = healthy().to_dict()
     inside = data
     for step in path[:-1]:
         inside = inside[step]
@@ -136,7 +136,8 @@ def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...
     ],
 )
 def test_a_number_that_no_machine_has_is_refused(path: str, value: float) -> None:
-    data = place = to_dict(healthy())
+    data = healthy().to_dict()
+    place: Any = data
     *steps, last = path.split(".")
     for step in steps:
         place = place[int(step) if step.isdigit() else step]
@@ -146,7 +147,7 @@ def test_a_number_that_no_machine_has_is_refused(path: str, value: float) -> Non
 
 
 def test_what_is_longer_than_any_report_is_cut() -> None:
-    data = to_dict(healthy())
+    data = healthy().to_dict()
     data["kernel"]["log"] = ["NVRM: x"] * 100_000
     data["driver"]["nvml"]["gpus"][0]["name"] = "A" * 5_000_000
     data["variables"]["values"] = {f"NAME{index}": "x" for index in range(100_000)}

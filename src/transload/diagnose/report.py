@@ -12,7 +12,7 @@ from transload.diagnose.pages import parts
 from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, result, shown_variables, table
 from transload.findings import Finding
-from transload.machine import Machine, Unknown, to_dict
+from transload.machine import Machine, Unknown
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, heading, note
 from transload.render.words import plural, printable
 
@@ -77,7 +77,7 @@ class Diagnosis:
             "cause": self.cause.to_dict() if self.cause else None,
             "findings": [finding.to_dict() for finding in self.findings],
             "muted": [{**muted.finding.to_dict(), "because": muted.because} for muted in self.muted],
-            "machine": to_dict(self.machine),
+            "machine": self.machine.to_dict(),
         }
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from transload.diagnose.host import Host
 from transload.diagnose.probes.hardware import accelerators, hardware, kernel, nodes
 from transload.diagnose.probes.system import platform, surroundings, toolkit, variables
 from transload.diagnose.saved import machine_from
-from transload.machine import Machine, Unknown, to_dict
+from transload.machine import Machine, Unknown
 
 ENVIRON = {
     "CUDA_VISIBLE_DEVICES": "\udcff",
@@ -105,7 +105,7 @@ def world(content: Content) -> Tree:
 )
 def test_every_file_is_the_same_nonsense(tmp_path: Path, content: Content) -> None:
     machine = examined(tree_host(tmp_path, world(content), ENVIRON, uid=0))
-    assert machine_from(to_dict(machine)) == machine
+    assert machine_from(machine.to_dict()) == machine
     assert machine.kernel.version == "" or not isinstance(content, Folder | Link)
     assert machine.hardware.gpus == ()
 
@@ -115,7 +115,7 @@ def test_nothing_at_all(tmp_path: Path) -> None:
     assert machine.kernel.loaded == Unknown("/proc/modules does not exist")
     assert machine.hardware.pci == Unknown("/sys/bus/pci/devices does not exist")
     assert machine.accelerators == ()
-    assert machine_from(to_dict(machine)) == machine
+    assert machine_from(machine.to_dict()) == machine
 
 
 class Denied(TreeHost):
@@ -136,7 +136,7 @@ def test_folders_that_are_refused(tmp_path: Path, made: Callable[..., TreeHost],
     host = made(tmp_path, environ=ENVIRON)
     denied = type("Here", (Denied,), {"where": where})(*(getattr(host, name) for name in host.__dataclass_fields__))
     machine = examined(denied)
-    assert machine_from(to_dict(machine)) == machine
+    assert machine_from(machine.to_dict()) == machine
     if "/sys" in where:
         assert isinstance(machine.hardware.pci, Unknown)
         assert "permission denied" in machine.hardware.pci.reason
@@ -151,4 +151,4 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
 
 def test_this_very_host_is_examined_and_saved() -> None:
     machine = examined(Host())
-    assert machine_from(to_dict(machine)) == machine
+    assert machine_from(machine.to_dict()) == machine
