@@ -15,17 +15,7 @@ from tests.elf_forge import CUBIN, LTO, PTX, fatbin, library
 from tests.fake_driver import returns
 
 from transload.diagnose import elf as elf_module
-from transload.diagnose.elf import (
-    Elf,
-    UndefinedSymbol,
-    architectures,
-    not_defined,
-    read_elf,
-    section_bytes,
-    undefined,
-    version_definitions,
-    version_needs,
-)
+from transload.diagnose.elf import Elf, UndefinedSymbol, architectures, not_defined, read_elf, section_bytes, undefined
 from transload.machine import Unknown
 
 
@@ -150,16 +140,15 @@ def test_what_it_takes_from_others(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, FULL)
     nvidias = UndefinedSymbol("nvidias", "libb.so.2", "libb.so.2")
     versioned = UndefinedSymbol("versioned", "VA_1", "liba.so.1")
-    assert undefined(elf) == (UndefinedSymbol("free"), versioned, nvidias)
-    assert undefined(elf, ["libb.so.2"]) == (nvidias,)
-    assert undefined(elf, ["libc.so.6"]) == ()
-    assert version_needs(elf) == (("liba.so.1", "VA_1"), ("liba.so.1", "VA_2"), ("libb.so.2", "libb.so.2"))
+    versions = (("VA_1", "liba.so.1"), ("VA_2", "liba.so.1"), ("libb.so.2", "libb.so.2"))
+    required = (UndefinedSymbol("", version, file) for version, file in versions)
+    assert undefined(elf) == (UndefinedSymbol("free"), versioned, nvidias, *required)
 
 
 def test_what_it_gives_and_in_which_version(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, FULL)
-    assert version_definitions(elf) == frozenset({"libfull.so.1", "V_1", "V_2"})
     given = [
+        UndefinedSymbol("", "V_2"),
         UndefinedSymbol("plain"),
         UndefinedSymbol("plain", "ANY"),
         UndefinedSymbol("new", "V_2"),
@@ -167,12 +156,13 @@ def test_what_it_gives_and_in_which_version(tmp_path: Path) -> None:
         UndefinedSymbol("new"),
     ]
     absent = [UndefinedSymbol("free"), UndefinedSymbol("new", "V_1"), UndefinedSymbol("nothing")]
+    absent.append(UndefinedSymbol("", "V_3"))
     assert not_defined(elf, [*given, *absent]) == tuple(absent)
 
 
 def test_a_library_without_versions_satisfies_any(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, library(functions={"f": returns(0)}))
-    assert version_definitions(elf) == frozenset()
+    assert not_defined(elf, [UndefinedSymbol("", "V_1", "libx.so")]) == ()
     assert not_defined(elf, [UndefinedSymbol("f", "V_1", "libx.so"), UndefinedSymbol("g", "V_1", "libx.so")]) == (
         UndefinedSymbol("g", "V_1", "libx.so"),
     )
@@ -253,8 +243,6 @@ def everything(path: Path) -> None:
         assert isinstance(section_bytes(elf, ".rodata", 1 << 20), (bytes, Unknown))
         assert isinstance(architectures(elf), (dict, Unknown))
         assert isinstance(undefined(elf), (tuple, Unknown))
-        assert isinstance(version_needs(elf), (tuple, Unknown))
-        assert isinstance(version_definitions(elf), (frozenset, Unknown))
         assert isinstance(
             not_defined(elf, [UndefinedSymbol("plain", "V_1"), UndefinedSymbol("free")]), (tuple, Unknown)
         )

@@ -249,35 +249,33 @@ def _symbols(elf: Elf, file: _File, *, defined: bool) -> Iterator[tuple[bytes, b
 
 
 @_with_file
-def undefined(elf: Elf, file: _File, of: Collection[str] = ()) -> tuple[UndefinedSymbol, ...]:
-    """The symbols it needs from others, without weak ones; with ``of``, only those versioned by these files."""
-    needs = {number: (version, source) for source, number, version, _ in _needs(elf, file) if not of or source in of}
-    if of and not needs:
-        return ()
-    return tuple(
-        UndefinedSymbol(name.decode("utf-8", "surrogateescape"), *needs.get(number, ("", "")))
-        for name, weak, number in _symbols(elf, file, defined=False)
-        if not weak and (number in needs or not of)
-    )
+def undefined(elf: Elf, file: _File, of: Collection[str] | None = None) -> tuple[UndefinedSymbol, ...]:
+    """The symbols and versions that it needs from others, without weak ones; with ``of``, the symbols of these files.
+
+    A version is a symbol without a name: ``GLIBC_2.28`` of ``libc.so.6``.
+    """
+    needs = list(_needs(elf, file))
+    versions = {number: (version, source) for source, number, version, _ in needs if of is None or source in of}
+    symbols = _symbols(elf, file, defined=False) if versions or of is None else ()
+    found = [
+        UndefinedSymbol(name.decode("utf-8", "surrogateescape"), *versions.get(number, ("", "")))
+        for name, weak, number in symbols
+        if not weak and (of is None or number in versions)
+    ]
+    return (*found, *(UndefinedSymbol("", version, source) for source, _, version, weak in needs if not weak))
 
 
 @_with_file
 def not_defined(elf: Elf, file: _File, wanted: Collection[UndefinedSymbol]) -> tuple[UndefinedSymbol, ...]:
-    """Those of ``wanted`` that it does not define, in the needed version."""
-    names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted}
+    """Those of ``wanted`` that it does not define, in the needed version. Without versions it satisfies every need."""
+    names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted if each.name}
     definitions = _definitions(elf, file)
-    found: dict[str, set[str | None]] = {}
-    for name, _, number in _symbols(elf, file, defined=True):
+    found: dict[str, set[str | None]] = {"": {*definitions.values()} or {""}}
+    for name, _, number in _symbols(elf, file, defined=True) if names else ():
         if name in names:
             found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
     given = ((each, found.get(each.name)) for each in wanted)
     return tuple(each for each, has in given if not has or (each.version and has.isdisjoint((each.version, ""))))
-
-
-@_with_file
-def version_needs(elf: Elf, file: _File) -> tuple[tuple[str, str], ...]:
-    """(file, version) that it needs, without weak ones: ``("libc.so.6", "GLIBC_2.28")``."""
-    return tuple((name, version) for name, _, version, weak in _needs(elf, file) if not weak)
 
 
 def _needs(elf: Elf, file: _File) -> Iterator[tuple[str, int, str, bool]]:
@@ -287,12 +285,6 @@ def _needs(elf: Elf, file: _File) -> Iterator[tuple[str, int, str, bool]]:
         source = file.c_string(strings + name)
         for _, (_, flags, index, version, _) in islice(_linked(file, start + aux, _NEED_VERSION), count):
             yield source, index & 0x7FFF, file.c_string(strings + version), bool(flags & 2)
-
-
-@_with_file
-def version_definitions(elf: Elf, file: _File) -> frozenset[str]:
-    """The versions that it defines; a library without any satisfies every need."""
-    return frozenset(_definitions(elf, file).values())
 
 
 def _definitions(elf: Elf, file: _File) -> dict[int, str]:

@@ -11,17 +11,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from transload.diagnose.elf import (
-    Elf,
-    UndefinedSymbol,
-    architectures,
-    not_defined,
-    read_elf,
-    section_bytes,
-    undefined,
-    version_definitions,
-    version_needs,
-)
+from transload.diagnose.elf import Elf, UndefinedSymbol, architectures, not_defined, read_elf, section_bytes, undefined
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader, Process, SharedObject, elements
 from transload.diagnose.probes.python import Distribution, assigned, installed
@@ -308,21 +298,17 @@ class _TorchImport:
     def unresolved(self) -> Iterator[str]:
         """Symbols of NVIDIA's libraries, and versions of other libraries, that are needed and not defined."""
         names = self.process.names
-        others = {name: found.elf for name, found in names.items() if not NVIDIA.fullmatch(name)}
-        definitions = {name: version_definitions(elf) or frozenset() for name, elf in others.items()}
         for asker in self.process.opened:
-            by = f"needed by {os.path.basename(asker.path)}"
-            files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
-            wanted: dict[str, list[UndefinedSymbol]] = {}
-            for each in (undefined(asker.elf, files) or ()) if files else ():
-                wanted.setdefault(each.file, []).append(each)
-            for file, symbols in wanted.items():
-                lost = not_defined(names[file].elf, symbols) or ()
-                yield from (f"{each.name} of {file}, {by}" for each in lost[:_MOST_SYMBOLS])
             own = asker.path.startswith(self.install.location)
-            for file, version in (version_needs(asker.elf) or ()) if own else ():
-                if definitions.get(file) and version not in definitions[file]:
-                    yield f"{version} of {file}, {by}"
+            of_nvidia = [name for name in asker.elf.needed if NVIDIA.fullmatch(name)]
+            wanted: dict[str, list[UndefinedSymbol]] = {}
+            for each in (undefined(asker.elf, of_nvidia) or ()) if own or of_nvidia else ():
+                if each.file in names and (each.name if each.file in of_nvidia else own):
+                    wanted.setdefault(each.file, []).append(each)
+            for file, symbols in wanted.items():
+                lost = [each.name or each.version for each in not_defined(names[file].elf, symbols) or ()]
+                lost = lost[:_MOST_SYMBOLS] if file in of_nvidia else lost
+                yield from (f"{name} of {file}, needed by {os.path.basename(asker.path)}" for name in lost)
 
     def split_cudnn(self) -> Iterator[str]:
         """Parts of cuDNN that would be loaded from another folder, in another release than cuDNN's own."""
