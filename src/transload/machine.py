@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transload.frozen import Plain, facts
 
-NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
+NVIDIA, AMD = 0x10DE, 0x1002
 
 
 @facts(frozen=True)

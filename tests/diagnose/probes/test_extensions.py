@@ -13,7 +13,7 @@ from tests.fake_driver import returns
 
 from transload.diagnose.loader import Loader
 from transload.diagnose.probes.libraries import extensions
-from transload.machine import Extension, Python, TorchInstall
+from transload.machine import Extension, TorchInstall
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
 TORCH = f"{SITE}/torch"
@@ -48,7 +48,7 @@ INSTALL = TorchInstall(TORCH, "2.8.0+cu128", "12.8")
 def probe(
     root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL, path: tuple[str, ...] = (SITE,)
 ) -> tuple[Extension, ...]:
-    return extensions(Loader(tree_host(root, {**torch(), **tree})), Python(path=path), install)
+    return extensions(Loader(tree_host(root, {**torch(), **tree})), path, install)
 
 
 def one(root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL) -> Extension:
@@ -233,7 +233,7 @@ def test_without_a_torch(tmp_path: Path) -> None:
 
 def test_other_systems_tell_what_the_metadata_says(tmp_path: Path) -> None:
     host = tree_host(tmp_path, flash(), uname=("Windows", "10", "AMD64"))
-    assert extensions(Loader(host), Python(path=(SITE,)), INSTALL) == (Extension("flash-attn", "2.8.3"),)
+    assert extensions(Loader(host), (SITE,), INSTALL) == (Extension("flash-attn", "2.8.3"),)
 
 
 def test_garbage(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.fake_driver import returns
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader
 from transload.diagnose.probes.libraries import Preload, Preloads, package_of, preloads, torch_libraries
-from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
+from transload.machine import Resolved, TorchInstall, TorchLibraries, Unknown
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
 TORCH = f"{SITE}/torch"
@@ -121,13 +121,13 @@ def wheel(start: str = RESCUE_ONLY, rpath: str = RPATH) -> dict[str, Content | N
 
 
 INSTALL = TorchInstall(TORCH, "2.15.0+cu132", "13.2")
-PYTHON = Python(path=("/usr/lib/python3.12", SITE))
+IMPORTS = ("/usr/lib/python3.12", SITE)
 
 
 def probe(
     root: Path, tree: Mapping[str, Content | None], *, install: TorchInstall = INSTALL, **environ: str
 ) -> TorchLibraries:
-    return torch_libraries(Loader(tree_host(root, tree, environ)), PYTHON, install)
+    return torch_libraries(Loader(tree_host(root, tree, environ)), IMPORTS, install)
 
 
 def needed(found: TorchLibraries) -> dict[str, Resolved]:
@@ -409,7 +409,7 @@ def test_kernels_in_several_libraries(tmp_path: Path) -> None:
 def test_windows(tmp_path: Path) -> None:
     tree = {f"{TORCH}/lib/torch_python.dll": b"MZ\0\0sm_75 sm_120\0"}
     host = tree_host(tmp_path, tree, uname=("Windows", "10", "AMD64"))
-    assert torch_libraries(Loader(host), PYTHON, INSTALL).architectures == ("sm_75", "sm_120")
+    assert torch_libraries(Loader(host), IMPORTS, INSTALL).architectures == ("sm_75", "sm_120")
 
 
 def test_constants_full_of_beginnings(tmp_path: Path) -> None:
@@ -472,8 +472,6 @@ def test_the_installed_torch() -> None:
     spec = importlib.util.find_spec("torch")
     if sys.platform != "linux" or spec is None or spec.origin is None:
         pytest.skip("needs a Linux build of torch")
-    found = torch_libraries(
-        Loader(Host()), Python(path=tuple(sys.path)), TorchInstall(str(Path(spec.origin).parent), known=False)
-    )
+    found = torch_libraries(Loader(Host()), sys.path, TorchInstall(str(Path(spec.origin).parent), known=False))
     assert [each for each in found.needed if not each.path or each.problem] == []
     assert found.unresolved == ()

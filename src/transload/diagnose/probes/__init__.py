@@ -97,7 +97,7 @@ def probe(
         own = tuple(f"({pid})" for pid in ours)  # our own children may hang in the driver
         linked = bare.torch_libraries
         if found.first:
-            linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined, found.first)
+            linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined.path, found.first)
         machine = Machine(
             transload=__version__,
             taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -111,7 +111,7 @@ def probe(
             python=examined,
             torch=found,
             torch_libraries=linked,
-            extensions=attempt("extensions", (), libraries.extensions, loader, examined, found.first),
+            extensions=attempt("extensions", (), libraries.extensions, loader, examined.path, found.first),
             accelerators=attempt("accelerators", (), hardware.accelerators, here, cards),
         )
         # Imported while the children work: the rules take a third of the time of a run.

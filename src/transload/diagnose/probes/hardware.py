@@ -11,19 +11,7 @@ from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, pairs, reason
 from transload.diagnose.probes.system import executable, group_names, mount_of, mounts
 from transload.diagnose.tables import is_listed
-from transload.machine import (
-    AMD,
-    INTEL,
-    NVIDIA,
-    Accelerator,
-    Hardware,
-    Kernel,
-    Node,
-    Nodes,
-    PciDevice,
-    ProcGpu,
-    Unknown,
-)
+from transload.machine import AMD, NVIDIA, Accelerator, Hardware, Kernel, Node, Nodes, PciDevice, ProcGpu, Unknown
 
 _BUS = "/sys/bus/pci/devices"
 _DISPLAY, _ACCELERATOR = 0x03, 0x12
@@ -395,7 +383,7 @@ _APU = re.compile(r"gfx(?:90[29c]|103[3567]|1103|115\d)")
 
 _LEVEL_ZERO = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 
-_HABANA, _GOOGLE = 0x1DA3, 0x1AE0
+_INTEL, _HABANA, _GOOGLE = 0x8086, 0x1DA3, 0x1AE0
 _DEVICES = (
     (re.compile(r"davinci\d+"), "npu", "Huawei Ascend"),
     (re.compile(r"hl\d+"), "hpu", "Intel Gaudi"),
@@ -431,7 +419,7 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
             yield Accelerator("rocm", "AMD GPU", ids[card.address])
 
     # Intel's are usable only with both parts of the driver: the kernel's, and the Level Zero library.
-    intel = [card for card in cards if card.vendor == INTEL]
+    intel = [card for card in cards if card.vendor == _INTEL]
     folders = (folder.format(machine=host.uname[2]) for folder in _LEVEL_ZERO)
     library = bool(intel) and any(any(host.paths(folder, "libze_intel_gpu.so")) for folder in folders)
     for card in intel:

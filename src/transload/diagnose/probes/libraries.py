@@ -16,17 +16,7 @@ from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader, Process, SharedObject, elements
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import table
-from transload.machine import (
-    DriverLibraries,
-    Extension,
-    Kind,
-    Library,
-    Python,
-    Resolved,
-    TorchInstall,
-    TorchLibraries,
-    Unknown,
-)
+from transload.machine import DriverLibraries, Extension, Kind, Library, Resolved, TorchInstall, TorchLibraries, Unknown
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
 
@@ -366,12 +356,12 @@ _VERSION = re.compile(r"\.so\.(\d+\.\d[\d.]*)$")
 _MOST_SYMBOLS = 8  # Symbols named for each library: a wrong one lacks hundreds.
 
 
-def torch_libraries(loader: Loader, python: Python, install: TorchInstall) -> TorchLibraries:
-    """The architectures that torch has code for, and the NVIDIA libraries it loads in that environment."""
+def torch_libraries(loader: Loader, path: Sequence[str], install: TorchInstall) -> TorchLibraries:
+    """The architectures that torch has code for, and the NVIDIA libraries it loads if ``sys.path`` is ``path``."""
     listed = _arch_list(loader.host, install)
     if loader.host.uname[0] != "Linux":
         return TorchLibraries(architectures=listed, cubins=Unknown("read on Linux only"))
-    imported = _TorchImport(loader, python.path, install)
+    imported = _TorchImport(loader, path, install)
     return TorchLibraries(
         architectures=listed,
         cubins=_cubins(loader, install),
@@ -427,19 +417,19 @@ _CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
 _BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
 
 
-def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> tuple[Extension, ...]:
-    """The extensions on the import path of ``python``, checked against the torch that would be imported."""
+def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None) -> tuple[Extension, ...]:
+    """The extensions on an import path, checked against the torch that would be imported."""
     host = loader.host
     known = table("packages")["extensions"].split()
     found: dict[str, Distribution] = {}
-    for each in installed(host, python.path):
+    for each in installed(host, path):
         if each.name in known:
             found.setdefault(each.name, each)  # the first on the path is imported
     stated = [_from_metadata(each) for each in found.values()]
     if not found or host.uname[0] != "Linux":
         return tuple(stated)
     if install:
-        process = loader.imports.get(install.location) or _TorchImport(loader, python.path, install).process
+        process = loader.imports.get(install.location) or _TorchImport(loader, path, install).process
     else:
         process = Process(loader)
         process.start()
