@@ -60,10 +60,9 @@ def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] =
     if value is None:
         return Visible(indices=tuple(range(len(gpus))), mig=tuple(range(len(mig))))
     tokens = value.split(",")
-    uuids = [((False, index), _hex(uuid[4:])) for index, uuid in enumerate(gpus)]
-    uuids += [((True, index), _hex(uuid[4:])) for index, uuid in enumerate(mig)]
+    uuids = [_hex(uuid[4:]) for uuid in (*gpus, *mig)]
     by_uuid = value.startswith(("GPU-", "MIG-"))
-    taken: list[tuple[bool, int]] = []  # whether it is a MIG device, and its index
+    taken: list[int] = []  # positions among the GPUs and, after them, the MIG devices
     why: Why = ""
     rest: list[str] = []
     known = True
@@ -72,15 +71,15 @@ def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] =
         if isinstance(found, str):
             why, rest = found, tokens[place:]
             # Drivers before 470 named a MIG device ``MIG-GPU-…/1/0``, with numbers that NVML does not list.
-            unknown = _hex(token[4:]) and not all(uuid for _, uuid in uuids)
+            unknown = _hex(token[4:]) and not all(uuids)
             known = why != "no-such-uuid" or not (token.startswith("MIG-GPU-") or unknown)
             break
         if found in taken:
             return Visible(why="twice", token=token, dropped=tuple(tokens), error=INVALID_DEVICE)
         taken.append(found)
     return Visible(
-        indices=tuple(index for is_mig, index in taken if not is_mig),
-        mig=tuple(index for is_mig, index in taken if is_mig),
+        indices=tuple(index for index in taken if index < len(gpus)),
+        mig=tuple(index - len(gpus) for index in taken if index >= len(gpus)),
         why=why,
         token=rest[0] if rest else "",
         dropped=tuple(rest),
@@ -89,7 +88,7 @@ def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] =
     )
 
 
-def _by_number(token: str, count: int) -> tuple[bool, int] | Why:
+def _by_number(token: str, count: int) -> int | Why:
     """The device, or what is wrong with the token."""
     digits = _NUMBER.match(token)
     if digits is None:
@@ -98,15 +97,15 @@ def _by_number(token: str, count: int) -> tuple[bool, int] | Why:
     low = max(min(number, 2**63 - 1), -(2**63)) & 0xFFFFFFFF  # strtol saturates; then a cast to int
     if low >= 2**31:
         return "negative"
-    return (False, low) if low < count else "no-such-index"
+    return low if low < count else "no-such-index"
 
 
-def _by_uuid(token: str, uuids: Sequence[tuple[tuple[bool, int], str]]) -> tuple[bool, int] | Why:
+def _by_uuid(token: str, uuids: Sequence[str]) -> int | Why:
     """The device, or what is wrong with the token."""
     if not token.startswith(("GPU-", "MIG-")):
         return "mixed"
     wanted = _hex(token[4:])
-    found = [device for device, uuid in uuids if wanted and uuid.startswith(wanted)]
+    found = [index for index, uuid in enumerate(uuids) if wanted and uuid.startswith(wanted)]
     return found[0] if len(found) == 1 else "ambiguous" if found else "no-such-uuid"
 
 

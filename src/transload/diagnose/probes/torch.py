@@ -59,7 +59,9 @@ def torch(host: Host, python: Python) -> Torch:
     stray = next((dist for dist in strays if _is_editable(dist)), None)  # for a torch without its own metadata
     installs = []
     for hit in (hit for kind in ("install", "remains") for hit in hits if hit.kind == kind):
-        dist = _best(hit.dists, build(host, hit.path).version) or stray
+        release = build(host, hit.path).version.partition("+")[0]
+        fits = (dist for dist in hit.dists if dist.stated.partition("+")[0] == release)  # it wrote version.py
+        dist = next(fits, hit.dists[0] if hit.dists else stray)
         install = _install(host, hit.path, dist, python.prefix)
         if hit.kind == "remains" and not any(each.startswith("__init__.py:") for each in install.missing):
             install = replace(install, missing=("__init__.py: absent", *install.missing))
@@ -176,13 +178,6 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
         replaced_by=tuple(f"{each.name} {each.version}" for each in reasons[:_NAMED]),
         origin=_CREDENTIALS.sub("", str(_direct_url(dist).get("url", ""))),
     )
-
-
-def _best(dists: Sequence[Distribution], torch_version: str) -> Distribution | None:
-    """The distribution that the files in a folder belong to: the one installed last wrote version.py."""
-    release = torch_version.partition("+")[0]
-    fits = (dist for dist in dists if dist.stated.partition("+")[0] == release)
-    return next(fits, dists[0] if dists else None)
 
 
 def _is_editable(dist: Distribution) -> bool:

@@ -151,15 +151,13 @@ def is_listed(device_id: int, among: Literal["nvswitches", "intel_cards", "intel
 
 # -- which driver a CUDA version and a GPU generation need
 
-OpenModule = Literal["impossible", "possible", "required"]
-
 
 class Generation(NamedTuple):
     """A GPU generation: the last driver branch that supports it (0: all do), and whether the open module can."""
 
     name: str
     last_branch: int
-    open_module: OpenModule
+    open_module: Literal["impossible", "possible", "required"]
     sure: Sure
 
 
@@ -171,12 +169,9 @@ def driver_floor(cuda: str, system: System = "linux") -> str:
     >>> driver_floor("12.8"), driver_floor("13.2"), driver_floor("12.8", "windows"), driver_floor("10.2")
     ('525.60.13', '580.65.06', '528.33', '440.33')
     """
-    major, _, rest = cuda.partition(".")
-    minor = f"{major}.{rest.partition('.')[0]}"
-    for row in table("drivers")["families"]:
-        if row["cuda"] in {major, minor}:
-            return str(row[system])
-    return ""
+    floors = {row["cuda"]: str(row[system]) for row in table("drivers")["families"]}
+    numbers = cuda.split(".")
+    return floors.get(numbers[0]) or floors.get(".".join(numbers[:2]), "")
 
 
 def toolkit_driver(cuda: str, system: System = "linux") -> str:
@@ -189,11 +184,9 @@ def toolkit_driver(cuda: str, system: System = "linux") -> str:
     """
     numbers = numbers_of(cuda)
     update = numbers[2] if len(numbers) > 2 and numbers[2] < 10 else 0
-    found = ""
-    for row in table("drivers")["toolkits"]:
-        if numbers_of(row["cuda"]) == numbers[:2] and row["update"] <= update:
-            found = str(row[system])
-    return found
+    rows = (row for row in table("drivers")["toolkits"] if numbers_of(row["cuda"]) == numbers[:2])
+    drivers = [str(row[system]) for row in rows if row["update"] <= update]
+    return drivers[-1] if drivers else ""
 
 
 @cache
