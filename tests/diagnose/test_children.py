@@ -17,6 +17,7 @@ from tests.each import each
 
 from transload.diagnose import children
 from transload.diagnose.children import Child, Outcome, Question, source
+from transload.diagnose.host import Host
 
 LONG = 60.0  # seconds that no test waits for
 SCRIPTS = ("ask_driver", "ask_torch")
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX sig
 def question(text: str, **environ: str) -> Question:
     """A child that runs ``text`` after what every child begins with."""
     whole = f"{source('ask')}\nimport os, sys, time\nreport = begin()\n{text}"
-    return Question(whole, sys.executable, {**os.environ, **environ}, flags=("-I", "-S", "-B"))
+    return Question(whole, sys.executable, Host(environ={**os.environ, **environ}), flags=("-I", "-S", "-B"))
 
 
 def outcome(text: str, seconds: float = LONG, **environ: str) -> Outcome:
@@ -245,7 +246,8 @@ time.sleep(600)
 import sys
 sys.path.insert(0, {str(SRC)!r})
 from transload.diagnose.children import Child, Question
-with Child(Question({question(text).script!r}, sys.executable, {{}}), 10) as child:
+from transload.diagnose.host import Host
+with Child(Question({question(text).script!r}, sys.executable, Host(environ={{}})), 10) as child:
     child.outcome()
 """
     with subprocess.Popen([sys.executable, "-c", script]) as parent, (tmp_path / "pipe").open("rb") as pipe:
@@ -268,7 +270,7 @@ def test_an_environment_that_is_no_text() -> None:
 
 
 def test_an_empty_environment() -> None:
-    bare = Question(question("report.say(n=len(os.environ)); report.done()").script, sys.executable, {})
+    bare = Question(question("report.say(n=len(os.environ)); report.done()").script, sys.executable, Host(environ={}))
     with Child(bare, LONG) as child:
         assert child.outcome().facts["n"] <= 1  # LC_CTYPE, which Python sets
 
@@ -283,7 +285,7 @@ def test_an_empty_environment() -> None:
     ],
 )
 def test_what_cannot_be_started_is_said(python: str, environ: dict[str, str], words: str) -> None:
-    with Child(Question(source("ask_driver"), python, environ), LONG) as child:
+    with Child(Question(source("ask_driver"), python, Host(environ=environ)), LONG) as child:
         told = child.outcome()
     assert (told.state, told.detail.lower(), child.pid) == ("unasked", words.lower(), 0)
     assert child.ended()
@@ -292,7 +294,7 @@ def test_what_cannot_be_started_is_said(python: str, environ: dict[str, str], wo
 def test_it_stands_where_the_user_stands(tmp_path: Path) -> None:
     text = question("report.say(cwd=os.getcwd()); report.done()").script
     for cwd, seen in ((str(tmp_path), tmp_path), (str(tmp_path / "gone"), Path.cwd()), ("", Path.cwd())):
-        with Child(Question(text, sys.executable, os.environ, cwd), LONG) as child:
+        with Child(Question(text, sys.executable, Host(cwd=cwd)), LONG) as child:
             assert child.outcome().facts["cwd"] == str(seen)
 
 
@@ -303,7 +305,8 @@ import os, sys
 os.closerange(0, 3)
 sys.path.insert(0, {str(SRC)!r})
 from transload.diagnose.children import Child, Question
-with Child(Question({text!r}, sys.executable, os.environ), 60) as child:
+from transload.diagnose.host import Host
+with Child(Question({text!r}, sys.executable, Host()), 60) as child:
     told = child.outcome()
 open({str(tmp_path / "told")!r}, "w").write(f"{{told.state}} {{told.facts['a']}}")
 """

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from math import inf
 from time import monotonic
@@ -25,11 +25,12 @@ from transload.diagnose.host import reason
 from transload.machine import Answer, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import IO
 
     from typing_extensions import Self
 
+    from transload.diagnose.host import Host
     from transload.machine import State
 
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
@@ -57,12 +58,11 @@ _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-pack
 
 @dataclass(frozen=True)
 class Question:
-    """A script, as ``source`` returns it, and how to run it."""
+    """A script, as ``source`` returns it, and how to run it: in the environment and current directory of ``host``."""
 
     script: str
     python: str
-    environ: Mapping[str, str] = field(default_factory=dict)
-    cwd: str = ""
+    host: Host
     flags: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     refusal: str = ""  # Why it cannot be asked; empty if it can.
@@ -232,6 +232,7 @@ class Child:
             theirs, self._lifeline = os.pipe()
         inherited = (theirs,) if theirs > _STDERR and os.name == "posix" else ()
         command = [question.python, *question.flags, "-c", question.script]
+        host, cwd = question.host, question.host.at(question.host.cwd)
         try:
             self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
                 [*command, str(round(seconds + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],
@@ -239,8 +240,8 @@ class Child:
                 stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=dict(question.environ),
-                cwd=question.cwd if os.path.isdir(question.cwd) and os.access(question.cwd, os.X_OK) else None,
+                env=host.child_environ(),
+                cwd=cwd if os.path.isdir(cwd) and os.access(cwd, os.X_OK) else None,
                 start_new_session=True,
                 pass_fds=inherited,
                 creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),

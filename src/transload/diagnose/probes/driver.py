@@ -26,15 +26,8 @@ _NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, for the memory of a 
 def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
     """Ask the driver in the host's environment and current directory: both decide which library is loaded."""
     library = host.dlopen(_NAMES[which][host.uname[0] == "Windows"])
-    return Question(
-        source("ask_driver"),
-        sys.executable or host.python,
-        host.child_environ(),
-        host.at(host.cwd),
-        _FLAGS,
-        arguments=(which, library),
-        refusal="" if library else f"the driver of the system under {host.root} cannot be asked from here",
-    )
+    refusal = "" if library else f"the driver of the system under {host.root} cannot be asked from here"
+    return Question(source("ask_driver"), sys.executable or host.python, host, _FLAGS, (which, library), refusal)
 
 
 def cuda(host: Host, outcome: Outcome) -> Cuda:

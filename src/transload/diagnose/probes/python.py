@@ -184,8 +184,7 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> SelfReport 
     """What another interpreter reports, in the user's environment and current folder; or why it does not."""
     from transload.diagnose.children import Child, Question
 
-    question = Question(_FACTS + _SAY, host.at(executable), host.child_environ(), host.at(host.cwd), ("-B",))
-    with Child(question, deadline) as child:
+    with Child(Question(_FACTS + _SAY, host.at(executable), host, ("-B",)), deadline) as child:
         outcome = child.outcome()
     if outcome.state == "answered":
         ours, facts = own(), outcome.facts

@@ -257,9 +257,7 @@ def question(host: Host, executable: str = "") -> Question:
 
     The environment is unchanged: its effect on torch is what is examined.
     """
-    return Question(
-        source("ask_torch"), host.at(executable or host.python), host.child_environ(), host.at(host.cwd), ("-B",)
-    )
+    return Question(source("ask_torch"), host.at(executable or host.python), host, ("-B",))
 
 
 def torch_run(host: Host, outcome: Outcome) -> TorchRun:
