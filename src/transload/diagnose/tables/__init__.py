@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect
 from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 Version = tuple[int, ...]
@@ -448,16 +448,12 @@ def choose_wheel(
             return driver_cuda // 1000 >= numbers_of(build.cuda)[0]
         return numbers_of(driver) >= numbers_of(floor(build))
 
-    def best(builds: Iterable[Build], supports: str = supports) -> Build:
-        """The newest release: PyPI's build, else one no newer than the driver's CUDA, else the usual one."""
-
-        def merit(build: Build) -> tuple[Version, bool, bool, bool, Version]:
-            usual, cuda = build_of(build.torch, "linux-x86_64"), numbers_of(build.cuda)
-            native = not supports or cuda <= numbers_of(supports)
-            same = usual is not None and usual.build == build.build
-            return numbers_of(build.torch), build.on_pypi, native, same, cuda
-
-        return max(builds, key=merit)
+    def merit(build: Build, supports: str = supports) -> tuple[Version, bool, bool, bool, Version]:
+        """Prefer the newest release: PyPI's build, else one no newer than the driver's CUDA, else the usual one."""
+        usual, cuda = build_of(build.torch, "linux-x86_64"), numbers_of(build.cuda)
+        native = not supports or cuda <= numbers_of(supports)
+        same = usual is not None and usual.build == build.build
+        return numbers_of(build.torch), build.on_pypi, native, same, cuda
 
     numbers = numbers_of(torch)
     wanted = [each for each in releases() if not torch or (numbers and numbers_of(each)[: len(numbers)] == numbers)]
@@ -482,7 +478,7 @@ def choose_wheel(
         board = " NVIDIA has wheels of its own for Jetson boards." if set(cards) & TEGRA else ""
         return WheelChoice(f"No build {since} has code for {_names(cards)}.{board}")
     if not usable:
-        newest = best(with_code)
+        newest = max(with_code, key=merit)
         has = f"torch {newest.torch} has them for Python {_dotted(newest.python[0])} to {_dotted(newest.python[1])}."
         return WheelChoice(f"No torch with code for {_names(cards)} has wheels for Python {_dotted(python)}. {has}")
     if not fitting and not possible:
@@ -491,7 +487,7 @@ def choose_wheel(
     needs, change, more = "", "", ""
     direction: Literal["", "newer", "older"] = ""
     if fitting:
-        chosen = best(fitting)
+        chosen = max(fitting, key=merit)
         default = build_of(chosen.torch, platform)
         if default and not default.archs:
             more = "The wheel on PyPI has no CUDA on this platform."
@@ -503,16 +499,16 @@ def choose_wheel(
         more += "" if cards else " The card is not known: the wheel is chosen by the driver alone."
     else:
         if too_new:
-            direction, needs, chosen = "older", str(last), best(possible)
+            direction, needs, chosen = "older", str(last), max(possible, key=merit)
             dropped = tuple(card for card in cards if 0 < last_branch(card) < branch)
             change = f"Drivers after branch {needs} do not support {_names(dropped)}: install one of branch {needs}. "
         else:
             least = min(branch_of(floor(build)) for build in possible)
-            chosen = best(build for build in possible if branch_of(floor(build)) == least)
+            chosen = max((build for build in possible if branch_of(floor(build)) == least), key=merit)
             direction, needs = "newer", floor(chosen)
             present = f"Driver {driver}" if driver else f"The driver, for CUDA {supports},"
             change = f"{present} is too old for {_names(cards)}: install {needs} or newer. "
-        newest = best(possible, supports="")  # a newer torch, or PyPI's, that needs another driver
+        newest = max(possible, key=partial(merit, supports=""))  # a newer torch, or PyPI's, that needs another driver
         if newest != chosen and numbers_of(floor(newest)) > numbers_of(floor(chosen)):
             more = f"torch {newest.torch} {newest.build} runs with driver {floor(newest)} or newer."
         if set(cards) & TEGRA:
