@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from transload.diagnose import fixes, pages
 from transload.diagnose.tables import chip_of, numbers_of, result
 from transload.findings import Finding, Severity
-from transload.machine import Machine
+from transload.machine import Accelerator, Library, Machine, PciDevice, Step
 from transload.render.words import plural
-
-if TYPE_CHECKING:
-    from transload.machine import Accelerator, Library, PciDevice, Step
 
 Lines = tuple[str, ...]
 

@@ -14,24 +14,16 @@ import signal
 import subprocess
 import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
-from transload.diagnose.host import reason
-from transload.machine import Answer, Unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from typing import IO
-
-    from typing_extensions import Self
-
-    from transload.diagnose.host import Host
-    from transload.machine import State
+from transload.diagnose.host import Host, reason
+from transload.machine import Answer, State, Unknown
 
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
 
@@ -118,7 +110,7 @@ class Outcome:
         return self.noise.partition(_FATAL)[0]
 
 
-class Child:
+class Child(AbstractContextManager["Child"]):
     """A script that runs in another process; ``outcome()`` waits for it, and leaving ``with`` kills it.
 
     It runs in its own session: Ctrl-C reaches only this process, and everything that it starts is killed with it. Its
@@ -146,9 +138,6 @@ class Child:
             self._refusal = f"could not be started: {reason(question.python, error)}"
             self.close()
             self._process = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,13 +10,11 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transload.machine import Unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 _LIMIT = 1 << 20  # bytes read of a file by default: some files in /proc never end
 _LINKS = 40  # symbolic links followed, the kernel's own limit

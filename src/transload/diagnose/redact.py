@@ -13,10 +13,9 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from transload.machine import Machine
+from transload.machine import Machine
 
 T = TypeVar("T")  # a Diagnosis or a Machine
 

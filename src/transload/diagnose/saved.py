@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transload.errors import UsageError
 from transload.machine import Machine, Unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def machine_in(text: str, where: str) -> Machine:

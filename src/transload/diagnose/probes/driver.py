@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from transload.diagnose.children import Child, Outcome, Question, source
-from transload.machine import Answer, Cuda, CudaGpu, Experiment, Nvml, NvmlGpu
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from transload.diagnose.host import Host
-    from transload.machine import State
+from transload.diagnose.host import Host
+from transload.machine import Answer, Cuda, CudaGpu, Experiment, Nvml, NvmlGpu, State
 
 _FLAGS = ("-I", "-S", "-B")
 """Our own interpreter without site: half the start-up time, and nothing of the environment can break it."""

@@ -9,18 +9,14 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from transload.diagnose.host import pairs
+from transload.diagnose.host import Host, pairs
 from transload.diagnose.tables import table
 from transload.machine import Python, TorchInstall, Unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from transload.diagnose.host import Host
 
 _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
 

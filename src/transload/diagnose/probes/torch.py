@@ -8,19 +8,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from transload.diagnose.children import Question, source
+from transload.diagnose.children import Outcome, Question, source
 from transload.diagnose.elf import Elf, read_elf
+from transload.diagnose.host import Host
 from transload.diagnose.probes.python import Distribution, assigned, build, installed
 from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transload.diagnose.children import Outcome
-    from transload.diagnose.host import Host
 
 _SUFFIX = r"(?:\.[\w-]+)?\.(?:so|pyd)"
 _MODULE = re.compile(rf"torch(?:{_SUFFIX}|\.pyc?)", re.ASCII)
