@@ -135,7 +135,7 @@ def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
     from transload.judge import inspect, judge
 
     checkpoint = inspect(path)
-    if any(tensor.kind.startswith("sparse") for tensor in checkpoint.tensors):
+    if any(kind.startswith("sparse") for kind in {tensor.kind for tensor in checkpoint.tensors}):
         # load checks the indices of sparse tensors, and no other bytes of tensors.
         from transload.findings import Problem
         from transload.tensors.content import open_content
@@ -278,7 +278,8 @@ def _findings(result: Check) -> Iterator[Finding]:
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)
     found = re.match(r"(\d{1,4})\.(\d{1,4})", first.version if first else "", re.ASCII)
     release = (int(found[1]), int(found[2])) if found else None
-    unknown = [name for name, *_ in checkpoint.dtypes if release and release <= _WITHOUT.get(name, (0, 0))]
+    dtypes = {storage.dtype for storage in checkpoint.storages} | {tensor.dtype for tensor in checkpoint.tensors}
+    unknown = [name for name, last in _WITHOUT.items() if release and release <= last and name in dtypes]
     if unknown and first:
         title = f"it holds {', '.join(unknown)}, which torch {first.version} does not have"
         yield Finding("torch-too-old", "error", title, (), ("Install a newer torch.",))

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from transload.checking.needs import read_bytes
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.devices import Devices
     from transload.diagnose.report import Diagnosis
-    from transload.nodes import Persistent, Pickle
+    from transload.nodes import Pickle
 
 Version = tuple[int, ...]
 
@@ -159,6 +158,7 @@ class _Predictor:
         self.weights_only = torch.weights_only
         self.records = {record.name: record for record in checkpoint.records}
         self.intact = checkpoint.integrity in ("whole", "unchecked")
+        self.usable: set[str] = set()  # device tags
 
     def words(self, name: str, /, **values: object) -> str:
         """A message of this release."""
@@ -245,8 +245,10 @@ class _Predictor:
 
     def events(self, main: Pickle) -> Iterator[tuple[int, Prediction]]:
         """What may stop the unpickler, and where in the stream; ``unknown`` if it may or may not stop."""
-        stored = ((node.position, self.stored(node)) for node in main.persistent)  # in the order of the stream
-        yield from islice(((position, said) for position, said in stored if said), 1)
+        for storage in main.persistent:  # in the order of the stream
+            if said := self.stored(storage.id):
+                yield storage.position, said
+                break
         for node in (*main.globals.values(), *([main.loader] if main.loader else [])):
             module, name = node.module, node.name
             full = torch_spelling(module, name)
@@ -277,9 +279,8 @@ class _Predictor:
         shown = full.removeprefix("builtins.")
         return self.words("not-allowed", name=shown, call=shown)
 
-    def stored(self, node: Persistent) -> Prediction | None:
+    def stored(self, pid: object) -> Prediction | None:
         """The error for a persistent id that is not a storage, has no record, or names an unavailable device."""
-        pid = node.id
         if type(pid) is not tuple or len(pid) < 4:
             return self.unknown()
         if _text(pid[0]) != "storage":
@@ -290,8 +291,8 @@ class _Predictor:
         if self.checkpoint.format == "torch-zip" and record not in self.records:
             return self.raises("RuntimeError", self.words("no-record", record=record))
         tag = _text(pid[3])
-        said = self.restored(tag)
-        if said is None:
+        if tag in self.usable or (said := self.restored(tag)) is None:
+            self.usable.add(tag)
             return None
         kind, _, index = tag.partition(":")
         plain = tag.isascii() and tag.isprintable() and not (index.isdigit() and int(index[:9]) > _MAX_INDEX)
@@ -352,4 +353,6 @@ class _Predictor:
 
 
 def _text(value: object) -> str:
-    return value.decode("ascii", "replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
+    if type(value) is str:
+        return value
+    return value.decode("ascii", "replace") if isinstance(value, bytes) else ""
