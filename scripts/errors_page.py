@@ -10,7 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from transload.explaining.matching import KnownError, subjects
+from transload.explaining.matching import KnownError, known_errors
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 HEAD = """\
@@ -35,10 +35,11 @@ def main() -> int:
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
-    for subject in subjects():
-        shown = [section(known) for known in subject.errors if known.role != "frame" or known.fix]
-        parts += [f"## {subject.title}\n", *shown] if shown else []
+    subjects: dict[str, list[str]] = {}
+    for subject, known in known_errors():
+        if known.role != "frame" or known.fix:
+            subjects.setdefault(subject, []).append(section(known))
+    parts = [HEAD, *(part for subject, shown in subjects.items() for part in (f"## {subject}\n", *shown))]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 

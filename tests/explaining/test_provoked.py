@@ -36,4 +36,4 @@ def test_what_torch_says_is_explained(provocation: Provocation, tmp_path: Path) 
 
 
 def test_every_provocation_is_of_a_row() -> None:
-    assert {provocation.code for provocation in PROVOCATIONS} <= {known.code for known in known_errors()}
+    assert {provocation.code for provocation in PROVOCATIONS} <= {known.code for _, known in known_errors()}

@@ -14,13 +14,14 @@ from transload.cli import COMMANDS
 from transload.diagnose.rules import BY_CODE as DOCTOR
 from transload.explaining import hooks
 from transload.explaining.matching import KnownError, Page, known_errors, variant
-from transload.explaining.matching import _files as pages_of_files
+from transload.explaining.matching import _pages as pages
 from transload.explaining.matching import _parsed as parsed
 from transload.explaining.result import Answer
 
 if TYPE_CHECKING:
     import pytest
 
+KNOWN = [known for _, known in known_errors()]
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/run.py", line 3, in <module>\n    main()\n'
 
 
@@ -62,7 +63,7 @@ def test_each_is_found_at_the_end_of_a_traceback_with_lines_around() -> None:
 
 def test_every_row_has_a_wording_or_is_only_around_others() -> None:
     printed = {wording.code for wording in WORDINGS}
-    unseen = [known for known in known_errors() if known.code not in printed]
+    unseen = [known for known in KNOWN if known.code not in printed]
     assert [known.code for known in unseen if known.role != "frame" or known.fix] == []
 
 
@@ -78,11 +79,11 @@ def test_every_row_is_sound() -> None:
         assert known.cause or known.hook
         assert not known.hook or callable(getattr(hooks, known.hook, None))
 
-    for_each(list(known_errors()), check)
+    for_each(KNOWN, check)
 
 
 def test_codes_are_unique() -> None:
-    codes = [known.code for known in known_errors()]
+    codes = [known.code for known in KNOWN]
     assert len(set(codes)) == len(codes) > 190
 
 
@@ -218,11 +219,11 @@ def test_every_section_of_a_page_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
         (answer,) = transload.explain(text, checks=False).answers
         assert name in used
         is_complete(answer)
-    assert SECTIONS.keys() == {name for known in known_errors() for name, _ in known.sections}
+    assert SECTIONS.keys() == {name for known in KNOWN for name, _ in known.sections}
 
 
 def test_what_a_section_replaces_is_a_part_of_its_page() -> None:
-    for known in known_errors():
+    for known in KNOWN:
         for name, fields in known.sections:
             assert name.startswith(f"{known.code}/")
             assert known.hook or "where" in fields
@@ -232,8 +233,8 @@ def test_what_a_section_replaces_is_a_part_of_its_page() -> None:
 
 
 def test_patterns_of_a_page_look_into_its_blanks() -> None:
-    for known in known_errors():
-        blanks = {"text", *(name for wording in known.says for _, name, _, _ in wording.parts if name)}
+    for known in KNOWN:
+        blanks = {"text", *(name for wording in known.says for name in wording.pattern.groupindex)}
         for line in known.value:
             name, blank, pattern, _ = line.split(" ", 3)
             assert known.hook or blank in blanks
@@ -305,4 +306,4 @@ def test_a_text_with_a_wording_mentions_its_page() -> None:
             shown = wording.shown.replace("…", "7")
             assert any(hint in shown for hint in page.hints)
 
-    for_each([page for _, pages in pages_of_files() for page in pages], check)
+    for_each(list(pages()), check)

@@ -16,7 +16,7 @@ from transload.errors import UsageError
 if TYPE_CHECKING:
     from transload.explaining.local import LocalChecks
     from transload.explaining.logs import ErrorChain, FlatText
-    from transload.explaining.matching import Occurrence
+    from transload.explaining.matching import Match
     from transload.explaining.result import Answer, Explanation, Unexplained
 
 _MOST_UNKNOWN = 5
@@ -70,14 +70,13 @@ def _explained(
 
         local = LocalChecks()
     chains, loose = split(lines_of(text))
-    found = search(chains, loose)
-    answers = _answers(found.found, files, local)
-    if answers:
-        explanation = Explanation(answers, tuple(_unexplained(found.unknown)), shortened)
-    elif answers := _answers(search(*split(lines_of(unwrapped(text)))).found, files, local):
+    found, unknown, framed = search(chains, loose)
+    if answers := _answers(found, files, local):
+        explanation = Explanation(answers, tuple(_unexplained(unknown)), shortened)
+    elif answers := _answers(search(*split(lines_of(unwrapped(text))))[0], files, local):
         explanation, numbered = Explanation(answers, (), shortened), False
     else:
-        explanation = Explanation((), tuple(_unexplained([*found.unknown, *found.framed], loose)), shortened)
+        explanation = Explanation((), tuple(_unexplained([*unknown, *framed], loose)), shortened)
     if numbered and not shortened:
         return explanation
     # Line numbers are meaningless for an exception, and for the end of a log.
@@ -105,14 +104,14 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
         current = current.__cause__ or current.__context__
 
 
-def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChecks | None) -> tuple[Answer, ...]:
+def _answers(found: Sequence[Match], files: Sequence[str], local: LocalChecks | None) -> tuple[Answer, ...]:
     """One answer for each error, with what this machine shows of it; causes first."""
     from dataclasses import replace
 
-    causes = any(each.match.known.role == "cause" for each in found)
-    merged: dict[tuple[Any, ...], tuple[Answer, Occurrence]] = {}
+    causes = any(each.known.role == "cause" for each in found)
+    merged: dict[tuple[Any, ...], tuple[Answer, Match]] = {}
     for each in found:
-        known = each.match.known
+        known = each.known
         if known.role == "frame" and (causes or not known.fix):
             continue
         answer = _answer(each)
@@ -120,14 +119,14 @@ def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChec
         first, source = merged.get(key, (replace(answer, times=0), each))
         merged[key] = replace(first, times=first.times + 1), source
 
-    def rank(pair: tuple[Answer, Occurrence]) -> tuple[bool, bool, int]:
-        return pair[0].kind == "remark", not pair[1].match.known.first, pair[0].line
+    def rank(pair: tuple[Answer, Match]) -> tuple[bool, bool, int]:
+        return pair[0].kind == "remark", not pair[1].known.first, pair[0].line
 
     answers = []
     for answer, each in sorted(merged.values(), key=rank):
-        needs = each.match.known.needs if local and answer.kind != "remark" else ()
+        needs = each.known.needs if local and answer.kind != "remark" else ()
         if local and "machine" in needs:
-            answer = replace(answer, machine=local.machine(answer.causes, each.surroundings))  # noqa: PLW2901
+            answer = replace(answer, machine=local.machine(answer.causes, each.traceback or each.source.flat))  # noqa: PLW2901
         if local and "file" in needs:
             from transload.explaining.local import files_in
 
@@ -150,13 +149,13 @@ class _Blanks(dict[str, str]):
         return found is not None
 
 
-def _answer(found: Occurrence) -> Answer:
+def _answer(found: Match) -> Answer:
     from transload.explaining import hooks
     from transload.explaining.matching import variant
     from transload.explaining.result import Answer, doctor_steps
 
-    known = found.match.known
-    values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.match.values.items()}, text=found.text)
+    known = found.known
+    values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.values.items()}, text=found.text)
     sections = getattr(hooks, known.hook)(values) if known.hook else ()
     for line in known.value:
         name, place, pattern, words = line.split(" ", 3)
@@ -173,11 +172,11 @@ def _answer(found: Occurrence) -> Answer:
         known.cause.format_map(values),
         tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor),
         known.wrong.format_map(values),
-        found.said[:_LONGEST],
-        found.line,
+        found.source.between(found.start, found.end)[:_LONGEST],
+        found.source.line_at(found.start),
         torch=known.torch,
         causes=known.doctor,
-        values=tuple((name, value) for name, value in found.match.values.items() if value),
+        values=tuple((name, value) for name, value in found.values.items() if value),
     )
 
 
@@ -186,7 +185,7 @@ def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -
     from transload.explaining.matching import nearest
     from transload.explaining.result import Unexplained
 
-    errors = {chain.raised[0].words: chain.raised[0].lines[0].number for chain in reversed(chains)}
+    errors = {chain[0].words: chain[0].lines[0].number for chain in reversed(chains)}
     if not errors:
         lines = [line for text in loose for line in text.lines if line.text.strip()]
         like_errors = [line for line in lines if re.search(r"\b\w*(?:Error|Exception|error|fatal)\b", line.text)]

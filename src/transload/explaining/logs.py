@@ -276,16 +276,8 @@ class RaisedError:
         return self.text.flat if self.first.endswith(":") else self.first
 
 
-@dataclass
-class ErrorChain:
-    """Exceptions that belong together, the innermost first."""
-
-    raised: list[RaisedError]
-
-    @cached_property
-    def surroundings(self) -> str:
-        """The whole text, which ``context`` patterns are searched in."""
-        return "\n".join(line.text for each in self.raised for line in (*each.frames, *each.lines))
+ErrorChain = list[RaisedError]
+"""Exceptions that belong together, the innermost first."""
 
 
 def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
@@ -297,40 +289,41 @@ def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
     chains: list[ErrorChain] = []
     loose: list[FlatText] = []
     for stream in streams.values():
-        parser = _Parser()
-        for line in stream:
-            parser.feed(line)
-        parser.end()
-        chains += map(ErrorChain, parser.chains)
-        loose.append(FlatText(parser.loose))
-    chains.sort(key=lambda chain: chain.raised[0].lines[0].number)
+        errors, others = _parsed(stream)
+        own: list[ErrorChain] = []
+        for error in errors:
+            if not error.lines:  # its end is missing, or inside a box drawn around it
+                others += error.frames
+            elif not error.link or not own:
+                own.append([error])
+            else:
+                own[-1].insert(0 if error.link == "inside" else len(own[-1]), error)
+        chains += own
+        loose.append(FlatText(sorted(others, key=lambda line: line.number)))
+    chains.sort(key=lambda chain: chain[0].lines[0].number)
     return chains[-_MOST_CHAINS:], loose
 
 
-class _Parser:
-    """Sorts the lines of one stream into frames and message of the current exception, or loose lines."""
-
-    def __init__(self) -> None:
-        self.loose: list[Line] = []
-        self.chains: list[list[RaisedError]] = []
-        self.current: RaisedError | None = None
-        self.link: Link = ""
-
-    def feed(self, line: Line) -> None:
-        text, current = line.text, self.current
-        if _HEADER in text:
+def _parsed(stream: Iterable[Line]) -> tuple[list[RaisedError], list[Line]]:
+    """The exceptions in the lines of one rank, and its other lines. An exception whose end is missing has no lines."""
+    errors: list[RaisedError] = []
+    others: list[Line] = []
+    current: RaisedError | None = None
+    link: Link = ""
+    for line in stream:
+        text = line.text
+        headless = current is None and text.startswith('  File "')  # the header was cut off
+        if _HEADER in text or headless:
             before = current.lines[-_BEFORE:] if current else []
-            inside = before and _NESTED.search("\n".join(each.text for each in (*before, line)))
-            self.end()
-            self.start(line, "inside" if inside else self.link)
+            if before and _NESTED.search("\n".join(each.text for each in (*before, line))):
+                link = "inside"
+            current = RaisedError(frames=[line], link=link)
+            errors.append(current)
+            link = ""
         elif _HANDLING in text or _CAUSE in text:
-            self.end()
-            self.link = "after"
+            current, link = None, "after"
         elif current is None:
-            if text.startswith('  File "'):  # the header was cut off
-                self.start(line, self.link)
-            else:
-                self.loose.append(line)
+            others.append(line)
         elif not current.lines:
             found = _EXCEPTION.match(text)
             if _FRAME.match(text):
@@ -339,26 +332,12 @@ class _Parser:
             elif found and _CLASS.search(found["kind"]) and not found["kind"].isupper():
                 current.lines.append(line)
             else:
-                self.loose.append(line)  # another process wrote in between, or the end of the traceback is missing
+                others.append(line)  # another process wrote in between, or the end of the traceback is missing
         else:
             full = len(current.lines) >= _MOST_MESSAGE
             if text and (line.stamped != current.lines[0].stamped or (full and not text[0].isspace())):
-                self.end()  # the program logs something else now
-                self.loose.append(line)
+                current = None  # the program logs something else now
+                others.append(line)
             elif not full:
                 current.lines.append(line)
-
-    def start(self, line: Line, link: Link) -> None:
-        self.current = RaisedError(frames=[line], link=link)
-        self.link = ""
-
-    def end(self) -> None:
-        current, self.current = self.current, None
-        if current is None:
-            return
-        if not current.lines:  # its end is missing, or inside a box drawn around it
-            self.loose += current.frames
-        elif not current.link or not self.chains:
-            self.chains.append([current])
-        else:
-            self.chains[-1].insert(0 if current.link == "inside" else len(self.chains[-1]), current)
+    return errors, others

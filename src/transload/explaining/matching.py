@@ -75,13 +75,6 @@ class Wording:
         self.anchor = max((*literals[:-1], literals[-1].removesuffix(".")), key=len)
         self.weight = sum(map(len, literals))
 
-    @cached_property
-    def parts(self) -> list[tuple[str, str | None, str | None, str | None]]:
-        """The literals, each with the name and kind of the blank that follows it."""
-        from string import Formatter
-
-        return list(Formatter().parse(self.text))
-
     @property
     def shown(self) -> str:
         """The message with ``…`` for the blanks."""
@@ -90,9 +83,11 @@ class Wording:
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """A pattern for the message on one line, with a group for each blank."""
+        from string import Formatter
+
         pieces: list[str] = []
         seen: set[str] = set()
-        for literal, name, kind, _ in self.parts:
+        for literal, name, kind, _ in Formatter().parse(self.text):
             pieces.append(re.escape(literal))
             if name is not None:
                 blank = _BLANKS[kind or ""]
@@ -158,19 +153,14 @@ class KnownError(NamedTuple):
         return not self.place or wording.weight >= _SPEAKS_FOR_ITSELF or any(places)
 
 
-class Subject(NamedTuple):
-    """A file of pages."""
-
-    title: str
-    errors: tuple[KnownError, ...]
-
-
 class Page(NamedTuple):
     """A page that is not yet parsed: few of the thousands of wordings are ever in a text.
 
-    ``hints`` has a literal of each wording: a text that contains no hint contains no wording.
+    ``subject`` is the title of its file. ``hints`` has a literal of each wording: a text that contains no hint contains
+    no wording.
     """
 
+    subject: str
     text: str
     says: list[str]
     hints: list[str]
@@ -180,15 +170,15 @@ _SAID = re.compile("\n    (?:says|cuda): (.+)")
 
 
 @cache
-def _files() -> tuple[tuple[str, tuple[Page, ...]], ...]:
-    """The title and the pages of each file."""
+def _pages() -> tuple[Page, ...]:
     import pkgutil
 
-    out = []
+    out: list[Page] = []
     for name in _SUBJECTS:
         title, *texts = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
-        pages = (Page(text, said, [*map(_hint, said)]) for text in texts for said in [_SAID.findall(text)])
-        out.append((title.removeprefix("# ").strip(), tuple(pages)))
+        for text in texts:
+            said = _SAID.findall(text)
+            out.append(Page(title.removeprefix("# ").strip(), text, said, [*map(_hint, said)]))
     return tuple(out)
 
 
@@ -214,35 +204,29 @@ def _parsed(text: str) -> KnownError:
 @cache
 def _words() -> dict[str, str]:
     """A long whole word of each hint, or an empty string: a text without it does not contain the hint."""
-    hints = {hint for _, pages in _files() for page in pages for hint in page.hints}
+    hints = {hint for page in _pages() for hint in page.hints}
     return {hint: max(_INNER_WORD.findall(hint), key=len, default="") for hint in hints}
 
 
 def mentioned(text: str) -> Iterator[KnownError]:
     """The known errors that may have a wording in a text, in order."""
     words = {"", *re.findall("[A-Za-z]{4,}", text)} if len(text) > _LONG else None
-    for _, pages in _files():
-        for page in pages:
-            for hint in page.hints:
-                if (words is None or _words()[hint] in words) and hint in text:
-                    yield _parsed(page.text)
-                    break
+    for page in _pages():
+        for hint in page.hints:
+            if (words is None or _words()[hint] in words) and hint in text:
+                yield _parsed(page.text)
+                break
 
 
-def subjects() -> tuple[Subject, ...]:
-    """All pages, parsed."""
-    return tuple(Subject(title, tuple(_parsed(page.text) for page in pages)) for title, pages in _files())
-
-
-def known_errors() -> Iterator[KnownError]:
-    """Every known error, in order."""
-    return (known for subject in subjects() for known in subject.errors)
+def known_errors() -> Iterator[tuple[str, KnownError]]:
+    """Every known error with its subject, in order."""
+    return ((page.subject, _parsed(page.text)) for page in _pages())
 
 
 def variant(name: str) -> dict[str, Any]:
     """The fields of a known error that a ``###`` section replaces."""
     start = f"{name.partition('/')[0]}\n"
-    pages = (page.text for _, pages in _files() for page in pages if page.text.startswith(start))
+    pages = (page.text for page in _pages() if page.text.startswith(start))
     return next(fields for text in pages for section, fields in _parsed(text).sections if section == name)
 
 
@@ -293,77 +277,75 @@ _PLACED = re.compile(r"\s*File |Cell In|<ipython-input|/\S+ in ")  # the line of
 
 
 class Match(NamedTuple):
-    """A wording found in a text, with the values in its blanks."""
+    """A known error in a text, with the values in the blanks of its wording.
+
+    ``traceback`` is the whole text of the chain of exceptions; empty for an error between the lines of a log.
+    """
 
     known: KnownError
     start: int
     end: int
     values: dict[str, str]
     weight: int
+    source: FlatText
+    traceback: str
+
+    @property
+    def text(self) -> str:
+        """Everything from the match on."""
+        return self.source.flat[self.start :]
+
+    @property
+    def near(self) -> tuple[str, str]:
+        """Texts that may name the file it is about: all of a traceback, but only a few lines of a log.
+
+        A log has other errors nearby: a file that is named further away belongs to one of them.
+        """
+        if self.traceback:
+            return self.text, self.traceback
+        flat = self.source.flat
+        return flat[self.start : self.end + _BESIDE], flat[max(0, self.start - _BESIDE) : self.start]
 
 
-class Occurrence(NamedTuple):
-    """A known error in a log: its lines, the number of the first one, the text from there on, and its surroundings."""
+def search(
+    chains: Iterable[ErrorChain], loose: Iterable[FlatText]
+) -> tuple[list[Match], list[ErrorChain], list[ErrorChain]]:
+    """The known errors in a log, the chains without any, and those that only wrap another error.
 
-    match: Match
-    said: str
-    line: int
-    text: str
-    surroundings: str
-    near: tuple[str, ...]
-    """Texts that may name the file it is about: all of a traceback, but only a few lines of a log."""
-
-
-class Search(NamedTuple):
-    """The known errors in a log, the chains without any, and those that only wrap another error."""
-
-    found: list[Occurrence]
-    unknown: list[ErrorChain]
-    framed: list[ErrorChain]
-
-
-def search(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> Search:
-    """Find the known errors in a log: in each chain of exceptions, the innermost cause."""
-    result = Search([], [], [])
+    Of each chain of exceptions, the innermost cause is found.
+    """
+    found: list[Match] = []
+    unknown: list[ErrorChain] = []
+    framed: list[ErrorChain] = []
     for chain in chains:
-        around = chain.surroundings
-        mains: list[tuple[RaisedError, Match | None]] = []
-        below: list[Occurrence] = []
-        for raised in chain.raised:
-            main, others = _main(raised, around)
-            mains.append((raised, main))
-            below += [_occurrence(match, raised.text, around) for match in others]
+        traceback = "\n".join(line.text for raised in chain for line in (*raised.frames, *raised.lines))
+        mains: list[Match | None] = []
+        below: list[Match] = []
+        for raised in chain:
+            main, others = _main(raised, traceback)
+            mains.append(main)
+            below += others
         # Specific messages take precedence over words that many programs print: programs try one thing after another,
         # and print what failed before.
-        causes = [(raised, main) for raised, main in mains if main and main.known.role == "cause"]
-        specific = [(raised, main) for raised, main in causes if not (main.known.context or main.known.place)]
-        usable = [(raised, main) for raised, main in mains if main and main.known.fix]
-        chosen = next(iter(specific or causes or usable), None)
-        if chosen:
-            result.found.append(_occurrence(chosen[1], chosen[0].text, around))
-        elif all(main and main.known.role == "frame" for _, main in mains):
-            result.framed.append(chain)
+        known = [main for main in mains if main]
+        causes = [main for main in known if main.known.role == "cause"]
+        specific = [main for main in causes if not (main.known.context or main.known.place)]
+        if chosen := specific or causes or [main for main in known if main.known.fix]:
+            found.append(chosen[0])
+        elif all(main and main.known.role == "frame" for main in mains):
+            framed.append(chain)
         else:
-            result.unknown.append(chain)
-        result.found.extend(below)
+            unknown.append(chain)
+        found += below
     for text in loose:
-        for match in _matches(text.flat):
-            # A log has other errors nearby: a file that is named further away belongs to one of them.
-            before, after = max(0, match.start - _BESIDE), match.end + _BESIDE
-            near = text.flat[match.start : after], text.flat[before : match.start]
-            result.found.append(_occurrence(match, text, text.flat)._replace(near=near))
-    return result
+        found += _matches(text)
+    return found, unknown, framed
 
 
-def _occurrence(match: Match, text: FlatText, surroundings: str) -> Occurrence:
-    said, following = text.between(match.start, match.end), text.flat[match.start :]
-    return Occurrence(match, said, text.line_at(match.start), following, surroundings, (following, surroundings))
-
-
-def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Match]]:
+def _main(raised: RaisedError, traceback: str) -> tuple[Match | None, list[Match]]:
     """The error that an exception itself reports, and other causes printed below it before the next exception."""
     frames = (line.text for line in reversed(raised.frames) if _PLACED.match(line.text))
-    matches = _matches(raised.text.flat, surroundings, next(frames, "").rpartition("File ")[2])
+    matches = _matches(raised.text, traceback, next(frames, "").rpartition("File ")[2])
     head = [match for match in matches if match.start < len(raised.first)]
     causes = [match for match in head if match.known.role == "cause"]
     if causes:
@@ -382,13 +364,14 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
     return main, [match for match in below if match.known.rank == 0 and match.known.code != main.known.code]
 
 
-def _matches(text: str, traceback: str = "", frame: str = "") -> list[Match]:
+def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Match]:
     """Every known message in a text, in order; of two that overlap, the one with the better rank, then weight.
 
     Only the surroundings of anchors are searched, never the whole text. Without a traceback, the ``place`` of a wording
     must be near it: a log has lines of many programs.
     """
     matches: list[Match] = []
+    text = source.flat
     for known in mentioned(text):
         for wording in known.says if known.fits(traceback or text) else ():
             at = text.find(wording.anchor)
@@ -400,7 +383,8 @@ def _matches(text: str, traceback: str = "", frame: str = "") -> list[Match]:
                 placed = known.placed(wording, traceback or beside, frame or traceback or beside)
                 found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND) if placed else None
                 if found:
-                    matches.append(Match(known, found.start(), found.end(), found.groupdict(""), wording.weight))
+                    values = found.groupdict("")
+                    matches.append(Match(known, *found.span(), values, wording.weight, source, traceback))
                 at = text.find(wording.anchor, max(after, found.end() if found else 0))
     kept: list[Match] = []
     for match in sorted(matches, key=lambda match: (match.known.rank, -match.weight, match.start)):
@@ -426,7 +410,7 @@ def _only_words(text: str) -> bytes:
 @cache
 def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
     """The page and words of every wording, except internal checks of libraries; and the weight of each word."""
-    rows = [(p, said) for _, pages in _files() for p in pages if "-internal\n" not in p.text[:40] for said in p.says]
+    rows = [(page, said) for page in _pages() if "-internal\n" not in page.text[:40] for said in page.says]
     lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows)))
     words = [line.split() for line in lines.split(b"\n")]
     counts = Counter(itertools.chain.from_iterable(words)).items()
