@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.formats.foreign import HEAD, SCAN, Foreign, identify, identify_zip, mangled
+from transload.formats.foreign import HEAD, SCAN, Foreign, View, identify, identify_zip, mangled
 from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.io.sources import BytesSource, Source, copied
 
@@ -271,11 +271,11 @@ def test_a_checkpoint_behind_too_much_is_not_searched_for() -> None:
 
 
 def test_text_mode_copies_can_be_asked_for_alone() -> None:
-    spoilt = mangled(BytesSource(torch_zip().replace(b"\n", b"\r\n")))
+    spoilt = mangled(View(BytesSource(torch_zip().replace(b"\n", b"\r\n"))))
     assert spoilt is not None
     assert spoilt.format == "crlf"
     for whole in (torch_zip(), legacy(), b"", b"Entry not found"):
-        assert mangled(BytesSource(whole)) is None
+        assert mangled(View(BytesSource(whole))) is None
 
 
 def test_the_checkpoint_starts_where_it_is_said_to() -> None:

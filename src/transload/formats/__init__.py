@@ -171,10 +171,10 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
     index = read_index(source)
     if not index.ok:
-        from transload.formats.foreign import mangled
+        from transload.formats.foreign import View, mangled
 
-        copied_as_text = mangled(source)
-        if copied_as_text:
+        copied_as_text = mangled(View(source))
+        if copied_as_text is not None:
             return _not_a_checkpoint(source, copied_as_text)
         from transload.formats.zip_scan import walk_index
 

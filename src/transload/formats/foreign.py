@@ -1,13 +1,14 @@
 """Name a file that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
 
 ``identify`` calls each function of ``_DETECTORS`` in turn; each gets a ``View`` of the first and last bytes.
+``foreign.md`` lists the formats that a pattern detects.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 
 from transload.findings import is_named, quoted, rescue_command
 from transload.formats.torch_legacy import MAGIC_PICKLE, members
@@ -109,6 +110,20 @@ def match(pattern: str, text: str) -> str:
     return clean(found[1]) if found else ""
 
 
+@cache
+def _rows(section: str, fields: int) -> list[list[str]]:
+    """The rows of a list in ``foreign.md``."""
+    import pkgutil
+
+    page = (pkgutil.get_data(__package__, "foreign.md") or b"").decode()
+    _, *rows = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0].replace("\n  ", " ").split("\n- ")
+    return [[field.strip() for field in row.split(";", fields - 1)] for row in rows]
+
+
+def _at_start(pattern: str, head: bytes) -> bool:
+    return re.match(pattern.encode("ascii"), head, re.DOTALL) is not None
+
+
 # How many bytes of a compressed file are decompressed.
 UNPACKED = 64 * 1024
 # How many members of a tar archive are listed; each costs one small read.
@@ -124,31 +139,6 @@ CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.
 
 _OTHER_FILE = "Check the path: this is another kind of file."
 
-# Format, title, patterns that each must match a name, and the fix: none for a checkpoint, ! for another kind of file.
-# The first row that matches decides, so special ones come before general ones. A line that begins with a space
-# continues the row before.
-_ZIPS = r"""
-torch-zip; a PyTorch checkpoint (zip); ^[^/]+/data\.pkl$;
-torch-zip-flat; a PyTorch checkpoint zipped again without its top folder; ^data\.pkl$;
-torchserve; a TorchServe model archive (.mar); ^MAR-INF/MANIFEST\.json$; Unpack it and take the weights: unzip {file}
-stable-baselines3; a Stable-Baselines3 model; (^|/)policy\.pth$ (^|/)pytorch_variables\.pth$;
- Load it with stable_baselines3, or take the weights out: unzip {file} policy.pth
-npz; a NumPy archive (.npz); \.npy$; numpy.load({path!r}, allow_pickle=False)
-keras; a Keras model (.keras); ^config\.json$ \.weights\.h5$;
- keras.models.load_model({path!r}), or export it to PyTorch from there
-apk; an Android package; ^AndroidManifest\.xml$; !
-jar; a Java archive; ^META-INF/MANIFEST\.MF$; !
-docx; a Word document; ^\[Content_Types\]\.xml$ ^word/; !
-xlsx; an Excel workbook; ^\[Content_Types\]\.xml$ ^xl/; !
-pptx; a PowerPoint presentation; ^\[Content_Types\]\.xml$ ^ppt/; !
-epub; an electronic book (EPUB); ^META-INF/container\.xml$; !
-odf; an OpenDocument file; ^META-INF/manifest\.xml$ ^content\.xml$; !
-wheel; a Python wheel; ^[^/]+\.dist-info/WHEEL$; Install it instead: pip install {file}
-coreml; a Core ML package; com\.apple\.CoreML|\.mlmodel$; Open it with coremltools.
-tensorflow; a TensorFlow SavedModel, zipped; (^|/)saved_model\.pb$;
- unzip {file} and load the folder with tf.saved_model.load
-"""
-
 
 def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     """Identify a zip archive by the names of its records; ``path`` is for the commands in the fix.
@@ -157,8 +147,7 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     'a zip archive with a checkpoint inside: weights/ok.pt'
     """
     ours = [name for name in names[:MAX_NAMES] if not re.search(r"(^|/)(__MACOSX/|\.DS_Store$|\._)", name)]
-    for row in _ZIPS.replace("\n ", " ").strip().split("\n"):
-        format_, title, patterns, advice = (part.strip() for part in row.split(";"))
+    for format_, title, patterns, advice in _rows("zip archives", 4):
         if all(any(re.search(pattern, name) for name in ours) for pattern in patterns.split()):
             holds = "" if advice else ".pt"
             words = _OTHER_FILE if advice == "!" else advice.format(file=quoted(path), path=path)
@@ -223,28 +212,15 @@ def _tar(view: View) -> Foreign | None:
     return Foreign("tar", "a tar archive", _records(names), (f"Unpack it: tar xf {view.file}",))
 
 
-_ZLIB = 'python -c "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
-
-# (format, magic, the shell command that unpacks to standard output, whether ``rescue`` unpacks it, too)
-_PACKERS: tuple[tuple[str, bytes, str, bool], ...] = (
-    ("gzip", b"\x1f\x8b\x08", "gunzip -c", True),
-    ("bzip2", b"BZh", "bunzip2 -c", True),
-    ("xz", b"\xfd7zXZ\0", "xz -dc", True),
-    ("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc", True),
-    ("lz4", b"\x04\x22\x4d\x18", "lz4 -dc", False),
-    ("7z", b"7z\xbc\xaf\x27\x1c", "7z x -so", False),
-    ("rar", b"Rar!\x1a\x07", "unrar p -inul", False),
-    ("compress", b"\x1f\x9d", "uncompress -c", False),
-    *(("zlib", b"\x78" + level, _ZLIB, False) for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
-)
+_RESCUED_FROM = ("gzip", "bzip2", "xz", "zstd")  # what ``rescue`` unpacks itself
 
 
 def _packed(view: View) -> Foreign | None:
     """A compressed file, and what its decompressed beginning is."""
-    packer = next((packer for packer in _PACKERS if view.head.startswith(packer[1])), None)
-    if packer is None:
+    packers = (row for row in _rows("compressed files", 3) if _at_start(row[1], view.head))
+    format_, _, command = next(packers, ("", "", ""))
+    if not format_:
         return None
-    format_, _, command, rescued = packer
     # A block of bz2 is up to 900 kB unpacked, and gives nothing before all of it is read.
     head = view.wide[:SCAN] if format_ == "bzip2" else view.head
     kind = packed_as(head)
@@ -258,58 +234,13 @@ def _packed(view: View) -> Foreign | None:
         return Foreign(format_, f"a file compressed with {format_}", (), fix)
     content = Foreign("unknown", "something packed again and again")
     if view.depth < DEEPEST:
-        content = _identify(View(BytesSource(inner, view.path + ".unpacked"), depth=view.depth + 1, whole=False))
-    fix = rescue_advice(view.path, content.holds) if content.holds and rescued else (*fix, *content.fix[:1])
+        content = identify(BytesSource(inner, view.path + ".unpacked"), depth=view.depth + 1, whole=False)
+    fix = (*fix, *content.fix[:1])
+    if content.holds and format_ in _RESCUED_FROM:
+        fix = rescue_advice(view.path, content.holds)
     return Foreign(format_, f"{format_} around {content.title}", content.details, fix, content.holds)
 
 
-_MOBILE = "torch.jit.load may read it; its program runs."
-_MACH_O = (b"\xfe\xed\xfa\xce", b"\xfe\xed\xfa\xcf", b"\xce\xfa\xed\xfe", b"\xcf\xfa\xed\xfe")
-
-# (offset, bytes, format, title, fix). The first match counts.
-_MAGIC: tuple[tuple[int, bytes | tuple[bytes, ...], str, str, str], ...] = (
-    (0, b"GGUF", "gguf", "a GGUF file of a version other than 2 and 3", "Convert it with llama.cpp's scripts."),
-    (0, b"lmgg", "ggml", "a GGML model (older than GGUF)", "Convert it with llama.cpp's scripts."),
-    (0, b"fmgg", "ggml", "a GGML model (ggmf, older than GGUF)", "Convert it with llama.cpp's scripts."),
-    (0, b"tjgg", "ggml", "a GGML model (ggjt, older than GGUF)", "Convert it with llama.cpp's scripts."),
-    (4, b"TFL3", "tflite", "a TensorFlow Lite model", "Run it with the TensorFlow Lite interpreter."),
-    (4, b"PTMF", "torch-mobile", "a PyTorch mobile model (flatbuffer)", _MOBILE),
-    (0, b"ftrt", "tensorrt", "a TensorRT engine", "Load it with the TensorRT release and GPU it was built for."),
-    (0, b"SQLite format 3\0", "sqlite", "an SQLite database", "sqlite3 {file} .tables"),
-    (0, b"PAR1", "parquet", "a Parquet table", "pandas.read_parquet({path!r})"),
-    (0, b"ARROW1", "arrow", "an Arrow table", "pyarrow.ipc.open_file({path!r})"),
-    (0, b"FEA1", "arrow", "a Feather table", "pandas.read_feather({path!r})"),
-    (0, b"MATLAB 5.0 MAT-file", "matlab", "a MATLAB file", "scipy.io.loadmat({path!r})"),
-    (0, b"MATLAB 7.3 MAT-file", "matlab", "a MATLAB 7.3 file", "h5py.File({path!r})"),
-    (0, b"\x12\x01\0\0\0\0\0\0", "mxnet", "an MXNet parameter file", "mxnet.nd.load({path!r})"),
-    (0, b"\x7fELF", "elf", "a Linux program or library (ELF)", _OTHER_FILE),
-    (0, _MACH_O, "mach-o", "a macOS program or library", _OTHER_FILE),
-    (0, b"\xca\xfe\xba\xbe", "mach-o", "a macOS universal program, or a Java class", _OTHER_FILE),
-    (0, b"\x93NUMPY", "npy", "a NumPy array", "numpy.load({path!r}, allow_pickle=False)"),
-    (0, b"%PDF-", "pdf", "a PDF document", _OTHER_FILE),
-    (0, b"\x89PNG\r\n\x1a\n", "image", "a PNG picture", _OTHER_FILE),
-    (0, b"\xff\xd8\xff", "image", "a JPEG picture", _OTHER_FILE),
-    (0, b"GIF8", "image", "a GIF picture", _OTHER_FILE),
-    (8, b"WEBP", "image", "a WebP picture", _OTHER_FILE),
-    (8, b"WAVE", "audio", "a sound file (WAV)", _OTHER_FILE),
-    (0, b"OggS", "audio", "a sound file (Ogg)", _OTHER_FILE),
-    (0, b"fLaC", "audio", "a sound file (FLAC)", _OTHER_FILE),
-    (0, b"ID3", "audio", "a sound file (MP3)", _OTHER_FILE),
-    (4, b"ftyp", "video", "a video (MP4)", _OTHER_FILE),
-    (0, b"\x1aE\xdf\xa3", "video", "a video (Matroska)", _OTHER_FILE),
-    (0, b"\0\x05\x16\x07", "apple-double", "a macOS side file (AppleDouble)", "Take the file without ._ in its name."),
-    (0, b"book\0\0\0\0mark", "alias", "a macOS alias, not the file", "Copy the file it points to."),
-    (0, b"L\0\0\0\x01\x14\x02\0", "alias", "a Windows shortcut, not the file", "Copy the file it points to."),
-    (0, b"Salted__", "encrypted", "a file encrypted with OpenSSL", "Decrypt it first: openssl enc -d …"),
-    (0, b"age-encryption.org/v1", "encrypted", "a file encrypted with age", "Decrypt it first: age -d {file}"),
-    (0, b"-----BEGIN PGP MESSAGE", "encrypted", "a file encrypted with PGP", "Decrypt it first: gpg -d {file}"),
-    (0, b"bplist00", "plist", "an Apple property list", _OTHER_FILE),
-    (0, b"ORC", "orc", "an ORC table", "pandas.read_orc({path!r})"),
-)
-
-HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-# An HDF5 file may begin with a user block, whose size is a power of two.
-HDF5_OFFSETS = (0, 512, 1024, 2048, 4096)
 # https://github.com/google/leveldb: the last eight bytes of a table.
 TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 
@@ -321,17 +252,11 @@ NEWEST_PROTOCOL = 5
 def _by_magic(view: View) -> Foreign | None:
     """Formats with a magic number."""
     head = view.head
-    for offset, mark, format_, title, fix in _MAGIC:
-        if head.startswith(mark, offset):
-            return Foreign(format_, f"{title}, not a checkpoint", (), (fix.format(file=view.file, path=view.path),))
-    if any(head.startswith(HDF5_MAGIC, offset) for offset in HDF5_OFFSETS):
-        if any(mark in head for mark in (b"keras_version", b"layer_names", b"model_weights")):
-            fix = f"keras.models.load_model({view.path!r})"
-            return Foreign("hdf5", "a Keras model (HDF5), not a PyTorch checkpoint", (), (fix,))
-        return Foreign("hdf5", "an HDF5 file, not a PyTorch checkpoint", (), (f"h5py.File({view.path!r})",))
-    if re.match(rb"ET\d\d", head[4:8]):
-        fix = "Run it with the ExecuTorch runtime."
-        return Foreign("executorch", "an ExecuTorch program, not a checkpoint", (), (fix,))
+    for format_, title, pattern, advice in _rows("first bytes", 4):
+        if _at_start(pattern, head):
+            what = title if title.endswith("checkpoint") else f"{title}, not a checkpoint"
+            fix = _OTHER_FILE if advice == "!" else advice.format(file=view.file, path=view.path)
+            return Foreign(format_, what, (), (fix,))
     at = int.from_bytes(head[60:64], "little")
     if head[:2] == b"MZ" and head[at : at + 4] == b"PE\0\0":
         return Foreign("pe", "a Windows program or library, not a checkpoint", (), (_OTHER_FILE,))
@@ -343,17 +268,9 @@ def _by_magic(view: View) -> Foreign | None:
         protocol = "protocol 0 or 1"
     else:
         return None
-    writer = next((name for mark, name in _PICKLERS if mark in head), "bare")
+    writer = next((name for pattern, name in _rows("pickles", 2) if re.search(pattern.encode(), head)), "bare")
     fix = "Unpickling runs what the file says: look at the names it imports before anything loads it."
     return Foreign("pickle", f"a {writer} pickle ({protocol}), not written by torch.save", (), (fix,))
-
-
-_PICKLERS = (
-    (b"joblib.numpy_pickle", "joblib"),
-    (b"sklearn.", "scikit-learn"),
-    (b"xgboost.", "XGBoost"),
-    (b"pandas.core", "pandas"),
-)
 
 
 def _by_structure(view: View) -> Foreign | None:
@@ -427,25 +344,6 @@ LONGEST_ANSWER = 512
 LONGEST_JSON = 64 * 1024
 
 _DOWNLOAD_AGAIN = "Download it again from the direct link, and compare the size with the one the server lists."
-_LOGIN = "The link needs a login: huggingface-cli login (or hf auth login), or pass a token, then download again."
-_GONE = "The file is not at that address: check the repository, revision and file name."
-
-# What a page or an error message contains, and the advice. The first match counts.
-_ANSWERS: tuple[tuple[str, str], ...] = (
-    (r"google drive|drive\.google|virus scan", "Google Drive sends a page first: pip install gdown; gdown --fuzzy URL"),
-    (r"dropbox", "End the Dropbox link in ?dl=1."),
-    (
-        r"access to (model|dataset|this)|gated|awaiting a review",
-        "Accept the conditions on its page, then: hf auth login",
-    ),
-    (r"invalid (username|credentials)|unauthori[sz]ed|\bsign in\b|\blog ?in\b|authenticat|\b401\b", _LOGIN),
-    (r"not found|nosuchkey|blobnotfound|does not exist|no such|\b404\b", _GONE),
-    (r"denied|forbidden|expired|signature|\b403\b", "The link has expired or needs permission: ask for a fresh one."),
-    (r"too many|rate limit|quota|\b429\b", "The server refuses for now: wait, then download again."),
-    (r"just a moment|cloudflare|captcha", "The site lets only browsers in: open the link in one."),
-    (r"huggingface|hugging face", "Use /resolve/ instead of /blob/ in the link, or: hf download REPOSITORY FILE"),
-    (r"github", "Use the raw link, or the release's asset link."),
-)
 
 
 def as_text(head: bytes) -> str:
@@ -470,13 +368,10 @@ def as_text(head: bytes) -> str:
 
 
 def _advice(said: str) -> tuple[str, ...]:
-    return (next((fix for pattern, fix in _ANSWERS if re.search(pattern, said, re.IGNORECASE)), _DOWNLOAD_AGAIN),)
+    fixes = (fix for pattern, fix in _rows("answers", 2) if re.search(pattern, said, re.IGNORECASE))
+    return (next(fixes, _DOWNLOAD_AGAIN),)
 
 
-_POINTERS = (
-    (r"(?m)^outs:\s*\n- (md5|etag|hash):", "dvc", "a DVC pointer, not the file", "dvc pull {file}"),
-    (r"^(\.\./)*(\.git)?/annex/objects/", "git-annex", "a git-annex pointer, not the file", "git annex get {file}"),
-)
 _WEIGHTS = ("The weights are beside it: model.safetensors or pytorch_model.bin.",)
 
 
@@ -490,7 +385,7 @@ def _text(view: View) -> Foreign | None:
         of = f" for a file of {int(size):,} bytes" if size else ""
         fix = f"git lfs install && git lfs pull --include={view.file}"
         return Foreign("git-lfs", f"a Git LFS pointer{of}, not the file", (f"oid {oid}",) if oid else (), (fix,))
-    for pattern, format_, title, fix in _POINTERS:
+    for format_, title, pattern, fix in _rows("pointers", 4):
         if view.size <= LONGEST_ANSWER and re.search(pattern, found):
             return Foreign(format_, title, (clean(found),), (fix.format(file=view.file),))
     if re.match(r"\s*(<!--.{0,500}?-->\s*)?(<!doctype html|<html|<head|<body)", found, re.IGNORECASE | re.DOTALL):
@@ -569,16 +464,13 @@ ZERO_RUN = 512
 RECORD_NAME = 30 + 255 + len("/data.pkl")
 
 
-def identify(source: Source) -> Foreign:
-    r"""Identify a source that could not be read as a checkpoint.
+def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
+    r"""Identify a source that could not be read as a checkpoint; for ``depth`` and ``whole`` see ``View``.
 
     >>> identify(BytesSource(b"Entry not found")).title
     '15 bytes of text, probably a server\'s answer: "Entry not found"'
     """
-    return _identify(View(source))
-
-
-def _identify(view: View) -> Foreign:
+    view = View(source, depth=depth, whole=whole)
     if not view.size:
         return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
     found = next((foreign for detect in _DETECTORS if (foreign := detect(view)) is not None), None)
@@ -625,7 +517,7 @@ def _http(view: View) -> Foreign | None:
     if body >= view.size or view.depth >= DEEPEST:
         return Foreign("http", f"the header of an HTTP response ({clean(status[1])}), not a checkpoint", (), (_AGAIN,))
     rest = Slice(view.source, body, view.size - body, view.source.name)
-    inner = _identify(View(rest, depth=view.depth + 1, whole=view.whole))
+    inner = identify(rest, depth=view.depth + 1, whole=view.whole)
     title = f"an HTTP response ({clean(status[1])}) with its header in front of {inner.title}"
     cut = f"Cut the first {body:,} bytes off: tail -c +{body + 1} {view.file} > {view.with_suffix('.cut')}"
     fix = (cut,) if inner.format in ("torch-tar", "pickle") else inner.fix
@@ -633,13 +525,8 @@ def _http(view: View) -> Foreign | None:
     return Foreign("http", title, inner.details, fix, inner.holds)
 
 
-def mangled(source: Source) -> Foreign | None:
-    """How a file that still begins like a checkpoint was damaged by being copied as text; ``None`` if it was not."""
-    return _mangled(View(source))
-
-
-def _mangled(view: View) -> Foreign | None:
-    """A binary file that was copied as text: line feeds became CR LF, or bytes became U+FFFD."""
+def mangled(view: View) -> Foreign | None:
+    """A binary file that was copied as text: line feeds became CR LF, or bytes became U+FFFD; ``None`` for another."""
     head = view.head
     zipped_or_pickled = _torch_record(head) == 0 or re.match(rb"\x80[\x02-\x05]", head)
     if zipped_or_pickled and head.count(b"\n") == head.count(b"\r\n") >= 3:  # chance is 1 in 2**24
@@ -708,7 +595,7 @@ def _torch_record(data: bytes) -> int:
 _DETECTORS: tuple[Callable[[View], Foreign | None], ...] = (
     _zeros,
     _http,
-    _mangled,
+    mangled,
     _checkpoint,
     _zipped,
     _packed,
