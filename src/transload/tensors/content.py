@@ -602,37 +602,29 @@ class _Gather:
         width = self._itemsize
         outer = max(axes, key=lambda axis: axis.step, default=_ONE)
         rest = [axis for axis in axes if axis is not outer]
-        most, inner = _BLOCK // width, _span(rest)
+        inner = _span(rest)
+        # Where gaps are large, only the needed part of each row is read.
         scattered = outer.step * width >= _PAGE and inner * _SPARSE_RATIO <= outer.step
-        if not scattered and _span(axes) <= most:
-            held = self._memory(_span(axes) * width)
-            self._read(first, held)
-            self._copy(axes, held.cast(self._format), out, at)
+        step = inner + _LINE // width if scattered else outer.step
+        most = (_BLOCK // width - inner) // max(1, step) + 1  # rows in a block
+        if most < 2:
+            for row in range(outer.size):
+                self.fill(rest, first + row * outer.step, out, at + row * outer.out_step)
             return
-        many = most // inner if scattered else (most - inner) // outer.step + 1
-        for index in range(0, outer.size, max(1, many)):
-            few = outer._replace(size=max(1, min(many, outer.size - index)))
-            start, into = first + index * outer.step, at + index * outer.out_step
-            if many < 1:
-                self.fill(rest, start, out, into)
-            elif scattered:
-                self._copy_rows(few, rest, start, out, into)
+        for row in range(0, outer.size, most):
+            count, start = min(most, outer.size - row), first + row * outer.step
+            nbytes = (inner + (count - 1) * step) * width
+            if len(self._window) < nbytes:
+                self._window = memoryview(bytearray(nbytes))
+            held = self._window[:nbytes]
+            if scattered:
+                for each in range(count):
+                    place = each * step * width
+                    self._read(start + each * outer.step, held[place : place + inner * width])
             else:
-                self.fill([few, *rest] if few.size > 1 else rest, start, out, into)
-
-    def _copy_rows(self, rows: Axis, rest: list[Axis], first: int, out: memoryview, at: int) -> None:
-        """Read only the needed part of each row, and copy from those parts."""
-        width, step = _span(rest) * self._itemsize, _span(rest) + _LINE // self._itemsize
-        pitch = step * self._itemsize
-        held = self._memory(rows.size * pitch)
-        for row in range(rows.size):
-            self._read(first + row * rows.step, held[row * pitch : row * pitch + width])
-        self._copy([rows._replace(step=step), *rest], held.cast(self._format), out, at)
-
-    def _memory(self, count: int) -> memoryview:
-        if len(self._window) < count:
-            self._window = memoryview(bytearray(count))
-        return self._window[:count]
+                self._read(start, held)
+            rows = Axis(count, step, outer.out_step)
+            self._copy([rows, *rest], held.cast(self._format), out, at + row * outer.out_step)
 
     def _read(self, first: int, into: memoryview) -> None:
         came = self._source.readinto(self._start + first * self._itemsize, into)
@@ -641,9 +633,6 @@ class _Gather:
 
     def _copy(self, axes: list[Axis], held: memoryview, out: memoryview, at: int) -> None:
         """Copy run by run, along a dimension that is contiguous on both sides, or else the longest."""
-        if not axes:
-            out[at] = held[0]
-            return
         longest = max(axes, key=lambda axis: axis.size * (_COPIED if axis.step == axis.out_step == 1 else 1))
         # numpy copies many elements ten times as fast, but gains too little on long runs to be worth its import.
         long_runs = longest.step == longest.out_step == 1 and longest.size >= _LONG
