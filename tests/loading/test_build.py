@@ -196,7 +196,7 @@ ODD = {
     "a storage class": call(name("torch", "FloatStorage"), 1 << 40),
     "a tensor class with a size": call(name("torch", "FloatTensor"), 1 << 40),
     "a dtype": call(name("torch", "float32")),
-    "a version of nothing": call(name("torch.torch_version", "TorchVersion")),
+    "a version of a number": call(name("torch.torch_version", "TorchVersion"), 1),
     "a list": call(name("builtins", "list"), "abc"),
     "arguments that are not a tuple": name("collections", "OrderedDict") + b"]R",
     "a call of a value": b"K\x01)R",

@@ -191,11 +191,14 @@ class _Builder:
             _set_items(into, (yield node.items))
         elif kind is tuple:
             made[ident] = node if all(type(child) in self._atoms for child in node) else tuple((yield node))
-        elif kind is Set and node.frozen:
-            made[ident] = self._rebuilder.make("builtins.frozenset", ((yield node.items),))
         elif kind is Set:
-            made[ident] = members = set()
-            members |= self._rebuilder.make("builtins.set", ((yield node.items),))
+            from transload.loading.values import value_of
+
+            if node.frozen:
+                made[ident] = value_of("builtins.frozenset", ((yield node.items),))
+            else:
+                made[ident] = members = set()
+                members |= value_of("builtins.set", ((yield node.items),))
         elif kind is bytearray:
             made[ident] = node
         elif kind is bytes:
@@ -238,9 +241,9 @@ class _Builder:
         callee = node.callee if type(node.callee) is Global else module_class(node.callee)
         name = (self._names.get(callee) or _name_of(callee)) if type(callee) is Global else ""
         if type(node.callee) is Call and node.kind == "reduce" and (value := _plain_value(node.callee)):
-            from transload.loading.values import make
+            from transload.loading.values import value_of
 
-            made = make(value, tuple((yield node.args)))
+            made = value_of(value, tuple((yield node.args)))
         elif type(node.callee) is Call:  # getattr(Outer, "Inner"), which is looked up first
             target, *found = yield (node.callee, *node.args)
             kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]

@@ -7,8 +7,8 @@ or fewer scales than channels are reported as damage.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
@@ -16,6 +16,7 @@ from transload.errors import LoadError, UnsafeError
 from transload.judge.names import can_be_allowed
 from transload.loading.refusal import Allowed, name_of, weights_only_error
 from transload.loading.signals import Malformed, NotInTorch
+from transload.loading.values import VALUES, set_state, value_of
 from transload.nodes import Global, Persistent
 
 if TYPE_CHECKING:
@@ -30,97 +31,6 @@ Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
 
 _MAX_RANK = 1024
 _MAX_SIZE = 1 << 63
-
-
-# -- values
-
-_VALUES = {
-    # the function: the error for arguments that it is never saved with
-    "_codecs.encode": "a call of _codecs.encode with a codec other than latin1",
-    "builtins.bytearray": "a byte array made from something other than bytes",
-    "builtins.bytes": "bytes made from something",
-    "builtins.complex": "a complex number made from something other than numbers",
-    "builtins.frozenset": "a set made from something other than a list",
-    "builtins.set": "a set made from something other than a list",
-    "collections.Counter": "a Counter made from something other than a dictionary",
-    "collections.OrderedDict": "an OrderedDict made from something other than a dictionary",
-    "collections.defaultdict": "a defaultdict whose factory does not make plain values",
-    "torch.Size": "a torch.Size made from something other than a tuple of integers",
-    "torch.device": "a torch.device made from something other than a name and an index",
-    "torch.serialization._get_layout": "an unknown layout",
-    "torch.torch_version.TorchVersion": "a version that is not text",
-}
-_FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter)
-
-
-def _value(name: str, args: Args) -> Any:
-    """Call a function of ``_VALUES`` with checked arguments."""
-    import torch
-
-    match name, args:
-        case "builtins.bytes", ():  # protocol 2 writes empty bytes like this
-            return b""
-        case "builtins.bytearray", () | (bytes(),):
-            return bytearray(*args)
-        case "builtins.bytearray", (str() as text, "latin1" | "latin-1"):
-            return bytearray(_latin(text))
-        case "_codecs.encode", (str() as text, "latin1" | "latin-1"):
-            return _latin(text)
-        case "builtins.complex", _ if len(args) <= 2 and all(type(arg) in (float, int) for arg in args):
-            return complex(*args)
-        case "builtins.set", () | (list() | tuple(),):
-            return set(_hashed(*args))
-        case "builtins.frozenset", () | (list() | tuple(),):
-            return _hashed(*args)
-        case "collections.OrderedDict", _ if _are_items(args):
-            return OrderedDict(*args)
-        case "collections.Counter", _ if _are_items(args):
-            counted: Counter[Any] = Counter()
-            dict.update(counted, *args)  # Counter.update would count
-            return counted
-        case "collections.defaultdict", () | (None,):
-            return defaultdict(*args)
-        case "collections.defaultdict", (factory,) if factory in _FACTORIES:
-            return defaultdict(factory)
-        case "torch.Size", () | (tuple(),) if all(map(_is_size, args)):
-            return torch.Size(*args)
-        case "torch.device", (str() | int(),) | (str(), int()):
-            return torch.device(*args)
-        case "torch.serialization._get_layout", (str() as text,):
-            found = getattr(torch, text.removeprefix("torch."), None)
-            if isinstance(found, torch.layout):
-                return found
-        case "torch.torch_version.TorchVersion", (str() as text,):
-            from torch.torch_version import TorchVersion
-
-            return TorchVersion(text)
-    raise Malformed(_VALUES[name])
-
-
-def _are_items(args: Args) -> bool:
-    """Whether arguments are nothing, a dictionary, or a list of pairs as Python 2 writes it."""
-    content = args[0] if len(args) == 1 else None
-    pairs = type(content) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content)
-    return not args or type(content) is dict or pairs
-
-
-def _is_size(sizes: Args) -> bool:
-    return len(sizes) <= _MAX_RANK and all(type(size) is int and -_MAX_SIZE <= size < _MAX_SIZE for size in sizes)
-
-
-def _latin(text: str) -> bytes:
-    try:
-        return text.encode("latin1")
-    except UnicodeEncodeError:
-        raise Malformed("bytes written as text that is not latin1") from None
-
-
-def _hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
-    """A set of values; ``Malformed`` if some are not hashable."""
-    try:
-        return frozenset(values)
-    except TypeError as error:
-        raise Malformed(f"a set of values that cannot be in a set: {error}") from error
 
 
 # -- tensors
@@ -254,7 +164,7 @@ def fresh_if_empty(storage: Any) -> Any:
 
 
 class Rebuilder:
-    """Makes the tensors and values of one load; ``make`` by the name of a function, ``persistent`` by an id.
+    """Makes the tensors and values of one load; ``call`` by the name of a function, ``persistent`` by an id.
 
     ``known`` are the storages that were read, by key. A tar archive also describes tensors outside its pickle.
     """
@@ -289,17 +199,13 @@ class Rebuilder:
 
     def call(self, name: str, callee: Global, how: str, args: Args, kwargs: Any) -> Any:
         """The result of a call by name, with arguments that are built already."""
-        known = self._allowed.is_known(callee)
         if type(kwargs) is dict and not kwargs:
-            if name in _MAKERS or name in _VALUES:
-                return self.make(name, args)
-            if known:
-                from transload.loading import values
-
-                if name in values.VALUES:
-                    return values.make(name, args)
+            if name in VALUES:
+                return value_of(name, args)
+            if name in _MAKERS:
+                return self._make(name, args)
         target = self._allowed.user(callee)
-        if target is None and known:
+        if target is None and self._allowed.is_known(callee):
             if args or not name.endswith("Tensor"):
                 raise Malformed(f"a call of {name} that no checkpoint makes")
             kind = self.object_of(callee)  # torch.FloatTensor(), whose state is set later
@@ -316,10 +222,7 @@ class Rebuilder:
             )
         return self._invoke(name, target, how, args, kwargs)
 
-    def make(self, name: str, args: Args) -> Any:
-        """The result of a function of ``_VALUES`` or ``_MAKERS``, by name."""
-        if name in _VALUES:
-            return _value(name, args)
+    def _make(self, name: str, args: Args) -> Any:
         maker, least, most = _MAKERS[name]
         if not least <= len(args) <= most:
             raise Malformed(f"{name} is called with {len(args)} arguments")
@@ -364,8 +267,6 @@ class Rebuilder:
         if type(made) in (self.torch.Tensor, self.torch.nn.Parameter):
             self._set_old_state(made, state)
             return
-        from transload.loading.values import set_state
-
         if not set_state(made, state):
             self.check_type(made, "are given as state to")
             self._run(f"the state of {type(made).__name__}", _set_object_state, (made, state))
@@ -520,10 +421,7 @@ class Rebuilder:
         if type(args) is not tuple:
             raise Malformed("a tensor made of arguments that are not a tuple")
         name = name_of(function[0])
-        if name in _MAKERS or name in _VALUES:
-            made = self.make(name, args)
-        else:
-            made = self._run(name, self._allowed.user(function[0]), args)
+        made = self._make(name, args) if name in _MAKERS else self._run(name, self._allowed.user(function[0]), args)
         tensor: Any = self.torch.Tensor
         if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
             raise Malformed("a tensor of a class that is not a tensor class")

@@ -1,4 +1,4 @@
-"""Values that training scripts save beside weights, and that torch refuses: numpy arrays, dates, paths, arguments.
+"""Values that are saved beside weights: those that torch loads, and numpy arrays, dates, paths, arguments.
 
 All of them are data. Each is made by a constructor listed here, after the types of its arguments were checked; nothing
 that the file names is called. Arrays that could hold any object (of objects, structured ones) are not made.
@@ -12,7 +12,7 @@ import os
 import pathlib
 import types
 import uuid
-from collections import ChainMap, UserDict, UserList, UserString, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -36,7 +36,7 @@ _HELD: dict[type, tuple[str, type]] = {
 """Classes with one attribute: its name and its type."""
 
 
-def make(name: str, args: Args) -> Any:
+def value_of(name: str, args: Args) -> Any:
     """A value by the name of its class or function; ``Malformed`` for arguments that Python never pickles."""
     maker, *kinds = VALUES[name]
     if len(args) > len(kinds) or any(not isinstance(*pair) for pair in zip(args, kinds, strict=False)):
@@ -96,7 +96,46 @@ def from_numpy(node: Call) -> Any:
     return made[()] if name in NUMPY_SCALARS else made
 
 
-# -- Python
+# -- constructors
+
+_FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter)
+
+
+def _latin(text: str, codec: str) -> bytes:
+    if codec not in ("latin1", "latin-1"):
+        raise ValueError(f"the codec is {codec!r}")
+    return str.encode(text, "latin1")
+
+
+def _bytearray(content: Any = b"", *codec: str) -> bytearray:
+    return bytearray(_latin(content, *codec) if codec else content)
+
+
+def _counter(content: Any = ()) -> Counter[Any]:
+    counted: Counter[Any] = Counter()
+    dict.update(counted, content)  # Counter.update would count
+    return counted
+
+
+def _defaultdict(factory: Any = None) -> defaultdict[Any, Any]:
+    if factory is not None and factory not in _FACTORIES:
+        raise ValueError("the factory does not make plain values")
+    return defaultdict(factory)
+
+
+def _size(sizes: tuple[Any, ...] = ()) -> Any:
+    if any(type(size) is not int or not -(1 << 63) <= size < 1 << 63 for size in sizes):
+        raise ValueError("a size is not an integer of 64 bits")
+    return _late("torch", "Size", sizes)
+
+
+def _layout(name: str) -> Any:
+    import torch
+
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"there is no layout {name[:80]!r}")  # noqa: TRY004 - the name is wrong, not its type
+    return found
 
 
 def _path(kind: str) -> Callable[..., Any]:
@@ -128,12 +167,28 @@ def _bare(kind: Any) -> Callable[..., Any]:
 
 _ZONE = (dt.tzinfo, type(None))
 _INDEX = (int, type(None))
+_NUMBER = (float, int)
+_LIST = (list, tuple)
+_ITEMS = (dict, list)  # Python 2 writes a list of pairs
 VALUES: dict[str, tuple[Any, ...]] = {
+    "_codecs.encode": (_latin, str, str),  # bytes, as protocol 2 writes them
+    "builtins.bytearray": (_bytearray, (bytes, str), str),
+    "builtins.bytes": (bytes,),
+    "builtins.complex": (complex, _NUMBER, _NUMBER),
+    "builtins.frozenset": (frozenset, _LIST),
+    "builtins.set": (set, _LIST),
+    "collections.Counter": (_counter, _ITEMS),
+    "collections.OrderedDict": (OrderedDict, _ITEMS),
+    "collections.defaultdict": (_defaultdict, object),
+    "torch.Size": (_size, tuple),
+    "torch.device": (partial(_late, "torch", "device"), (str, int), int),
+    "torch.serialization._get_layout": (_layout, str),
+    "torch.torch_version.TorchVersion": (partial(_late, "torch.torch_version", "TorchVersion"), str),
     "argparse.Namespace": (argparse.Namespace,),
     "types.SimpleNamespace": (types.SimpleNamespace,),
     "builtins.range": (range, int, int, int),
     "builtins.slice": (slice, _INDEX, _INDEX, _INDEX),
-    "collections.deque": (deque, (list, tuple), _INDEX),
+    "collections.deque": (deque, _LIST, _INDEX),
     **{f"collections.{kind.__name__}": (_bare(kind), *((str,) if kind is UserString else ())) for kind in _HELD},
     "datetime.date": (dt.date, (bytes, int), int, int),
     "datetime.datetime": (dt.datetime, bytes, _ZONE),
