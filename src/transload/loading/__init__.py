@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Storage
+from transload.contents import with_parts
 from transload.errors import (
     BrokenFileError,
     DoesNotFitError,
@@ -33,11 +34,13 @@ from transload.loading.jobs import (
     SLOT_PAIR,
     AddressOf,
     Checksums,
+    File,
+    HostLane,
     ReadRequest,
     Settings,
     ShortReadError,
     can_read_to,
-    read_single_threaded,
+    jobs,
 )
 from transload.loading.placement import DeviceMap, Plan, plan_here
 from transload.loading.signals import Malformed
@@ -326,8 +329,8 @@ def read_storages(
 ) -> dict[str, torch.UntypedStorage]:
     """Every storage of a checkpoint on its device, by id."""
     reader = _Reader(piece, device_map, options)
-    together = reader.together()
     storages = piece.checkpoint.storages
+    together = reader.together(storages)
     if len(together) == len(storages):
         return together
     return {each.id: together.get(each.id) or reader.storage(each) for each in storages}
@@ -345,9 +348,7 @@ def read_ranges(
 ) -> None:
     """``engine.read_ranges``; few bytes for host memory are read in this thread, without importing the engine."""
     few = sum([request[2] for request in requests]) < FEW_BYTES
-    if few and settings == Settings() and {request[3] for request in requests} == {"cpu"}:
-        read_single_threaded(sources, requests, address_of, checksums, report_progress)
-    else:
+    if not few or settings != Settings() or {request[3] for request in requests} != {"cpu"}:
         from transload.loading.engine import read_ranges
 
         read_ranges(
@@ -359,6 +360,16 @@ def read_ranges(
             report_progress=report_progress,
             checksums=checksums,
         )
+        return
+    addresses: dict[int, int] = {}
+    lane = HostLane([File(source) for source in sources], addresses, checksums)
+    for job in jobs(requests):
+        for _, index, _, _ in job.runs:
+            if index not in addresses:
+                addresses[index] = address_of(index)
+        lane.read(job)
+        if report_progress is not None:
+            report_progress(job.wanted)
 
 
 class _Reader:
@@ -377,14 +388,13 @@ class _Reader:
         self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
         self._map = _mapping(piece) if options.mapped else None
         # The byte order if the archive does not say: little, unless the program has set another default in torch.
-        self._order = "little"
+        self._big_endian = False
         ask = getattr(torch.serialization, "get_default_load_endianness", None)
         silent = piece.checkpoint.format == "torch-zip" and "byteorder" not in dict(piece.checkpoint.facts)
         if silent and ask is not None:
             default = ask()
             named = "little" if default is None else str(default.name).lower()
-            self._order = sys.byteorder if named == "native" else named
-        self._dtypes: dict[str, str] | None = None
+            self._big_endian = (sys.byteorder if named == "native" else named) == "big"
 
     @cached_property
     def _content(self) -> Content:
@@ -392,52 +402,47 @@ class _Reader:
 
         return Content(self._piece.checkpoint, self._piece.open)
 
-    # -- read together by the engine
+    # -- read by the engine
 
-    def together(self) -> dict[str, torch.UntypedStorage]:
+    def together(self, storages: Sequence[Storage]) -> dict[str, torch.UntypedStorage]:
         """The storages whose bytes in the file are those in memory, by id: all read in one call."""
-        plain: list[Storage] = []
-        requests: list[ReadRequest] = []
         if self._faked or self._skips or self._map is not None:
             return {}
-        storages = self._piece.checkpoint.storages
         known = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
-        devices = {tag: device if can_read_to(device.partition(":")[0]) else "" for tag, device in known.items()}
-        here, all_big = sys.byteorder == "big", self._order == "big"
-        opened: list[Source] = []
+        devices = {tag: device for tag, device in known.items() if can_read_to(device.partition(":")[0])}
+        big = sys.byteorder == "big"
+        plain = [
+            each
+            for each in storages
+            if each.device in devices
+            and each.offset is not None
+            and 0 < each.nbytes <= each.stored
+            and (each.big_endian or self._big_endian) == big
+            and not each.compressed
+        ]
+        return self._read(plain, devices) if plain else {}
+
+    def _read(self, storages: Sequence[Storage], devices: Mapping[str, str]) -> dict[str, torch.UntypedStorage]:
+        """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is cut or damaged."""
+        sources: dict[str, Source] = {}
         numbers: dict[str, int] = {}
+        requests: list[ReadRequest] = []
         for storage in storages:
-            device, nbytes, offset = devices[storage.device], storage.nbytes, storage.offset
-            if not device or not 0 < nbytes <= storage.stored or offset is None or storage.compressed:
-                continue
-            if (storage.big_endian or all_big) == here:
-                if storage.file not in numbers:
-                    numbers[storage.file] = len(opened)
-                    opened.append(self._piece.open(storage.file))
-                plain.append(storage)
-                requests.append(_new(ReadRequest, (numbers[storage.file], offset, nbytes, device)))
+            if storage.file not in sources:
+                numbers[storage.file] = len(sources)
+                sources[storage.file] = self._source(storage)
+            where = numbers[storage.file], storage.offset or 0, storage.nbytes, devices[storage.device]
+            requests.append(_new(ReadRequest, where))
         held: dict[int, torch.UntypedStorage] = {}
 
         def address_of(index: int) -> int:
-            made = held[index] = self._empty(plain[index], requests[index][3])
+            made = held[index] = self._empty(storages[index], requests[index][3])
             return made.data_ptr()  # type: ignore[no-any-return]
 
-        if requests:
-            self._read_requests(opened, requests, address_of, plain)
-        return {storage.id: held[index] for index, storage in enumerate(plain)}
-
-    def _read_requests(
-        self,
-        sources: Sequence[Source],
-        requests: Sequence[ReadRequest],
-        address_of: AddressOf,
-        storages: Sequence[Storage],
-    ) -> None:
-        """Read the bytes of storages; ``BrokenFileError`` names one whose bytes are missing or damaged."""
         checksums = Checksums() if self._options.verify else None
         try:
             read_ranges(
-                sources,
+                [*sources.values()],
                 requests,
                 address_of,
                 settings=self._options.settings,
@@ -453,29 +458,49 @@ class _Reader:
         if checksums is not None:
             for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
                 self._check_sum(storage, value)
+        return {storage.id: held[index] for index, storage in enumerate(storages)}
+
+    def _source(self, storage: Storage) -> Source:
+        if not storage.compressed:
+            return self._piece.open(storage.file)
+        packed = self._content.unpacked(storage)
+        if packed is None or packed.size != storage.nbytes:
+            raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
+        return packed
 
     # -- one by one
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         """One storage on its device."""
         if self._faked or self._device_map.planned_device(storage.device) == "meta":
-            return self._meta(storage)
-        if self._skips:
+            made = self._torch.UntypedStorage(storage.nbytes, device="meta")
+            if storage.offset is not None:
+                made._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
+            if self._faked:
+                made._fake_device = storage.device  # noqa: SLF001 - the same
+            return made
+        if self._skips or not storage.nbytes:
             return self._device_map.put(self._empty(storage), storage.device)
         held = self._mapped(storage) if self._map is not None else None
         if held is None:
-            held = self._read(storage)
+            if not storage.compressed and (storage.offset is None or storage.stored < storage.nbytes):
+                raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
+            held = self._read([storage], {storage.device: "cpu"})[storage.id]
         if self._is_swapped(storage):
-            self._swap(held, storage)
+            dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
+            if dtype is None:
+                raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be byte-swapped")
+            held.byteswap(dtype)
         return self._device_map.put(held, storage.device)
 
-    def _meta(self, storage: Storage) -> torch.UntypedStorage:
-        made = self._torch.UntypedStorage(storage.nbytes, device="meta")
-        if storage.offset is not None:
-            made._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
-        if self._faked:
-            made._fake_device = storage.device  # noqa: SLF001 - the same
-        return made
+    def _is_swapped(self, storage: Storage) -> bool:
+        return (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
+
+    @cached_property
+    def _dtypes(self) -> dict[str | None, str]:
+        """The dtype of the first tensor of each storage, since storage classes lack the newer dtypes."""
+        tensors = [part for tensor in self._piece.checkpoint.tensors for part in with_parts(tensor)]
+        return {tensor.storage: tensor.dtype for tensor in reversed(tensors)}
 
     def _empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
         try:
@@ -485,21 +510,6 @@ class _Reader:
             fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
             raise DoesNotFitError(what, where=self._piece.checkpoint.path, fix=fix) from error
 
-    def _read(self, storage: Storage) -> torch.UntypedStorage:
-        if not storage.nbytes:
-            return self._torch.UntypedStorage(0)
-        if not storage.compressed and (storage.offset is None or storage.stored < storage.nbytes):
-            raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
-        source, offset = self._piece.open(storage.file), storage.offset or 0
-        if storage.compressed:
-            packed, offset = self._content.unpacked(storage), 0
-            if packed is None or packed.size != storage.nbytes:
-                raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
-            source = packed
-        held = self._empty(storage)
-        self._read_requests([source], [ReadRequest(0, offset, storage.nbytes)], lambda _: held.data_ptr(), [storage])
-        return held
-
     def _check_sum(self, storage: Storage, value: int) -> None:
         if storage.crc32 is not None and value != storage.crc32:
             raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "are not those saved")
@@ -508,13 +518,11 @@ class _Reader:
         what = f"the bytes of {_named(self._piece, storage)} {how}: {detail}"
         return BrokenFileError(what, where=self._piece.checkpoint.path, fix=_AGAIN)
 
-    # -- mapped ones
-
     def _mapped(self, storage: Storage) -> torch.UntypedStorage | None:
         """A part of the mapped file; ``None`` if the bytes there are not those in memory."""
         if storage.offset is None or storage.compressed or storage.offset % _ALIGNED or self._is_swapped(storage):
             return None
-        if not storage.nbytes or storage.stored < storage.nbytes or self._map is None:
+        if storage.stored < storage.nbytes or self._map is None:
             return None
         part: torch.UntypedStorage = self._map[storage.offset : storage.offset + storage.nbytes]
         if self._options.verify:
@@ -524,25 +532,6 @@ class _Reader:
         if self._options.report_progress is not None:
             self._options.report_progress(storage.nbytes)
         return part
-
-    # -- the other byte order
-
-    def _is_swapped(self, storage: Storage) -> bool:
-        return (storage.big_endian or self._order == "big") != (sys.byteorder == "big")
-
-    def _swap(self, held: torch.UntypedStorage, storage: Storage) -> None:
-        if self._dtypes is None:  # from the tensors of each storage, since storage classes lack the newer dtypes
-            self._dtypes = {}
-            waiting = list(reversed(self._piece.checkpoint.tensors))
-            while waiting:
-                tensor = waiting.pop()
-                waiting += reversed(tensor.parts)
-                if tensor.storage is not None:
-                    self._dtypes.setdefault(tensor.storage, tensor.dtype)
-        dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
-        if dtype is None:
-            raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be byte-swapped")
-        held.byteswap(dtype)
 
 
 def _named(piece: Piece, storage: Storage) -> str:

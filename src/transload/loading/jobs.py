@@ -3,8 +3,7 @@
 ``jobs`` divides a file into cells of equal size; all that is requested of one cell is one job. So neighbouring small
 storages are read together, a large storage is read by several jobs in parallel, and a job always fits the slot of
 pinned memory that it may have to pass through. Cells begin at multiples of their size, so jobs can also be read with
-``O_DIRECT``, which needs aligned positions, lengths and addresses. A ``HostLane`` reads jobs. Where there are few bytes
-to read, ``read_single_threaded`` is enough; ``engine`` reads more.
+``O_DIRECT``, which needs aligned positions, lengths and addresses. A ``HostLane`` reads jobs.
 """
 
 from __future__ import annotations
@@ -246,22 +245,3 @@ class HostLane:
         if checksums is not None:
             for run in job.runs:
                 checksums.add(run, start + run.offset)
-
-
-def read_single_threaded(
-    sources: Sequence[Source],
-    requests: Sequence[ReadRequest],
-    address_of: AddressOf,
-    checksums: Checksums | None,
-    report_progress: ReportProgress | None,
-) -> None:
-    """Read into host memory in this thread; the arguments are those of ``engine.read_ranges``."""
-    addresses: dict[int, int] = {}
-    lane = HostLane([File(source) for source in sources], addresses, checksums)
-    for job in jobs(requests):
-        for _, index, _, _ in job.runs:
-            if index not in addresses:
-                addresses[index] = address_of(index)
-        lane.read(job)
-        if report_progress is not None:
-            report_progress(job.wanted)
