@@ -578,7 +578,8 @@ def _read_into(
         else:
             _read_staged(elements, dtype, target)
     except (ShortReadError, MissingBytesError) as end:
-        missing = elements.nbytes - end.received if isinstance(end, ShortReadError) else end.missing
+        received = end.received if isinstance(end, ShortReadError) else end.position - elements.offset
+        missing = elements.nbytes - received
         raise BrokenFileError(f"the file ends {missing:,} bytes before this tensor does", where=place) from end
 
 

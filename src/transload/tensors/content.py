@@ -88,12 +88,30 @@ class Content:
         ``ContentError`` if bytes are missing, or if the tensor is not a dense array of numbers: quantized, sparse,
         nested, a subclass.
         """
+        size = max(16, size - size % 16)
+        if tensor.kind == "sharded":
+            yield from self._sharded(tensor, size)
+            return
+        if tensor.kind == "device" and _is_its_part(tensor):
+            yield from self.pieces(tensor.parts[0], size)
+            return
+        if tensor.kind != "strided":
+            kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
+            parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
+            raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
+        elements = flat = self.elements(tensor)
+        width, window = elements.itemsize, WINDOW
+        if elements.view.is_contiguous:  # a piece need not begin with a row
+            flat, window = elements._replace(view=View((elements.nbytes // width,), (1,), tensor.offset)), size
+        buffer = memoryview(bytearray(min(window, flat.view.numel * width)))
         try:
-            yield from self._pieces(tensor, max(16, size - size % 16))
+            for box in boxes(flat.view.shape, window // width):
+                done = flat.read(box, buffer[: prod(box.shape) * width])
+                for at in range(0, len(done), size):
+                    yield done[at : at + size]
         except MissingBytesError as end:
-            raise self._lost(tensor, f"the file ends {end.missing:,} bytes before they do") from end
-        except LookupError as error:
-            raise self._lost(tensor, f"its parts do not cover it ({error.args[0]})") from error
+            missing = elements.offset + elements.nbytes - end.position
+            raise self._lost(tensor, f"the file ends {missing:,} bytes before they do") from end
 
     def missing(self, tensor: Tensor) -> str:
         """Why some elements of a tensor are missing, as far as that is known before reading; empty if none are.
@@ -186,37 +204,13 @@ class Content:
             return None
         return Inflating(source, record.offset, record.stored, record.size, unpack)
 
-    def _pieces(self, tensor: Tensor, size: int) -> Iterator[memoryview]:
-        if tensor.kind == "sharded":
-            self._refuse_dtype(tensor)
-            yield from self._sharded(tensor, ITEMSIZE[tensor.dtype], size)
-            return
-        if tensor.kind == "device" and _is_its_part(tensor):
-            yield from self._pieces(tensor.parts[0], size)
-            return
-        if tensor.kind != "strided":
-            kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
-            parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
-            raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
-        elements = self.elements(tensor)
-        if not elements.view.is_contiguous:
-            for box in boxes(tensor.shape, WINDOW // elements.itemsize):
-                done = elements.read(box, memoryview(bytearray(prod(box.shape) * elements.itemsize)))
-                for at in range(0, len(done), size):
-                    yield done[at : at + size]
-            return
-        nbytes = elements.nbytes
-        buffer = memoryview(bytearray(min(size, nbytes)))
-        for at in range(0, nbytes, size):
-            piece = buffer[: min(size, nbytes - at)]
-            came = elements.source.readinto(elements.offset + at, piece)
-            if came < len(piece):
-                raise MissingBytesError(nbytes - at - came)
-            yield elements.resolved(piece)
-
-    def _sharded(self, tensor: Tensor, width: int, size: int) -> Iterator[memoryview]:
-        """The elements of a sharded tensor; ``LookupError`` where parts are missing."""
-        parts = [(box_of(part, len(tensor.shape)), part) for part in tensor.parts if part.numel]
+    def _sharded(self, tensor: Tensor, size: int) -> Iterator[memoryview]:
+        self._refuse_dtype(tensor)
+        width = ITEMSIZE[tensor.dtype]
+        try:
+            parts = [(box_of(part, len(tensor.shape)), part) for part in tensor.parts if part.numel]
+        except LookupError as error:
+            raise self._lost(tensor, f"its parts do not cover it ({error})") from error
         for box in boxes(tensor.shape, WINDOW // width):
             wanted = prod(box.shape)
             block, inside = memoryview(bytearray(wanted * width)), []
@@ -236,7 +230,7 @@ class Content:
                     _scatter(b"\1" * prod(shared.shape), marks, box, shared, 1)
                 found = bytes(marks).count(1)
             if found != wanted:
-                raise LookupError(f"{found:,} of {wanted:,} elements")
+                raise self._lost(tensor, f"its parts do not cover it ({found:,} of {wanted:,} elements)")
             for at in range(0, len(block), size):
                 yield block[at : at + size]
 
@@ -448,11 +442,17 @@ _COMPLEX = {"complex32", "bcomplex32", "complex64", "complex128"}
 
 
 class MissingBytesError(Exception):
-    """A file ends before the elements do, by ``missing`` bytes."""
+    """A source ends at ``position``, before the elements do."""
 
-    def __init__(self, missing: int) -> None:
-        super().__init__(missing)
-        self.missing = missing
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+def _read_all(source: Source, position: int, out: memoryview) -> None:
+    came = source.readinto(position, out)
+    if came < len(out):
+        raise MissingBytesError(position + came)
 
 
 class Elements(NamedTuple):
@@ -487,22 +487,16 @@ class Elements(NamedTuple):
 
         They are read into ``out``, which has their size in bytes. The result is ``out``, unless they need conversion.
         """
-        view = select(self.view, box.slices)
+        view = self.view if box.shape == self.view.shape else select(self.view, box.slices)
         if view.is_contiguous:
-            came = self.source.readinto(self.start + view.offset * self.itemsize, out)
-            if came < len(out):
-                raise MissingBytesError(len(out) - came)
+            _read_all(self.source, self.start + view.offset * self.itemsize, out)
         else:
             width, view = _as_integers(self.itemsize, view)
             gather = _Gather(self.source, self.start, width)
             gather.fill(axes_of(view.shape, view.stride), view.offset, out.cast(FORMATS[width]))
-        return self.resolved(out)
-
-    def resolved(self, data: memoryview) -> memoryview:
-        """Bytes of the file as plain little-endian numbers; may overwrite ``data``."""
         if not self.needs_conversion:
-            return data
-        flags, dtype, width = self.flags, self.dtype, _component(self.dtype, self.itemsize)
+            return out
+        data, flags, dtype, width = out, self.flags, self.dtype, _component(self.dtype, self.itemsize)
         if self.swapped:
             turned = array(FORMATS[width], data.tobytes())
             turned.byteswap()
@@ -612,7 +606,7 @@ class _Gather:
                 self.fill(rest, first + row * outer.step, out, at + row * outer.out_step)
             return
         for row in range(0, outer.size, most):
-            count, start = min(most, outer.size - row), first + row * outer.step
+            count, start = min(most, outer.size - row), self._start + (first + row * outer.step) * width
             nbytes = (inner + (count - 1) * step) * width
             if len(self._window) < nbytes:
                 self._window = memoryview(bytearray(nbytes))
@@ -620,16 +614,11 @@ class _Gather:
             if scattered:
                 for each in range(count):
                     place = each * step * width
-                    self._read(start + each * outer.step, held[place : place + inner * width])
+                    _read_all(self._source, start + each * outer.step * width, held[place : place + inner * width])
             else:
-                self._read(start, held)
+                _read_all(self._source, start, held)
             rows = Axis(count, step, outer.out_step)
             self._copy([rows, *rest], held.cast(self._format), out, at + row * outer.out_step)
-
-    def _read(self, first: int, into: memoryview) -> None:
-        came = self._source.readinto(self._start + first * self._itemsize, into)
-        if came < len(into):
-            raise MissingBytesError(len(into) - came)
 
     def _copy(self, axes: list[Axis], held: memoryview, out: memoryview, at: int) -> None:
         """Copy run by run, along a dimension that is contiguous on both sides, or else the longest."""
