@@ -207,41 +207,27 @@ def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = 
     def note(device: str) -> str:
         return landed.setdefault(device, device_of(device))
 
-    with _program_errors(checkpoint, "torch.export.load"):
-        with ZipFile(as_file(source)) as archive:
-            for name in archive.namelist():
-                data = archive.read(name) if name.endswith(".json") else _ZIP
-                if not data.startswith(_ZIP):
-                    _moved_json(json.loads(data), note)
-        if any(tag != device for tag, device in landed.items()):
-            return torch.export.load(_moved_archive(source, device_of))
-        return torch.export.load(path if path.endswith(".pt2") else as_file(source))
-
-
-def _moved_archive(source: Source, device_of: DeviceOf) -> io.BytesIO:
-    """The archive with every device replaced; records keep their names and order."""
-    import json
-    from zipfile import ZipFile
-
-    import torch
-
     def restore(storage: torch.UntypedStorage, tag: str) -> Any:
         return torch.serialization.default_restore_location(storage, device_of(tag))
 
-    out = io.BytesIO()
-    with ZipFile(as_file(source)) as old, ZipFile(out, "w") as new:
-        for name in old.namelist():
-            data = old.read(name)
-            if data.startswith(_ZIP):
-                # Example inputs, and in older files the weights, are checkpoints inside, under any name.
-                inner = io.BytesIO()
-                torch.save(torch.load(io.BytesIO(data), restore, weights_only=False), inner)
-                data = inner.getvalue()
-            elif name.endswith(".json"):
-                data = json.dumps(_moved_json(json.loads(data), device_of)).encode()
-            new.writestr(name, data)
-    out.seek(0)
-    return out
+    with _program_errors(checkpoint, "torch.export.load"), ZipFile(as_file(source)) as old:
+        named = {name: old.read(name) for name in old.namelist() if name.endswith(".json")}
+        parsed = {name: json.loads(data) for name, data in named.items() if not data.startswith(_ZIP)}
+        moved = {name: _moved_json(value, note) for name, value in parsed.items()}
+        if all(tag == device for tag, device in landed.items()):
+            return torch.export.load(path if path.endswith(".pt2") else as_file(source))
+        out = io.BytesIO()
+        with ZipFile(out, "w") as new:
+            for name in old.namelist():
+                data = json.dumps(moved[name]).encode() if name in moved else old.read(name)
+                if data.startswith(_ZIP):
+                    # Example inputs, and in older files the weights, are checkpoints inside, under any name.
+                    inner = io.BytesIO()
+                    torch.save(torch.load(io.BytesIO(data), restore, weights_only=False), inner)
+                    data = inner.getvalue()
+                new.writestr(name, data)
+        out.seek(0)
+        return torch.export.load(out)
 
 
 def _moved_json(value: Any, device_of: DeviceOf) -> Any:
@@ -313,6 +299,16 @@ def load_trusted(
     source = piece.open(piece.index)  # the pickle of an unpacked archive, else the file
     held: Callable[[bytes], Any] | None = None
 
+    tar = checkpoint.format == "torch-tar"
+
+    def find(pid: Any) -> Any:
+        """What an id names: a storage, a class with its source, in a tar archive a tensor."""
+        if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
+            return class_of(*(pid if tar else pid[1:]))
+        if isinstance(pid, tuple) and pid[0] not in ("storage", b"storage"):
+            raise Malformed(f"a persistent id of unknown kind: {pid[0]!r}")
+        return rebuilder.persistent(Persistent(pid, 0))
+
     def unpickled(file: Any, persistent: Callable[[Any], Any] | None = None) -> Any:
         """Load one pickle, and leave the file at its end."""
         unpickler = kind(file, **{"encoding": "utf-8", **arguments})
@@ -324,8 +320,8 @@ def load_trusted(
 
     try:
         known = entries(checkpoint.storages, storages, device_map)
-        find = _by_id(Rebuilder(piece, known, device_map, fake=False), tar=checkpoint.format == "torch-tar")
-        if checkpoint.format == "torch-tar":
+        rebuilder = Rebuilder(piece, known, device_map, fake=False)
+        if tar:
             from transload.formats.torch_legacy import TarReader
 
             return unpickled(as_file(TarReader(source).part("pickle")), find)
@@ -375,16 +371,3 @@ def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
     if payload.problem:
         raise BrokenFileError(f"data.pkl cannot be read: {payload.problem}", where=checkpoint.path)
     return payload.data
-
-
-def _by_id(rebuilder: Rebuilder, *, tar: bool) -> Callable[[Any], Any]:
-    """The ``persistent_load`` of a file: storages, classes with their source, in tar archives tensors."""
-
-    def find(pid: Any) -> Any:
-        if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
-            return class_of(*(pid if tar else pid[1:]))
-        if isinstance(pid, tuple) and pid[0] not in ("storage", b"storage"):
-            raise Malformed(f"a persistent id of unknown kind: {pid[0]!r}")
-        return rebuilder.persistent(Persistent(pid, 0))
-
-    return find
