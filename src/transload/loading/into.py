@@ -171,7 +171,14 @@ def key_function(rename: Any) -> KeyFunction:
             raise UsageError(what, fix="Return the new key, or None to leave it out.")
     elif isinstance(rename, list | tuple):
         single = len(rename) == 2 and isinstance(rename[0], str | re.Pattern)
-        steps = [_step(pair) for pair in ([rename] if single else rename)]
+        steps: list[tuple[re.Pattern[str], str]] = []
+        try:
+            for pair in [rename] if single else rename:
+                old, new = pair
+                steps.append((re.compile(old), new))
+                re.sub(old, new, "")
+        except (TypeError, ValueError, LookupError, re.error) as error:
+            raise UsageError(f"rename has {pair!r}, which cannot be used: {error}", fix=_FIX) from error
 
         def renamed(key: str) -> str | None:
             for pattern, new in steps:
@@ -180,16 +187,6 @@ def key_function(rename: Any) -> KeyFunction:
     else:
         raise UsageError(f"rename is of type {type(rename).__name__}", fix=_FIX)
     return renamed
-
-
-def _step(pair: Any) -> tuple[re.Pattern[str], str]:
-    try:
-        old, new = pair
-        pattern = re.compile(old)
-        pattern.sub(new, "")
-    except (TypeError, ValueError, LookupError, re.error) as error:
-        raise UsageError(f"rename has {pair!r}, which cannot be used: {error}", fix=_FIX) from error
-    return pattern, new
 
 
 _LEAD = re.compile(r"module\.|_orig_mod\.|model\.")
@@ -335,10 +332,9 @@ def find(
     """
     chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
     leads, wrapped = _leads(wanted), any(map(_INNER.search, wanted))
-    matches: dict[int, Match] = {}
+    matches: list[Match] = []
     most = 0
-    for place in sorted(range(len(chosen)), key=lambda place: -len(chosen[place].tensors)):
-        branch = chosen[place]
+    for branch in sorted(chosen, key=lambda branch: -len(branch.tensors)):
         if len(branch.tensors) < most:  # too few to be the best, as are those that follow
             break
         keys = {key: key if user_rename is None else user_rename(key) for key in branch.tensors}
@@ -350,15 +346,14 @@ def find(
             tries = [Rename(strip, add, inner) for inner, strip, add in product(inside, _leads(theirs), leads)]
             tried = [_match_with(branch, keys, wanted, rename) for rename in tries]
             best = max(tried, key=lambda match: (match.score, -match.rename.cost))
-        matches[place] = best
+        matches.append(best)
         most = max(most, best.score[0])
     if not matches:
         return Match(Branch(()), Rename(), {}, {}, {})
-    ordered = [matches[place] for place in sorted(matches)]
-    score = max(match.score for match in ordered)
+    score = max(match.score for match in matches)
     if score == (0, 0):
-        return max(ordered, key=lambda m: (len(m.branch.tensors) - len(m.branch.deep), -len(m.branch.path)))
-    equal = [match for match in ordered if match.score == score]
+        return max(matches, key=lambda m: (len(m.branch.tensors) - len(m.branch.deep), -len(m.branch.path)))
+    equal = [match for match in matches if match.score == score]
     equal.sort(key=lambda match: (match.rename.cost, len(match.rest), len(match.branch.path)))
     rivals = [match for match in equal[1:] if _bytes(match) != _bytes(equal[0])]
     if rivals:
