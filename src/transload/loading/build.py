@@ -240,14 +240,18 @@ class _Builder:
             raise Malformed("a call whose arguments are not a tuple")
         callee = node.callee if type(node.callee) is Global else module_class(node.callee)
         name = (self._names.get(callee) or _name_of(callee)) if type(callee) is Global else ""
-        if type(node.callee) is Call and node.kind == "reduce" and (value := _plain_value(node.callee)):
-            from transload.loading.values import value_of
+        if type(node.callee) is Call:  # getattr(Outer, "Inner")
+            from transload.judge.safety import plain_value
 
-            made = value_of(value, tuple((yield node.args)))
-        elif type(node.callee) is Call:  # getattr(Outer, "Inner"), which is looked up first
-            target, *found = yield (node.callee, *node.args)
-            kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
-            made = self._rebuilder.call_attribute(target, node.kind, tuple(found), kwargs)
+            value = plain_value(node.callee) if node.kind == "reduce" else ""
+            if value:
+                from transload.loading.values import value_of
+
+                made = value_of(value, tuple((yield node.args)))
+            else:  # what is called is looked up first
+                target, *found = yield (node.callee, *node.args)
+                kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
+                made = self._rebuilder.call_attribute(target, node.kind, tuple(found), kwargs)
         elif type(callee) is not Global:
             raise Malformed("a call of something that is not a name")
         elif name in _FROM_TYPE:
@@ -296,13 +300,6 @@ def _name_of(node: Global) -> str:
     from transload.loading.refusal import name_of
 
     return name_of(node)
-
-
-def _plain_value(callee: Call) -> str:
-    """The name of a plain value that a call of ``getattr`` finds in its class; else empty."""
-    from transload.judge.safety import plain_value
-
-    return plain_value(callee)
 
 
 def _makes_array(name: str) -> bool:
@@ -430,7 +427,7 @@ def entries(
 
 
 def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tensor | None:
-    """A tensor within a storage; ``None`` if a quick check cannot show that the arguments are valid and within it."""
+    """A contiguous tensor within a storage; ``None`` if it has no elements, or if the arguments are anything else."""
     storage, nbytes, kind = entry
     empty = kind[0]
     if type(size) is not tuple or type(stride) is not tuple or type(offset) is not int or offset < 0 or empty is None:
@@ -443,7 +440,7 @@ def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tens
         left -= 1
         count, step = size[left], stride[left]
         if type(count) is not int or type(step) is not int or step != numel or count < 1:
-            return empty.data.set_(storage, offset, size, stride) if _is_within(entry, offset, size, stride) else None
+            return None
         numel *= count
     end = (offset + numel) * kind[1]
     if rank == 1 and end == nbytes and not offset:
@@ -451,27 +448,17 @@ def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tens
     return empty.data.set_(storage, offset, size, stride) if end <= nbytes else None
 
 
-def _is_within(entry: Entry, offset: int, size: Any, stride: Any) -> bool:
-    """Whether a view that is not contiguous has valid integers, has elements, and is within its storage."""
-    _, nbytes, kind = entry
-    last, numel = offset, 1
-    for count, step in zip(size, stride, strict=True):
-        if type(count) is not int or type(step) is not int or count < 1 or not 0 <= step <= nbytes:
-            return False
-        last += (count - 1) * step
-        numel *= count
-    return (last + 1) * kind[1] <= nbytes and numel <= nbytes
-
-
 def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Make:
-    """A function that makes the tensor of a call, and puts its hooks into ``made``; ``None`` for other calls.
+    """A function that makes the tensor or parameter of a call, and puts its hooks into ``made``; else gives ``None``.
 
     ``names`` are the current names of the globals in the file. Its second argument, if given, is called with the entry
     and the arguments of a tensor whose offset, size or stride needs all checks.
     """
+    from torch.nn import Parameter
+
     nodes = {name: node for node, name in names.items()}
     kinds: dict[tuple[str, Any], Kind] = {}
-    v2, v3, ordered_dict = (nodes.get(name, _ABSENT) for name in (_V2, _V3, _ORDERED))
+    v2, v3, parameter, ordered_dict = (nodes.get(name, _ABSENT) for name in (_V2, _V3, _PARAMETER, _ORDERED))
 
     # A file may have ten thousand of these: split into functions, this would take half as long again.
     def make(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
@@ -507,7 +494,25 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         made[id(hooks)] = tensor._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
         return tensor
 
-    return _with_parameters(make, made, nodes) if _PARAMETER in nodes else make
+    def make_parameter(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
+        if type(node) is not Call or node.callee is not parameter:
+            return make(node, otherwise)
+        if type(node.args) is not tuple or len(node.args) != 3 or node.states or node.items or node.appended:
+            return None
+        data, grad, hooks = node.args
+        if type(grad) is not bool or id(hooks) in made or not _are_empty(hooks, ordered_dict):
+            return None
+        tensor = None if id(data) in made or node.kwargs is not None else make(data)
+        if tensor is None:
+            return None
+        made[id(data)] = tensor
+        if grad and not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        found: Any = Parameter(tensor, grad)
+        made[id(hooks)] = found._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
+        return found
+
+    return make if parameter is _ABSENT else make_parameter
 
 
 def _are_empty(hooks: Any, ordered_dict: object) -> bool:
@@ -515,34 +520,6 @@ def _are_empty(hooks: Any, ordered_dict: object) -> bool:
     if type(hooks) is not Call or hooks.callee is not ordered_dict or hooks.args != () or hooks.kwargs is not None:
         return False
     return not (hooks.states or hooks.items or hooks.appended)
-
-
-def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Global]) -> Make:
-    """``make``, extended to parameters of ordinary tensors."""
-    from torch.nn import Parameter
-
-    callee, ordered_dict = nodes[_PARAMETER], nodes.get(_ORDERED, _ABSENT)
-
-    def single(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
-        if type(node) is not Call or node.callee is not callee:
-            return make(node, otherwise)
-        args: Any = node.args if node.kwargs is None else None
-        if type(args) is not tuple or len(args) != 3 or node.states or node.items or node.appended:
-            return None
-        data, grad, hooks = args
-        if type(grad) is not bool or id(hooks) in made or not _are_empty(hooks, ordered_dict):
-            return None
-        tensor = None if id(data) in made else make(data)
-        if tensor is None:
-            return None
-        made[id(data)] = tensor
-        if grad and not (tensor.is_floating_point() or tensor.is_complex()):
-            return None
-        parameter: Any = Parameter(tensor, grad)
-        made[id(hooks)] = parameter._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
-        return parameter
-
-    return single
 
 
 def is_fake_mode() -> bool:
