@@ -83,7 +83,7 @@ def write_content(
         tensors=len(plan.entries) + len(plan.aliases) + len(plan.carried),
         nbytes=plan.nbytes,
         cast=sum(entry.is_cast for entry in plan.entries),
-        infinite=sum(job.infinite.values()),
+        infinite=sum(entry.infinite for entry in plan.entries),
         aliases=tuple(plan.aliases),
         left=tuple(plan.omitted),
         listed=tuple(leftovers.listed),

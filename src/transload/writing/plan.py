@@ -27,10 +27,9 @@ from transload.writing.arrays import find_arrays, with_arrays
 from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import (
-    Slot,
     Structure,
     TensorCalls,
-    carried_calls,
+    carry_over,
     lay_out,
     overlapping,
     tie_of,
@@ -165,8 +164,8 @@ class Plan:
     that is not a tensor, by path. ``arrays`` are tensors that are numpy arrays in the source, and ``content`` is the
     source with these tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
 
-    For a torch zip, ``opening`` are the records of the object, ``slots`` the places of tensors in it, and ``storages``
-    the bytes to write.
+    For a torch zip, ``opening`` are the records of the object, ``placed`` the tensors in their order there, and
+    ``storages`` the bytes to write.
     """
 
     def __init__(self, content: Content, format_: str, options: Options) -> None:
@@ -181,7 +180,7 @@ class Plan:
         self.unmatched: list[str] = []
         self.dropped: list[tuple[tuple[Key, ...], Any]] = []
         self.opening: list[Record] = []
-        self.slots: list[Slot] = []
+        self.placed: list[Entry] = []
         self.storages: list[Entry] = []
         self.numbers: list[str] = []
         self._modules = _module_paths(self.checkpoint.tensors)
@@ -207,7 +206,7 @@ class Plan:
     @property
     def carried(self) -> list[Entry]:
         """Tensors that a torch zip takes over as the calls that rebuild them."""
-        return [slot.entry for slot in self.slots if slot.call is not None]
+        return [entry for entry in self.placed if entry.call is not None]
 
     def total(self, *, verify: bool) -> int:
         """How many bytes progress counts: those written, and those read back if ``verify`` is set."""
@@ -305,7 +304,8 @@ class Plan:
         simple: list[Entry] = []
         stack = [*selected][::-1]
         while stack:
-            name, tensor, _ = entry = stack.pop()
+            entry = stack.pop()
+            name, tensor = entry.name, entry.tensor
             kind = tensor.kind
             wraps_one = kind == "device" and len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
             if kind in ("strided", "sharded") or wraps_one:
@@ -324,7 +324,8 @@ class Plan:
         names_by_tie: dict[Any, str] = {}
         distinct = _Distinct(entry.name for entry in simple)
         for entry in simple:
-            name, tensor = distinct(entry.name), entry.tensor
+            entry.name = name = distinct(entry.name)
+            tensor = entry.tensor
             if not _can_store(self.format, entry.dtype):
                 self.omitted.append(Omission(name, f"the format has no {entry.dtype}", lost=True))
                 continue
@@ -335,7 +336,7 @@ class Plan:
                 continue
             if allowance is not None:
                 allowance.spend(tensor)
-            self.entries.append(entry if name == entry.name else entry._replace(name=name))
+            self.entries.append(entry)
         self.renamed += distinct.renamed
 
     def _plan_torch(self, selected: list[Entry]) -> None:
@@ -344,27 +345,29 @@ class Plan:
         # The keys 1.0 and "1.0", or long keys with the same beginning, share a path. Then paths identify no tensor.
         paths = frozenset(tensor.path for tensor in checkpoint.tensors)
         distinct = len(paths) == len(checkpoint.tensors)
-        calls = carried_calls(checkpoint, selected) if distinct else {}
-        self._plan_entries(entry for entry in selected if entry.tensor.path not in calls)
+        if distinct:
+            carry_over(checkpoint, selected)
+        self._plan_entries(entry for entry in selected if entry.call is None)
         root, start = self._root(selected)
         structure = None
         if root is not None and distinct and checkpoint.format not in _WITHOUT_OBJECT and not self.in_parts:
-            names = {entry.name for entry in self.entries}
-            kept = [entry for entry in selected if entry.name in names or entry.tensor.path in calls]
-            structure = Structure(root, start, kept, known=paths, modules=self._modules, calls=calls)
-            if len(structure.slots) != len(kept):
+            stored = set(self.entries)
+            kept = [entry for entry in selected if entry.call is not None or entry in stored]
+            structure = Structure(root, start, kept, known=paths, modules=self._modules)
+            if len(structure.placed) != len(kept):
                 structure = None
         if structure is not None:
-            made, self.slots, self.dropped = structure.root, structure.slots, structure.dropped
+            made, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
             self.numbers = structure.numbers
         else:
-            entries = [*self.entries, *(entry for entry in selected if entry.tensor.path in calls)]
-            self.slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
-            made = Dict([part for slot in self.slots for part in (slot.entry.name, slot)])
+            self.placed = [*self.entries, *(entry for entry in selected if entry.call is not None)]
+            for entry in self.placed:
+                entry.state = True
+            made = Dict([part for entry in self.placed for part in (entry.name, entry)])
             self._drop_everything(selected)
-        self.storages = lay_out(self.slots, self.content)
+        self.storages = lay_out(self.placed, self.content)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
-        expand = Slot, TensorCalls(self.storages, checkpoint).tensor
+        expand = Entry, TensorCalls(self.storages, checkpoint).tensor
         self.opening = opening_records(dumps(made, expand=expand))
 
     def _drop_everything(self, selected: list[Entry]) -> None:
@@ -542,20 +545,17 @@ def _kept_arrays(plan: Plan) -> list[str]:
 
 def _separated_views(plan: Plan) -> list[str]:
     """Tensors that overlap in the source, and no longer do in the target."""
-    placed: list[tuple[Entry, object]]  # each with its storage in the target
-    if plan.format == "torch":
-        placed = [(slot.entry, slot.storage) for slot in plan.slots if slot.call is None]
-    else:
-        placed = [(entry, entry.name) for entry in plan.entries]
-    by_storage: dict[str, list[tuple[int, int, tuple[str, object]]]] = {}
-    for (name, tensor, _), place in placed:
-        if tensor.kind == "strided" and tensor.storage is not None and tensor.numel:
-            by_storage.setdefault(tensor.storage, []).append((*byte_span(tensor), (name, place)))
+    by_storage: dict[str, list[Entry]] = {}
+    for entry in plan.entries:
+        if entry.tensor.kind == "strided" and entry.tensor.storage is not None and entry.nbytes:
+            by_storage.setdefault(entry.tensor.storage, []).append(entry)
     separated: list[str] = []
-    for spans in by_storage.values():
-        for group in overlapping(spans) if len(spans) > 1 else ():
-            if len({place for _, _, (_, place) in group}) > 1:
-                separated += [name for _, _, (name, _) in group]
+    for entries in by_storage.values():
+        spans = ((*byte_span(entry.tensor), entry) for entry in entries)
+        for group in overlapping(spans) if len(entries) > 1 else ():
+            # Only in a torch zip can several tensors be in one storage.
+            if len({entry.name if entry.storage < 0 else entry.storage for _, _, entry in group}) > 1:
+                separated += [entry.name for _, _, entry in group]
     return separated
 
 

@@ -1,6 +1,6 @@
 """Build the contents of a torch zip without torch; ``torch.load`` accepts it with ``weights_only=True``.
 
-A ``Structure`` keeps the dictionaries and lists of the source, with a ``Slot`` for each tensor, and drops what
+A ``Structure`` keeps the dictionaries and lists of the source, with an ``Entry`` for each tensor, and drops what
 ``weights_only`` would refuse; a pickled module becomes its state dict. ``lay_out`` decides which bytes become storages,
 and ``TensorCalls`` builds the calls in the pickle that refer to them. Tensors that only this format can store (sparse,
 quantized, nested) are carried over as the calls that rebuild them.
@@ -50,10 +50,10 @@ _CARRIED_CALLS = frozenset(  # functions that weights_only allows and our reader
 _UNQUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 
-def carried_calls(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[Path, Call]:
-    """The calls of tensors that are carried over, by path: only calls without anything unexpected in them."""
+def carry_over(checkpoint: Checkpoint, entries: Iterable[Entry]) -> None:
+    """Set the calls of tensors that are carried over: only calls without anything unexpected in them."""
     if checkpoint.format not in _CARRIED_FORMATS:
-        return {}
+        return
     keys = {storage.key for storage in checkpoint.storages}
 
     def is_value(part: Any) -> bool:
@@ -61,9 +61,10 @@ def carried_calls(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[Path
             return _storage_key(part) in keys
         return part.module == "torch" if type(part) is Global else type(part) in _PLAIN_TYPES
 
-    carried = [entry.tensor.path for entry in entries if entry.tensor.kind in _CARRIED_KINDS]
-    calls = {path: node_at(checkpoint.root, path) for path in carried}
-    return {path: node for path, node in calls.items() if _is_made_of(node, _CARRIED_CALLS, (tuple,), is_value)}
+    for entry in entries:
+        if entry.tensor.kind in _CARRIED_KINDS:
+            node = node_at(checkpoint.root, entry.tensor.path)
+            entry.call = node if _is_made_of(node, _CARRIED_CALLS, (tuple,), is_value) else None
 
 
 def _is_made_of(
@@ -101,46 +102,21 @@ _PLAIN_CALLS = frozenset({"torch.Size", "torch.device", "_codecs.encode", "built
 _PLAIN_CALLS |= {"builtins.complex", "__builtin__.complex", "builtins.bytearray", "__builtin__.bytearray"}
 
 
-class Slot:
-    """The place of a tensor in the object, and its view of a storage.
-
-    ``state``: it is in a module's state dict, where parameters are plain tensors. ``call`` rebuilds a tensor that is
-    carried over; any other is a view of storage number ``storage``, with ``offset`` and ``stride``.
-    """
-
-    __slots__ = ("call", "entry", "offset", "state", "storage", "stride")
-
-    def __init__(self, entry: Entry, *, state: bool, call: Call | None = None) -> None:
-        self.entry = entry
-        self.state = state
-        self.call = call
-        self.storage = -1
-        self.offset = 0
-        self.stride = contiguous(entry.tensor.shape)
-
-
 class Structure(BoundedWalk):
     """The object ``root``, which is at path ``start`` of the source, as the target stores it.
 
-    ``entries`` are the tensors to keep, ``known`` the paths of all tensors, ``modules`` the paths of pickled modules,
-    ``calls`` the tensors that are carried over. ``slots`` are in the order in which a reader finds them; ``dropped``
-    are the paths and nodes that were dropped, ``numbers`` the paths of numpy scalars that became Python numbers.
+    ``entries`` are the tensors to keep, ``known`` the paths of all tensors, ``modules`` the paths of pickled modules.
+    ``placed`` are the entries in the order in which a reader finds them; ``dropped`` are the paths and nodes that were
+    dropped, ``numbers`` the paths of numpy scalars that became Python numbers.
     """
 
     def __init__(
-        self,
-        root: object,
-        start: Path,
-        entries: Iterable[Entry],
-        *,
-        known: frozenset[Path],
-        modules: set[Path],
-        calls: dict[Path, Call],
+        self, root: object, start: Path, entries: Iterable[Entry], *, known: frozenset[Path], modules: set[Path]
     ) -> None:
         super().__init__()
         self._entries = {entry.tensor.path: entry for entry in entries}
-        self._known, self._modules, self._calls = known, modules, calls
-        self.slots: list[Slot] = []
+        self._known, self._modules = known, modules
+        self.placed: list[Entry] = []
         self.dropped: list[tuple[Path, Any]] = []
         self.numbers: list[str] = []
         kept = self._keep(root, start, 0)
@@ -152,7 +128,7 @@ class Structure(BoundedWalk):
             attributes = tensor_attributes(node)
             if attributes.items:
                 self.dropped.append(((*path, "$attributes"), attributes))
-            return self._slot(path, state=False)
+            return self._place(path, state=False)
         if path in self._modules:
             self.dropped.append((path, node))
             made = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
@@ -160,7 +136,7 @@ class Structure(BoundedWalk):
             for inside, entry in self._entries.items():
                 if inside[: len(path)] == path:
                     name = entry.name.rpartition("/")[2] if path else entry.name
-                    made.items += [name, self._slot(inside, state=True)]
+                    made.items += [name, self._place(inside, state=True)]
             return made
         number = numpy_number(node) if type(node) is Call else NOTHING
         if number is not NOTHING:
@@ -186,11 +162,12 @@ class Structure(BoundedWalk):
         finally:
             self.ancestors.discard(id(node))
 
-    def _slot(self, path: Path, *, state: bool) -> Any:
+    def _place(self, path: Path, *, state: bool) -> Any:
         if path not in self._entries:
             return NOTHING
-        self.slots.append(Slot(self._entries[path], state=state, call=self._calls.get(path)))
-        return self.slots[-1]
+        self.placed.append(self._entries[path])
+        self.placed[-1].state = state
+        return self.placed[-1]
 
     def _mapping(self, node: Any, path: Path, depth: int) -> Dict | Call:
         items: list[Any] = []
@@ -202,13 +179,12 @@ class Structure(BoundedWalk):
             kept = self._keep(value, step, depth)
             if kept is NOTHING:
                 continue
-            if type(kept) is Slot and type(key) is str and kept.entry.tensor.name.endswith(key):
+            if type(kept) is Entry and type(key) is str and kept.tensor.name.endswith(key):
                 # The tensor may have a new name, without a prefix that was stripped.
-                name = kept.entry.name
-                if len(kept.entry.tensor.name) == len(key):
-                    key = name  # noqa: PLW2901 - the same key under its new name
+                if len(kept.tensor.name) == len(key):
+                    key = kept.name  # noqa: PLW2901 - the same key under its new name
                 elif "/" not in key:
-                    key = name.rpartition("/")[2]  # noqa: PLW2901 - as above
+                    key = kept.name.rpartition("/")[2]  # noqa: PLW2901 - as above
             items += [key, kept]
         if type(node) is Dict:
             return Dict(items)
@@ -246,38 +222,38 @@ def overlapping(spans: Iterable[Span]) -> Iterator[list[Span]]:
     yield group
 
 
-def lay_out(slots: Iterable[Slot], content: Content) -> list[Entry]:
+def lay_out(entries: Iterable[Entry], content: Content) -> list[Entry]:
     """The storages of an object: tensors that overlap share one, every other tensor gets its own."""
     allowance = Allowance(content.checkpoint)
     storages: list[Entry] = []
-    spans: dict[str, list[tuple[int, int, Slot]]] = {}
+    spans: dict[str, list[tuple[int, int, Entry]]] = {}
     alone: dict[Any, int] = {}
-    for slot in slots:
-        if slot.call is not None:
+    for entry in entries:
+        if entry.call is not None:
             continue
-        tensor = slot.entry.tensor
-        if not slot.entry.is_cast and _shares_storage(tensor, content):
-            spans.setdefault(tensor.storage or "", []).append((*byte_span(tensor), slot))
+        tensor = entry.tensor
+        if not entry.is_cast and _shares_storage(tensor, content):
+            spans.setdefault(tensor.storage or "", []).append((*byte_span(tensor), entry))
             continue
-        tie = tie_of(tensor) or id(slot)
+        tie = tie_of(tensor) or id(entry)
         if tie not in alone:
             allowance.spend(tensor)
             alone[tie] = len(storages)
-            storages.append(slot.entry)
-        slot.storage = alone[tie]
+            storages.append(entry)
+        entry.storage, entry.stride = alone[tie], contiguous(tensor.shape)
     for storage_spans in spans.values():
         for group in overlapping(storage_spans):
-            first: Entry = group[0][2].entry
-            dtypes = {slot.entry.dtype for _, _, slot in group}
+            first: Entry = group[0][2]
+            dtypes = {entry.dtype for _, _, entry in group}
             dtype = first.dtype if len(dtypes) == 1 else "uint8"
             width = ITEMSIZE[dtype]
             low = group[0][0] if len(dtypes) == 1 else group[0][0] // _WIDEST * _WIDEST
             size = (max(high for _, high, _ in group) - low) // width
             whole = Tensor((), first.name, dtype, (size,), (1,), "cpu", first.tensor.storage, low // width)
-            for _, _, slot in group:
-                slot.storage = len(storages)
-                slot.offset = slot.entry.tensor.offset - low // ITEMSIZE[slot.entry.dtype]
-                slot.stride = slot.entry.tensor.stride
+            for _, _, entry in group:
+                entry.storage = len(storages)
+                entry.offset = entry.tensor.offset - low // ITEMSIZE[entry.dtype]
+                entry.stride = entry.tensor.stride
             storages.append(Entry(first.name, whole, dtype))
     return storages
 
@@ -297,7 +273,7 @@ def _shares_storage(tensor: Tensor, content: Content) -> bool:
 
 
 class TensorCalls:
-    """Builds the call for each slot. Storages of tensors that are carried over are added to ``storages``.
+    """Builds the call for each tensor. Storages of tensors that are carried over are added to ``storages``.
 
     A class, because nested functions that call one another would keep the checkpoint alive in a reference cycle.
     """
@@ -309,21 +285,21 @@ class TensorCalls:
         self._source_storages = {storage.key: storage for storage in checkpoint.storages}
         self._carried: dict[str, str] = {}
 
-    def tensor(self, slot: Slot) -> Any:
+    def tensor(self, entry: Entry) -> Any:
         """The call that rebuilds a tensor."""
-        if slot.call is not None:
-            return self._carry(slot.call)
-        tensor, dtype = slot.entry.tensor, slot.entry.dtype
-        key = self._keys.setdefault(slot.storage, str(slot.storage))  # the same object, so that it is pickled once
-        parameter = tensor.cls == "Parameter" and not slot.state
-        kind, nbytes = STORAGE_CLASSES.get(dtype), self._storages[slot.storage].nbytes
+        if entry.call is not None:
+            return self._carry(entry.call)
+        tensor, dtype = entry.tensor, entry.dtype
+        key = self._keys.setdefault(entry.storage, str(entry.storage))  # the same object, so that it is pickled once
+        parameter = tensor.cls == "Parameter" and not entry.state
+        kind, nbytes = STORAGE_CLASSES.get(dtype), self._storages[entry.storage].nbytes
         if kind is None:  # a dtype without a storage class
             pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
         else:
             pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
-        grad = tensor.requires_grad and not slot.state and not parameter and kind is not None
+        grad = tensor.requires_grad and not entry.state and not parameter and kind is not None
         hooks = self._call("collections", "OrderedDict")
-        args = (Persistent(pid, 0), slot.offset, tensor.shape, slot.stride, grad, hooks)
+        args = (Persistent(pid, 0), entry.offset, tensor.shape, entry.stride, grad, hooks)
         if kind is None:
             made = self._call("torch._utils", "_rebuild_tensor_v3", *args, self._global("torch", dtype))
         else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from errno import EINVAL
 from math import copysign, frexp, inf, isfinite, isnan, ldexp, nan
 from struct import calcsize, pack, unpack
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
@@ -23,6 +23,7 @@ from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.atomic import write_at
 from transload.io.memory import PAGE, Pages, is_equal, memory_at
 from transload.io.sources import Source, read_at
+from transload.nodes import Call
 from transload.tensors.content import Content, FileRange, numpy_or_none
 from transload.writing.output import Bundle
 
@@ -32,17 +33,32 @@ _DIFFERENT = "the bytes read back differ from those written"
 _TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this machine is failing."
 
 
-class Entry(NamedTuple):
-    """A tensor of the target: its name and dtype there, and the source tensor."""
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A tensor of the target: its name, dtype and size there, and the source tensor.
+
+    ``run`` is where a file of the source has exactly these bytes, ``crc32`` is that of the bytes written, if they are
+    known; ``infinite`` counts finite numbers that became infinite.
+
+    In a torch zip it is a view of storage number ``storage``, with ``offset`` and ``stride``; or it is carried over,
+    and ``call`` rebuilds it. ``state``: it is in a module's state dict, where parameters are plain tensors.
+    """
 
     name: str
     tensor: Tensor
     dtype: str
+    run: FileRange | None = None
+    crc32: int | None = None
+    infinite: int = 0
+    call: Call | None = None
+    state: bool = True
+    storage: int = -1
+    offset: int = 0
+    stride: tuple[int, ...] = ()
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes in the target."""
-        return itemsize(self.dtype, self.tensor.numel)
+    def __post_init__(self) -> None:
+        self.nbytes = itemsize(self.dtype, self.tensor.numel)
 
     @property
     def is_cast(self) -> bool:
@@ -52,11 +68,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Job:
-    """A conversion in progress: the source, the target, and what the writers report back.
-
-    ``progress`` is called with the number of bytes that were written or compared. ``infinite`` counts finite numbers
-    that became infinite, by tensor name. ``checksums`` are the known CRC-32 of entries, by ``id()``.
-    """
+    """A conversion in progress. ``progress`` is called with the number of bytes that were written or compared."""
 
     content: Content
     dst: str = ""
@@ -64,16 +76,6 @@ class Job:
     allow_inf: bool = False
     verify: bool = True
     progress: Callable[[int], None] = lambda _: None
-    infinite: dict[str, int] = field(default_factory=dict)
-    checksums: dict[int, int] = field(default_factory=dict)
-    _runs: dict[int, FileRange | None] = field(default_factory=dict)
-
-    def run(self, entry: Entry) -> FileRange | None:
-        """Where a file of the source has exactly these bytes, if one does."""
-        key = id(entry)
-        if key not in self._runs:  # needed to write the entry, and again to compare its checksum
-            self._runs[key] = None if entry.is_cast else self.content.file_range(entry.tensor)
-        return self._runs[key]
 
     def pieces(self, entry: Entry, size: int = _PIECE) -> Iterator[Any]:
         """The bytes, in pieces of at most ``size``, each valid until the next one is requested."""
@@ -81,18 +83,15 @@ class Job:
         if not entry.is_cast:
             yield from pieces
             return
-        count = 0
         for piece in pieces:
             made, infinite = cast(piece, entry.tensor.dtype, entry.dtype)
-            count += infinite
+            entry.infinite += infinite
             yield made
-        if count:
-            self.infinite[entry.name] = count
-        if count and not self.allow_inf:
-            what = f"{count:,} of the {entry.tensor.numel:,} values of {entry.name} are too large for {entry.dtype}"
+        if entry.infinite and not self.allow_inf:
+            values, path = f"{entry.infinite:,} of the {entry.tensor.numel:,} values", self.content.checkpoint.path
             wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
             fix = f"Choose {wider}, or add --allow-inf to store them as infinities."
-            raise OverflowRefusedError(what, where=self.content.checkpoint.path, fix=fix)
+            raise OverflowRefusedError(f"{values} of {entry.name} are too large for {entry.dtype}", where=path, fix=fix)
 
 
 # -- archives that were just written
@@ -126,8 +125,8 @@ _THREADS = 5  # may exceed the number of cores: the threads mostly wait for the 
 _DIRECT_FROM = 64 << 20  # bytes of a file from which O_DIRECT pays; smaller files may as well stay in the page cache
 
 
-def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> list[int]:
-    """Write ``head`` and the bytes of entries, read them back if the job asks for it, and return the CRC-32 of each.
+def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> None:
+    """Write ``head`` and the bytes of entries, read them back if the job asks for it, and set the CRC-32 of each.
 
     Chunks are filled in file order, by one thread at a time; the same thread then checksums, writes, reads back and
     compares its chunk, while others fill the next. Raises ``ConvertError`` if the file differs from what was written.
@@ -172,11 +171,11 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     finally:
         if direct:
             _set_direct(descriptor, on=False)
-    checksums = [0] * len(entries)
+    for entry in entries:
+        entry.crc32 = 0
     for index, _, length, checksum in sorted(parts):
-        before = checksums[index]
-        checksums[index] = crc32_combine(before, checksum, length) if before else checksum
-    return checksums
+        before = entries[index].crc32
+        entries[index].crc32 = crc32_combine(before, checksum, length) if before else checksum
 
 
 class Chunk:
@@ -199,7 +198,9 @@ def _fill_chunks(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chu
     chunk = free.pop()
     for index, entry in enumerate((None, *entries), -1):
         name, nbytes = ("the header", len(head)) if entry is None else (entry.name, entry.nbytes)
-        run = None if entry is None else job.run(entry)
+        run = None
+        if entry is not None and not entry.is_cast:
+            run = entry.run = job.content.file_range(entry.tensor)
         if run is not None:  # read directly into the chunk
             source = job.content.open_file(run.file)
         else:
@@ -280,8 +281,7 @@ def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) 
         unchecked.update(each.storage for each in (tensor, *tensor.parts) if each.storage)
     damaged: list[str] = []
     for entry in entries:
-        run, storage = job.run(entry), content.storage(entry.tensor)
-        known = job.checksums.get(id(entry))
+        run, known, storage = entry.run, entry.crc32, content.storage(entry.tensor)
         if known is None or run is None or storage is None or storage.crc32 is None:
             continue
         if (storage.offset, storage.nbytes) == (run.offset, run.nbytes):  # else its checksum covers other bytes

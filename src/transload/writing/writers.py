@@ -71,17 +71,17 @@ def _write_torch(job: Job, plan: Plan) -> None:
     source = FileSource(file.path, file.descriptor)
     read = read_source(source)
     problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # e.g. a long loss history
-    if len(read.tensors) != len(plan.slots) or problems:
+    if len(read.tensors) != len(plan.placed) or problems:
         raise _not_as_written(source.name)
-    for tensor, slot in zip(read.tensors, plan.slots, strict=True):
-        before = slot.entry.tensor
-        if slot.call is not None:
+    for tensor, entry in zip(read.tensors, plan.placed, strict=True):
+        before = entry.tensor
+        if entry.call is not None:
             same = (tensor.kind, tensor.dtype, tensor.shape) == (before.kind, before.dtype, before.shape)
         else:
             found = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
-            same = found == (slot.entry.dtype, slot.offset, before.shape, slot.stride, str(slot.storage))
+            same = found == (entry.dtype, entry.offset, before.shape, entry.stride, str(entry.storage))
         if not same:
-            raise _not_as_written(source.name, slot.entry.name)
+            raise _not_as_written(source.name, entry.name)
     if job.verify:
         written = {storage.key: storage for storage in read.storages}
         pairs = [(entry, written[str(number)]) for number, entry in enumerate(storages) if entry.nbytes]
@@ -116,8 +116,7 @@ def _write_safetensors(job: Job, plan: Plan) -> None:
     clear_parts(index_name(job.dst))
     for name, shard, header in zip(names, shards, headers, strict=True):
         file = job.bundle.add(name)
-        checksums = write_file(file.descriptor, header, shard, job, file.path)
-        job.checksums.update({id(entry): value for entry, value in zip(shard, checksums, strict=True)})
+        write_file(file.descriptor, header, shard, job, file.path)
         _check_table(FileSource(file.path, file.descriptor), shard)
     if len(shards) > 1:
         files = [os.path.basename(name) for name in names]
@@ -221,7 +220,7 @@ def _write_raw(job: Job, plan: Plan) -> None:
     for number, entry in enumerate(plan.entries):
         name = f"{number:06d}.bin"
         with _new_file(os.path.join(folder, name)) as file:
-            (job.checksums[id(entry)],) = write_file(file, b"", [entry], job, f"{job.dst} › {entry.name}")
+            write_file(file, b"", [entry], job, f"{job.dst} › {entry.name}")
         shape = list(entry.tensor.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
     index = {
