@@ -14,7 +14,7 @@ from tests.retagging.makers import fresh
 
 from transload.formats.pickle_machine import run
 from transload.retagging import TagMap, tag_map_of
-from transload.retagging.tags import find_sites, patched, rewritten, same_but_tags, spliced
+from transload.retagging.tags import find_sites, same_but_tags, spliced, tag_edits
 
 
 class Held:
@@ -47,11 +47,10 @@ def loaded(data: bytes) -> Any:
 def retagged(data: bytes, wish: TagMap) -> tuple[str, bytes]:
     """By which way, and what it gives; proven as a plan proves it."""
     pickled = run(data)
-    found = find_sites(pickled, data)
-    assert not found.unclear
-    edits = patched(pickled, data, found, wish.new)
-    way = "rewrite" if edits is None else "patch"
-    new = spliced(data, rewritten(pickled, data, found, wish.new) if edits is None else edits)
+    edits = tag_edits(pickled, data, wish.new)
+    assert edits is not None
+    way = "rewrite" if any(edit.grown for edit in edits) else "patch"
+    new = spliced(data, edits)
     assert same_but_tags(pickled, run(new), wish.new)
     return way, new
 
@@ -114,7 +113,7 @@ def test_one_text_for_all_tags_is_changed_once(protocol: int) -> None:
     obj = [Held(tag, str(key)) for key in range(300)]
     data = written(obj, protocol)
     pickled = run(data)
-    edits = patched(pickled, data, find_sites(pickled, data), tag_map_of("cpu").new)
+    edits = tag_edits(pickled, data, tag_map_of("cpu").new)
     assert edits is not None
     assert len(edits) == 1
     assert loaded(spliced(data, edits)) == expected(obj, tag_map_of("cpu"))

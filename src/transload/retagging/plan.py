@@ -27,16 +27,7 @@ from transload.io.sources import FileSource, Source
 from transload.judge import judge
 from transload.judge.problems import command_lines
 from transload.nodes import Pickle
-from transload.retagging.tags import (
-    Edit,
-    find_sites,
-    patched,
-    rewritten,
-    rewritten_inside,
-    same_but_tags,
-    spliced,
-    tag_of,
-)
+from transload.retagging.tags import Edit, edits_inside, same_but_tags, spliced, tag_edits, tag_of
 
 OTHERS = "*"
 """In a mapping, the key for every tag that is not named."""
@@ -246,18 +237,9 @@ def _prove_changes(
             raise RetagError("its data.pkl is missing", where=checkpoint.path)
         offset, size = record.offset or 0, record.size
     data = source.read(offset, size)
-    edits: list[Edit] | None
-    if plain:
-        edits = rewritten_inside(main, data, wanted.new)
-        fits, clear = edits is not None and not any(edit.grown for edit in edits), edits is not None
-    else:
-        sites = find_sites(main, data)
-        clear = all(wanted.new(tag) == tag for tag in sites.unclear)
-        edits = patched(main, data, sites, wanted.new) if clear else None
-        fits = edits is not None
-        edits = rewritten(main, data, sites, wanted.new) if clear and edits is None else edits
-    if clear and edits is not None:
-        if fits:
+    edits = edits_inside(main, data, wanted.new) if plain else tag_edits(main, data, wanted.new)
+    if edits is not None:
+        if not any(edit.grown for edit in edits):
             method, changes = "patch", _overwritten(source, record, offset, data, edits)
         elif record is not None:
             method, changes = "append", _appended(source, record, spliced(data, edits))
@@ -305,7 +287,7 @@ def _overwritten(source: Source, record: Record | None, offset: int, data: bytes
     runs = [Change(offset + at, data[at:end], new[at:end]) for at, end in spans]
     if record is not None and record.crc32 is not None:  # else the archive has zeros instead of checksums
         before, after = (crc32(each).to_bytes(4, "little") for each in (data, new))
-        for at in _find_record(source, record).sums:
+        for at in _find_record(source, record)[0]:
             if source.read(at, 4) != before:
                 raise RetagError(_ODD, where=source.name)
             runs.append(Change(at, before, after))
@@ -322,23 +304,12 @@ def _appended(source: Source, record: Record, data: bytes) -> Changes:
     return Changes((Change(begin, source.read(begin, source.size - begin), new),), source.size, begin + len(new))
 
 
-class _RecordLocation(NamedTuple):
-    """Where a record is in its archive.
+def _find_record(source: Source, record: Record) -> tuple[list[int], bytes, int, bytes, bytes, int]:
+    """Find an uncompressed record in an archive without problems.
 
-    ``sums`` are the positions of its checksum, ``begin`` is where its replacement can begin. ``before`` and ``behind``
-    are the central directory before and after its entry; ``entries`` counts all entries.
+    The positions of its checksum, its name, where its replacement can begin, the central directory before and after its
+    entry, and the number of all entries.
     """
-
-    sums: tuple[int, ...]
-    name: bytes
-    begin: int
-    before: bytes
-    behind: bytes
-    entries: int
-
-
-def _find_record(source: Source, record: Record) -> _RecordLocation:
-    """Find an uncompressed record in an archive without problems."""
     if source.read(source.size - END.size, 4) != b"PK\x05\x06":  # something follows the end record
         raise RetagError(_ODD, where=source.name)
     start, size, count = find_directory(source, Problems())
@@ -373,7 +344,7 @@ def _find_record(source: Source, record: Record) -> _RecordLocation:
             wide = behind[signed + 4 : signed + 20] == record.stored.to_bytes(8, "little") * 2
             end += signed + (20 if wide else 12)
     begin = header if end == start else start  # a record that an earlier retag appended is overwritten
-    return _RecordLocation(tuple(sums), name, begin, directory[:entry], directory[after:], count)
+    return sums, name, begin, directory[:entry], directory[after:], count
 
 
 def _warnings(checkpoint: Checkpoint, wanted: TagMap, tags: tuple[TagChange, ...]) -> Iterator[str]:

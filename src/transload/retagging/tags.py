@@ -1,9 +1,8 @@
 """Find the device tags in a pickle, and edit them.
 
-The pickle machine lists the persistent ids; ``find_sites`` finds the opcodes that build them. ``patched`` returns edits
-that keep the length of the pickle, ``rewritten`` edits that may change it. ``same_but_tags`` proves the result, so that
-a mistake in the edits does no harm. A plain pickle embeds a stream for each storage, which contains its tag:
-``rewritten_inside`` edits all of them.
+The pickle machine lists the persistent ids; ``find_sites`` finds the opcodes that build them, and ``tag_edits`` returns
+the edits. ``same_but_tags`` proves the result, so that a mistake in the edits does no harm. A plain pickle embeds a
+stream for each storage, which contains its tag: ``edits_inside`` edits all of them.
 """
 
 from __future__ import annotations
@@ -202,16 +201,34 @@ def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
     return b"".join((*parts, data[done:]))
 
 
-def _to_rename(found: Sites, renamed: Renamed) -> Iterator[tuple[Site, str]]:
-    """The sites whose tag changes, with the new tag. A site that reads the tag of another from the memo follows it."""
+def tag_edits(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | None:
+    """Edits that give every storage its new tag; ``None`` if some id is not built the way torch builds it.
+
+    They keep the length of the stream if the new tags fit.
+    """
+    found = find_sites(pickle, data)
+    if any(renamed(tag) != tag for tag in found.unclear):
+        return None
     literal = {site.entry for site in found.sites if site.literal}
+    to_rename: list[tuple[Site, str]] = []
     for site in found.sites:
         tag = renamed(site.tag)
+        # A site that reads the tag of another from the memo follows it.
         if tag != site.tag and (site.literal or site.entry not in literal):
-            yield site, tag
+            to_rename.append((site, tag))
+    edits = _patched(pickle, data, found, to_rename)
+    if edits is not None:
+        return edits
+    edits = []
+    for site, tag in to_rename:
+        code = site.code if site.literal else 0x55 if pickle.python2 else 0x58
+        edits.append(Edit(site.at, site.end, _text(tag, code)))
+        if site.literal:
+            edits += (Edit(*read, data[site.at : site.end]) for read in found.reads.get(site.entry, ()))
+    return [*edits, *_reframed(data, found.frames, edits)]
 
 
-def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit] | None:
+def _patched(pickle: Pickle, data: bytes, found: Sites, to_rename: list[tuple[Site, str]]) -> list[Edit] | None:
     """Edits that move nothing else in the stream; ``None`` if the new tags do not fit into the space of the old ones.
 
     The space that a shorter tag leaves is filled with longer encodings of the opcodes beside it. Where that is not
@@ -219,7 +236,7 @@ def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list
     """
     read = {site.entry for site in found.sites if not site.literal}
     edits: list[Edit] = []
-    for site, tag in _to_rename(found, renamed):
+    for site, tag in to_rename:
         # A read from the memo has no space for a tag; and a tag that something else reads must stay.
         if not site.literal or found.reads.get(site.entry):
             return None
@@ -231,17 +248,6 @@ def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list
             return None
         edits.append(Edit(site.parts[0], site.parts[-1], new))
     return edits
-
-
-def rewritten(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit]:
-    """Edits that give every storage its new tag, and may change the length of the stream."""
-    edits: list[Edit] = []
-    for site, tag in _to_rename(found, renamed):
-        code = site.code if site.literal else 0x55 if pickle.python2 else 0x58
-        edits.append(Edit(site.at, site.end, _text(tag, code)))
-        if site.literal:
-            edits += (Edit(*read, data[site.at : site.end]) for read in found.reads.get(site.entry, ()))
-    return [*edits, *_reframed(data, found.frames, edits)]
 
 
 def _reframed(data: bytes, frames: list[int], edits: list[Edit]) -> Iterator[Edit]:
@@ -263,7 +269,7 @@ _TEXTS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x56: 0}  # BINUNICODE, SHORT_BINUNICODE, B
 _HEAD = 4096  # bytes of a stream that are searched: the storage itself begins after a few hundred
 
 
-def rewritten_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | None:
+def edits_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | None:
     """Edits to the streams that a plain pickle embeds for its storages; ``None`` if not all of them are found.
 
     They keep the length of a stream if the new tag fits.
@@ -288,11 +294,9 @@ def rewritten_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit
             continue
         found += 1
         main = run(stream, run(stream, run(stream, len(MAGIC_PICKLE)).end).end)
-        sites = find_sites(main, stream)
-        if main.broken or any(renamed(tag) != tag for tag in sites.unclear):
+        inside = None if main.broken else tag_edits(main, stream, renamed)
+        if inside is None:
             return None
-        inside = patched(main, stream, sites, renamed)
-        inside = rewritten(main, stream, sites, renamed) if inside is None else inside
         if not inside:
             continue
         old, new = stream[: main.end], spliced(stream[: main.end], inside)
@@ -414,7 +418,8 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
 
     Everything an unpickler would do is compared, in order, including which objects are shared.
     """
-    if _plain_facts(old) != _plain_facts(new):
+    before, after = ((*_PLAIN_FIELDS(each), each.rare - _LENGTH_FORMS, list(each.globals)) for each in (old, new))
+    if before != after or len(old.irregular) != len(new.irregular):
         return False
     twins: dict[int, int] = {}  # the nodes of new by those of old
     taken: set[int] = set()
@@ -448,7 +453,3 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
                 else:
                     return False
     return True
-
-
-def _plain_facts(pickle: Pickle) -> tuple[object, ...]:
-    return *_PLAIN_FIELDS(pickle), pickle.rare - _LENGTH_FORMS, list(pickle.globals), len(pickle.irregular)
