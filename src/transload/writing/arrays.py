@@ -1,7 +1,7 @@
 """Turn numpy arrays in the pickle of a checkpoint into tensors that any format can store; numpy is not needed.
 
-``find_arrays`` searches the pickled object, and ``with_arrays`` adds what was found to the checkpoint. Arrays of
-anything but numbers (objects, strings, structured dtypes) and instances of subclasses are left out.
+``with_arrays`` searches the pickled object, and adds what was found to the checkpoint. Arrays of anything but numbers
+(objects, strings, structured dtypes) and instances of subclasses are left out.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from transload.formats.tensors import called, short_key
 from transload.io.sources import BytesSource, Source
 from transload.nodes import Call, Dict
 from transload.tensors.content import Content
-from transload.writing.objects import (
-    MAPPINGS,
-    BoundedWalk,
-    call_items,
-    is_module,
-    object_state,
-)
+from transload.writing.objects import MAPPINGS, PROGRAMS, BoundedWalk, call_items, is_module, object_state
 
 Path = tuple[Key, ...]
 _MAX_SMALL = 64  # bytes: about what the call of an array takes
@@ -54,19 +48,6 @@ def numeric_array(node: Call, lengths: dict[int, int]) -> Array | None:
     return found if lengths[identity] == prod(found.shape) * found.dtype.itemsize else None
 
 
-def find_arrays(
-    roots: Iterable[tuple[Path, Any]], tensors: Iterable[Tensor], modules: set[Path], *, into_objects: bool
-) -> list[tuple[Path, Array]]:
-    """The arrays below ``roots`` and their paths, except those in pickled modules: they are not in a state dict.
-
-    ``into_objects``: also search the attributes of objects, and mappings of other classes.
-    """
-    search = _Search({tensor.path for tensor in tensors}, modules, into_objects=into_objects)
-    for path, root in roots:
-        search.visit(root, path, 0)
-    return search.found
-
-
 class _Search(BoundedWalk):
     """Visits the same nodes as ``Leftovers`` or ``Structure``, which list every array that is not found here."""
 
@@ -82,46 +63,54 @@ class _Search(BoundedWalk):
             return
         if self.why_stop(node, depth):
             return
-        if type(node) is Call:
+        pairs: list[tuple[Any, Any]] = []
+        children: Iterable[tuple[Any, Any]]
+        if type(node) is Dict:
+            pairs = node.pairs()
+        elif type(node) is Call:
             array = self._arrays.get(id(node)) or numeric_array(node, self._lengths)
             if array is not None:
                 self._arrays[id(node)] = array  # the same object each time, so that shared arrays stay shared
                 self.found.append((path, array))
                 return
-        self.ancestors.add(id(node))
+            name = called(node)
+            if name == "collections.OrderedDict" or (name in MAPPINGS and self._into_objects):
+                pairs = Dict(call_items(node)).pairs() if not node.appended else []
+            elif self._into_objects and (state := object_state(node)) is not None and not is_module(state):
+                pairs = state.pairs()
         if type(node) in (list, tuple):
-            for index, child in enumerate(node):
-                self.visit(child, (*path, index), depth + 1)
-        else:
-            self._visit_pairs(self._pairs(node), path, depth + 1)
+            children = enumerate(node)
+        else:  # keys that are unambiguous in a path: of two keys with the same text one would be lost
+            alike = Counter(str(short_key(key)) for key, _ in pairs)
+            plain = [pair for pair in pairs if type(pair[0]) in (str, int) and short_key(pair[0]) == pair[0]]
+            children = [pair for pair in plain if alike[str(pair[0])] == 1]
+        self.ancestors.add(id(node))
+        for key, child in children:
+            self.visit(child, (*path, key), depth + 1)
         self.ancestors.discard(id(node))
 
-    def _pairs(self, node: Any) -> list[tuple[Any, Any]]:
-        if type(node) is Dict:
-            return node.pairs()
-        name = called(node)
-        if name == "collections.OrderedDict" or (name in MAPPINGS and self._into_objects):
-            return Dict(call_items(node)).pairs() if not node.appended else []
-        state = object_state(node) if self._into_objects else None
-        return [] if state is None or is_module(state) else state.pairs()
 
-    def _visit_pairs(self, pairs: list[tuple[Any, Any]], path: Path, depth: int) -> None:
-        """Visit the values whose keys are unambiguous in a path: of two keys with the same text one would be lost."""
-        inside = [(short_key(key), key, child) for key, child in pairs]
-        alike = Counter(str(step) for step, _, _ in inside)
-        for step, key, child in inside:
-            if type(key) in (str, int) and type(step) is type(key) and step == key and alike[str(step)] == 1:
-                self.visit(child, (*path, step), depth)
+def with_arrays(
+    content: Content, tensors: Iterable[Tensor], modules: set[Path], *, into_objects: bool
+) -> tuple[Content, tuple[Tensor, ...]]:
+    """The source with the numpy arrays in its pickles as tensors, each named after its path; and these tensors.
 
-
-def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Content, tuple[Tensor, ...]]:
-    """The checkpoint with arrays added as tensors, each named after its path, and these tensors."""
-    if not arrays:
+    Not those in pickled modules: they are not in a state dict. ``into_objects``: also those in the attributes of
+    objects, and in mappings of other classes. ``tensors`` are those that are known already.
+    """
+    checkpoint = content.checkpoint
+    main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
+    named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
+    # Where several shards fill one dictionary, a path does not identify the shard.
+    if not named or checkpoint.format in PROGRAMS or len({pickle.path for pickle in main}) != len(main):
         return content, ()
+    search = _Search({tensor.path for tensor in tensors}, modules, into_objects=into_objects)
+    for pickle in main:
+        search.visit(pickle.root, pickle.path, 0)
     raw: dict[str, Any] = {}  # the bytes of each array, by a file name that no checkpoint has
     storages: dict[tuple[object, ...], Storage] = {}
-    tensors: list[Tensor] = []
-    for path, array in arrays:
+    added: list[Tensor] = []
+    for path, array in search.found:
         code, big_endian, width, _, _ = array.dtype
         dtype, nbytes = FROM_NUMPY[code], prod(array.shape) * width
         # Small values may be shared by chance (pickle memoizes them). A file could build any number of large arrays.
@@ -133,7 +122,7 @@ def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Con
             raw[file] = array.data
             storage = Storage(file, file, "cpu", dtype, nbytes, nbytes, 0, file=file, big_endian=big_endian)
             storages[key] = storage
-        tensors.append(Tensor(path, "/".join(map(str, path)), dtype, array.shape, array.stride, "cpu", storage.id))
+        added.append(Tensor(path, "/".join(map(str, path)), dtype, array.shape, array.stride, "cpu", storage.id))
 
     @lru_cache(maxsize=2)  # decoding bytes from a string makes a copy
     def in_memory(file: str) -> Source:
@@ -142,10 +131,9 @@ def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Con
     def open_file(file: str) -> Source:
         return in_memory(file) if file in raw else content.open_file(file)
 
-    checkpoint = content.checkpoint
     extended = replace(
         checkpoint,
-        tensors=(*checkpoint.tensors, *tensors),
+        tensors=(*checkpoint.tensors, *added),
         storages=(*checkpoint.storages, *storages.values()),
     )
-    return Content(extended, open_file, content.parts), tuple(tensors)
+    return Content(extended, open_file, content.parts), tuple(added)

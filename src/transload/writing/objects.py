@@ -36,6 +36,9 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
+PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
+"""Formats of programs: only their weights are converted."""
+
 KEY_TYPES = (str, int, float, bool, type(None))
 
 

@@ -23,8 +23,8 @@ from transload.formats.pickle_writer import dumps
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
-from transload.writing.arrays import find_arrays, with_arrays
-from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
+from transload.writing.arrays import with_arrays
+from transload.writing.objects import PROGRAMS, Leftovers, Omission, node_at, with_full_names
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import (
     Structure,
@@ -149,8 +149,7 @@ def member_name(name: str) -> str:
 
 # -- the plan
 
-_PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})  # only weights are converted
-_WITHOUT_OBJECT = frozenset({*_PROGRAMS, "sharded", "dcp"})  # no object of their own that a torch zip could keep
+_WITHOUT_OBJECT = frozenset({*PROGRAMS, "sharded", "dcp"})  # no object of their own that a torch zip could keep
 _WEIGHTS = ("_parameters", "_buffers")
 
 
@@ -184,7 +183,9 @@ class Plan:
         self.storages: list[Entry] = []
         self.numbers: list[str] = []
         self._modules = _module_paths(self.checkpoint.tensors)
-        self.content, self.arrays = self._with_arrays(content)
+        into_objects = format_ != "torch"  # an array inside an object cannot go into a torch zip
+        tensors = self.checkpoint.tensors
+        self.content, self.arrays = with_arrays(content, tensors, self._modules, into_objects=into_objects)
         self.checkpoint = replace(self.checkpoint, tensors=(*self.checkpoint.tensors, *self.arrays))
         selected = self._select()
         if not selected:
@@ -213,19 +214,6 @@ class Plan:
         entries = self.storages if self.format == "torch" else self.entries
         nbytes = sum(entry.nbytes for entry in entries)
         return 2 * nbytes if verify else nbytes
-
-    def _with_arrays(self, content: Content) -> tuple[Content, tuple[Tensor, ...]]:
-        """The source with numpy arrays in its pickles as tensors. Arrays inside objects cannot go into a torch zip."""
-        checkpoint = content.checkpoint
-        main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
-        named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
-        # Where several shards fill one dictionary, a path does not identify the shard.
-        if not named or checkpoint.format in _PROGRAMS or len({pickle.path for pickle in main}) != len(main):
-            return content, ()
-        roots = [(pickle.path, pickle.root) for pickle in main]
-        into_objects = self.format != "torch"
-        found = find_arrays(roots, self.checkpoint.tensors, self._modules, into_objects=into_objects)
-        return with_arrays(content, found)
 
     def _select(self) -> list[Entry]:
         """The requested tensors, named as in a ``state_dict()``."""
@@ -387,7 +375,7 @@ class Plan:
                     self.dropped.append((pickle.path, pickle.root))
             return
         root, path = self._root(selected)
-        if root is not None and checkpoint.format not in _PROGRAMS:
+        if root is not None and checkpoint.format not in PROGRAMS:
             self.dropped.append((path, root))
 
     def _root(self, selected: list[Entry]) -> tuple[Any, tuple[Key, ...]]:
@@ -491,16 +479,20 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"
         if others := sorted({os.path.basename(path) for path, _ in sibling_files(index, SHARD)} - ours):
             yield f"other shards of that name still exist: {join_names(others, _SHOWN)}"
-        if parts := _parts_beside_optimizer(plan):
+        tensors = () if plan.options.key else plan.checkpoint.tensors
+        parts = list(dict.fromkeys(tensor.name.partition("/")[0] for tensor in tensors if "/" in tensor.name))
+        if len(parts) > 1 and any("optim" in part.lower() for part in parts):
             yield f"it also holds an optimizer; --key converts one part alone: {join_names(parts, _SHOWN)}"
-    if plan.checkpoint.format in _PROGRAMS:
+    if plan.checkpoint.format in PROGRAMS:
         yield "the program itself is not converted, only its weights"
     if plan.checkpoint.format in ("deepspeed", "megatron"):
         yield "the tensors of each rank are stored as they are: parts of one tensor are not put together"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
-    if arrays := _kept_arrays(plan):
-        yield f"numpy arrays in the source, now tensors: {join_names(arrays, _SHOWN)}"
+    paths = {tensor.path for tensor in plan.arrays}
+    arrays = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in paths)
+    if names := [*arrays, *(name for name, kept in plan.aliases if kept in arrays)]:
+        yield f"numpy arrays in the source, now tensors: {join_names(names, _SHOWN)}"
     if plan.numbers:
         yield f"numpy numbers in the source, now Python's own: {join_names(plan.numbers, _SHOWN)}"
     yield from _first(plan.in_parts, "{} is stored as the tensors it consists of")
@@ -526,21 +518,6 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
     yield from (sentence.format(name) for name in names[:_SHOWN])
     if len(names) > _SHOWN:
         yield f"{sentence.format('…')}, and so are {len(names) - _SHOWN:,} more"
-
-
-def _parts_beside_optimizer(plan: Plan) -> list[str]:
-    """The parts of a training checkpoint that is converted as a whole, with its optimizer; else nothing."""
-    tensors = () if plan.options.key else plan.checkpoint.tensors
-    parts = list(dict.fromkeys(tensor.name.partition("/")[0] for tensor in tensors if "/" in tensor.name))
-    is_training = len(parts) > 1 and any("optim" in part.lower() for part in parts)
-    return parts if is_training else []
-
-
-def _kept_arrays(plan: Plan) -> list[str]:
-    """The names of tensors in the target that are numpy arrays in the source."""
-    paths = {tensor.path for tensor in plan.arrays}
-    names = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in paths)
-    return [*names, *(name for name, kept in plan.aliases if kept in names)]
 
 
 def _separated_views(plan: Plan) -> list[str]:
