@@ -190,9 +190,8 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
     except ImportError:  # pragma: no cover (Windows, macOS)
         return
     try:
-        fcntl(
-            descriptor, F_SETSIG, SIGURG
-        )  # if a process opens it meanwhile, we get this signal, which is ignored by default
+        # If a process opens it meanwhile, we get this signal, which is ignored by default.
+        fcntl(descriptor, F_SETSIG, SIGURG)
         fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while no process has it open for writing
         fcntl(descriptor, F_SETLEASE, F_UNLCK)
     except OSError as error:

@@ -57,13 +57,14 @@ def write_content(
     with gc_paused():
         plan = Plan(content, format_, options)
     checkpoint = content.checkpoint
-    report_progress = progress_counter(progress, plan.total(verify=verify), "converting")
+    total = sum(entry.nbytes for entry in (plan.storages if format_ == "torch" else plan.entries))
+    report_progress = progress_counter(progress, 2 * total if verify else total, "converting")
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = Job(plan.content, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
         WRITERS[format_](job, plan)
         if verify:
-            check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
+            check_source([*plan.entries, *plan.carried], job)
         leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.content.checkpoint.tensors))
         table: dict[str, Any] = {}
         if leftovers.data not in (None, {}, []):

@@ -209,12 +209,6 @@ class Plan:
         """Tensors that a torch zip takes over as the calls that rebuild them."""
         return [entry for entry in self.placed if entry.call is not None]
 
-    def total(self, *, verify: bool) -> int:
-        """How many bytes progress counts: those written, and those read back if ``verify`` is set."""
-        entries = self.storages if self.format == "torch" else self.entries
-        nbytes = sum(entry.nbytes for entry in entries)
-        return 2 * nbytes if verify else nbytes
-
     def _select(self) -> list[Entry]:
         """The requested tensors, named as in a ``state_dict()``."""
         checkpoint, strip = self.checkpoint, self.options.strip

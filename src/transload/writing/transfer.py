@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import EINVAL
@@ -268,7 +268,7 @@ def _set_direct(descriptor: int, *, on: bool) -> bool:
     return False
 
 
-def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) -> None:
+def check_source(entries: Sequence[Entry], job: Job) -> None:
     """Compare the checksums that the source was saved with; ``ConvertError`` if one is wrong.
 
     Storages whose checksum was computed while they were written are not read again.
@@ -277,8 +277,8 @@ def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) 
 
     content = job.content
     unchecked: set[str] = set()
-    for tensor in [*(entry.tensor for entry in entries), *carried]:
-        unchecked.update(each.storage for each in (tensor, *tensor.parts) if each.storage)
+    for entry in entries:
+        unchecked.update(each.storage for each in (entry.tensor, *entry.tensor.parts) if each.storage)
     damaged: list[str] = []
     for entry in entries:
         run, known, storage = entry.run, entry.crc32, content.storage(entry.tensor)
