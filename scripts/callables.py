@@ -1,4 +1,4 @@
-"""Write the table of callables that run code, open files or reach further names: ``src/transload/judge/callables.py``.
+"""Write the table of callables that run code, open files or reach further names: ``src/transload/judge/callables.md``.
 
     python scripts/callables.py            add what this Python, torch and numpy have to the table, and print counts
     python scripts/callables.py --check    print the counts, and fail if a callable with a reason gets an allow line
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "src" / "transload" / "judge" / "callables.py"
+TABLE = ROOT / "src" / "transload" / "judge" / "callables.md"
 KINDS = {
     "code": "runs code, or imports what it is given",
     "files": "opens, reads or writes files",
@@ -304,39 +304,20 @@ def _called(module: str, found: types.ModuleType) -> Iterator[tuple[str, str, An
 # -- the table
 
 
-def written() -> dict[str, dict[str, set[str]]]:
-    """The table as it stands."""
-    namespace: dict[str, Any] = {}
-    if TABLE.exists():
-        exec(TABLE.read_text(encoding="utf-8"), namespace)  # noqa: S102 - our own file
-    words = namespace.get("WORDS", {})
-    return {
-        kind: {package: set(words.get(package, {}).get(said, "").split()) for package in PACKAGES}
-        for kind, said in KINDS.items()
-    }
-
-
 def write(table: dict[str, dict[str, set[str]]], releases: str) -> None:
-    """Put the table into its module: each word with the first of its reasons."""
+    """Write the page: each word with the first of its reasons."""
     lines = [
-        '"""Names that run code, open files or reach further names, by package, reason and their last component.',
+        "# Names that run code, open files or reach further names, by package, reason and their last component",
         "",
         f"Written by scripts/callables.py, last with {releases}.",
-        '"""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "WORDS = {",
     ]
     for package in PACKAGES:
-        lines.append(f'    "{package}": {{')
+        lines += ["", f"## {package}", ""]
         known: set[str] = set()
         for kind, said in KINDS.items():
-            words = textwrap.wrap(" ".join(sorted(table[kind][package] - known)), 106, break_on_hyphens=False)
-            lines += [f'        "{said}": """', *(f"            {line}" for line in words), '        """,']
+            words = f"- {said}: {' '.join(sorted(table[kind][package] - known))}"
+            lines += textwrap.wrap(words, 120, subsequent_indent="  ", break_on_hyphens=False)
             known |= table[kind][package]
-        lines.append("    },")
-    lines.append("}")
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -355,7 +336,11 @@ def main() -> int:
     from transload.judge import names
 
     if not check:
-        table = written()
+        written = names.tables("callables")
+        table = {
+            kind: {each: {word for word, why in written[each].items() if why == said} for each in PACKAGES}
+            for kind, said in KINDS.items()
+        }
         for each in found:
             last = each.name.rpartition(".")[2]
             if each.kind != "module" and not last.startswith("__") and not names.is_listed(each.module, each.name):
@@ -363,7 +348,7 @@ def main() -> int:
                     table[kind][package_of(each.module)].add(last)
         numpy, torch = (sys.modules[name].__version__ for name in ("numpy", "torch"))
         write(table, f"Python {sys.version.partition(' ')[0]}, torch {torch} and numpy {numpy}")
-        names.known_words.cache_clear()
+        names.tables.cache_clear()
     counts = Counter((package_of(each.module), each.kind) for each in found)
     judged: Counter[tuple[str, str, str]] = Counter()
     wrong = []
