@@ -20,6 +20,7 @@ from transload.formats.verify import checksums, verify_records
 from transload.formats.zip import read_index
 from transload.io.sources import BytesSource
 from transload.judge import inspect
+from transload.verifying import verify
 
 
 def flipped(data: bytes, at: int, bit: int = 0) -> bytes:
@@ -91,6 +92,15 @@ def test_a_deflated_record_that_is_shorter_than_the_directory_says() -> None:
     data = archive(remade([Entry(b"a/x", bytes(5000), method=8, flags=0x800)], "x", size=5001))
     (problem,) = verify_records(BytesSource(data), read_index(BytesSource(data)).records.values(), ())
     assert (problem.code, problem.detail) == ("record-unreadable", "it inflates to 5000 of 5001 bytes")
+
+
+@each("name", ["data.pkl", "version"])
+def test_a_record_that_the_reader_found_too_short_is_named_once(name: str) -> None:
+    records = entries()
+    size = len(records[forge.find(records, name)].data)
+    data = archive(remade(records, name, method=8, flags=0x800, size=size + 1))
+    for told in (inspect(data, verify=True), verify(data)):
+        assert str(told.findings).count(f"{size} of {size + 1} bytes") == 1
 
 
 def test_records_over_one_another_are_not_read_again_and_again() -> None:

@@ -200,12 +200,12 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     checkpoint = reader(archive, problems, path=source.name, nbytes=source.size)
     if not verify or index.unsummed:
         return checkpoint
-    from transload.formats.verify import verify_records
+    from transload.formats.verify import new_problems, verify_records
 
     bad = verify_records(source, index.records.values(), checkpoint.storages)
-    known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
-    found = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))
-    return replace(checkpoint, problems=found, checksummed=not bad and not known)
+    found = (*checkpoint.problems, *new_problems(bad, checkpoint.problems))
+    checksummed = not bad and all(problem.code != "crc-mismatch" for problem in found)
+    return replace(checkpoint, problems=found, checksummed=checksummed)
 
 
 def _zip_reader(archive: Archive, *, tree: bool) -> Callable[..., Checkpoint] | None:

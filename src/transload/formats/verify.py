@@ -36,6 +36,15 @@ def verify_records(source: Source, records: Iterable[Record], storages: Iterable
     return [mismatch(each, value, users.get(each.name, ())) for each, value in found if value != each.crc32]
 
 
+def new_problems(bad: Iterable[Problem], noted: Sequence[Problem]) -> Iterator[Problem]:
+    """The problems of records that the reader of the file has not noted: it reads some of them, too."""
+    changed = {problem.where for problem in noted if problem.code == "crc-mismatch"}
+    unread = {problem.where for problem in noted if problem.code in ("pickle-unreadable", "record-unreadable")}
+    for problem in bad:
+        if problem.where not in changed and not (problem.code == "record-unreadable" and problem.where in unread):
+            yield problem
+
+
 class Lost(NamedTuple):
     """Why a record has no checksum, and the code of that problem."""
 

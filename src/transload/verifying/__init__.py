@@ -19,6 +19,7 @@ from transload._version import __version__
 from transload.checkpoint import FORMATS
 from transload.errors import ManifestError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
+from transload.formats.verify import new_problems
 from transload.frozen import Reported, facts
 from transload.io.atomic import AtomicFile
 from transload.io.pool import Progress
@@ -184,13 +185,13 @@ class _Scan:
         compared = sum(record.crc32 is not None for record in every)
         unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
         checkpoint = content.checkpoint
-        known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
-        new = tuple(
-            replace(problem, where=f"{file} › {problem.where}" if file else problem.where)
+        bad = (
+            replace(problem, where=f"{file} › {problem.where}") if file else problem
             for (file, _, _), problem in self.bad.items()
-            if problem.where not in known
         )
-        checksummed = bool(compared) and not unsummed and not self.bad and not known
+        new = tuple(new_problems(bad, checkpoint.problems))
+        noted = any(problem.code == "crc-mismatch" for problem in checkpoint.problems)
+        checksummed = bool(compared) and not unsummed and not self.bad and not noted
         judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
         judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
         broken = {name: ("broken", why) for name, why in misplaced(content).items()}
