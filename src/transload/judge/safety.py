@@ -354,7 +354,8 @@ class _Judge:
                 inside += self.nested(call, pickle, depth)
         for target, _ in pickle.built:
             self.changed(target, pickle)
-        if _holds_module(pickle):
+        ids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
+        if any(pid[0] in ("module", b"module") or type(pid[0]) is Global for pid in ids):
             self.unloadable = self.unloadable or "keeps modules with their source, as the older format does"
         for extension in pickle.extensions:
             text = f"it asks for extension {extension.code}: a name that is not in the file"
@@ -550,12 +551,6 @@ def _streams(data: bytes, name: str) -> list[Pickle]:
         streams = pickle_machine.run_all(payload, f"{name} › {record.name}")
         found += [pickle for pickle in streams if pickle.globals or pickle.extensions]
     return found
-
-
-def _holds_module(pickle: Pickle) -> bool:
-    """Whether one of the persistent ids is that of a module."""
-    ids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
-    return any(pid[0] in ("module", b"module") or type(pid[0]) is Global for pid in ids)
 
 
 def _class_of(node: Persistent) -> object:

@@ -2,7 +2,7 @@
 
 Entries of a state dict are found by their opcodes (a name, then a persistent id inside the call that rebuilds a
 tensor), and divide the pickle into parts. A machine runs part after part. If one breaks, or does not end as an entry
-should, it is undone and left out, and the machine continues with the next. The protocol that torch uses writes memo
+should, it is left out, and the machine continues with the next. The protocol that torch uses writes memo
 indexes explicitly, so what is behind the damage can still refer to what was defined before it.
 """
 
@@ -33,7 +33,7 @@ _MAX_DEPTH = 100
 _MAX_GAPS = 1000
 """Damaged entries; after each, the names before it are searched."""
 
-_KEPT = 64  # values on top of the stack that are put back when an entry is undone
+_KEPT = 64  # values on top of the stack that are put back when a part is undone
 _MAX_RETRIES = 16
 
 _PUTS = re.compile(rb"[qr]")
@@ -100,22 +100,20 @@ def read_damaged_index(data: bytes) -> Found:
             name = memo[int.from_bytes(data[start + 1 : start + 1 + width], "little")]
         if len(vm.meta) > _MAX_DEPTH or gaps > _MAX_GAPS:
             break
-        frame = vm.stack
-        state, behind = _State(vm), min(_entry_end(data, start), end)
-        if state.runs(vm, data[start:behind]) and state.has_grown_by(name):
+        behind = min(_entry_end(data, start), end)
+        entry = _run_alone(vm, data[start:behind])
+        if len(entry) == 2 and entry[0] == name and type(entry[1]) is Call:
             start = behind  # noqa: PLW2901 - the entry is read
             key = _last_key(vm)
-            if frame is gap and not state.is_continued(vm, name, last_key, key):
-                doubtful = frame
+            if vm.stack is gap and not _is_continued(vm, name, last_key, key):
+                doubtful = vm.stack
             gap, last_key = [], key
-            if frame is doubtful:
-                broken += [name] if type(name) is str else []
-                state.restore(vm)
-            state = _State(vm)
-        else:
-            broken += [name] if type(name) is str else []
-            state.restore(vm)
-        if start == behind and state.runs(vm, data[start:end]) and _is_ready(vm, last=end == stop):
+        if start == behind and vm.stack is not doubtful:
+            vm.stack += entry
+        elif type(name) is str:
+            broken.append(name)
+        state = _State(vm)
+        if start == behind and _runs(vm, data[start:end]) and _is_ready(vm, last=end == stop):
             continue
         state.restore(vm)
         gap, gaps = vm.stack, gaps + 1
@@ -191,31 +189,36 @@ def _read_ids(vm: Machine, part: bytes) -> None:
     for match in islice(_MARK.finditer(part), _MAX_RETRIES):
         if re.match(_STORAGE_ID, _codes(part, match.start())):
             end = next(at for at, code in opcodes(part, match.start()) if code == ord("Q")) + 1
-            other = Machine(part, 0, "")
-            other.memo = vm.memo
-            if run_part(other, part[match.start() : end]):
-                vm.out.persistent += other.out.persistent
+            _run_alone(vm, part[match.start() : end])
 
 
 # -- running parts
 
 
+def _runs(vm: Machine, part: bytes) -> bool:
+    """Run a part; whether it succeeds, calls only globals, and refers only to storages."""
+    calls, ids = len(vm.out.calls), len(vm.out.persistent)
+    return (
+        run_part(vm, part)
+        and all(type(call.callee) in (Global, Unread) for call in vm.out.calls[calls:])
+        and all(type(node.id) is tuple and len(node.id) in (5, 6) for node in vm.out.persistent[ids:])
+    )
+
+
+def _run_alone(vm: Machine, part: bytes) -> list[Any]:
+    """Run a part with an empty stack; what is on it then, or nothing if the part is damaged."""
+    other = Machine(part, 0, "")
+    other.memo, other.out = vm.memo, vm.out
+    return other.stack if _runs(other, part) and not other.meta else []
+
+
 class _State:
-    """The stack of a machine at the start of an entry, so that it can be restored."""
+    """The stack of a machine, so that it can be restored."""
 
     def __init__(self, vm: Machine) -> None:
         self._frames = [(frame, len(frame), frame[-_KEPT:]) for frame in (*vm.meta, vm.stack)]
         holders = [frame[-1] for frame, length, _ in self._frames if length]
         self._holders = [(each, len(each.items or ())) for each in holders if type(each) in (Dict, Call)]
-
-    def runs(self, vm: Machine, part: bytes) -> bool:
-        """Run a part; whether it succeeds, calls only globals, and refers only to storages."""
-        calls, ids = len(vm.out.calls), len(vm.out.persistent)
-        return (
-            run_part(vm, part)
-            and all(type(call.callee) in (Global, Unread) for call in vm.out.calls[calls:])
-            and all(type(node.id) is tuple and len(node.id) in (5, 6) for node in vm.out.persistent[ids:])
-        )
 
     def restore(self, vm: Machine) -> None:
         """Restore the stack; a failed part changes no more than its ``_KEPT`` topmost values."""
@@ -227,31 +230,21 @@ class _State:
         vm.meta[:] = [frame for frame, _, _ in self._frames[:-1]]
         vm.stack = self._frames[-1][0]
 
-    def is_continued(self, vm: Machine, name: object, last_key: str, key: str) -> bool:
-        """Whether an entry after a gap belongs to the dictionary that was open before it.
 
-        In the gap that may have ended, and another with the same names begun: an optimizer has the same names for every
-        parameter. Then either a name is repeated, or the gap hides as many entries as each of them has. torch numbers
-        storages in the order of their entries.
-        """
-        frame, length, _ = self._frames[-1]
-        below: Any = vm.meta[-1][-1] if vm.meta and vm.meta[-1] else None
-        items = below.items if type(below) in (Dict, Call) else None
-        names = [*frame[:length:2], *(items or ())[::2]]
-        if name in names:
-            return False
-        numbered = last_key.isdecimal() and key.isdecimal() and max(len(key), len(last_key)) < 20
-        return len(vm.meta) <= 1 or (numbered and 0 <= int(key) - int(last_key) - 1 <= len(names))
+def _is_continued(vm: Machine, name: object, last_key: str, key: str) -> bool:
+    """Whether an entry after a gap belongs to the dictionary that was open before it.
 
-    def has_grown_by(self, name: object) -> bool:
-        """Whether an entry of this name, with a call, was added where it belongs."""
-        frame, length, top = self._frames[-1]
-        added = frame[length : length + 2]
-        if not added and top:  # SETITEM fills a dictionary of one entry immediately
-            target = top[-1]
-            items = target.items if type(target) in (Dict, Call) else None
-            added = (items or [])[-2:]
-        return len(added) == 2 and added[0] == name and type(added[1]) is Call
+    In the gap that may have ended, and another with the same names begun: an optimizer has the same names for every
+    parameter. Then either a name is repeated, or the gap hides as many entries as each of them has. torch numbers
+    storages in the order of their entries.
+    """
+    below: Any = vm.meta[-1][-1] if vm.meta and vm.meta[-1] else None
+    items = below.items if type(below) in (Dict, Call) else None
+    names = [*vm.stack[::2], *(items or ())[::2]]
+    if name in names:
+        return False
+    numbered = last_key.isdecimal() and key.isdecimal() and max(len(key), len(last_key)) < 20
+    return len(vm.meta) <= 1 or (numbered and 0 <= int(key) - int(last_key) - 1 <= len(names))
 
 
 def _is_ready(vm: Machine, *, last: bool = False) -> bool:
@@ -271,7 +264,7 @@ def _retry(vm: Machine, data: bytes, texts: list[int], start: int, end: int, sta
         at = text
         while at > start and data[at - 1] == ord("u"):
             at -= 1
-        if state.runs(vm, data[at:end]) and _is_ready(vm, last=last):
+        if _runs(vm, data[at:end]) and _is_ready(vm, last=last):
             return
         state.restore(vm)
 
@@ -305,7 +298,7 @@ def _repair_names(vm: Machine) -> None:
     for node in every.values():
         if node.full_name in READERS or node.name in STORAGES:
             continue
-        near = [(module, name) for module, name in _KNOWN if _is_near(node.full_name, f"{module}.{name}")]
+        near = [each for each in _KNOWN if _is_near(node.full_name, ".".join(each))]
         if len(near) == 1:
             node.module, node.name = near[0]
             node.full_name = ".".join(near[0])
