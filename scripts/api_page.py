@@ -58,7 +58,7 @@ def main() -> int:
 
 def page() -> str:
     """The whole page."""
-    every = {name: getattr(transload, name) for name in sorted(transload.__all__)}
+    every = {name: getattr(transload, name) for name in sorted(vars(transload)["__all__"])}
     functions = {name: each for name, each in every.items() if isinstance(each, FunctionType)}
     classes = {name: each for name, each in every.items() if isinstance(each, type)}
     classes |= {each.__name__: each for each in map(returned, functions.values()) if each is not None}

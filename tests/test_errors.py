@@ -55,4 +55,4 @@ def test_every_error_a_user_can_meet_is_exported() -> None:
     classes = {
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
-    assert {name for name in classes if not name.startswith("_")} - internal <= set(transload.__all__)
+    assert {name for name in classes if not name.startswith("_")} - internal <= set(vars(transload)["__all__"])

@@ -10,131 +10,73 @@ Importing this package costs next to nothing: each name is resolved when it is f
 
 # Not typing.TYPE_CHECKING: importing typing would double the time `transload --version` takes.
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from transload._version import __version__
-    from transload.checking import Check, check
-    from transload.checking.needs import Compatibility, is_cuda_compatible
-    from transload.checkpoint import Checkpoint, Storage, Tensor
-    from transload.converting import Conversion, convert
-    from transload.diagnose import doctor
-    from transload.diagnose.report import Diagnosis
-    from transload.errors import (
-        BrokenFileError,
-        BusyFileError,
-        CannotPickleError,
-        CannotReadError,
-        CannotWriteError,
-        ConvertError,
-        DirectoryError,
-        DoesNotFitError,
-        FileWarning,
-        ForbiddenFileError,
-        ForbiddenWriteError,
-        FullDiskError,
-        LandingWarning,
-        LoadError,
-        ManifestError,
-        MissingClassError,
-        MissingFileError,
-        MissingModuleError,
-        NoDeviceError,
-        NoDirectoryError,
-        NotACheckpointDirectoryError,
-        NotACheckpointError,
-        NotAFileError,
-        NoTorchError,
-        OverflowRefusedError,
-        RescueError,
-        RetagError,
-        SaveError,
-        SaveWarning,
-        TransloadError,
-        UnsafeError,
-        UsageError,
-    )
-    from transload.explaining import explain
-    from transload.explaining.result import Explanation
-    from transload.findings import Finding
-    from transload.judge import inspect
-    from transload.loading import load
-    from transload.loading.handles import open  # noqa: A004 - transload.open, beside transload.load
-    from transload.loading.into import MismatchError, load_into
-    from transload.loading.placement import Plan
-    from transload.machine import Machine
-    from transload.patching import load_ipython_extension, patch, unload_ipython_extension, unpatch
-    from transload.rescuing import Rescue, rescue
-    from transload.retagging import Retag, retag
-    from transload.saving import save, save_async
-    from transload.verifying import Verification, verify
-
-__all__ = [
-    "BrokenFileError",
-    "BusyFileError",
-    "CannotPickleError",
-    "CannotReadError",
-    "CannotWriteError",
-    "Check",
-    "Checkpoint",
-    "Compatibility",
-    "Conversion",
-    "ConvertError",
-    "Diagnosis",
-    "DirectoryError",
-    "DoesNotFitError",
-    "Explanation",
-    "FileWarning",
-    "Finding",
-    "ForbiddenFileError",
-    "ForbiddenWriteError",
-    "FullDiskError",
-    "LandingWarning",
-    "LoadError",
-    "Machine",
-    "ManifestError",
-    "MismatchError",
-    "MissingClassError",
-    "MissingFileError",
-    "MissingModuleError",
-    "NoDeviceError",
-    "NoDirectoryError",
-    "NoTorchError",
-    "NotACheckpointDirectoryError",
-    "NotACheckpointError",
-    "NotAFileError",
-    "OverflowRefusedError",
-    "Plan",
-    "Rescue",
-    "RescueError",
-    "Retag",
-    "RetagError",
-    "SaveError",
-    "SaveWarning",
-    "Storage",
-    "Tensor",
-    "TransloadError",
-    "UnsafeError",
-    "UsageError",
-    "Verification",
-    "__version__",
-    "check",
-    "convert",
-    "doctor",
-    "explain",
-    "inspect",
-    "is_cuda_compatible",
-    "load",
-    "load_into",
-    "load_ipython_extension",
-    "open",
-    "patch",
-    "rescue",
-    "retag",
-    "save",
-    "save_async",
-    "unload_ipython_extension",
-    "unpatch",
-    "verify",
-]
+if TYPE_CHECKING:  # `as` with the same name makes a name public for type checkers
+    from transload._version import __version__ as __version__
+    from transload.checking import Check as Check
+    from transload.checking import check as check
+    from transload.checking.needs import Compatibility as Compatibility
+    from transload.checking.needs import is_cuda_compatible as is_cuda_compatible
+    from transload.checkpoint import Checkpoint as Checkpoint
+    from transload.checkpoint import Storage as Storage
+    from transload.checkpoint import Tensor as Tensor
+    from transload.converting import Conversion as Conversion
+    from transload.converting import convert as convert
+    from transload.diagnose import doctor as doctor
+    from transload.diagnose.report import Diagnosis as Diagnosis
+    from transload.errors import BrokenFileError as BrokenFileError
+    from transload.errors import BusyFileError as BusyFileError
+    from transload.errors import CannotPickleError as CannotPickleError
+    from transload.errors import CannotReadError as CannotReadError
+    from transload.errors import CannotWriteError as CannotWriteError
+    from transload.errors import ConvertError as ConvertError
+    from transload.errors import DirectoryError as DirectoryError
+    from transload.errors import DoesNotFitError as DoesNotFitError
+    from transload.errors import FileWarning as FileWarning
+    from transload.errors import ForbiddenFileError as ForbiddenFileError
+    from transload.errors import ForbiddenWriteError as ForbiddenWriteError
+    from transload.errors import FullDiskError as FullDiskError
+    from transload.errors import LandingWarning as LandingWarning
+    from transload.errors import LoadError as LoadError
+    from transload.errors import ManifestError as ManifestError
+    from transload.errors import MissingClassError as MissingClassError
+    from transload.errors import MissingFileError as MissingFileError
+    from transload.errors import MissingModuleError as MissingModuleError
+    from transload.errors import NoDeviceError as NoDeviceError
+    from transload.errors import NoDirectoryError as NoDirectoryError
+    from transload.errors import NotACheckpointDirectoryError as NotACheckpointDirectoryError
+    from transload.errors import NotACheckpointError as NotACheckpointError
+    from transload.errors import NotAFileError as NotAFileError
+    from transload.errors import NoTorchError as NoTorchError
+    from transload.errors import OverflowRefusedError as OverflowRefusedError
+    from transload.errors import RescueError as RescueError
+    from transload.errors import RetagError as RetagError
+    from transload.errors import SaveError as SaveError
+    from transload.errors import SaveWarning as SaveWarning
+    from transload.errors import TransloadError as TransloadError
+    from transload.errors import UnsafeError as UnsafeError
+    from transload.errors import UsageError as UsageError
+    from transload.explaining import explain as explain
+    from transload.explaining.result import Explanation as Explanation
+    from transload.findings import Finding as Finding
+    from transload.judge import inspect as inspect
+    from transload.loading import load as load
+    from transload.loading.handles import open as open  # noqa: A004 - transload.open, beside transload.load
+    from transload.loading.into import MismatchError as MismatchError
+    from transload.loading.into import load_into as load_into
+    from transload.loading.placement import Plan as Plan
+    from transload.machine import Machine as Machine
+    from transload.patching import load_ipython_extension as load_ipython_extension
+    from transload.patching import patch as patch
+    from transload.patching import unload_ipython_extension as unload_ipython_extension
+    from transload.patching import unpatch as unpatch
+    from transload.rescuing import Rescue as Rescue
+    from transload.rescuing import rescue as rescue
+    from transload.retagging import Retag as Retag
+    from transload.retagging import retag as retag
+    from transload.saving import save as save
+    from transload.saving import save_async as save_async
+    from transload.verifying import Verification as Verification
+    from transload.verifying import verify as verify
 
 _NAMES = {
     "transload._version": "__version__",
@@ -171,6 +113,7 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # a type checker must see the imports above, and call anything else a mistake
+    __all__ = list(_HOMES)
 
     def __getattr__(name: str) -> object:
         home = _HOMES.get(name)
@@ -183,4 +126,4 @@ if not TYPE_CHECKING:  # a type checker must see the imports above, and call any
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

@@ -124,8 +124,8 @@ def test_a_full_disk_is_reported(program: Transload) -> None:
 
 
 def test_public_names_resolve_and_are_listed() -> None:
-    assert set(transload.__all__) <= set(dir(transload))
-    for name in transload.__all__:
+    assert set(vars(transload)["__all__"]) <= set(dir(transload))
+    for name in vars(transload)["__all__"]:
         assert getattr(transload, name) is getattr(transload, name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         transload.nonsense  # type: ignore[attr-defined]  # noqa: B018
