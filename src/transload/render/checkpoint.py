@@ -314,23 +314,24 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
     """The tensors as a tree of about a screenful, with equal branches folded."""
     if not checkpoint.tensors:
         return
-    tree = tensor_tree(checkpoint.tensors)
+    tree = tensor_tree(checkpoint.tensors, _TREE_LINES)
     yield from heading("tensors", count(tree.tensors))
     mixed = len(checkpoint.devices) > 1
     rows: list[tuple[Words, ...]] = []  # name, dtype, shape, device, bytes
     complete = True
-    for row in tree_rows(tree, _TREE_LINES):
-        complete &= not (row.more or row.closed)
-        twig = row.twig
-        if twig is None:
-            rows.append((((f"{row.guide}… {row.more:,} more", "dim"),),))
+    for guide, twig in tree_rows(tree):
+        if isinstance(twig, int):
+            complete = False
+            rows.append((((f"{guide}… {twig:,} more", "dim"),),))
             continue
         copies = f"  ×{twig.copies:,}" if twig.copies > 1 else ""
-        name = ((row.guide, "dim"), (printable(twig.name, _TREE_NAME) or '""', ""), (copies, "dim"))
+        name = ((guide, "dim"), (printable(twig.name, _TREE_NAME) or '""', ""), (copies, "dim"))
         tensor = twig.tensor
         if tensor is None:
             # For a branch: the number of tensors if it is closed, the size of each if it stands for several.
-            inside = [plural(twig.tensors // twig.copies, "tensor")] if row.closed else []
+            closed = not twig.children
+            complete &= not closed
+            inside = [plural(twig.tensors // twig.copies, "tensor")] if closed else []
             inside += [f"{size(twig.nbytes // twig.copies)} each"] if copies else []
             rows.append((name, "", ((", ".join(inside), "dim"),), "", size(twig.nbytes)))
         else:

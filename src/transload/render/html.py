@@ -7,7 +7,7 @@ from pkgutil import get_data
 from typing import TYPE_CHECKING
 
 from transload.render.checkpoint import SEVERITY, TRUSTED, format_words, steps, summary, summary_lines
-from transload.render.tree import Twig, opened, tensor_tree
+from transload.render.tree import Twig, tensor_tree
 from transload.render.words import count, plural, printable, shape_text, size
 
 if TYPE_CHECKING:
@@ -86,16 +86,15 @@ def _sections(checkpoint: Contents) -> Iterator[str]:
             yield _line(_safe(part.name), _safe(part.kind), "", size(part.nbytes))
         yield _more(len(parts) - _PARTS) + "</details>"
     if checkpoint.tensors:
-        tree = tensor_tree(checkpoint.tensors)
+        tree = tensor_tree(checkpoint.tensors, MAX_TWIGS)
         yield _section("tensors", tree.tensors) + '<div class="tl-tree">'
-        yield from _twigs(tree, opened(tree, MAX_TWIGS), mixed=len(checkpoint.devices) > 1, is_open=True)
+        yield from _twigs(tree, mixed=len(checkpoint.devices) > 1, is_open=True)
         yield "</div></details>"
 
 
-def _twigs(twig: Twig, shown: dict[int, int], *, mixed: bool, is_open: bool) -> Iterator[str]:
+def _twigs(twig: Twig, *, mixed: bool, is_open: bool) -> Iterator[str]:
     """The children of a twig, nested; ``tree`` limits the depth."""
-    some = shown.get(id(twig), 0)
-    for child in twig.children[:some]:
+    for child in twig.children:
         name = _safe(child.name) or "&quot;&quot;"
         if child.copies > 1:
             name += " " + _dim(f"×{child.copies:,}", "span")
@@ -106,13 +105,13 @@ def _twigs(twig: Twig, shown: dict[int, int], *, mixed: bool, is_open: bool) -> 
         else:
             kind = f"{_safe(tensor.dtype, 40)} {_safe(tensor.device, 40)}" if mixed else _safe(tensor.dtype, 40)
             line = _line(name, kind, escape(shape_text(tensor.shape)), size(child.nbytes))
-        if not child.children:
+        if tensor is not None:
             yield line
             continue
         yield f"<details{' open' if is_open else ''}><summary>{line}</summary><div class='tl-below'>"
-        yield from _twigs(child, shown, mixed=mixed, is_open=is_open and len(child.children) == 1)
+        yield from _twigs(child, mixed=mixed, is_open=is_open and len(child.children) + child.hidden == 1)
         yield "</div></details>"
-    yield _more(len(twig.children) - some, "{:,} more are not shown")
+    yield _more(twig.hidden, "{:,} more are not shown")
 
 
 def _safe(text: str, limit: int | None = 160) -> str:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from re import compile as regex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,12 +21,12 @@ _ALIKE_TENSORS = 3  # this many single tensors,
 _ALIKE_UNNUMBERED = 8  # and this many branches or tensors of the same structure under any names
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Twig:
     """A branch or a tensor of the tree; or several equal ones, with the ``children`` of the first.
 
     ``label`` begins with the separator after its parent's label. ``copies`` is the number of equal ones; ``tensors``
-    and ``nbytes`` count all of them.
+    and ``nbytes`` count all of them. ``hidden`` is the number of further children, for which there is no room.
     """
 
     label: str
@@ -35,6 +35,7 @@ class Twig:
     tensors: int
     nbytes: int
     copies: int = 1
+    hidden: int = 0
 
     @property
     def name(self) -> str:
@@ -42,60 +43,27 @@ class Twig:
         return self.label[1:] if self.label[:1] in ("/", ".") else self.label
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A line of the drawn tree: a guide and a twig; or how many more siblings there is no room for."""
-
-    guide: str
-    twig: Twig | None
-    more: int = 0
-    closed: bool = False
-    """There is no room for the children of the twig."""
-
-
-class _Branch:
-    """A node of the tree under construction. ``separator`` and ``text`` are a component of a name.
-
-    ``form`` identifies the structure below: branches of equal form look the same.
-    """
-
-    __slots__ = ("children", "form", "separator", "tensors", "text")
-
-    def __init__(self, step: str) -> None:
-        self.separator = step[:1] if step.startswith(("/", ".")) else ""
-        self.text = step[len(self.separator) :]
-        self.tensors: list[Tensor] = []
-        self.children: dict[str, _Branch] = {}
-        self.form = 0
-
-    def measure(self, forms: dict[object, int]) -> None:
-        """Compute the form, from the bottom up."""
-        for child in self.children.values():
-            child.measure(forms)
-        looks = tuple((t.dtype, t.shape, t.device, t.kind, t.cls) for t in self.tensors)
-        form = (looks, tuple((step, child.form) for step, child in self.children.items()))
-        self.form = forms.setdefault(form, len(forms))
-
-
-def tensor_tree(tensors: Iterable[Tensor]) -> Twig:
-    """The tree of all tensors, by their names split at dots and slashes.
+def tensor_tree(tensors: Iterable[Tensor], limit: int) -> Twig:
+    """The tree of all tensors, by their names split at dots and slashes, with at most ``limit`` twigs.
 
     >>> from transload.contents import Tensor
     >>> def tensor(name): return Tensor((name,), name, "float32", (2,), (1,), "cpu", None)
-    >>> [(twig.label, twig.copies) for twig in tensor_tree(map(tensor, ["w.0.a", "w.1.a", "b"])).children]
+    >>> [(twig.label, twig.copies) for twig in tensor_tree(map(tensor, ["w.0.a", "w.1.a", "b"]), 9).children]
     [('w.0 … 1', 2), ('b', 1)]
     """
-    root = _Branch("")
-    for tensor in tensors:
-        branch = root
-        for step in _SEPARATOR.split(tensor.name, _DEEPEST):
-            below = branch.children.get(step)
-            if below is None:
-                below = branch.children[step] = _Branch(step)
-            branch = below
-        branch.tensors.append(tensor)
-    root.measure({})
-    return _branch("", _twigs(root))
+    named = [(_SEPARATOR.split(tensor.name, _DEEPEST), tensor) for tensor in tensors]
+    root = _branch("", _twigs(_grow(named, 0, {}).below))
+    queue = deque([root])
+    while queue:  # breadth first: upper levels take precedence
+        twig = queue.popleft()
+        count = len(twig.children)
+        if count > limit:
+            count = max(limit // 2, limit if twig is root else 0)
+        limit -= count
+        twig.hidden = len(twig.children) - count
+        twig.children = twig.children[:count]
+        queue.extend(twig.children)
+    return root
 
 
 def _branch(label: str, children: tuple[Twig, ...], copies: int = 1) -> Twig:
@@ -103,31 +71,57 @@ def _branch(label: str, children: tuple[Twig, ...], copies: int = 1) -> Twig:
     return Twig(label, None, children, copies * tensors, copies * nbytes, copies)
 
 
-def _twigs(branch: _Branch) -> tuple[Twig, ...]:
+class _Branch(NamedTuple):
+    """The tensors whose names begin with the same components: those with no further one, and branches by the next one.
+
+    Branches with the same number ``form`` look the same.
+    """
+
+    form: int
+    tensors: list[Tensor]
+    below: dict[str, _Branch]
+
+
+def _grow(named: list[tuple[list[str], Tensor]], depth: int, forms: dict[object, int]) -> _Branch:
+    own: list[Tensor] = []
+    inside: dict[str, list[tuple[list[str], Tensor]]] = {}
+    for each in named:
+        if len(each[0]) == depth:
+            own.append(each[1])
+        else:
+            inside.setdefault(each[0][depth], []).append(each)
+    below = {step: _grow(inner, depth + 1, forms) for step, inner in inside.items()}
+    looks = [(t.dtype, t.shape, t.device, t.kind, t.cls) for t in own]
+    form = (*looks, *below, *[branch.form for branch in below.values()])
+    return _Branch(forms.setdefault(form, len(forms)), own, below)
+
+
+def _twigs(below: dict[str, _Branch]) -> tuple[Twig, ...]:
     """The children of a branch, in order; similar ones are folded into the first of them."""
-    alike: dict[tuple[int, str, str | None], list[_Branch]] = {}
-    for child in branch.children.values():
-        pattern, numbers = _DIGITS.subn("#", child.text)
+    alike: dict[tuple[int, int, str], list[str]] = {}
+    for step, branch in below.items():
+        pattern, numbers = _DIGITS.subn("#", step)
         # Names without a number are grouped by form alone.
-        alike.setdefault((child.form, child.separator, pattern if numbers else None), []).append(child)
-    groups: dict[_Branch, list[_Branch]] = {}
-    for (_, _, numbered), group in alike.items():
-        least = _ALIKE_UNNUMBERED if numbered is None else _ALIKE if group[0].children else _ALIKE_TENSORS
+        alike.setdefault((branch.form, numbers, pattern if numbers else _separator(step)), []).append(step)
+    groups: dict[str, list[str]] = {}
+    for (_, numbers, _), group in alike.items():
+        least = _ALIKE_UNNUMBERED if not numbers else _ALIKE if below[group[0]].below else _ALIKE_TENSORS
         groups |= {group[0]: group} if len(group) >= least else {each: [each] for each in group}
-    return tuple(twig for child in branch.children.values() if child in groups for twig in _twig(groups[child]))
+    twigs: list[Twig] = []
+    for step in (each for each in below if each in groups):
+        separator, copies, children = _separator(step), len(groups[step]), _twigs(below[step].below)
+        label = separator + _label([each.removeprefix(separator) for each in groups[step]])
+        # Usually one twig, but more if several tensors have the same name.
+        twigs += [Twig(label, each, (), copies, each.nbytes * copies, copies) for each in below[step].tensors]
+        if len(children) == 1 and copies == 1:  # a chain of single branches reads better as one name
+            twigs.append(replace(children[0], label=label + children[0].label))
+        elif children:
+            twigs.append(_branch(label, children, copies))
+    return tuple(twigs)
 
 
-def _twig(group: list[_Branch]) -> Iterator[Twig]:
-    """The twig for some equal branches: usually one, but more if several tensors have the same name."""
-    first, copies = group[0], len(group)
-    label = first.separator + _label([branch.text for branch in group])
-    children = _twigs(first)
-    for tensor in first.tensors:
-        yield Twig(label, tensor, (), copies, tensor.nbytes * copies, copies)
-    if len(children) == 1 and copies == 1:  # a chain of single branches reads better as one name
-        yield replace(children[0], label=label + children[0].label)
-    elif children:
-        yield _branch(label, children, copies)
+def _separator(step: str) -> str:
+    return step[:1] if step.startswith(("/", ".")) else ""
 
 
 def _label(names: list[str]) -> str:
@@ -141,34 +135,12 @@ def _label(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} … {names[-1]}"
 
 
-def tree_rows(root: Twig, limit: int) -> Iterator[Row]:
-    """The tree in about ``limit`` lines. Upper levels take precedence; branches without room stay closed."""
-    return _rows(root, opened(root, limit), "", top=True)
-
-
-def _rows(twig: Twig, shown: dict[int, int], guide: str, *, top: bool = False) -> Iterator[Row]:
-    some = shown.get(id(twig), 0)
-    left = len(twig.children) - some if some else 0
-    for place, child in enumerate(twig.children[:some]):
-        is_last = place == some - 1 and not left
-        corner, bar = ("", "") if top else ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        yield Row(guide + corner, child, closed=bool(child.children) and id(child) not in shown)
-        yield from _rows(child, shown, guide + bar)
-    if left:
-        yield Row(guide if top else f"{guide}└─ ", None, more=left)
-
-
-def opened(root: Twig, limit: int) -> dict[int, int]:
-    """How many children of each twig to show, by ``id()``: breadth first, up to ``limit`` in total."""
-    shown: dict[int, int] = {}
-    queue = deque([root])
-    while queue and limit > 0:
-        twig = queue.popleft()
-        count = len(twig.children)
-        if count > limit:
-            count = max(limit // 2, limit if twig is root else 0)
-        if count:
-            shown[id(twig)] = count
-            limit -= count
-            queue.extend(twig.children[:count])
-    return shown
+def tree_rows(twig: Twig, guide: str = "", *, top: bool = True) -> Iterator[tuple[str, Twig | int]]:
+    """The lines of the drawn tree: a guide and a twig; or how many more siblings there is no room for."""
+    below: list[Twig | int] = [*twig.children]
+    below += [twig.hidden] if twig.hidden and twig.children else []
+    for left, each in zip(range(len(below) - 1, -1, -1), below, strict=True):
+        corner, bar = ("", "") if top else ("├─ ", "│  ") if left else ("└─ ", "   ")
+        yield guide + corner, each
+        if isinstance(each, Twig):
+            yield from tree_rows(each, guide + bar, top=False)
