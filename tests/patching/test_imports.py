@@ -18,7 +18,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "invented_module"
     sys.modules.pop("invented_module", None)
-    install.cancel()
+    install.undo()
 
 
 def test_something_is_done_right_after_the_import(name: str) -> None:
@@ -60,12 +60,12 @@ def test_a_module_that_is_not_there_stays_so() -> None:
         with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
             import_module("no_such_module_at_all")
     finally:
-        install.cancel()
+        install.undo()
 
 
 def test_what_is_forgotten_is_not_done(name: str) -> None:
     seen: list[ModuleType] = []
     install.when_imported(name, seen.append)
-    install.cancel()
+    install.undo()
     import_module(name)
     assert seen == []

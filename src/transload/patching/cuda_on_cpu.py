@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import cache
+from inspect import signature
 from itertools import chain
 
 from transload.patching import devices
@@ -374,20 +375,16 @@ def _set_default_type(real: Any, given: Any) -> None:
 # -- training on several devices: NCCL becomes gloo, and a model on the CPU needs no list of GPUs
 
 
-def _grouping(at: int) -> Callable[..., Any]:
-    """For a function whose argument ``backend``, at position ``at``, may be nccl."""
-
-    def group(real: Any, *args: Any, **kwargs: Any) -> Any:
-        if on_cpu():
-            kwargs.pop("device_id", None)
-            backend = args[at] if len(args) > at else kwargs.get("backend")
-            if "nccl" in str(backend).lower():
-                devices.noted["nccl → gloo"] = None
-                args = (*args[:at], "gloo", *args[at + 1 :]) if len(args) > at else args
-                kwargs |= {} if len(args) > at else {"backend": "gloo"}
+def _group(real: Any, *args: Any, **kwargs: Any) -> Any:
+    """For a function whose argument ``backend`` may be nccl."""
+    if not on_cpu():
         return real(*args, **kwargs)
-
-    return group
+    bound = signature(real).bind(*args, **kwargs)
+    bound.arguments.pop("device_id", None)
+    if "nccl" in str(bound.arguments.get("backend")).lower():
+        devices.noted["nccl → gloo"] = None
+        bound.arguments["backend"] = "gloo"
+    return real(*bound.args, **bound.kwargs)
 
 
 def _keep_batch_norm(real: Any, cls: Any, module: Any, process_group: Any = None) -> Any:
@@ -409,22 +406,16 @@ def _split(real: Any, *args: Any, **kwargs: Any) -> Any:
         devices.looking.pop()
 
 
-def _wrap(
-    real: Any, self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    """``DistributedDataParallel``: the devices are those of its parameters."""
-    if on_cpu():
-        device_ids = output_device = None
-    real(self, module, device_ids, output_device, *args, **kwargs)
-
-
-def _giving(name: str, value: Any, default: Any) -> Callable[..., None]:
-    """For a function whose argument must have this value on the CPU."""
+def _giving(**values: Any) -> Callable[..., None]:
+    """For a function whose arguments must have these values on the CPU."""
 
     def give(real: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get(name, default) != value and on_cpu():
-            kwargs[name] = value
-        real(*args, **kwargs)
+        bound = signature(real).bind(*args, **kwargs)
+        bound.apply_defaults()
+        wanted = {name: value for name, value in values.items() if bound.arguments.get(name, value) != value}
+        if wanted and on_cpu():
+            bound.arguments.update(wanted)
+        real(*bound.args, **bound.kwargs)
 
     return give
 
@@ -458,11 +449,6 @@ def _seed(real: Any, seed: int) -> None:
         _answering("torch.cuda.manual_seed_all", _generator("manual_seed"))(real, seed)
 
 
-def _no_ranges(real: Any, self: Any, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
-    """``torch.autograd.profiler.emit_nvtx``."""
-    real(self, enabled and not on_cpu(), *args, **kwargs)
-
-
 def _no_mixed_precision(real: Any) -> Any:
     if devices.looking or not on_cpu():
         return real()
@@ -486,17 +472,17 @@ REPLACED: Replaced = (
     (_seed, "torch.cuda", "manual_seed_all"),
     (_type, "torch.Tensor", "type"),
     (_set_default_type, "torch", "set_default_tensor_type"),
-    (_wrap, "torch.nn.parallel.DistributedDataParallel", "__init__"),
+    # The devices are those of its parameters.
+    (_giving(device_ids=None, output_device=None), "torch.nn.parallel.DistributedDataParallel", "__init__"),
     (_split, "torch.nn.DataParallel", "__init__"),
     (_keep_batch_norm, "torch.nn.SyncBatchNorm", "convert_sync_batchnorm"),
-    (_grouping(0), "torch.distributed", "init_process_group"),
-    (_grouping(2), "torch.distributed", "new_group"),
+    (_group, "torch.distributed", "init_process_group new_group"),
     (_mesh, "torch.distributed.device_mesh.DeviceMesh", "__init__"),
     (_keep_math, "torch._C", "_set_sdp_use_math"),
     *((_optimize, f"torch.optim.{name}", "__init__") for name in ("Adam", "AdamW")),
     (_optimize, "torch.optim.Optimizer", "add_param_group load_state_dict"),
-    (_giving("use_cpu", True, True), "torch.autograd.profiler.profile", "__init__"),
-    (_no_ranges, "torch.autograd.profiler.emit_nvtx", "__init__"),
+    (_giving(use_cpu=True), "torch.autograd.profiler.profile", "__init__"),
+    (_giving(enabled=False), "torch.autograd.profiler.emit_nvtx", "__init__"),
     (_no_mixed_precision, "torch.cuda.amp.common", "amp_definitely_not_available"),
 )
 """The replacement, which gets the original as its first argument; the owner of the function, and its names."""
@@ -504,8 +490,8 @@ REPLACED: Replaced = (
 _FSDP = "torch.distributed.fsdp"
 _CHECK = "_check_module_states_for_sync_module_states"
 REPLACED_IN_FSDP: Replaced = (
-    (_giving("device_id", "cpu", None), f"{_FSDP}.FullyShardedDataParallel", "__init__"),
-    (_giving("offload_to_cpu", False, False), f"{_FSDP}.FullStateDictConfig", "__init__"),
+    (_giving(device_id="cpu"), f"{_FSDP}.FullyShardedDataParallel", "__init__"),
+    (_giving(offload_to_cpu=False), f"{_FSDP}.FullStateDictConfig", "__init__"),
     (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
 )
 """The same for a part of torch that ``import torch`` does not import."""

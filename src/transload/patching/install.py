@@ -31,7 +31,6 @@ def install(device: str, *, explain: bool = True) -> None:
         if explain:
             replace(sys, "excepthook", uncaught.explained(sys.excepthook))
     elif before and not device:
-        cancel()
         undo()
 
 
@@ -61,7 +60,10 @@ def replace(owner: object, name: str, value: object) -> None:
 
 
 def undo() -> None:
-    """Restore everything that was replaced, in reverse order."""
+    """Restore everything that was replaced, in reverse order, and stop waiting for imports."""
+    _watch.waiting.clear()
+    if _watch in sys.meta_path:
+        sys.meta_path.remove(_watch)
     while _undo:
         _undo.pop()()
 
@@ -185,10 +187,3 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     _watch.waiting[name] = action
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
-
-
-def cancel() -> None:
-    """Stop waiting for imports."""
-    _watch.waiting.clear()
-    if _watch in sys.meta_path:
-        sys.meta_path.remove(_watch)
