@@ -21,21 +21,6 @@ if TYPE_CHECKING:
     Outcome = int | Callable[[], int]
 
 _USAGE = "usage: transload COMMAND [options]"
-_EXAMPLES = """\
-examples:
-  transload doctor                        why CUDA is unavailable, and the fix
-  transload explain train.log             what the error in it means
-  transload inspect model.pt              what is in it, and is it safe to load
-  transload check model.pt                will it load here, on which device
-  transload rescue broken.pt repaired.pt  recover what is left, as a new file
-  transload retag model.pt --to cpu       plain torch.load(path) works anywhere
-  transload convert model.pt out.npz      convert without torch
-  transload run infer.py --fast           run a script on the devices here
-  transload verify model.pt               compare every checksum
-
-options:
-  -h, --help     show this, or the help of a command
-  -V, --version  show the version"""
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED = 141
@@ -84,7 +69,7 @@ def _dispatch(argv: list[str]) -> Outcome:
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
-        print(f"{_USAGE}\n\ncommands:\n{commands}\n\n{_EXAMPLES}")
+        print(f"{_USAGE}\n\ncommands:\n{commands}\n\n{_help('transload')}", end="")
         return 0
     if argv[0] in ("-V", "--version"):
         from transload._version import __version__
@@ -111,17 +96,15 @@ def _dispatch(argv: list[str]) -> Outcome:
 
 
 def _module_of(command: str) -> ModuleType:
-    if command == "inspect":
-        from transload.cli import files
+    name = {"inspect": "files", "doctor": "doctor"}.get(command, "commands")
+    return __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
 
-        return files
-    if command == "doctor":
-        from transload.cli import doctor
 
-        return doctor
-    from transload.cli import commands
-
-    return commands
+def _help(section: str) -> str:
+    """A section of ``help.md``."""
+    loader: Any = sys.modules[__name__].__loader__  # what pkgutil does, which imports too much
+    page: str = loader.get_data(os.path.join(os.path.dirname(__file__), "help.md")).decode()
+    return page.partition(f"\n## {section}\n\n")[2].partition("\n\n## ")[0].rstrip("\n") + "\n"
 
 
 def parser_of(command: str) -> ArgumentParser:
@@ -130,12 +113,10 @@ def parser_of(command: str) -> ArgumentParser:
     from functools import partial
 
     line = COMMANDS[command]
-    loader: Any = sys.modules[__name__].__loader__  # what pkgutil does, which imports too much
-    page = loader.get_data(os.path.join(os.path.dirname(__file__), "help.md")).decode()
     parser = ArgumentParser(
         prog=f"transload {command}",
         description=line[0].upper() + line[1:] + ".",
-        epilog=page.partition(f"\n## {command}\n\n")[2].partition("\n\n## ")[0].rstrip("\n") + "\n",
+        epilog=_help(command),
         # Without a width the formatter imports shutil to ask for it, and with that every compression module.
         formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
         allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import groupby, pairwise, repeat
 from operator import itemgetter
 from re import compile as regex
 from typing import TYPE_CHECKING, TextIO
@@ -216,13 +216,10 @@ def plain(line: Line) -> str:
 def _coloured(line: Line) -> str:
     """The text of a line with escape codes for the roles, without trailing spaces."""
     out: list[str] = []
-    rest = len(plain(line))
-    for role, spans in groupby(line, key=itemgetter(1)):
+    for role, spans in groupby(_part(line, 0, len(plain(line))), key=itemgetter(1)):
         text = "".join(text for text, _ in spans)
-        shown = text[: max(0, rest)]
-        rest -= len(text)
         code = _CODES.get(role)
-        out.append(f"\x1b[{code}m{shown}\x1b[0m" if shown and code else shown)
+        out.append(f"\x1b[{code}m{text}\x1b[0m" if text and code else text)
     return "".join(out)
 
 
@@ -272,53 +269,34 @@ def _encodable(words: Words, style: Style, role: str = "") -> Line:
 def _folded(block: Prose, style: Style) -> Iterator[Line]:
     """Fill lines word by word. A word that is longer than a line is broken only on a terminal."""
     lead, body = _encodable(block.lead, style), _encodable(block.body, style)
-    if block.whole:
-        yield tuple((text.replace(GLUE, " "), role) for text, role in (*lead, *body))
-        return
-    if _length(lead) > style.width // 2:
+    if _length(lead) > style.width // 2 and not block.whole:
         if plain(lead):
             yield lead
         lead = ((" " * _HANG, ""),)
     indent = _length(lead)
     room = max(1, style.width - indent)
-    line: list[Span] = list(lead)
-    used = 0
-    for word in _words(body):
-        pieces = [word]
-        if style.cut and _stripped(word) > room:  # else the terminal would wrap it without the indentation
-            pieces = []
-            for text, role in word:
-                rest = text
-                while rest:
-                    piece = _first(rest, room) or rest[0]
-                    pieces.append(((piece, role),))
-                    rest = rest[len(piece) :]
-        for part in pieces:
-            if used and used + _stripped(part) > room:
-                yield tuple(line)
-                line, used = [(" " * indent, "")], 0
-            line += ((text.replace(GLUE, " "), role) for text, role in part)
-            used += _length(part)
-    yield tuple(line)
+    text = "".join(text for text, _ in body)
+    starts = [0]
+    for word in () if block.whole else _WORD.finditer(text):
+        line = text[starts[-1] : word.end()].rstrip(" ")
+        if starts[-1] < word.start() and cells(line) > room:
+            starts.append(word.start())
+            line = word[0].rstrip(" ")
+        while style.cut and cells(line) > room:  # else the terminal would wrap it without the indentation
+            piece = _first(line, room) or line[0]
+            starts.append(starts[-1] + len(piece))
+            line = line[len(piece) :]
+    for start, end in pairwise([*starts, len(text)]):
+        yield (*lead, *((text.replace(GLUE, " "), role) for text, role in _part(body, start, end)))
+        lead = ((" " * indent, ""),)
 
 
-def _words(body: Line) -> Iterator[Line]:
-    """Words with the spaces that follow them; a word may extend over several spans."""
-    word: list[Span] = []
-    for text, role in body:
-        for piece in _WORD.findall(text):
-            word.append((piece, role))
-            if piece.endswith(" "):
-                yield tuple(word)
-                word = []
-    if word:
-        yield tuple(word)
-
-
-def _stripped(word: Line) -> int:
-    """The length without trailing spaces."""
-    text = word[-1][0]
-    return _length(word) - len(text) + len(text.rstrip(" "))
+def _part(line: Line, start: int, end: int) -> Iterator[Span]:
+    """The characters of a line from ``start`` to ``end``."""
+    for text, role in line:
+        if piece := text[max(0, start) : max(0, end)]:
+            yield piece, role
+        start, end = start - len(text), end - len(text)
 
 
 def _aligned(table: Table, style: Style) -> Iterator[Line]:
