@@ -5,40 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from transload.contents import (
-    FORMATS,
-    Contents,
-    DeviceUse,
-    GlobalUse,
-    Key,
-    Leaf,
-    Origin,
-    Part,
-    Record,
-    Storage,
-    Tensor,
-    contiguous,
-)
+from transload.contents import FORMATS as FORMATS
+from transload.contents import Contents
+from transload.contents import DeviceUse as DeviceUse
+from transload.contents import GlobalUse as GlobalUse
+from transload.contents import Key as Key
+from transload.contents import Leaf as Leaf
+from transload.contents import Origin as Origin
+from transload.contents import Part as Part
+from transload.contents import Record as Record
+from transload.contents import Storage as Storage
+from transload.contents import Tensor as Tensor
+from transload.contents import contiguous as contiguous
 from transload.findings import Problem, Problems
 
 if TYPE_CHECKING:
     from transload.nodes import Pickle
-
-__all__ = [
-    "FORMATS",
-    "Checkpoint",
-    "DeviceUse",
-    "Draft",
-    "GlobalUse",
-    "Key",
-    "Leaf",
-    "Origin",
-    "Part",
-    "Record",
-    "Storage",
-    "Tensor",
-    "contiguous",
-]
 
 
 class Checkpoint(Contents):
