@@ -12,8 +12,9 @@ from transload.patching.install import install
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CodeType
     from typing import Any
+
+    _Found = tuple[str, Any, Any, Any]  # __file__, __loader__, __spec__, and the code
 
 
 def program_of(
@@ -93,10 +94,12 @@ def _execute(words: list[str], *, module: bool) -> None:
     from types import ModuleType
 
     main = ModuleType("__main__")
-    names, code = (_module if module else _script)(words)
+    main.__file__, main.__loader__, main.__spec__, code = (_module if module else _script)(words)
+    main.__package__ = getattr(main.__spec__, "parent", None)
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
-    vars(main).update(names, __builtins__=builtins)  # the module itself, as only __main__ has it
+    # Only __main__ has the module itself as __builtins__.
+    vars(main).update(__cached__=getattr(main.__spec__, "cached", None), __builtins__=builtins)
     sys.modules["__main__"] = main  # it stays for atexit functions
     exec(code, vars(main))  # noqa: S102 - running the program is the purpose
 
@@ -104,7 +107,7 @@ def _execute(words: list[str], *, module: bool) -> None:
 uncaught.runners.add(_execute.__code__)
 
 
-def _module(words: list[str]) -> tuple[dict[str, Any], CodeType]:
+def _module(words: list[str]) -> _Found:
     import runpy
 
     _set_sys_path(os.getcwd())  # noqa: PTH109
@@ -115,21 +118,21 @@ def _module(words: list[str]) -> tuple[dict[str, Any], CodeType]:
     except _NoModuleError as error:
         sys.exit(f"transload run: {error}")
     sys.argv[0] = spec.origin
-    return _names(spec.origin, spec.loader, spec), code
+    return spec.origin, spec.loader, spec, code
 
 
 class _NoModuleError(ImportError):
     """The module cannot be run as a program."""
 
 
-def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
+def _script(words: list[str]) -> _Found:
     from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 
     sys.argv = list(words)
     if words[0] == "-":  # a program from stdin: like Python, read all of it before running it
         _set_sys_path("")
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
-        return _names("<stdin>", BuiltinImporter, None), compile(source, "<stdin>", "exec", dont_inherit=True)
+        return "<stdin>", BuiltinImporter, None, compile(source, "<stdin>", "exec", dont_inherit=True)
     path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - not normalised, like Python
     if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113  a folder, or a zip archive, with a __main__.py
         from pkgutil import get_importer
@@ -139,18 +142,16 @@ def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
         spec = finder.find_spec("__main__") if finder is not None else None
         if spec is None:
             sys.exit(f"transload run: can't find '__main__' module in '{path}'")
-        return _names(spec.origin, spec.loader, spec), spec.loader.get_code("__main__")
+        return spec.origin, spec.loader, spec, spec.loader.get_code("__main__")
     _set_sys_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
     if path.endswith(".pyc"):
-        loader = SourcelessFileLoader("__main__", path)
-        code = loader.get_code("__main__")
-        assert code is not None  # noqa: S101 - for the type checker
-        return _names(path, loader, None), code
+        compiled = SourcelessFileLoader("__main__", path)
+        return path, compiled, None, compiled.get_code("__main__")
     import io
 
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    return _names(path, SourceFileLoader("__main__", path), None), code
+    return path, SourceFileLoader("__main__", path), None, code
 
 
 def _is_archive(path: str) -> bool:
@@ -161,16 +162,6 @@ def _is_archive(path: str) -> bool:
     from zipfile import is_zipfile
 
     return is_zipfile(path)
-
-
-def _names(path: str, loader: Any, spec: Any) -> dict[str, Any]:
-    return {
-        "__file__": path,
-        "__cached__": spec.cached if spec is not None else None,
-        "__loader__": loader,
-        "__spec__": spec,
-        "__package__": spec.parent if spec is not None else None,
-    }
 
 
 def _set_sys_path(folder: str) -> None:
