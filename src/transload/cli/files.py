@@ -34,16 +34,10 @@ def for_each(
             if finish:
                 finish_retag(path)
             results.append(examine(path))
-        except TransloadError as error:  # noqa: PERF203
-            results.append(error)
-        except Exception as error:  # noqa: BLE001  a bug with one file must not hide the others
-            results.append(as_bug(error, path))
-    done = []
-    for result in results:
-        if isinstance(result, TransloadError):
-            print_error(result)
-        else:
-            done.append(result)
+        except Exception as error:  # noqa: BLE001, PERF203  a bug with one file must not hide the others
+            results.append(error if isinstance(error, TransloadError) else as_bug(error, path))
+            print_error(results[-1])
+    done = [each for each in results if not isinstance(each, TransloadError)]
     if arguments.json:
         from transload.render.json import error_to_dict, to_json
 
@@ -124,20 +118,15 @@ def run_inspect(arguments: Namespace) -> int:
             yield from report(checkpoint)
 
     def examine(path: str) -> Checkpoint:
-        return inspect(_path_or_stdin(path), verify=arguments.verify)
+        f: str | BinaryIO = path
+        if path == "-":
+            import io
+            import sys
+
+            class Piped(io.BytesIO):
+                name = "<stdin>"
+
+            f = sys.stdin.buffer if sys.stdin.seekable() else Piped(sys.stdin.buffer.read())
+        return inspect(f, verify=arguments.verify)
 
     return for_each(arguments, arguments.paths, examine, report, several)[1]
-
-
-def _path_or_stdin(path: str) -> str | BinaryIO:
-    """A path, or standard input for ``-``; a pipe is read into memory."""
-    if path != "-":
-        return path
-    import io
-    import sys
-
-    class Piped(io.BytesIO):
-        name = "<stdin>"
-
-    stdin = sys.stdin.buffer
-    return stdin if stdin.seekable() else Piped(stdin.read())
