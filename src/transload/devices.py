@@ -73,16 +73,13 @@ class Devices:
 
     def get(self, name: str) -> Device | None:
         """The device that a name means in torch: ``cuda`` is the current one, ``mps:0`` is ``mps``."""
-        exact = next((device for device in self.available if device.name == name), None)
-        if exact is not None:
-            return exact
         kind, index = split(name)
-        wanted = {name, kind} if index == 0 else {name}
-        if name == kind == split(self.current)[0]:
-            wanted = {self.current}
-        elif name == kind:
-            wanted |= {device.name for device in self.of_kind(kind)[:1]}
-        return next((device for device in self.available if device.name in wanted), None)
+        alias = kind if index == 0 else ""
+        if name == kind:
+            first = next((device.name for device in self.of_kind(kind)), "")
+            alias = self.current if kind == split(self.current)[0] else first
+        named = {device.name: device for device in self.available}
+        return named.get(name) or named.get(alias)
 
     def of_kind(self, kind: str) -> tuple[Device, ...]:
         """All devices of one kind, such as ``cuda``."""

@@ -269,7 +269,10 @@ def undefined(elf: Elf, file: _File, of: Collection[str] | None = None) -> tuple
 def not_defined(elf: Elf, file: _File, wanted: Collection[UndefinedSymbol]) -> tuple[UndefinedSymbol, ...]:
     """Those of ``wanted`` that it does not define, in the needed version. Without versions it satisfies every need."""
     names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted if each.name}
-    definitions = _definitions(elf, file)
+    definitions = {}  # the name of each version that it defines, by number
+    for start, (_, _, index, _, _, aux, _) in _linked(file, elf.offset(_DEFINITIONS), _DEFINITION):
+        place = int.from_bytes(file.read_exactly(start + aux, 4), "little")
+        definitions[index & 0x7FFF] = file.c_string(elf.offset(_STRINGS) + place)
     found: dict[str, set[str | None]] = {"": {*definitions.values()} or {""}}
     for name, _, number in _symbols(elf, file, defined=True) if names else ():
         if name in names:
@@ -285,14 +288,6 @@ def _needs(elf: Elf, file: _File) -> Iterator[tuple[str, int, str, bool]]:
         source = file.c_string(strings + name)
         for _, (_, flags, index, version, _) in islice(_linked(file, start + aux, _NEED_VERSION), count):
             yield source, index & 0x7FFF, file.c_string(strings + version), bool(flags & 2)
-
-
-def _definitions(elf: Elf, file: _File) -> dict[int, str]:
-    strings, found = elf.offset(_STRINGS), {}
-    for start, (_, _, index, _, _, aux, _) in _linked(file, elf.offset(_DEFINITIONS), _DEFINITION):
-        name = int.from_bytes(file.read_exactly(start + aux, 4), "little")
-        found[index & 0x7FFF] = file.c_string(strings + name)
-    return found
 
 
 def _linked(file: _File, at: int, layout: Struct) -> Iterator[tuple[int, tuple[int, ...]]]:
