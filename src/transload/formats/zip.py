@@ -293,7 +293,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
             position = end
         elif begin[:4] == b"PK\x01\x02":
             known = len(problems)
-            entry, position = _read_entry(raw, position, problems)
+            entry, position = read_entry(raw, position, problems)
             entries.append(entry)
             plain, flags, method = begin if len(problems) == known else b"", entry.flags, entry.method
         else:
@@ -313,7 +313,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
     return entries
 
 
-def _read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, int]:
+def read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, int]:
     """An entry, and where it ends. Note what torch and zipfile read differently, or one of them refuses."""
     fields = CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields

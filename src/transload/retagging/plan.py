@@ -19,7 +19,7 @@ from transload.devices import KINDS, closest_kind
 from transload.errors import RetagError, UsageError
 from transload.findings import Problems, quoted, rescue_command
 from transload.formats import read_source
-from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, widen
+from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import Plain, facts
 from transload.io.journal import Change, Changes
@@ -314,27 +314,21 @@ def _find_record(source: Source, record: Record) -> tuple[list[int], bytes, int,
         raise RetagError(_ODD, where=source.name)
     start, size, count = find_directory(source, Problems())
     directory = source.read(start, size)
-    entry = 0
-    while entry + CENTRAL.size <= len(directory):
-        fields = CENTRAL.unpack_from(directory, entry)
-        n_name, n_extra, n_comment = fields[10:13]
-        name_at = entry + CENTRAL.size
-        name = directory[name_at : name_at + n_name]
-        after = name_at + n_name + n_extra + n_comment
-        if name.rpartition(b"/")[2].lower() == b"data.pkl":
-            extra = directory[name_at + n_name : name_at + n_name + n_extra]
-            header = widen(extra, *fields[9:7:-1], fields[16])[2]
-            local = source.read(header, LOCAL.size)
-            payload = header + LOCAL.size + sum(LOCAL.unpack(local)[9:11]) if len(local) == LOCAL.size else -1
+    after = 0
+    while after + CENTRAL.size <= len(directory):
+        at = after
+        entry, after = read_entry(directory, at, Problems())
+        if entry.raw_name.rpartition(b"/")[2].lower() == b"data.pkl":
+            local = source.read(entry.header, LOCAL.size)
+            payload = entry.header + LOCAL.size + sum(LOCAL.unpack(local)[9:11]) if len(local) == LOCAL.size else -1
             if payload == record.offset:
                 break
-        entry = after
     else:
         raise RetagError(_ODD, where=source.name)
     _, _, flags, _, _, _, crc, _, _, _, _ = LOCAL.unpack(local)
-    sums = [start + entry + _CRC_IN_CENTRAL]
+    sums = [start + at + _CRC_IN_CENTRAL]
     if crc or not flags & _FOLLOWS:
-        sums.append(header + _CRC_IN_LOCAL)
+        sums.append(entry.header + _CRC_IN_LOCAL)
     end = payload + record.stored
     if flags & _FOLLOWS:
         behind = source.read(end, 24)
@@ -343,8 +337,8 @@ def _find_record(source: Source, record: Record) -> tuple[list[int], bytes, int,
             sums.append(end + signed)
             wide = behind[signed + 4 : signed + 20] == record.stored.to_bytes(8, "little") * 2
             end += signed + (20 if wide else 12)
-    begin = header if end == start else start  # a record that an earlier retag appended is overwritten
-    return sums, name, begin, directory[:entry], directory[after:], count
+    begin = entry.header if end == start else start  # a record that an earlier retag appended is overwritten
+    return sums, entry.raw_name, begin, directory[:at], directory[after:], count
 
 
 def _warnings(checkpoint: Checkpoint, wanted: TagMap, tags: tuple[TagChange, ...]) -> Iterator[str]:
