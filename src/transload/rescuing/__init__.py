@@ -113,11 +113,8 @@ def _rescue_file(
     with ExitStack() as stack:
         notes: list[str] = []
         if path and os.path.isdir(path):  # noqa: PTH112 - as above
-            unzipped = recover_directory(path)
-            if unzipped is None:
-                what = "this directory is neither a checkpoint of several files nor an unzipped archive"
-                raise RescueError(what, where=path, fix="Rescue its files one by one.")
-            source, recovered = unzipped.source, unzipped._replace(nbytes=unzipped.source.size)
+            recovered = recover_directory(path)
+            source = recovered.source
         else:
             source, recovered = _recovered(src, path, member, stack, notes)
         with gc_paused():
@@ -135,7 +132,27 @@ def _rescue_file(
             outcomes = Outcomes(checkpoint, recovered)
             tensors = tuple(outcomes.of(tensor) for tensor in checkpoint.tensors)
             records = _lost_records(checkpoint, recovered)
-            out, how = _output(recovered, checkpoint, outcomes, tensors, records, fill)
+            lost = any(outcome.state == "lost" for outcome in tensors)
+            kept = any(outcome.nbytes for outcome in tensors if outcome.state != "lost")
+            # A file without tensors is worth saving if its index is undamaged.
+            main = [pickle for pickle in checkpoint.pickles if pickle.main]
+            readable = any(not pickle.broken and pickle.end > pickle.start for pickle in main)
+            # A program runs without the debug records, which map its lines to the original source.
+            runs = all(record.name.endswith((".debug_pkl", "version")) for record in records)
+            incomplete = kept and checkpoint.format in ("torchscript", "torch-export") and not runs
+            out: Source | None = None
+            if not kept and (lost or not (readable or checkpoint.format == "safetensors")):
+                how = "nothing"
+            elif incomplete or (lost and not fill):
+                out = without_lost(recovered, checkpoint, outcomes)
+                how = "weights" if is_program(checkpoint) else "left-out"
+            elif lost and fill:
+                out, how = filled(recovered, checkpoint, fill), "filled"
+            elif recovered.exact:
+                out, how = recovered.source, "exact"
+            else:
+                out = rebuilt(recovered, recovered.records) if recovered.records else recovered.source
+                how = "left-out" if recovered.index_rebuilt else "rebuilt"
             if out is not None:
                 refuse_growth(out.size, recovered)
         made = Rescue(
@@ -203,37 +220,6 @@ def _nothing_to_rescue(checkpoint: Checkpoint, where: str) -> RescueError:
     if problem is not None and problem.title:
         what = f"the file is not a checkpoint: it is {problem.title}"
     return RescueError(what, where=where, fix=next((fix for each in checkpoint.problems for fix in each.fix), ""))
-
-
-def _output(
-    recovered: Recovered,
-    checkpoint: Checkpoint,
-    outcomes: Outcomes,
-    tensors: tuple[TensorOutcome, ...],
-    records: tuple[LostRecord, ...],
-    fill: Fill | None,
-) -> tuple[Source | None, str]:
-    """The file to write, and ``how`` of the ``Rescue``."""
-    lost = [outcome for outcome in tensors if outcome.state == "lost"]
-    kept = any(outcome.nbytes for outcome in tensors if outcome.state != "lost")
-    # A file without tensors is worth saving if its index is undamaged.
-    main = [pickle for pickle in checkpoint.pickles if pickle.main]
-    readable = any(not pickle.broken and pickle.end > pickle.start for pickle in main)
-    if not kept and (lost or not (readable or checkpoint.format == "safetensors")):
-        return None, "nothing"
-    # A program runs without the debug records, which map its lines to the original source.
-    runs = all(record.name.endswith((".debug_pkl", "version")) for record in records)
-    if kept and checkpoint.format in ("torchscript", "torch-export") and not runs:
-        return without_lost(recovered, checkpoint, outcomes, lost), "weights"
-    if not lost and recovered.exact:
-        return recovered.source, "exact"
-    if not lost:
-        how = "left-out" if recovered.index_rebuilt else "rebuilt"
-        return rebuilt(recovered, recovered.records) if recovered.records else recovered.source, how
-    if fill is not None:
-        return filled(recovered, checkpoint, fill), "filled"
-    how = "weights" if is_program(checkpoint) else "left-out"
-    return without_lost(recovered, checkpoint, outcomes, lost), how
 
 
 def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRecord, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from struct import pack_into
 from zlib import crc32
 
+from transload.errors import RescueError
 from transload.findings import Problems
 from transload.formats.zip import ALIGNMENT, DEFLATED, LOCAL
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
@@ -117,7 +118,7 @@ class ArchiveRecord(NamedTuple):
     """A record of an archive to be written.
 
     ``stored`` and ``size`` differ if it is compressed. ``padding`` is that of its header; with ``None`` its bytes are
-    aligned. ``before`` are bytes in front of it that belong to no record. ``order`` is its index in the directory.
+    aligned. ``before`` are bytes in front of it that belong to no record. The directory is sorted by ``order``.
     ``header`` is its offset in the damaged file, -1 if it was not there; ``added`` is whether it is new. ``lost`` and
     ``repaired_at`` are as in ``Recovered``, relative to its first byte.
     """
@@ -474,14 +475,10 @@ def _rebuild(
         headers = [each for record in found.records for each in (record.local, record.entry) if each]
         time, date = Counter((each.time, each.date) for each in headers).most_common(1)[0][0]
     root = Counter(record.name.partition(b"/")[0] for record, _ in checked).most_common(1)[0][0]
-    # torch's directory has the order of the file. Keep the order of one that has another.
-    every = [record for record, _ in checked]
-    listed = [record for record in every if record.entry]
-    by_entry = sorted(listed, key=lambda record: record.entry.position if record.entry else 0)
-    ordered = every if by_entry == listed else [*by_entry, *(record for record in every if not record.entry)]
-    order = {record.name: number for number, record in enumerate(ordered)}
-    reached = 0
+    reached = order = 0
     for record, verdict in checked:
+        # torch's directory has the order of the file. Keep the order of one that has another.
+        order = record.entry.position if record.entry else order
         # torch writes printable names, all in one folder: others are damaged.
         below = record.name[len(root) + 1 :].decode("utf-8", "backslashreplace")
         named = not by_torch or (record.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
@@ -521,7 +518,7 @@ def _rebuild(
             date,
             padding if padding is not None and 0 <= padding < 0xFFFF else None,
             (Part(source, reached, record.header - reached),) if by_torch and reached < record.header else (),
-            order[record.name],
+            order,
             record.header,
             lost=missing,
             repaired_at=tuple(repair.position - record.payload for repair in verdict.repairs),
@@ -603,8 +600,8 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
 # -- unzipped directories
 
 
-def recover_directory(path: str) -> Recovered | None:
-    """The archive that was unzipped into a directory, without checksums; ``None`` if there was none."""
+def recover_directory(path: str) -> Recovered:
+    """The archive that was unzipped into a directory, without checksums."""
     from transload.formats.directory import open_directory
     from transload.tensors import ReopenedFile
 
@@ -612,7 +609,8 @@ def recover_directory(path: str) -> Recovered | None:
     files = open_directory(path, problems).records.values()
     needed = ("data.pkl", "constants.pkl", "model.json", "archive_format", ".data/extern_modules")
     if not any(file.name.rpartition("/")[2] in needed or file.name in needed for file in files):
-        return None
+        what = "this directory is neither a checkpoint of several files nor an unzipped archive"
+        raise RescueError(what, where=path, fix="Rescue its files one by one.")
     notes = [f"{problem.where}: {problem.detail}" for problem in problems[:8]]
     top = os.path.realpath(path)
     records: list[ArchiveRecord] = []
@@ -623,4 +621,6 @@ def recover_directory(path: str) -> Recovered | None:
         records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)
     made = archive(records, path)
-    return Recovered(made, exact=False, notes=tuple(notes), records=tuple(records), all_unchecked=True)
+    return Recovered(
+        made, exact=False, notes=tuple(notes), records=tuple(records), all_unchecked=True, nbytes=made.size
+    )

@@ -300,12 +300,11 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
 # -- files without the lost tensors
 
 
-def without_lost(
-    recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcomes, lost: Sequence[TensorOutcome]
-) -> Source:
+def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcomes) -> Source:
     """The recovered file without the lost tensors. Of a program only a dictionary of the other tensors is left."""
-    source, names = recovered.source, {outcome.name for outcome in lost}
-    kept = [tensor for tensor in checkpoint.tensors if tensor.name not in names]
+    source = recovered.source
+    lost = {tensor.name for tensor in checkpoint.tensors if outcomes.of(tensor).state == "lost"}
+    kept = [tensor for tensor in checkpoint.tensors if tensor.name not in lost]
     if checkpoint.format == "safetensors":
         return _safetensors_of(source, checkpoint, kept)
     if is_program(checkpoint):
