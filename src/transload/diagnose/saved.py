@@ -151,8 +151,4 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     far = _MANY if where.endswith(".count") else _FAR
     if kind in (int, float) and type(data) in (int, kind) and -far < data < far:
         return kind(data)
-    try:
-        shown = json.dumps(data)[:60]
-    except ValueError:  # Python refuses to write integers of more than 4300 digits
-        shown = "so large a number"
-    raise ValueError(f"{where} cannot be {shown}")
+    raise ValueError(f"{where} cannot be {json.dumps(data)[:60]}")
