@@ -11,6 +11,7 @@ from calendar import timegm
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from statistics import median
 from time import strptime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -36,7 +37,6 @@ _MARKS = {"breaks": ("✗", "bad"), "matters": ("!", "trust"), "note": ("·", "d
 _SAME_TIME = 60.0  # the most seconds between reports that were taken at the same time
 _VALUE = 100
 _MOST = 8  # values, names, and faults with their fixes that are shown
-_MOST_DIGITS = 16
 
 
 class Fact(NamedTuple):
@@ -295,8 +295,11 @@ def compare(
                 found.append((fact, _difference(fact, some)))
         if len({*values.values()}) == 1 and len(values) == len(machines) and fact in FACTS:
             alike[fact.name] = next(iter(values.values()))
-    clock = _clock({name: m.taken for name, m in machines.items()}, together=together)
-    differences = [each for _, each in found] + ([clock] if clock else [])
+    if times := _clock(machines):
+        why = "Its clock is wrong, or its report was taken at another time."
+        clock = Fact("clock", "matters" if together else "note", attrgetter("taken"), why=why)
+        found.append((clock, _difference(clock, times)))
+    differences = [each for _, each in found]
     for place, (fact, difference) in enumerate(found):
         before = [each for each in differences[:place] if each.fact in fact.implied_by and not each.follows]
         said = {nodes for each in before for nodes in each.odd}
@@ -348,23 +351,21 @@ def _difference(fact: Fact, values: Mapping[str, str]) -> Difference:
     return Difference(fact.name, level, fact.why, usual, tuple(Group(value, tuple(names)) for value, names in ordered))
 
 
-def _clock(taken: Mapping[str, str], *, together: bool) -> Difference | None:
-    """Reports that are minutes older or newer than the others."""
+def _clock(machines: Mapping[str, Machine]) -> dict[str, str]:
+    """Which reports are minutes older or newer than the others, if only few are."""
     times: dict[str, float] = {}
-    for name, text in taken.items():
+    for name, m in machines.items():
         with suppress(ValueError):  # a report of another release
-            times[name] = timegm(strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+            times[name] = timegm(strptime(m.taken, "%Y-%m-%dT%H:%M:%SZ"))
     middle = median(times.values()) if times else 0.0
     apart = {name: time - middle for name, time in times.items() if abs(time - middle) > _SAME_TIME}
     if not apart or len(apart) > max(1, len(times) // 10) or len(times) <= 2:
-        return None
-    groups = {"in step": [name for name in times if name not in apart]}
-    for name, seconds in apart.items():
-        words = f"{plural(round(abs(seconds) / 60), 'minute')} {'behind' if seconds < 0 else 'ahead'}"
-        groups.setdefault(words, []).append(name)
-    why = "Its clock is wrong, or its report was taken at another time."
-    held = tuple(Group(value, tuple(names)) for value, names in groups.items())
-    return Difference("clock", "matters" if together else "note", why, "in step", held)
+        return {}
+    late = {
+        name: f"{plural(round(abs(seconds) / 60), 'minute')} {'behind' if seconds < 0 else 'ahead'}"
+        for name, seconds in apart.items()
+    }
+    return {name: late.get(name, "in step") for name in times}
 
 
 # -- the report
@@ -384,7 +385,14 @@ def report(comparison: Comparison) -> Iterator[Block]:
         mark, colour = _MARKS[difference.level]
         lead = (("  ", ""), (f"{mark} ", colour), (f"{printable(difference.fact):<{width}}  ", ""))
         codes = "".join(f"  [{code}]" for code in difference.explains)
-        yield Prose(((_groups(difference), ""), (codes, "dim")), lead=lead)
+        # 2.21.5 on gpu[003,005]; 2.27.3 on the other 61
+        rare = [group for group in difference.groups if group.value != difference.usual]
+        words = [f"{printable(group.value, _VALUE)} on {folded(group.nodes)}" for group in rare[:_MOST]]
+        if len(rare) > _MOST:
+            words.append(f"{len(rare) - _MOST} other values on {sum(len(group.nodes) for group in rare[_MOST:])} nodes")
+        usual = (group for group in difference.groups if group.value == difference.usual)
+        words += [f"{printable(group.value, _VALUE)} on the other {len(group.nodes)}" for group in usual]
+        yield Prose((("; ".join(words), ""), (codes, "dim")), lead=lead)
         if difference.why != why and difference.level != "note":
             yield Prose(((difference.why, "dim"),), lead=" " * (width + 6))
         why = difference.why
@@ -454,25 +462,8 @@ def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
-def _groups(difference: Difference) -> str:
-    """``2.21.5 on gpu[003,005], 2.27.3 on the other 61``."""
-    rare = [group for group in difference.groups if group.value != difference.usual]
-    words = [f"{printable(group.value, _VALUE)} on {folded(group.nodes)}" for group in rare[:_MOST]]
-    if len(rare) > _MOST:
-        words.append(f"{len(rare) - _MOST} other values on {sum(len(group.nodes) for group in rare[_MOST:])} nodes")
-    if difference.usual:
-        others = next(len(group.nodes) for group in difference.groups if group.value == difference.usual)
-        words.append(f"{printable(difference.usual, _VALUE)} on the other {others}")
-    return "; ".join(words)
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    """A name split around the number of the machine: the last number before a domain."""
-    match = _NUMBERED.fullmatch(name)
-    return (match[1], match[2], match[3]) if match and len(match[2]) < _MOST_DIGITS else (name, "", "")
-
-
-_NUMBERED = re.compile(r"(.*?)(\d+)(\D*(?:\..*)?)")
+_NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,15})(?!\d)(\D*(?:\..*)?)")
+"""A name with the number of its machine: the last number before a domain."""
 
 
 def folded(names: Sequence[str]) -> str:
@@ -483,7 +474,8 @@ def folded(names: Sequence[str]) -> str:
     >>> folded(["rank 7"]), folded(["rank 2", "rank 3", "rank 7"])
     ('rank 7', 'ranks 2-3,7')
     """
-    parts = [_split(printable(name)) for name in names]
+    split = ((name, _NUMBERED.fullmatch(name)) for name in map(printable, names))
+    parts = [found.groups() if found else (name, "", "") for name, found in split]
     padded = {(before, after) for before, number, after in parts if number.startswith("0") and len(number) > 1}
     groups: dict[tuple[str, str, int], list[int]] = {}
     for before, number, after in parts:

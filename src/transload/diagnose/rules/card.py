@@ -12,9 +12,6 @@ from transload.machine import Unknown
 from transload.render.words import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transload.diagnose.tables import Chip, Generation
     from transload.findings import Severity
 
 _VENDORS = {0x1002: "AMD", 0x8086: "Intel", 0x10DE: "NVIDIA"}
@@ -116,25 +113,6 @@ def _needs_driver(m: Case) -> bool:
     return bool(m.hardware.gpus) and m.broken and not m.surroundings.wsl
 
 
-def _branch(m: Case) -> int:
-    """The branch of the installed driver: of the loaded module, else of its libraries; 0 if unknown."""
-    lib = m.libcuda
-    library_version = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
-    found = re.match(r"[0-9]{3}(?![0-9])", m.kernel.version) or re.match(r"[0-9]{3}(?![0-9])", library_version)
-    return int(found[0]) if found else 0
-
-
-def _unsupported(m: Case) -> Iterator[tuple[str, Chip, Generation]]:
-    """The cards that the driver does not list: a line about each, its chip and its generation."""
-    for card in m.unseen_cards:
-        chip = chip_of(card.device)
-        known = generation(chip.generation) if chip else None
-        if chip and known and card.driver != "vfio-pci":
-            sure = "judging by neighbouring ids " if chip.inferred else ""
-            of = f"{chip.code} of the {chip.generation} generation"
-            yield f"{card.address} is 10de:{card.device:04x}, {sure}{of}", chip, known
-
-
 _NO_GSP = r"not supported by open nvidia\.ko because it does not include the required GPU System Pro"
 _NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
 
@@ -142,8 +120,21 @@ _NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
 @rules("kernel", "K06", "K07", "K08", "K09", "K12")
 def unsupported(m: Case) -> Found:
     """A driver of the wrong branch or flavour for a card, or without the card's firmware."""
-    branch, kernel, cards = _branch(m), m.kernel, list(_unsupported(m))
-    needs_driver = _needs_driver(m)
+    kernel, lib, needs_driver = m.kernel, m.libcuda, _needs_driver(m)
+    # of the loaded module, else of the driver's libraries
+    installed = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
+    found = re.match(r"[0-9]{3}(?![0-9])", kernel.version) or re.match(r"[0-9]{3}(?![0-9])", installed)
+    branch = int(found[0]) if found else 0
+    cards = []
+    for device in m.unseen_cards:
+        chip = chip_of(device.device)
+        known = generation(chip.generation) if chip else None
+        if chip and known and device.driver != "vfio-pci":
+            sure = "judging by neighbouring ids " if chip.inferred else ""
+            words = (
+                f"{device.address} is 10de:{device.device:04x}, {sure}{chip.code} of the {chip.generation} generation"
+            )
+            cards.append((words, chip, known))
     for card, chip, known in cards:
         if known.last_branch and branch > known.last_branch and (m.works or needs_driver):
             said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")

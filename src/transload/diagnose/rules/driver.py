@@ -280,7 +280,20 @@ def divided_card(m: Case) -> Found:
     """MPS, a vGPU or MIG, which share a card, give this process nothing."""
     nvml = m.driver.nvml
     if m.fails and m.code in range(805, 811):
-        yield "S04", _mps(m)
+        variable, directory = "CUDA_MPS_PIPE_DIRECTORY", m.kernel.mps_directory
+        value, runs = m.env(variable), "nvidia-cuda-mps-control" in m.kernel.daemons
+        without: Lines = fixes.unset(m, variable) if value is not None else ()
+        if value is None and directory:
+            without = (fixes.sudo(m, f"rm -r {directory}"),)
+        evidence: Lines = (
+            m.answer,
+            f"{variable} is {value!r}" if value is not None else "",
+            f"{directory} exists" if directory else "",
+            f"nvidia-cuda-mps-control is {'running' if runs else 'not visible here'}",
+            m.works_without_line,
+        )
+        how = "S04 container" if m.surroundings.container else "S04 runs" if runs else "S04"
+        yield "S04", Match(evidence, m.steps(how, without=without))
 
     virtual = [gpu for gpu in nvml.gpus if gpu.virtualization == "vgpu"]
     if m.broken and virtual and m.code in (35, 100):
@@ -288,7 +301,7 @@ def divided_card(m: Case) -> Found:
 
     whole = _all_mig(m) and not any(gpu.mig_devices for gpu in nvml.gpus)
     if m.broken and m.code == 100 and whole and not _closed_caps(m):
-        evidence: Lines = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
+        evidence = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
         yield "M01", Match(evidence, likely=bool(m.surroundings.container))
 
     names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
@@ -297,24 +310,6 @@ def divided_card(m: Case) -> Found:
         evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_answer)
         fix = ("Start one process per instance:", *(f"$ {CVD}={name} python …" for name in names[:3]))
         yield "M02", Match(evidence, fix, severity="warning")
-
-
-def _mps(m: Case) -> Match:
-    variable, directory = "CUDA_MPS_PIPE_DIRECTORY", m.kernel.mps_directory
-    value = m.env(variable)
-    runs = "nvidia-cuda-mps-control" in m.kernel.daemons
-    evidence = (
-        m.answer,
-        f"{variable} is {value!r}" if value is not None else "",
-        f"{directory} exists" if directory else "",
-        f"nvidia-cuda-mps-control is {'running' if runs else 'not visible here'}",
-        m.works_without_line,
-    )
-    without: Lines = fixes.unset(m, variable) if value is not None else ()
-    if value is None and directory:
-        without = (fixes.sudo(m, f"rm -r {directory}"),)
-    how = "S04 container" if m.surroundings.container else "S04 runs" if runs else "S04"
-    return Match(evidence, m.steps(how, without=without))
 
 
 def _all_mig(m: Case) -> bool:
