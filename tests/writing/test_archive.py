@@ -5,28 +5,16 @@ from __future__ import annotations
 import functools
 import io
 import os
-import tracemalloc
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 from tests.each import each
 
 from transload.formats import zip_writer as archive
-from transload.formats.zip_writer import (
-    Bunch,
-    Checksums,
-    Chunk,
-    Record,
-    central_entry,
-    descriptor,
-    local_header,
-    small_records,
-    write_archive,
-)
+from transload.formats.zip_writer import Chunk, Record, checksum_threads, write_archive
 from transload.io.atomic import DescriptorFile, FileObject
 
 
@@ -59,9 +47,8 @@ def contents() -> list[tuple[bytes, bytes]]:
 
 
 def written(sink: Any, step: int = 0, **options: Any) -> None:
-    def records() -> Iterator[Record | Bunch]:
-        yield Bunch(contents()[:3])
-        for name, data in contents()[3:]:
+    def records() -> Iterator[Record]:
+        for name, data in contents():
             yield Record(name, len(data), Parts(data, step) if step and data else data)
 
     write_archive(sink, b"a", records(), lambda sums: [Record(b"count", 2, b"%2d" % len(sums))], **options)
@@ -150,37 +137,13 @@ def test_progress_is_told() -> None:
     assert sum(counts) == sum(SIZES)
 
 
-@pytest.mark.parametrize("offset", [0, 77, 0xFFFF_0000, 0x1_0000_0000], ids=hex)
-def test_small_records_are_made_as_others_are(offset: int) -> None:
-    named = [(b"a/%d" % number, noise(size)) for number, size in enumerate([5, 0, 64, 1000, 0, 70_000, 3])]
-    sums: list[int] = []
-    parts, entries, end = small_records(named, offset, 64, sums)
-    expected, directory, at = b"", b"", offset
-    for name, data in named:
-        made = local_header(name, len(data), at) + data + descriptor(len(data), crc32(data), at)
-        directory += central_entry(name, len(data), crc32(data), at)
-        expected += made
-        at += len(made)
-    assert (b"".join(parts), b"".join(entries), end) == (expected, directory, at)
-    assert sums == [crc32(data) for _, data in named]
-
-
-def test_a_wide_alignment_takes_no_more_memory_than_its_padding() -> None:
-    tracemalloc.start()
-    try:
-        small_records([(b"a/%d" % number, b"x") for number in range(3)], 0, 65536, [])
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
 def test_no_thread_reads_when_the_checksums_are_left() -> None:
     import threading
 
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), Checksums(3) as sums:  # noqa: PT012 - the interrupt is the test's own
+    with pytest.raises(KeyboardInterrupt), checksum_threads(3) as start:  # noqa: PT012 - the interrupt is the test's own
         for _ in range(20):
-            sums.start([Chunk(noise(100_000))])
+            start([Chunk(noise(100_000))])
         raise KeyboardInterrupt
     assert threading.active_count() == before
 
@@ -194,6 +157,6 @@ def test_a_sink_gets_few_large_buffers() -> None:
             self.writes += len(buffers)
 
     sink = Counting()
-    many = Bunch([(b"data/%d" % number, b"x" * 256) for number in range(10_000)])
-    write_archive(sink, b"a", [many], lambda _: [])
+    many = [Record(b"data/%d" % number, 256, b"x" * 256) for number in range(10_000)]
+    write_archive(sink, b"a", many, lambda _: [])
     assert sink.writes <= 3

@@ -9,14 +9,14 @@ from zlib import crc32
 
 import pytest
 
-from transload.formats.zip_writer import Checksums, Chunk
+from transload.formats.zip_writer import Chunk, checksum_threads
 
 PARTS = [b"trans", b"load" * 1000, b"", b"\0" * 70_000]
 
 
 def computed(threads: int) -> list[int]:
-    with Checksums(threads) as sums:
-        begun = [sums.start([Chunk(memoryview(part))]) for part in PARTS]
+    with checksum_threads(threads) as start:
+        begun = [start([Chunk(memoryview(part))]) for part in PARTS]
         return [value for result in begun for value in result()]
 
 
@@ -35,12 +35,12 @@ def test_without_a_thread_to_be_had_they_are_computed_all_the_same(monkeypatch: 
 
 LATE = """
 import threading, time
-from transload.formats.zip_writer import Checksums, Chunk
+from transload.formats.zip_writer import Chunk, checksum_threads
 def late():
     while threading.main_thread().is_alive():
         time.sleep(0.001)
-    with Checksums(2) as sums:
-        print(sums.start([Chunk(b"x")])())
+    with checksum_threads(2) as start:
+        print(start([Chunk(b"x")])())
 threading.Thread(target=late).start()
 """
 

@@ -26,7 +26,7 @@ from transload.io.sources import Slice, Source
 from transload.nodes import Dict, Global, Persistent, Pickle
 
 if TYPE_CHECKING:
-    from transload.formats.zip_writer import Bunch, Record, Sink
+    from transload.formats.zip_writer import Record, Sink
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -38,6 +38,7 @@ _OTHER_MAGIC = (
 )
 PROTOCOL = 1001
 _COUNT = Struct("<q")
+_TOGETHER = 1000  # small storages and their counts in one write
 MAX_DOUBT = 1 << 24
 """How many bytes are read of what may not be a pickle: random bytes soon state a text of gigabytes."""
 
@@ -116,36 +117,33 @@ def write_legacy(
     pickled: bytes,
     protocol: int,
     numels: Sequence[int],
-    storages: Iterable[Record | Bunch],
+    storages: Iterable[Record],
     report_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write a stream; the keys of the storages count from 0, and ``numels`` are their element counts."""
     import pickle
 
-    from transload.formats.zip_writer import Bunch, Chunk
-
     sizes = {"short": 2, "int": 4, "long": 4}
     system = {"protocol_version": PROTOCOL, "little_endian": sys.byteorder == "little", "type_sizes": sizes}
     keys = [str(index) for index in range(len(numels))]
     before = [pickle.dumps(value, protocol) for value in (MAGIC, PROTOCOL, system)]
-    sink.write([*before, pickled, pickle.dumps(keys, protocol)])
-    counts = iter(numels)
-    for record in storages:
-        if isinstance(record, Bunch):
-            contents = [content for _, content in record.records]
-            sink.write([b"".join(part for content in contents for part in (_COUNT.pack(next(counts)), content))])
-            nbytes = sum(map(len, contents))
-        else:
-            sink.write([_COUNT.pack(next(counts))])
-            nbytes = record.size
-            for chunk in [Chunk(record.content)] if isinstance(record.content, bytes) else record.content():
-                if chunk.ready:
-                    chunk.ready()
-                sink.write([chunk.view])
-                if chunk.done:
-                    chunk.done()
+    waiting = [*before, pickled, pickle.dumps(keys, protocol)]
+    for numel, (_, size, content) in zip(numels, storages, strict=True):
+        waiting.append(_COUNT.pack(numel))
+        if isinstance(content, bytes):
+            waiting.append(content)
+        if len(waiting) >= _TOGETHER or not isinstance(content, bytes):
+            sink.write([b"".join(waiting)])
+            waiting = []
+        for chunk in () if isinstance(content, bytes) else content():
+            if chunk.ready:
+                chunk.ready()
+            sink.write([chunk.view])
+            if chunk.done:
+                chunk.done()
         if report_progress:
-            report_progress(nbytes)
+            report_progress(size)
+    sink.write([b"".join(waiting)])
 
 
 def _places(

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 from transload.formats.zip import (
     ALIGNMENT,
     ALL32,
     CENTRAL,
-    CENTRAL_IN_SHORT,
     DESCRIPTOR,
     DESCRIPTOR64,
     END,
@@ -35,15 +34,10 @@ from transload.formats.zip import (
     EXTRA,
     LOCAL,
     LOCATOR64,
-    NOTHING_ELSE,
 )
 from transload.frozen import NamedTuple
 from transload.io.checksums import crc32_combine, fastest_crc32
 from transload.io.pool import cores
-
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
-    from types import TracebackType
 
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
 
@@ -51,12 +45,12 @@ PIECE = 2 << 20
 """Bytes of a write, about: few enough to be still in the cache when they are written, after they were summed."""
 
 SMALL = 16 << 10
-"""Up to this size the bytes of a record are joined with their header."""
+"""Adjacent buffers of up to this size are joined."""
 
 AHEAD = 7
 """Writes whose checksums are being computed while another is written."""
 
-_MANY = 300  # records of a write: writev takes 1024 buffers
+_MANY = 300  # chunks of a write: writev takes 1024 buffers
 
 
 # -- what torch writes around records
@@ -64,9 +58,9 @@ _MANY = 300  # records of a write: writev takes 1024 buffers
 _FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
 _FLAGS_OF_NOTHING = 0x0800  # an empty record has no descriptor
 _MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
+_PADDING = 0x4246  # the tag "FB"
+_LEAST = LOCAL.size + EXTRA.size  # bytes of a header without its name, and of the padding field
 _NEEDED = 45  # the first version of the specification with 64-bit sizes
-_LOCAL_HEAD = LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, 0, 0)[:26]
-_CENTRAL_HEAD = CENTRAL.pack(b"PK\x01\x02", 0, 0, _FLAGS, *[0] * 13)[:16]
 
 
 def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:
@@ -74,30 +68,29 @@ def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT
 
     ``name`` includes the folder; ``offset`` is where the header begins in the archive.
     """
-    wide = _wide(size, 0, offset)
-    padding = -(offset + LOCAL.size + len(name) + len(wide) + EXTRA.size) % alignment
-    flags = _FLAGS if size else _FLAGS_OF_NOTHING
-    extra = len(wide) + EXTRA.size + padding
+    wide = _wide(size, 0, offset) if size + offset >= ALL32 else b""
+    padding = -(offset + _LEAST + len(name) + len(wide)) % alignment
+    flags, extra = _FLAGS if size else _FLAGS_OF_NOTHING, len(wide) + EXTRA.size + padding
     head = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra)
-    return b"".join((head, name, wide, b"FB", padding.to_bytes(2, "little"), b"Z" * padding))
+    return head + name + wide + EXTRA.pack(_PADDING, padding) + b"Z" * padding
 
 
 def descriptor(size: int, crc32: int, offset: int) -> bytes:
     """What follows the bytes of a record whose header begins at ``offset``: nothing if it is empty."""
     if not size:
         return b""
-    form = DESCRIPTOR64 if max(size, offset) >= ALL32 else DESCRIPTOR
+    form = DESCRIPTOR64 if size >= ALL32 or offset >= ALL32 else DESCRIPTOR
     return form.pack(b"PK\x07\x08", crc32, size, size)
 
 
 def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
     """The directory entry of a record whose header begins at ``offset``."""
-    wide = _wide(size, size, offset)
-    flags = _FLAGS if size else _FLAGS_OF_NOTHING
-    narrow = min(size, ALL32)
-    rest = (len(name), len(wide), 0, 0, 0, 0, min(offset, ALL32))
-    head = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, narrow, narrow, *rest)
-    return head + name + wide if wide else head + name
+    wide, narrow, start = b"", size, offset
+    if size + offset >= ALL32:
+        wide, narrow, start = _wide(size, size, offset), min(size, ALL32), min(offset, ALL32)
+    flags, n_name, n_wide = _FLAGS if size else _FLAGS_OF_NOTHING, len(name), len(wide)
+    entry = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, narrow, narrow, n_name, n_wide, 0, 0, 0, 0, start)
+    return entry + name + wide
 
 
 def end_of_archive(count: int, start: int, size: int) -> bytes:
@@ -107,44 +100,6 @@ def end_of_archive(count: int, start: int, size: int) -> bytes:
     locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
     narrow = min(count, 0xFFFF)
     return wide + locator + END.pack(b"PK\x05\x06", 0, 0, narrow, narrow, min(size, ALL32), min(start, ALL32), 0)
-
-
-def small_records(
-    named: Iterable[tuple[bytes, bytes]], offset: int, alignment: int, checksums: list[int]
-) -> tuple[list[bytes], list[bytes], int]:
-    """The bytes of records from ``offset`` on, those of their directory entries, and where the records end.
-
-    What ``local_header``, ``descriptor`` and ``central_entry`` would make, in a third of the time.
-    """
-    out: list[bytes] = []
-    entries: list[bytes] = []
-    fillers: dict[int, bytes] = {}
-    lengths, describe, enter = EXTRA.pack, DESCRIPTOR.pack, CENTRAL_IN_SHORT.pack
-    for name, content in named:
-        size, length, checksum = len(content), len(name), crc32(content)
-        checksums.append(checksum)
-        if not size or offset >= ALL32 - size:
-            header = local_header(name, size, offset, alignment)
-            tail = descriptor(size, checksum, offset)
-            out += (header, content, tail)
-            entries.append(central_entry(name, size, checksum, offset))
-            offset += len(header) + size + len(tail)
-            continue
-        least = offset + 34 + length
-        padding = -least % alignment
-        if padding not in fillers:
-            fillers[padding] = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-        out += (
-            _LOCAL_HEAD,
-            lengths(length, padding + 4),
-            name,
-            fillers[padding],
-            content,
-            describe(b"PK\x07\x08", checksum, size, size),
-        )
-        entries += (enter(_CENTRAL_HEAD, checksum, size, size, length, NOTHING_ELSE, offset), name)
-        offset = least + padding + size + 16
-    return out, entries, offset
 
 
 def _wide(size: int, stored: int, offset: int) -> bytes:
@@ -179,29 +134,12 @@ class Record(NamedTuple):
     content: bytes | Callable[[], Iterator[Chunk]]
 
 
-class Bunch(NamedTuple):
-    """Small records: their names without the folder, and their bytes."""
-
-    records: list[tuple[bytes, bytes]]
-
-
 class Sink(Protocol):
     """Where an archive goes."""
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         """Write all buffers, in this order."""
         ...
-
-
-class _Entry:
-    """A record whose checksum is not yet known: its index in the directory, and the checksum so far."""
-
-    __slots__ = ("checksum", "index", "name", "number", "offset", "size")
-
-    def __init__(self, name: bytes, size: int, offset: int, index: int, number: int) -> None:
-        self.name, self.size, self.offset = name, size, offset
-        self.index, self.number = index, number
-        self.checksum = 0
 
 
 class _Write:
@@ -211,8 +149,8 @@ class _Write:
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        # Chunks with their record, and the index of its descriptor for the last one, else -1.
-        self.parts: list[tuple[_Entry, Chunk, int]] = []
+        # Chunks with the number of their record, and the index of its descriptor for the last one, else -1.
+        self.parts: list[tuple[int, Chunk, int]] = []
         self.nbytes = 0
         self.contents = 0  # bytes of records alone
         self.sums: Callable[[], list[int]] = list
@@ -224,53 +162,54 @@ class _Write:
 
 
 class _Archive:
-    """The archive so far: where it ends, and its directory."""
+    """The archive so far: where it ends, the name, size and offset of each record, and their checksums."""
 
     def __init__(self, root: bytes, alignment: int) -> None:
         self.checksums: list[int] = []
         self.end = 0
+        self._places: list[tuple[bytes, int, int]] = []
         self._lead = root + b"/" if root else b""
         self._alignment = alignment
-        self._entries: list[bytes] = []
 
-    def writes(self, records: Iterable[Record | Bunch]) -> Iterator[_Write]:
+    def writes(self, records: Iterable[Record]) -> Iterator[_Write]:
         """Divide records into writes."""
         write = _Write()
-        for record in records:
-            if isinstance(record, Bunch) or isinstance(record.content, bytes):
-                small: Any = record.records if isinstance(record, Bunch) else [(record.name, record.content)]
-                named = [(self._lead + name, content) for name, content in small]
-                start = self.end
-                parts, entries, self.end = small_records(named, start, self._alignment, self.checksums)
-                write.buffers.append(b"".join(parts))
-                write.nbytes += self.end - start
-                write.contents += sum(len(content) for _, content in named)
-                self._entries.append(b"".join(entries))
-                if write.is_full():
+        for short, size, content in records:
+            name, offset = self._lead + short, self.end
+            header = local_header(name, size, offset, self._alignment)
+            if isinstance(content, bytes):
+                checksum = crc32(content)
+                whole = header + content + descriptor(size, checksum, offset)
+                self.checksums.append(checksum)
+                self._places.append((name, size, offset))
+                self.end += len(whole)
+                write.buffers.append(whole)
+                write.nbytes += len(whole)
+                write.contents += size
+                if write.nbytes >= PIECE:
                     yield write
                     write = _Write()
                 continue
-            entry = _Entry(self._lead + record.name, record.size, self.end, len(self._entries), len(self.checksums))
-            header = local_header(entry.name, entry.size, entry.offset, self._alignment)
-            write.buffers.append(header)
-            self._entries.append(b"")
+            number = len(self._places)
+            self._places.append((name, size, offset))
             self.checksums.append(0)
-            self.end += len(header) + entry.size + len(descriptor(entry.size, 0, entry.offset))
-            left = record.size
-            for chunk in record.content():
+            self.end += len(header) + size + len(descriptor(size, 0, offset))
+            write.buffers.append(header)
+            left = size
+            for chunk in content():
                 nbytes = len(chunk.view)
                 left -= nbytes
                 write.buffers.append(chunk.view)
                 write.nbytes += nbytes
                 write.contents += nbytes
-                write.parts.append((entry, chunk, -1 if left else len(write.buffers)))
+                write.parts.append((number, chunk, -1 if left else len(write.buffers)))
                 if not left:
                     write.buffers.append(b"")  # for the descriptor
                 if write.is_full():
                     yield write
                     write = _Write()
             if left:
-                raise RuntimeError(f"{record.name!r} has {record.size} bytes, and {record.size - left} came")
+                raise RuntimeError(f"{short!r} has {size} bytes, and {size - left} came")
         if write.buffers:
             yield write
 
@@ -280,25 +219,25 @@ class _Archive:
             sums = write.sums()
         finally:
             write.sums = list  # an error holds this frame, which must not hold the error and the chunks in turn
-        for (entry, chunk, slot), checksum in zip(write.parts, sums, strict=True):
-            before = entry.checksum  # 0 also where nothing came before
-            entry.checksum = crc32_combine(before, checksum, len(chunk.view)) if before else checksum
+        for (number, chunk, slot), checksum in zip(write.parts, sums, strict=True):
+            before = self.checksums[number]  # 0 also where nothing came before
+            after = self.checksums[number] = crc32_combine(before, checksum, len(chunk.view)) if before else checksum
             if slot >= 0:
-                write.buffers[slot] = descriptor(entry.size, entry.checksum, entry.offset)
-                self._entries[entry.index] = central_entry(entry.name, entry.size, entry.checksum, entry.offset)
-                self.checksums[entry.number] = entry.checksum
+                _, size, offset = self._places[number]
+                write.buffers[slot] = descriptor(size, after, offset)
 
     def directory(self) -> bytes:
         """The directory, and the end of the archive."""
-        entries = b"".join(self._entries)
-        return entries + end_of_archive(len(self.checksums), self.end, len(entries))
+        pairs = zip(self._places, self.checksums, strict=True)
+        entries = b"".join([central_entry(name, size, checksum, offset) for (name, size, offset), checksum in pairs])
+        return entries + end_of_archive(len(self._places), self.end, len(entries))
 
 
 def write_archive(
     sink: Sink,
     root: bytes,
-    records: Iterable[Record | Bunch],
-    closing: Callable[[list[int]], Iterable[Record | Bunch]],
+    records: Iterable[Record],
+    closing: Callable[[list[int]], Iterable[Record]],
     *,
     threads: int = 0,
     alignment: int = ALIGNMENT,
@@ -322,10 +261,10 @@ def write_archive(
         if report_progress is not None:
             report_progress(write.contents)
 
-    with Checksums(threads) as sums:
+    with checksum_threads(threads) as start:
         for write in archive.writes(records):
             if write.parts:
-                write.sums = sums.start([chunk for _, chunk, _ in write.parts])
+                write.sums = start([chunk for _, chunk, _ in write.parts])
             waiting.append(write)
             if len(waiting) > AHEAD:
                 write_first()
@@ -363,35 +302,30 @@ def _sums(chunks: Sequence[Chunk]) -> list[int]:
     return sums
 
 
-class Checksums:
-    """Threads that compute checksums; without any, the caller computes them when it needs them.
+@contextmanager
+def checksum_threads(count: int) -> Iterator[Callable[[Sequence[Chunk]], Callable[[], list[int]]]]:
+    """A function that starts computing the checksums of some chunks, and returns another one that waits for them.
 
-    No thread is left after the ``with`` block.
+    Without threads, that one computes them. No thread is left after the ``with`` block.
     """
+    pool: Any = None
+    with suppress(RuntimeError):  # raised by the import while the interpreter shuts down
+        if count:
+            from concurrent.futures import ThreadPoolExecutor
 
-    def __init__(self, threads: int) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        with suppress(RuntimeError):  # raised by the import while the interpreter shuts down
-            if threads:
-                from concurrent.futures import ThreadPoolExecutor
+            pool = ThreadPoolExecutor(count, "transload checksums")
 
-                self._pool = ThreadPoolExecutor(threads, "transload checksums")
-
-    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=kind is not None)
-
-    def start(self, chunks: Sequence[Chunk]) -> Callable[[], list[int]]:
-        """Start computing the checksums of some chunks; the function that is returned waits for them."""
-        if self._pool is not None:
-            try:
-                return self._pool.submit(_sums, chunks).result
-            except RuntimeError:  # no thread can be started while the interpreter shuts down
-                pass
+    def start(chunks: Sequence[Chunk]) -> Callable[[], list[int]]:
+        if pool is not None:
+            with suppress(RuntimeError):  # no thread can be started while the interpreter shuts down
+                return pool.submit(_sums, chunks).result  # type: ignore[no-any-return]
         return partial(_sums, chunks)
+
+    try:
+        yield start
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
 
 # -- an archive as torch.save writes it
@@ -419,7 +353,7 @@ def opening_records(pickled: bytes, alignment: int = ALIGNMENT, byteorder: str =
 def write_checkpoint(
     sink: Sink,
     opening: Iterable[Record],
-    storages: Iterable[Record | Bunch],
+    storages: Iterable[Record],
     nbytes: int,
     *,
     origin: Record | None = None,

@@ -17,7 +17,7 @@ from typing import Any
 from transload.checkpoint import Record as Stored
 from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError
-from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive, write_checkpoint
+from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record, write_archive, write_checkpoint
 from transload.io.atomic import DescriptorFile
 from transload.io.sources import FileSource, Source
 from transload.writing.output import clear_parts, index_name
@@ -31,24 +31,15 @@ def _not_as_written(path: str, name: str = "it") -> ConvertError:
 
 # -- archives
 
-_MAX_BUNCH = 1000
 _Member = tuple[bytes, bytes, Entry]
 """A name in the archive, the header before the bytes of an entry, and the entry."""
 
 
-def _records(members: Iterable[_Member], job: Job) -> Iterator[Record | Bunch]:
-    small: list[tuple[bytes, bytes]] = []
+def _records(members: Iterable[_Member], job: Job) -> Iterator[Record]:
     for name, head, entry in members:
         size = len(head) + entry.nbytes
-        if size <= SMALL:
-            small.append((name, b"".join(chunk.view for chunk in _chunks(head, entry, job))))
-        if small and (size > SMALL or len(small) >= _MAX_BUNCH):
-            yield Bunch(small)
-            small = []
-        if size > SMALL:
-            yield Record(name, size, partial(_chunks, head, entry, job))
-    if small:
-        yield Bunch(small)
+        chunks = partial(_chunks, head, entry, job)
+        yield Record(name, size, b"".join(chunk.view for chunk in chunks()) if size <= SMALL else chunks)
 
 
 def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
