@@ -473,10 +473,6 @@ class Variables(Plain):
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Files that set it: ``/etc/environment:3``.
     cache_problem: str = ""  # Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; or empty.
 
-    def get(self, name: str) -> str | None:
-        """The value, or ``None`` if it is not set."""
-        return self.values.get(name)
-
 
 @facts(frozen=True)
 class Accelerator(Plain):

@@ -253,7 +253,7 @@ def with_cards(value: str) -> Machine:
 
 def chosen(machine: Machine) -> object:
     visible = visible_devices(
-        machine.variables.get("CUDA_VISIBLE_DEVICES"), tuple(gpu.uuid for gpu in machine.driver.nvml.gpus)
+        machine.variables.values.get("CUDA_VISIBLE_DEVICES"), tuple(gpu.uuid for gpu in machine.driver.nvml.gpus)
     )
     return visible.indices, visible.why, visible.error
 
@@ -289,7 +289,7 @@ def test_ids_are_faked_and_choose_the_same_card(value: str) -> None:
 def test_one_card_has_one_fake_id_everywhere() -> None:
     out = redacted(with_cards(UUID), ALICE)
     (first, second), (own,) = out.driver.nvml.gpus, out.driver.cuda.gpus
-    assert first.uuid == own.uuid == out.variables.get("CUDA_VISIBLE_DEVICES") != second.uuid
+    assert first.uuid == own.uuid == out.variables.values.get("CUDA_VISIBLE_DEVICES") != second.uuid
     assert isinstance(out.kernel.log, tuple)
     assert first.uuid in out.kernel.log[0]
     assert re.fullmatch(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", first.uuid)

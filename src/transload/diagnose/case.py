@@ -237,7 +237,7 @@ class Case(Machine):
 
     def env(self, name: str) -> str | None:
         """The value of an environment variable, or ``None`` if it is not set."""
-        return self.variables.get(name)
+        return self.variables.values.get(name)
 
     def usable(self, kind: str) -> list[Accelerator]:
         """The accelerators of a kind whose driver works."""

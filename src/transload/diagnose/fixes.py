@@ -160,14 +160,14 @@ def set_variable(machine: Machine, name: str, value: str) -> Lines:
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
     """Remove a folder from a search path."""
-    elements = (machine.variables.get(variable) or "").split(":")
+    elements = (machine.variables.values.get(variable) or "").split(":")
     rest = ":".join(element for element in elements if not _leads_to(element, folder))
     return set_variable(machine, variable, rest) if rest.strip(":") else unset(machine, variable)
 
 
 def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
     """Whether a folder is an element of a search path."""
-    return any(_leads_to(element, folder) for element in (machine.variables.get(variable) or "").split(":"))
+    return any(_leads_to(element, folder) for element in (machine.variables.values.get(variable) or "").split(":"))
 
 
 def _leads_to(element: str, folder: str) -> bool:

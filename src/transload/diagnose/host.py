@@ -129,10 +129,11 @@ class Host:
                 yield f"{folder.rstrip('/')}/{name}"
 
     def glob(self, pattern: str) -> Iterator[str]:
-        """The paths that match a pattern whose only ``*`` ends a name; without a ``*``, the pattern itself."""
-        start, star, rest = pattern.partition("*")
-        folder, _, name = start.rpartition("/")
-        return (f"{path}{rest}" for path in self.paths(folder, name)) if star else iter((pattern,))
+        """The paths for a pattern with one ``*``, which matches any text in a name; without, the pattern itself."""
+        before, star, after = pattern.partition("*")
+        folder, _, start = before.rpartition("/")
+        end, slash, below = after.partition("/")
+        return (f"{path}{slash}{below}" for path in self.paths(folder, start, end)) if star else iter((pattern,))
 
     def distinct(self, paths: Iterable[str]) -> Iterator[str]:
         """The paths without those that lead to the same place as an earlier one."""

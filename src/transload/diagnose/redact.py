@@ -167,7 +167,7 @@ class _Redactor:
         paths = (text for text, _ in texts if "/" in text or "\\" in text)
         found = dict.fromkeys(match[0] for text in paths for match in _HOME.finditer(text))
         strange = [home for home in found if _last(home).lower() not in _NOBODY]
-        home = machine.variables.get("HOME") or ""
+        home = machine.variables.values.get("HOME") or ""
         foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
         own = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
         if not own:  # the user's packages show whose machine it is

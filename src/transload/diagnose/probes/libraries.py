@@ -55,10 +55,9 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
     host = loader.host
     paths = [(each.path, each.via) for listed, each in loader.preloaded() if name in (each.elf.soname, listed)]
     paths += loader.candidates(name, loader.program).items()
-    folders = (folder for pattern in table("drivers")["folders"] for folder in host.glob(pattern))
-    paths += ((f"{folder}/{name}", "disk") for folder in folders)
-    stub = f"lib64/stubs/{name.removesuffix('.1')}"
-    paths += ((f"{folder}/{stub}", "disk") for folder in host.paths("/usr/local", "cuda"))
+    patterns = [f"{folder}/{name}" for folder in table("drivers")["folders"]]
+    patterns.append(f"/usr/local/cuda*/lib64/stubs/{name.removesuffix('.1')}")
+    paths += ((path, "disk") for pattern in patterns for path in host.glob(pattern))
     seen: dict[str, Library] = {}
     unseen: dict[str, Library] = {}
     for path, via in paths:

@@ -328,5 +328,4 @@ def _files(host: Host) -> Iterator[str]:
         # an unknown variable becomes a character that no path contains
         path = re.sub(r"\$(\w+)", lambda name: named.get(name[1], "").rstrip("/") or "\0", pattern)
         if path.startswith("/"):
-            folder, star, end = path.partition("/*")
-            yield from host.paths(folder, end=end) if star else (path,)
+            yield from host.glob(path)
