@@ -93,23 +93,14 @@ def located(host: Host) -> tuple[str, str]:
 
 
 def _is_own(host: Host, executable: str) -> bool:
-    """Whether it is the interpreter we run in, and we were started as a user's program would be.
-
-    It may have another name in the same folder: ``bin/python3`` for ``bin/python``. A link from elsewhere is another.
-    """
-    flags, ours = sys.flags, sys.executable or ""
-    plain = not (flags.ignore_environment or flags.no_site) and all(
-        bool(getattr(flags, flag, 0)) == bool(os.environ.get(name))
-        for flag, name in (("no_user_site", "PYTHONNOUSERSITE"), ("safe_path", "PYTHONSAFEPATH"))
-    )
+    """Whether it is the interpreter we run in, and we were started as a user's program would be."""
+    flags = sys.flags
+    unusual = flags.ignore_environment or flags.no_site or flags.no_user_site or getattr(flags, "safe_path", False)
     theirs, mine = (  # the variables that change how an interpreter starts
         {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
         for environ in (host.environ, os.environ)
     )
-    if not plain or host.root != "/" or theirs != mine:
-        return False
-    pairs = ((executable, ours), (os.path.dirname(executable), os.path.dirname(ours)))
-    return executable == ours or all(os.path.realpath(one) == os.path.realpath(other) for one, other in pairs)
+    return host.root == "/" and executable == (sys.executable or "") and theirs == mine and not unusual
 
 
 # -- what an interpreter reports about itself --------------------------------------------------------------------------
