@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from transload.frozen import NamedTuple, facts
+from transload.frozen import Frozen, NamedTuple
 
 
-@facts(frozen=True)
-class Ours:
+class Ours(Frozen):
     name: str
     sizes: tuple[int, ...] = ()
     table: dict[str, int] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
-from transload.frozen import NamedTuple, Plain, facts
+from transload.frozen import Frozen, NamedTuple, Plain
 
 if TYPE_CHECKING:
     from transload.nodes import Pickle
@@ -151,8 +151,7 @@ class Tensor(NamedTuple):
         return out
 
 
-@facts(frozen=True)
-class GlobalUse:
+class GlobalUse(Frozen):
     """A name that the file imports: a class, a function, a constant.
 
     ``verdict`` is ``data`` (part of plain checkpoints, harmless as used here), ``harmless`` (known, runs no code of the
@@ -183,8 +182,7 @@ class GlobalUse:
         return out
 
 
-@facts(frozen=True)
-class Leaf:
+class Leaf(Frozen):
     """A value in the tree that is not a tensor: an epoch, a learning rate, a ``torch.device``.
 
     ``kind`` is the name of its type; ``text`` a short, printable form of the value.
@@ -222,8 +220,7 @@ class Record(NamedTuple):
     method: int = 0
 
 
-@facts(frozen=True)
-class Part:
+class Part(Frozen):
     """A file of a directory checkpoint, a shard, or a compiled piece in a package.
 
     ``facts`` are what is known about it, in words, e.g. ``(("compute capability", "9.0"),)``.
@@ -239,8 +236,7 @@ class Part:
         return {**vars(self), "facts": dict(self.facts)}
 
 
-@facts(frozen=True)
-class Origin:
+class Origin(Frozen):
     """Who wrote the file: the possible torch releases, the evidence, and the versions that the file records.
 
     ``oldest`` and ``newest`` are the bounds of the releases (``"1.13"``, ``"2.0"``); an empty ``newest`` means no upper
@@ -280,7 +276,6 @@ class Origin:
         }
 
 
-@facts(frozen=True)
 class DeviceUse(Plain):
     """How much of a checkpoint is tagged with one device."""
 
@@ -289,8 +284,7 @@ class DeviceUse(Plain):
     nbytes: int
 
 
-@facts(frozen=True)
-class Contents:
+class Contents(Frozen):
     """The fields of a ``Checkpoint``, which describes them, without its views."""
 
     path: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from transload.frozen import facts
+from transload.frozen import Frozen
 
 KINDS = frozenset(
     {
@@ -42,8 +42,7 @@ def closest_device(name: str) -> str:
 _LONGEST_INDEX = 4  # digits; torch keeps an index in eight bits, but a tag may be anything
 
 
-@facts(frozen=True)
-class Device:
+class Device(Frozen):
     """A device that works. ``free`` and ``total`` are bytes, -1 if they are not known."""
 
     name: str
@@ -54,8 +53,7 @@ class Device:
     """What a person calls it: ``NVIDIA H200``."""
 
 
-@facts(frozen=True)
-class Devices:
+class Devices(Frozen):
     """All devices that work on a machine. ``current`` is the accelerator that programs use by default.
 
     >>> two = Devices((Device("cpu"), Device("cuda:0"), Device("cuda:1")), "cuda:0", rank=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from transload.frozen import facts, replace
+from transload.frozen import Frozen, replace
 
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["data-only", "needs-trust", "code", "unknown", "dangerous"]
@@ -26,8 +26,7 @@ def worst_integrity(*verdicts: Integrity) -> Integrity:
     return max(verdicts, key=INTEGRITY.index, default="whole")
 
 
-@facts(frozen=True)
-class Problem:
+class Problem(Frozen):
     """Something that a reader found wrong. This is only a fact: what it means is judged later.
 
     ``code`` is a section of docs/findings.md; ``where`` is a place in the file, outermost first (``"data.pkl › byte
@@ -54,8 +53,7 @@ class Problems(list[Problem]):
         self.append(Problem(code, where, detail))
 
 
-@facts(frozen=True)
-class Finding:
+class Finding(Frozen):
     """Something worth reporting: what it is, the evidence, and what to do.
 
     >>> Finding("cuda-tags", "note", "tensors are tagged cuda:0", fix=("pass map_location",)).code

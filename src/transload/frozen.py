@@ -2,8 +2,8 @@
 
 Importing ``dataclasses`` takes a sixth of the time of ``transload inspect``, and it compiles six methods for each
 class: for the thirty classes of ``machine`` that takes longer than examining a machine. Here only ``__init__`` is
-compiled, and the other methods are shared. ``fields``, ``replace`` and ``is_dataclass`` work: the attribute they read
-is computed on demand.
+compiled, and the other methods are inherited. ``fields``, ``replace`` and ``is_dataclass`` work: the attribute they
+read is computed on demand.
 
 ``typing.NamedTuple`` compiles every annotation, which takes longer than everything else about the class.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["NamedTuple", "Plain", "Reported", "facts", "replace"]
+__all__ = ["Frozen", "NamedTuple", "Plain", "Reported", "replace"]
 
 
 class _Fields:
@@ -34,58 +34,52 @@ class _Fields:
         return self.found
 
 
-class Plain:
-    """A base class whose ``to_dict`` returns the fields by name, with lists for tuples."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {name: _plain(value) for name, value in vars(self).items()}
-
-
-class Reported:
-    """A base class that a notebook shows as its text, which is a report."""
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return value.to_dict() if isinstance(value, Plain) else value
-
-
-class _Shared:
-    def __setattr__(self, name: str, value: object = None) -> None:
-        from dataclasses import FrozenInstanceError
-
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
-
-    __delattr__ = __setattr__
-
-    def __eq__(self, other: object) -> bool:
-        return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.__dict__.values()))
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
-        return f"{type(self).__qualname__}({fields})"
-
-    def __replace__(self, **changes: object) -> object:
-        return type(self)(**{**self.__dict__, **changes})
-
-
 if TYPE_CHECKING:
-    from dataclasses import dataclass as facts
-    from dataclasses import replace
+    from dataclasses import field, replace
     from typing import NamedTuple
+
+    from typing_extensions import dataclass_transform
+
+    @dataclass_transform(frozen_default=True, field_specifiers=(field,))
+    class Frozen:
+        """A base class that makes a frozen dataclass."""
 else:
+
+    class Frozen:
+        """A base class that works like ``dataclass(frozen=True)``.
+
+        >>> class Card(Frozen):
+        ...     name: str = ""
+        >>> Card("H200") == Card("H200"), Card("H200")
+        (True, Card(name='H200'))
+        """
+
+        def __init_subclass__(cls) -> None:
+            if annotations := cls.__annotations__:  # else it has the fields of its base
+                defaults = {name: cls.__dict__[name] for name in annotations if name in cls.__dict__}
+                cls.__dataclass_fields__ = _Fields(cls, annotations, defaults)
+                cls.__match_args__ = tuple(annotations)
+                cls.__init__ = _init(cls, annotations, defaults)
+
+        def __setattr__(self, name: str, value: object = None) -> None:
+            from dataclasses import FrozenInstanceError
+
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+        __delattr__ = __setattr__
+
+        def __eq__(self, other: object) -> bool:
+            return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
+
+        def __hash__(self) -> int:
+            return hash(tuple(self.__dict__.values()))
+
+        def __repr__(self) -> str:
+            fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+            return f"{type(self).__qualname__}({fields})"
+
+        def __replace__(self, **changes: object) -> object:
+            return type(self)(**{**self.__dict__, **changes})
 
     class _NamedTupleMaker(type):
         def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
@@ -109,32 +103,8 @@ else:
         Card(name='H200', sizes=())
         """
 
-    def facts(*, frozen: bool) -> Any:
-        """A class decorator that works like ``dataclass(frozen=True)``.
-
-        >>> @facts(frozen=True)
-        ... class Card:
-        ...     name: str = ""
-        >>> Card("H200") == Card("H200"), Card("H200")
-        (True, Card(name='H200'))
-        """
-        assert frozen  # noqa: S101  the parameter is for readers and the type checker: there is no other kind
-
-        def made(cls: type) -> type:
-            for name, method in _Shared.__dict__.items():
-                if callable(method) and name not in cls.__dict__:
-                    setattr(cls, name, method)
-            annotations = cls.__annotations__
-            defaults = {name: cls.__dict__[name] for name in annotations if name in cls.__dict__}
-            cls.__dataclass_fields__ = _Fields(cls, annotations, defaults)
-            cls.__match_args__ = tuple(annotations)
-            cls.__init__ = _init(cls, annotations, defaults)
-            return cls
-
-        return made
-
     def replace(made: Any, /, **changes: Any) -> Any:
-        """``dataclasses.replace`` for classes decorated with ``facts``."""
+        """``dataclasses.replace`` for classes derived from ``Frozen``."""
         return made.__replace__(**changes)
 
 
@@ -153,3 +123,28 @@ def _init(cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> A
     init.__defaults__ = tuple(defaults.values())
     init.__annotations__ = {**annotations, "return": "None"}
     return init
+
+
+class Plain(Frozen):
+    """A frozen dataclass whose ``to_dict`` returns the fields by name, with lists for tuples."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+
+class Reported:
+    """A base class that a notebook shows as its text, which is a report."""
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.to_dict() if isinstance(value, Plain) else value

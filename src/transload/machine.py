@@ -13,12 +13,11 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, Literal
 
-from transload.frozen import Plain, facts
+from transload.frozen import Plain
 
 NVIDIA, AMD = 0x10DE, 0x1002
 
 
-@facts(frozen=True)
 class Unknown(Plain):
     """A fact that could not be determined, and why. It is false, so that only known facts count.
 
@@ -39,7 +38,6 @@ class Unknown(Plain):
 NOT_ASKED = Unknown("not asked")
 
 
-@facts(frozen=True)
 class Platform(Plain):
     """The operating system and the user."""
 
@@ -63,7 +61,6 @@ class Platform(Plain):
     prime: str = ""  # The card that ``prime-select`` chose: ``nvidia``, ``intel``, ``on-demand``, or empty.
 
 
-@facts(frozen=True)
 class Surroundings(Plain):
     """Containers, schedulers and services around the process."""
 
@@ -82,7 +79,6 @@ class Surroundings(Plain):
     evidence: tuple[str, ...] = ()  # How each of the above was detected, one line each.
 
 
-@facts(frozen=True)
 class PciDevice(Plain):
     """One device on the PCI bus, from sysfs."""
 
@@ -101,7 +97,6 @@ class PciDevice(Plain):
         return self.kind >> 16 == 0x03
 
 
-@facts(frozen=True)
 class Hardware(Plain):
     """The devices in the machine."""
 
@@ -120,7 +115,6 @@ class Hardware(Plain):
         return bool(self.gpus or self.dxg or self.tegra)
 
 
-@facts(frozen=True)
 class ProcGpu(Plain):
     """A card as the kernel driver lists it under /proc/driver/nvidia/gpus."""
 
@@ -131,7 +125,6 @@ class ProcGpu(Plain):
     excluded: bool = False
 
 
-@facts(frozen=True)
 class Kernel(Plain):
     """NVIDIA's kernel driver."""
 
@@ -156,7 +149,6 @@ class Kernel(Plain):
     mps_directory: str = ""  # ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``, if it exists.
 
 
-@facts(frozen=True)
 class Node(Plain):
     """A file under /dev, and the result of opening it for reading and writing."""
 
@@ -173,7 +165,6 @@ class Node(Plain):
     nodev: bool = False  # It is on a file system mounted with ``nodev``.
 
 
-@facts(frozen=True)
 class Nodes(Plain):
     """The device nodes of NVIDIA, and of AMD's and Intel's compute drivers."""
 
@@ -191,7 +182,6 @@ class Nodes(Plain):
 Kind = Literal["driver", "stub", "compat", "wsl", "other"]
 
 
-@facts(frozen=True)
 class Library(Plain):
     """A shared library that the loader could use."""
 
@@ -206,7 +196,6 @@ class Library(Plain):
     problem: str = ""  # Why it cannot be loaded: ``not an ELF file``, ``for another machine (aarch64)``, ``empty`` …
 
 
-@facts(frozen=True)
 class DriverLibraries(Plain):
     """The driver's libraries. In each list a process gets the first one whose ``via`` is not ``disk``."""
 
@@ -227,7 +216,6 @@ class DriverLibraries(Plain):
 State = Literal["answered", "no-library", "not-loadable", "no-symbol", "hung", "crashed", "unasked"]
 
 
-@facts(frozen=True)
 class Answer(Plain):
     """The outcome of asking something in a child process."""
 
@@ -244,7 +232,6 @@ class Answer(Plain):
         return self.state == "answered"
 
 
-@facts(frozen=True)
 class NvmlGpu(Plain):
     """A card as NVML sees it. CUDA_VISIBLE_DEVICES does not apply here. -1 and empty: unknown."""
 
@@ -272,7 +259,6 @@ class NvmlGpu(Plain):
     peers: int = -1  # How many other cards of the machine it can read directly (P2P).
 
 
-@facts(frozen=True)
 class Nvml(Plain):
     """What libnvidia-ml reports."""
 
@@ -287,7 +273,6 @@ class Nvml(Plain):
     confidential: str = ""  # ``ready``, ``not-ready`` if confidential computing is enabled; else empty.
 
 
-@facts(frozen=True)
 class CudaGpu(Plain):
     """A card as the CUDA driver shows it to this process."""
 
@@ -300,7 +285,6 @@ class CudaGpu(Plain):
     integrated: bool = False
 
 
-@facts(frozen=True)
 class Cuda(Plain):
     """What libcuda reports: ``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGetCount`` and the devices."""
 
@@ -318,7 +302,6 @@ class Cuda(Plain):
         return self.answer.answered and self.init == 0 and self.count > 0
 
 
-@facts(frozen=True)
 class Experiment(Plain):
     """The CUDA driver asked again in a changed environment, to try a fix before recommending it."""
 
@@ -326,7 +309,6 @@ class Experiment(Plain):
     cuda: Cuda
 
 
-@facts(frozen=True)
 class Toolkit(Plain):
     """A CUDA toolkit on the disk. A torch wheel includes its own libraries and needs none."""
 
@@ -336,7 +318,6 @@ class Toolkit(Plain):
     folders: tuple[str, ...] = ()  # /usr/local/cuda*
 
 
-@facts(frozen=True)
 class Python(Plain):
     """The examined interpreter, which need not be the one that runs transload."""
 
@@ -361,7 +342,6 @@ class Python(Plain):
     packages: dict[str, str] = field(default_factory=dict)  # Name → version of torch*, nvidia-*, triton …
 
 
-@facts(frozen=True)
 class TorchInstall(Plain):
     """One torch on the path."""
 
@@ -392,7 +372,6 @@ class TorchInstall(Plain):
         return self.known and not (self.cuda or self.hip or self.xpu)
 
 
-@facts(frozen=True)
 class Torch(Plain):
     """Every torch that the examined interpreter could import; it imports the first."""
 
@@ -409,7 +388,6 @@ class Torch(Plain):
         return self.installs[0] if self.installs else None
 
 
-@facts(frozen=True)
 class Resolved(Plain):
     """A library that torch needs, and what the loader finds for it."""
 
@@ -430,7 +408,6 @@ class Resolved(Plain):
         return bool(self.expected and self.path and self.path != self.expected)
 
 
-@facts(frozen=True)
 class TorchLibraries(Plain):
     """What torch's own binaries contain and need."""
 
@@ -451,7 +428,6 @@ class TorchLibraries(Plain):
     cwd_searched: tuple[str, ...] = ()
 
 
-@facts(frozen=True)
 class Extension(Plain):
     """A package with its own compiled code for the GPU."""
 
@@ -465,7 +441,6 @@ class Extension(Plain):
     local: str = ""  # The local part of its version: ``cu128``, ``cpu``, ``pt28cu128`` …
 
 
-@facts(frozen=True)
 class Variables(Plain):
     """Environment variables that affect CUDA or torch."""
 
@@ -474,7 +449,6 @@ class Variables(Plain):
     cache_problem: str = ""  # Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; or empty.
 
 
-@facts(frozen=True)
 class Accelerator(Plain):
     """An accelerator other than an NVIDIA card."""
 
@@ -485,7 +459,6 @@ class Accelerator(Plain):
     integrated: bool = False  # It is part of the processor: common, and seldom what torch should run on.
 
 
-@facts(frozen=True)
 class Step(Plain):
     """One thing the torch child did."""
 
@@ -495,7 +468,6 @@ class Step(Plain):
     seconds: float = 0.0
 
 
-@facts(frozen=True)
 class TorchRun(Plain):
     """What happened when torch was imported and used in a child process."""
 
@@ -526,7 +498,6 @@ class TorchRun(Plain):
         return step is not None and step.ok
 
 
-@facts(frozen=True)
 class Driver(Plain):
     """The driver's libraries, and what they report."""
 
@@ -536,7 +507,6 @@ class Driver(Plain):
     experiments: tuple[Experiment, ...] = ()
 
 
-@facts(frozen=True)
 class Machine(Plain):
     """A host, layer by layer."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.diagnose.tables import cuda_text, numbers_of, runs_on
 from transload.errors import TransloadError
-from transload.frozen import Plain, facts
+from transload.frozen import Plain
 from transload.judge.names import PLAIN_VALUES
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ _CUDA_ONLY = frozenset(
 """Packages whose code runs only on NVIDIA GPUs."""
 
 
-@facts(frozen=True)
 class Package(Plain):
     """A package that a loader would import for a file, and the names it would look up there."""
 
@@ -173,7 +172,6 @@ _PTX_MAJOR = {7: 11, 8: 12, 9: 13}
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-@facts(frozen=True)
 class Compatibility(Plain):
     """An answer with its reason; true if CUDA does not prevent using the file here.
 

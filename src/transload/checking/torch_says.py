@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from transload.checking.needs import read_bytes
 from transload.devices import split
 from transload.diagnose.tables import numbers_of
-from transload.frozen import Plain, facts, replace
+from transload.frozen import Plain, replace
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def installed_torch(
     return InstalledTorch(version, dict(counts), sure, environ, absent)
 
 
-@facts(frozen=True)
 class Prediction(Plain):
     """What ``torch.load`` does: ``loads``, ``raises``, or ``unknown`` if that cannot be predicted.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transload.diagnose.report import steps
 from transload.diagnose.rules import BY_CODE
-from transload.frozen import Plain, facts, replace
+from transload.frozen import Plain, replace
 from transload.machine import Unknown
 from transload.render.lines import BLANK, Block, Prose, heading
 from transload.render.words import plural, printable
@@ -203,7 +203,6 @@ def _facts(machines: Sequence[Machine]) -> Iterator[Fact]:
 # -- the comparison
 
 
-@facts(frozen=True)
 class Group(Plain):
     """The machines, by name, that have the same value of a fact."""
 
@@ -211,7 +210,6 @@ class Group(Plain):
     nodes: tuple[str, ...]
 
 
-@facts(frozen=True)
 class Difference(Plain):
     """A fact that is not the same everywhere. ``groups`` are its values with their machines, most first.
 
@@ -233,7 +231,6 @@ class Difference(Plain):
         return [group.nodes for group in self.groups if group.value != self.usual]
 
 
-@facts(frozen=True)
 class Fault(Plain):
     """An error or a warning of the doctor, and where; ``because`` are facts that differ there."""
 
@@ -245,7 +242,6 @@ class Fault(Plain):
     because: tuple[str, ...] = ()
 
 
-@facts(frozen=True)
 class Comparison(Plain):
     """What is alike (fact → value) and what differs between machines, by name.
 

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transload.frozen import Plain, Reported, facts
+from transload.frozen import Plain, Reported
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
 
 
-@facts(frozen=True)
 class FileCheck(Plain):
     """A check of the file that the text names. ``same``: ``torch.load`` of this file raises the same error."""
 
@@ -23,7 +22,6 @@ class FileCheck(Plain):
     fix: tuple[str, ...] = ()
 
 
-@facts(frozen=True)
 class MachineCheck(Plain):
     """The doctor's diagnosis of this machine. ``fits``: it can be the cause of the error."""
 
@@ -35,7 +33,6 @@ class MachineCheck(Plain):
     fix: tuple[str, ...] = ()
 
 
-@facts(frozen=True)
 class Answer(Plain):
     """A known error. ``said`` is its line in the text, ``line`` the number of that line, ``times`` how often it occurs.
 
@@ -68,7 +65,6 @@ class Answer(Plain):
         return {**super().to_dict(), "values": dict(self.values), "doc": self.doc}
 
 
-@facts(frozen=True)
 class Near(Plain):
     """A known message that is similar to an unknown one; if the words agree, ``why`` says what differs."""
 
@@ -78,7 +74,6 @@ class Near(Plain):
     why: str = ""
 
 
-@facts(frozen=True)
 class Unexplained(Plain):
     """An unknown error, and the most similar known ones.
 
@@ -92,7 +87,6 @@ class Unexplained(Plain):
     normalised: str = ""
 
 
-@facts(frozen=True)
 class Explanation(Plain, Reported):
     """What a text means: ``answers`` for the known errors, and the ``unknown`` errors.
 

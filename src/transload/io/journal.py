@@ -18,7 +18,7 @@ from struct import Struct
 from typing import Literal, NamedTuple
 
 from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError, cannot_write
-from transload.frozen import facts
+from transload.frozen import Frozen
 from transload.io.atomic import AtomicFile, flush_directory, try_lock, write_at
 from transload.io.sources import Assembly, BytesSource, Part, Source, cannot_read, has_journal, journal_path, read_at
 
@@ -31,8 +31,7 @@ class Change(NamedTuple):
     new: bytes
 
 
-@facts(frozen=True)
-class Changes:
+class Changes(Frozen):
     """All changes of a file, in order, and its size before and after.
 
     For a change in place, a run may change its length only at the end of the file.

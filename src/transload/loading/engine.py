@@ -21,7 +21,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from transload.errors import CannotReadError
-from transload.frozen import facts
+from transload.frozen import Frozen
 from transload.io.cuda_driver import DriverError
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc, memory_at
 from transload.io.sources import FileSource
@@ -78,8 +78,7 @@ class Facts(NamedTuple):
     """Whether huge pages are available."""
 
 
-@facts(frozen=True)
-class Choice:
+class Choice(Frozen):
     """How bytes are read."""
 
     lanes: int

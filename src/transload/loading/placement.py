@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transload.devices import Device, Devices, closest_device, local_rank, split
 from transload.errors import DoesNotFitError, LoadError, NoDeviceError
-from transload.frozen import facts
+from transload.frozen import Frozen
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,7 @@ _MOVE = ("tag", "device", "reason", "why", "tensors", "nbytes")
 _SHORTAGE = ("device", "needed", "free", "missing")
 
 
-@facts(frozen=True)
-class Move:
+class Move(Frozen):
     """All storages of one tag: where they were, where they go, and why."""
 
     tag: str
@@ -89,8 +88,7 @@ class Move:
         return _WORDS[self.reason].format(tag=listed(tags, "or"), detail=detail)
 
 
-@facts(frozen=True)
-class Shortage:
+class Shortage(Frozen):
     """A device with too little memory."""
 
     device: str
@@ -116,8 +114,7 @@ class Shortage:
         return f"{self.device} has {size(self.free)} free and would need {size(self.needed)}: {lack}"
 
 
-@facts(frozen=True)
-class Plan:
+class Plan(Frozen):
     """Where a checkpoint lands.
 
     >>> plan = Plan((Move("cuda:1", "cpu", "absent", 2, 1024),), surprising=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from transload.frozen import NamedTuple, Reported, facts
+from transload.frozen import Frozen, NamedTuple, Reported
 from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 
@@ -60,8 +60,7 @@ def doubts(repairs: Iterable[Repair]) -> tuple[str, ...]:
     return (f"{are} not proven: other damage can look the same, so compare with another copy if there is one",)
 
 
-@facts(frozen=True)
-class Rescue(Reported):
+class Rescue(Frozen, Reported):
     """What became of a damaged file, by tensor.
 
     ``tensors`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other

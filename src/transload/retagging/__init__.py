@@ -13,7 +13,7 @@ from typing import Any
 
 from transload.errors import ForbiddenWriteError, UsageError
 from transload.formats import gc_paused
-from transload.frozen import Reported, facts
+from transload.frozen import Frozen, Reported
 from transload.io import journal
 from transload.io.journal import recover
 from transload.io.sources import FileSource
@@ -25,8 +25,7 @@ from transload.retagging.plan import OTHERS, TagChange, TagMap, plan_of, refuse_
 __all__ = ["OTHERS", "Retag", "TagMap", "recover", "report", "retag", "several", "tag_map_of", "undo"]
 
 
-@facts(frozen=True)
-class Retag(Reported):
+class Retag(Frozen, Reported):
     """What was done to a file, or would be.
 
     ``method`` is ``none``, ``patch`` (as many bytes as before), ``append`` (a new index at the end of the archive),

@@ -21,7 +21,7 @@ from transload.findings import Problems, quoted, rescue_command
 from transload.formats import read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.frozen import Plain, facts
+from transload.frozen import Frozen, Plain
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source
 from transload.judge import judge
@@ -40,8 +40,7 @@ _NEVER = {
 }
 
 
-@facts(frozen=True)
-class TagMap:
+class TagMap(Frozen):
     """The new tags: ``named`` by old tag, and ``others`` for all other tags; empty keeps them."""
 
     named: tuple[tuple[str, str], ...] = ()
@@ -178,7 +177,6 @@ _FOLLOWS = 8  # the zip flag for a data descriptor: size and checksum follow the
 _ODD = "the central directory of the archive is inconsistent"
 
 
-@facts(frozen=True)
 class TagChange(Plain):
     """A tag of a file, its new value (the same if it stays), and the storages that have it."""
 

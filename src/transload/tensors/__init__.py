@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from transload.errors import BrokenFileError, UsageError
-from transload.frozen import facts, replace
+from transload.frozen import Frozen, replace
 from transload.io.sources import (
     FileSource,
     ObjectSource,
@@ -192,8 +192,7 @@ class OpenCheckpoint:
         return self._open[path]
 
 
-@facts(frozen=True)
-class Piece:
+class Piece(Frozen):
     """A checkpoint that is built separately, the whole or a shard, and its files.
 
     ``open`` gives the source for a ``Storage.file``. ``path`` is set if it is one regular file; ``index`` is the file

@@ -20,7 +20,7 @@ from transload.checkpoint import FORMATS
 from transload.errors import ManifestError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
 from transload.formats.verify import new_problems
-from transload.frozen import Reported, facts
+from transload.frozen import Frozen, Reported
 from transload.io.atomic import AtomicFile
 from transload.io.pool import Progress
 from transload.io.sources import SourceLike
@@ -46,8 +46,7 @@ from transload.verifying.manifest import (
 __all__ = ["Damage", "Difference", "TensorSum", "Verification", "verify", "write_manifest"]
 
 
-@facts(frozen=True)
-class Verification(Reported):
+class Verification(Frozen, Reported):
     """Whether the bytes of a checkpoint are those that were saved, as far as that can be known.
 
     ``integrity`` is the verdict: ``whole`` if every record has the checksum it was saved with, ``unchecked`` if there

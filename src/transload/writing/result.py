@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transload.findings import join_names
-from transload.frozen import Reported, facts
+from transload.frozen import Frozen, Reported
 from transload.render.lines import Block, Prose, as_text, row
 from transload.render.words import plural, printable, size
 from transload.writing.objects import Omission
 
 
-@facts(frozen=True)
-class Conversion(Reported):
+class Conversion(Frozen, Reported):
     """What was converted, and what was not.
 
     ``files`` are those written; the first contains the weights, or is the directory. ``nbytes`` is the size of all
