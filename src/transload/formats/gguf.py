@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -45,7 +46,7 @@ class _BadHeaderError(Exception):
 class _Header:
     """Reads a header from its first count on; ``_BadHeaderError`` where it is invalid.
 
-    Of an array it keeps the first ``keep`` elements; all if that is ``None``.
+    Of an array it keeps the first ``keep`` elements; all if that is ``None``. ``total`` is how many the last one has.
     """
 
     def __init__(self, source: Source, keep: int | None = None) -> None:
@@ -53,6 +54,7 @@ class _Header:
         self._held = source.read(0, _FIRST)
         self.order = _ORDERS[self._held[4:8]]
         self.at = 8
+        self.total = 0
 
     def _skip(self, count: int) -> None:
         """Move forward without reading."""
@@ -110,7 +112,8 @@ class _Header:
             self._skip_texts(count - kept)
         else:
             values = [self.value(inner, depth + 1) for _ in range(count)][:kept]
-        return _Array(values, count)
+        self.total = count
+        return values
 
     def _skip_texts(self, count: int) -> None:
         """Move behind strings, fast: a vocabulary has hundreds of thousands."""
@@ -124,14 +127,6 @@ class _Header:
             at += 8 + unpack(held, at)[0]
         self.at = at
         self._skip(0)
-
-
-class _Array(list[Any]):
-    """The elements of an array that were kept, and their total number."""
-
-    def __init__(self, values: list[Any], total: int) -> None:
-        super().__init__(values)
-        self.total = total
 
 
 def looks_like_gguf(source: Source) -> bool:
@@ -161,10 +156,8 @@ def read_gguf(source: Source) -> Checkpoint:
             value = header.value(*header.numbers("I"))
             if key in leaves:
                 noted.add("gguf-duplicate-name", f"header › {key}", "a value has this name already")
-            text = short(value)
-            if isinstance(value, _Array):
-                text = short(list(value)) + (f" ({value.total:,} in all)" if value.total > _SHOWN else "")
-            leaves[key] = Leaf((key,), key, "list" if isinstance(value, _Array) else type(value).__name__, text)
+            more = f" ({header.total:,} in all)" if type(value) is list and header.total > _SHOWN else ""
+            leaves[key] = Leaf((key,), key, type(value).__name__, short(value) + more)
             align = _alignment(value) if key == "general.alignment" else align
         for _ in header.count(tensors, _LEAST_TENSOR, "tensors"):
             entry = _entry(header, noted)
@@ -182,13 +175,10 @@ def read_gguf(source: Source) -> Checkpoint:
     else:  # the start of the data is not known
         ordered = [each._replace(broken=True) for each in ordered]
     if quantized := [each for each in ordered if each.dtype in BLOCKS]:
-        kinds = ", ".join(
-            f"{kind} {count:,}" for kind, count in Counter(each.dtype for each in quantized).most_common()
-        )
-        detail = (
-            f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {join_names([each.name for each in quantized])}"
-        )
-        noted.add("gguf-quantized", "", detail)
+        counts = Counter(each.dtype for each in quantized).most_common()
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts)
+        names = join_names([each.name for each in quantized])
+        noted.add("gguf-quantized", "", f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {names}")
     big = header.order == ">"
     made = [tensor_of(entry, entry.dtype, entry.shape, start, source.size, "", big_endian=big) for entry in ordered]
     version = int.from_bytes(source.read(4, 4), "big" if big else "little")
@@ -211,7 +201,7 @@ def header_values(source: Source) -> dict[str, Any]:
         _, pairs = header.numbers("QQ")
         for _ in header.count(pairs, _LEAST_PAIR, "values"):
             key = header.text()
-            values[key] = _plain(header.value(*header.numbers("I")))
+            values[key] = header.value(*header.numbers("I"))
     except _BadHeaderError:
         pass
     return values
@@ -223,10 +213,6 @@ def _alignment(value: Any) -> int:
     return value
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, _Array) else value
-
-
 def _entry(header: _Header, noted: LimitedProblems) -> Entry:
     """The next entry in the table of tensors. ggml lists the innermost dimension first, torch last."""
     name = header.text()
@@ -236,16 +222,13 @@ def _entry(header: _Header, noted: LimitedProblems) -> Entry:
     shape = header.numbers(f"{rank}Q")[::-1]
     kind, begin = header.numbers("IQ")
     dtype = GGML.get(kind, f"type {kind}")
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = prod(shape)
     row, (block, _) = shape[-1] if shape else 1, BLOCKS.get(dtype, (1, 0))
     if kind not in GGML:
         noted.add("gguf-type-unknown", f"header › {name}", f"type {kind}")
     elif numel >= _MAX_NUMEL or row % block:
-        detail = (
-            f"its rows of {row:,} are not whole blocks of {block}" if row % block else "its shape overflows 64 bits"
-        )
+        blocks = f"its rows of {row:,} are not whole blocks of {block}"
+        detail = blocks if row % block else "its shape overflows 64 bits"
         noted.add("gguf-size-mismatch", f"header › {name}", f"{dtype} {list(shape)}: {detail}")
     else:
         return Entry(name, dtype, shape, begin, begin + itemsize(dtype, numel))
