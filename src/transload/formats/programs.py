@@ -43,21 +43,6 @@ MAX_CODE = 32 << 20
 """Source searched in one archive. Ten thousand operators are a megabyte, and a second is enough for five megabytes."""
 
 
-class ReadBudget:
-    """How many bytes of records may still be read."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.left = nbytes
-
-    def take(self, record: Record, problems: Problems) -> bool:
-        """Whether to read a record. After the first that is too large, which is noted, no other is read."""
-        before, self.left = self.left, self.left - record.size
-        if before >= 0 > self.left:
-            detail = "the file unpacks to far more than its size: this record and others were not read"
-            problems.add("record-unseen", record.name, detail)
-        return self.left >= 0
-
-
 class Program(Draft):
     """A checkpoint while its archive is read: of the records no more bytes than the file has, and ``ALLOWANCE``."""
 
@@ -65,12 +50,16 @@ class Program(Draft):
         super().__init__(path, format_, nbytes, problems)
         self.archive = archive
         self.records = tuple(archive.records.values())
-        self.budget = ReadBudget(nbytes + ALLOWANCE)
-        self.code = ReadBudget(MAX_CODE)
+        self.left = {"records": nbytes + ALLOWANCE, "code": MAX_CODE}  # bytes that may still be read
 
-    def affords(self, record: Record) -> bool:
-        """Whether the budget allows reading a record."""
-        return self.budget.take(record, self.problems)
+    def affords(self, record: Record, budget: str = "records") -> bool:
+        """Whether to read a record. After the first that is too large, which is noted, no other is read."""
+        before = self.left[budget]
+        self.left[budget] = left = before - record.size
+        if before >= 0 > left:
+            detail = "the file unpacks to far more than its size: this record and others were not read"
+            self.problems.add("record-unseen", record.name, detail)
+        return left >= 0
 
     def json(self, name: str) -> Any:
         """The value of a JSON record; ``None`` if it does not exist or, with a problem, cannot be read."""
@@ -289,7 +278,17 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
     others = [name for name in names if not name.startswith("extra/")]
     affordable = [name for name in others if out.affords(archive.records[name])]
     out.pickles += [read_pickle(archive, name, found, _SCRIPT_IDS) for name in affordable]
-    _read_code(out)
+    for name, record in archive.records.items():
+        if name.startswith("extra/") and not name.endswith("/"):
+            out.parts.append(Part(name, "extra file", record.size))
+        elif name.startswith("code/") and name.endswith(".py"):
+            out.parts.append(Part(name, "source", record.size))
+            if out.affords(record, "code"):
+                raw = out.bytes_of(record, name, MAX_CODE, "its text is not the one that was saved")
+                found += code_problems(name, (raw or b"").decode("utf-8", "replace"))
+    if archive.find("constants.pkl") and not any(part.kind == "source" for part in out.parts):
+        detail = "for its `constants.pkl` torch takes it for a program, and there is no code: a state dict in disguise?"
+        found.add("script-no-code", "code/", detail)
     root = out.pickles[0].root if out.pickles else None
     if type(root) is Call and type(root.callee) is Global:
         out.facts.append(("class", f"{root.callee.module}.{root.callee.name}"[:200]))
@@ -307,21 +306,6 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
     samples = [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
     out.note_strays({*others, *_MAIN, "model.json", *(part.name for part in out.parts), *samples})
     return out.checkpoint()
-
-
-def _read_code(out: Program) -> None:
-    """Search the source files, and list the files that a user has added."""
-    for name, record in out.archive.records.items():
-        if name.startswith("extra/") and not name.endswith("/"):
-            out.parts.append(Part(name, "extra file", record.size))
-        elif name.startswith("code/") and name.endswith(".py"):
-            out.parts.append(Part(name, "source", record.size))
-            if out.code.take(record, out.problems):
-                raw = out.bytes_of(record, name, MAX_CODE, "its text is not the one that was saved")
-                out.problems += code_problems(name, (raw or b"").decode("utf-8", "replace"))
-    if out.archive.find("constants.pkl") and not any(part.kind == "source" for part in out.parts):
-        detail = "for its `constants.pkl` torch takes it for a program, and there is no code: a state dict in disguise?"
-        out.problems.add("script-no-code", "code/", detail)
 
 
 def _read_new(out: Program) -> list[Tree]:
@@ -474,7 +458,17 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:
         out.facts.append(("extern modules", join_names(modules, 20)))
-    _read_pickles(out)
+    for name, record in archive.records.items():
+        # ``save_pickle`` accepts any name for a record, so its first bytes count, too.
+        is_named, is_other = name.endswith((".pkl", ".debug_pkl")), name.endswith((".py", ".storage", "/"))
+        if (is_named or (not is_other and looks_like_pickle(archive.head(record, 2)))) and out.affords(record):
+            pickle = read_pickle(archive, name, out.problems, _PACKAGE_IDS)
+            # The importer also makes the calls in persistent ids.
+            pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
+            out.pickles.append(pickle)
+    saved = [pickle for pickle in out.pickles if not pickle.name.startswith(".data/")]
+    if len(saved) == 1:
+        saved[0].main = True
     recorded = dict(out.facts)
     table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=recorded.get("byteorder") == "big")
     root: list[object] = []
@@ -494,27 +488,12 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
     for name, record in archive.records.items():
         if name.endswith(".py"):
             out.parts.append(Part(name, "source", record.size))
-            if name.startswith(_SCRIPT) and out.code.take(record, out.problems):
+            if name.startswith(_SCRIPT) and out.affords(record, "code"):
                 out.problems += code_problems(name, archive.read(record, MAX_CODE).data.decode("utf-8", "replace"))
         elif not name.startswith(".data/") and not name.endswith((".pkl", "/")) and name not in _PACKAGE_TEXT_RECORDS:
             out.parts.append(Part(name, "resource", record.size))
     python = recorded.get("python_version")
     return out.checkpoint(written_by=Origin(recorded=(("python", python),) if python else ()))
-
-
-def _read_pickles(out: Program) -> None:
-    """Read every pickle of a package. The calls in its persistent ids are added to its other calls."""
-    for name, record in out.archive.records.items():
-        # ``save_pickle`` accepts any name for a record, so its first bytes count, too.
-        named, other = name.endswith((".pkl", ".debug_pkl")), name.endswith((".py", ".storage", "/"))
-        is_pickle = named or (not other and looks_like_pickle(out.archive.head(record, 2)))
-        if is_pickle and out.affords(record):
-            pickle = read_pickle(out.archive, name, out.problems, _PACKAGE_IDS)
-            pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
-            out.pickles.append(pickle)
-    saved = [pickle for pickle in out.pickles if not pickle.name.startswith(".data/")]
-    if len(saved) == 1:
-        saved[0].main = True
 
 
 def _package_objects(pickle: Pickle) -> list[object]:

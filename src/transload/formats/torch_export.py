@@ -38,7 +38,7 @@ from transload.formats.torch_zip import (
     storage_table,
 )
 from transload.formats.zip import read_index, starts_like_zip
-from transload.frozen import NamedTuple, replace
+from transload.frozen import replace
 from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Dict
 
@@ -328,33 +328,24 @@ _MACHINES |= {_CUDA: "NVIDIA GPU", 224: "AMD GPU"}
 _SECOND_LAYOUT = 8
 
 
-class Elf(NamedTuple):
-    """An ELF header. ``sm`` is the GPU of a cubin (``"sm_90"``), empty for anything else."""
-
-    machine: str
-    bits: int
-    sm: str = ""
-
-
-def read_elf(head: bytes) -> Elf | None:
-    r"""Parse the first ``HEADER`` bytes of a file as an ELF header; ``None`` if they are not one.
+def read_elf(head: bytes) -> tuple[str, str] | None:
+    r"""The machine of an ELF file with these first ``HEADER`` bytes, and the GPU of a cubin; ``None`` for another file.
 
     >>> read_elf(b"\x7fELF" + bytes([2, 1, 1, 0x41, 8]) + bytes(9) + b"\xbe" + bytes(30) + b"\x5a")
-    Elf(machine='NVIDIA GPU', bits=64, sm='sm_90')
+    ('NVIDIA GPU', 'sm_90')
     """
     if head[:4] != b"\x7fELF" or len(head) < 20 or head[4] not in (1, 2) or head[5] not in (1, 2):
         return None
-    order = "little" if head[5] == 1 else "big"
-    machine = int.from_bytes(head[18:20], order)  # type: ignore[arg-type]
-    bits = 64 if head[4] == 2 else 32
-    at = 48 if bits == 64 else 36
-    flags = int.from_bytes(head[at : at + 4], order)  # type: ignore[arg-type]
+    order: Any = "little" if head[5] == 1 else "big"
+    machine = int.from_bytes(head[18:20], order)
+    at = 48 if head[4] == 2 else 36  # 64 or 32 bits
+    flags = int.from_bytes(head[at : at + 4], order)
     if head[8] >= _SECOND_LAYOUT:
         number, special = flags >> 8 & 0xFF, flags & 0x8
     else:
         number, special = flags & 0xFF, flags & 0x800
     sm = f"sm_{number}{'a' if special else ''}" if number and machine == _CUDA else ""
-    return Elf(_MACHINES.get(machine, f"ELF machine {machine}"), bits, sm)
+    return _MACHINES.get(machine, f"ELF machine {machine}"), sm
 
 
 def capability(sm: str) -> str:
@@ -375,11 +366,8 @@ def ptx_target(text: bytes) -> str:
     >>> ptx_target(b".version 8.0\n.target sm_80, debug\n")
     'sm_80'
     """
-    for line in text.splitlines():
-        words = line.replace(b",", b" ").split()
-        if words[:1] == [b".target"] and len(words) > 1:
-            return words[1].decode("ascii", "backslashreplace")[:20]
-    return ""
+    found = re.search(rb"(?m)^[ \t]*\.target[ \t]+([^\s,]+)", text)
+    return found[1].decode("ascii", "backslashreplace")[:20] if found else ""
 
 
 # -- AOTInductor
@@ -450,16 +438,15 @@ def _compiled_part(out: _Package, record: Record) -> Part:
     if kind == "PTX":
         target = ptx_target(out.archive.head(record, _PTX_HEAD))
     elif kind not in ("source", "metadata"):
-        elf = read_elf(out.archive.head(record, HEADER))
-        target = elf.sm if elf else ""
-        if elf and not elf.sm:
-            facts.append(("machine", elf.machine))
-        if elf and kind == "library" and out.affords(record):
+        machine, target = read_elf(out.archive.head(record, HEADER)) or ("", "")
+        if machine and not target:
+            facts.append(("machine", machine))
+        if machine and kind == "library" and out.affords(record):
             # Look for GPU code inside the library, without parsing it.
             data = out.open(record).read(0, MAX_LIBRARY_SCAN)
             starts = [match.start() for match in _CUBIN_START.finditer(data)]
-            elves = [read_elf(data[start : start + HEADER]) for start in starts]
-            inside = ", ".join(sorted({each.sm for each in elves if each and each.sm}))
+            elves = [read_elf(data[start : start + HEADER]) or ("", "") for start in starts]
+            inside = ", ".join(sorted({sm for _, sm in elves if sm}))
             if inside or b".nv_fatbin" in data:
                 facts.append(("GPU code inside", inside or "yes, packed (.nv_fatbin)"))
     if target:
