@@ -162,7 +162,6 @@ def _is_set(variable: str) -> bool:
 
 
 def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> None:
-    """Raise for arguments that do not go together."""
     known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
     odd = next((name for name in given if name not in known), None)
     if odd is not None:
@@ -373,8 +372,6 @@ def read_ranges(
 
 
 class _Reader:
-    """Reads the storages of one piece."""
-
     def __init__(self, piece: Piece, device_map: DeviceMap, options: ReadOptions) -> None:
         import torch
 
@@ -471,7 +468,6 @@ class _Reader:
     # -- one by one
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
-        """One storage on its device."""
         if self._faked or self._device_map.planned_device(storage.device) == "meta":
             made = self._torch.UntypedStorage(storage.nbytes, device="meta")
             if storage.offset is not None:
@@ -535,7 +531,6 @@ class _Reader:
 
 
 def _named(piece: Piece, storage: Storage) -> str:
-    """The names of a storage's tensors."""
     names = storage.tensors
     for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():  # its tensors were only counted
         from transload.formats.tensors import Place, StorageTable, find_tensors

@@ -113,7 +113,6 @@ class _Builder:
 
     @cached_property
     def _rebuilder(self) -> Rebuilder:
-        """Makes what is not ordinary."""
         from transload.loading.rebuild import Rebuilder
 
         return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode(), where=self._where)
@@ -177,7 +176,6 @@ class _Builder:
         return None if missing else values
 
     def _steps(self, node: Any) -> _Steps:
-        """Make the object of a node."""
         ident, kind, made = id(node), type(node), self.made
         if kind is Call:
             yield from self._call(node)
@@ -208,12 +206,7 @@ class _Builder:
         elif kind is Global:
             made[ident] = self._rebuilder.object_of(node)
         elif kind is Persistent:
-            # A storage; in the older formats also a class, or a tensor described elsewhere.
-            named = module_class(node)
-            if type(named) is Global and not self._rebuilder.is_described(node):
-                made[ident] = self._rebuilder.object_of(named)
-            else:
-                made[ident] = self._rebuilder.persistent(node)
+            made[ident] = self._rebuilder.persistent(node)
         else:
             raise Malformed(_ODD.get(kind, "something that is not a value"))
 
@@ -283,12 +276,10 @@ class _Builder:
 
     def _checked(self, entry: Entry, args: Args) -> Any:
         """A tensor whose offset, size or stride needs all checks; ``None`` if this torch does not have its dtype."""
-        from transload.loading.rebuild import fresh_if_empty
-
-        dtype = entry[2][3]
+        storage, _, (*_, dtype, _) = entry
         if dtype is None:
             return None
-        made = self._rebuilder.strided(fresh_if_empty(entry[0]), dtype, *args[1:4])
+        made = self._rebuilder.strided(storage, dtype, *args[1:4])
         self.made[id(args[5])] = OrderedDict()
         return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
 

@@ -14,7 +14,6 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from math import prod
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
@@ -140,25 +139,21 @@ class Handle(Mapping[str, "torch.Tensor"]):
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:
         self._opened.check_open()
         found = self._paths.get(name) if isinstance(name, tuple) else self._names.get(name)
-        if found is None:
-            raise KeyError(self._unknown(name))
-        return found
-
-    @cached_property
-    def _paths(self) -> dict[tuple[Key, ...], Tensor]:
-        return {tensor.path: tensor for tensor in self.checkpoint.tensors}
-
-    def _unknown(self, name: object) -> str:
-        """The message for a name that is not a tensor, with similar names."""
+        if found is not None:
+            return found
         text = "/".join(map(str, name)) if isinstance(name, tuple) else str(name)
         if any(leaf.name == text for leaf in self.checkpoint.leaves):
-            return f"{text!r} is not a tensor: its value is in metadata[{text!r}]"
+            raise KeyError(f"{text!r} is not a tensor: its value is in metadata[{text!r}]")
         from difflib import get_close_matches
 
         below = [known for known in self._names if known.startswith(f"{text}/")]
         ending = [known for known in self._names if known.endswith((f"/{text}", f".{text}"))]
         near = below[:3] or ending[:3] or get_close_matches(text, self._names, 3)
-        return f"no tensor {text!r}" + (f"; close: {', '.join(near)}" if near else "")
+        raise KeyError(f"no tensor {text!r}" + (f"; close: {', '.join(near)}" if near else ""))
+
+    @cached_property
+    def _paths(self) -> dict[tuple[Key, ...], Tensor]:
+        return {tensor.path: tensor for tensor in self.checkpoint.tensors}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -224,7 +219,6 @@ class Lazy:
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:
-    """A dtype, or the name of one."""
     import torch
 
     if dtype is None:
@@ -313,21 +307,15 @@ class Destinations:
     def __init__(self, checkpoint: Checkpoint, map_location: Any) -> None:
         self._checkpoint = checkpoint
         self._map_location = map_location
-        self._known: dict[str, str] = {}
         self._warning = ""
-        self._lock = Lock()
 
     def device(self, tag: str) -> str:
         """The device for tensors with a tag; ``NoDeviceError`` if this machine does not have it."""
-        with self._lock:
-            if tag not in self._known:
-                self._known[tag] = self.device_map.device(tag)
-                if self._known[tag] != tag and self._warning:  # once
-                    warnings.warn(
-                        f"{self._checkpoint.path}: {self._warning}", LandingWarning, stacklevel=user_stacklevel()
-                    )
-                    self._warning = ""
-            return self._known[tag]
+        device = self.device_map.device(tag)
+        if device != tag and self._warning:
+            text, self._warning = f"{self._checkpoint.path}: {self._warning}", ""  # once
+            warnings.warn(text, LandingWarning, stacklevel=user_stacklevel())
+        return device
 
     @cached_property
     def device_map(self) -> DeviceMap:
@@ -584,7 +572,6 @@ def _read_into(
 
 
 def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
-    """Fill a target, box by box, through a buffer."""
     import torch
 
     width = elements.itemsize

@@ -832,7 +832,6 @@ class _Loading:
         return f"{', '.join(words)} loads {len(after) - len(trial.shapes):,} of {_keys(len(self._slots))}."
 
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
-        """Fill the model."""
         match, path = self._match, self._opened.checkpoint.path
         extras = dict(_State(dict(self._extras), self._opened, self._destinations))
         self._load_custom()
@@ -874,7 +873,6 @@ class _Loading:
         return [key for key, t in held.items() if t.is_meta and (key not in self._slots or key in ignored)]
 
     def _load_custom(self) -> None:
-        """Let custom modules load their entries."""
         if not self._custom:
             return
         match = self._match

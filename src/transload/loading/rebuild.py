@@ -17,7 +17,7 @@ from transload.judge.names import can_be_allowed
 from transload.loading.refusal import Allowed, name_of, weights_only_error
 from transload.loading.signals import Malformed, NotInTorch
 from transload.loading.values import VALUES, set_state, value_of
-from transload.nodes import Global, Persistent
+from transload.nodes import Global, Persistent, module_class
 
 if TYPE_CHECKING:
     import torch
@@ -156,13 +156,6 @@ def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad
     return _from_cpu(maker, held, dtype, device, grad)
 
 
-def fresh_if_empty(storage: Any) -> Any:
-    """The storage for one tensor: like torch, a new one for each tensor if it is empty."""
-    import torch
-
-    return storage if storage.nbytes() else torch.UntypedStorage(0, device=storage.device)
-
-
 class Rebuilder:
     """Makes the tensors and values of one load; ``call`` by the name of a function, ``persistent`` by an id.
 
@@ -284,21 +277,16 @@ class Rebuilder:
 
     # -- persistent ids
 
-    def is_described(self, node: Persistent) -> bool:
-        """Whether an id names a storage, or a tensor described outside the pickle of a tar archive."""
-        pid: Any = node.id
-        return _is_storage(pid) if type(pid) is tuple else str(pid) in self._tar_tensors
-
     def persistent(self, node: Persistent) -> Any:
-        """The typed storage, or tensor, of an id; the same object each time."""
-        pid: Any = node.id
-        if type(pid) is not tuple and str(pid) in self._tar_tensors:
-            name = str(pid)
+        """The typed storage of an id, in older formats also the class or tensor; the same object each time."""
+        name = "" if type(node.id) is tuple else str(node.id)
+        if name in self._tar_tensors:
             if name not in self._made:
                 storage, *rest = self._tar_tensors[name]
                 self._made[name] = _tensor(self, self._storage_of(storage), *rest)
             return self._made[name]
-        return self._storage_of(node)
+        named = None if _is_storage(node.id) else module_class(node)
+        return self.object_of(named) if type(named) is Global else self._storage_of(node)
 
     def _storage_of(self, node: Any) -> Any:
         if type(node) is Persistent and not _is_storage(node.id):
@@ -317,7 +305,9 @@ class Rebuilder:
             dtype = getattr(pid[1], "dtype", dtype)
         if dtype is None:
             raise Malformed(f"a storage of {name}, which this torch does not have")
-        view, held = pid[5] if len(pid) == 6 else None, fresh_if_empty(storage)
+        view, held = pid[5] if len(pid) == 6 else None, storage
+        if not nbytes:  # like torch, a new one for each tensor
+            held = self.torch.UntypedStorage(0, device=storage.device)
         known: tuple[str, object] = ("whole", key)
         if view is not None:
             match view:  # a part of a storage: key, first element, elements
@@ -553,7 +543,6 @@ def validate_sparse(made: Any) -> None:
 
 
 def _is_storage(pid: object) -> bool:
-    """Whether an id names a storage."""
     return type(pid) is tuple and len(pid) in (5, 6) and pid[0] in ("storage", b"storage")
 
 

@@ -46,7 +46,19 @@ class Allowed:
 
     @cached_property
     def _by_program(self) -> dict[str, Any]:
-        return _allowed_by_program()
+        """What was given to ``torch.serialization.add_safe_globals``, and dtypes newer than our list, by name."""
+        from importlib import import_module
+
+        try:
+            unpickler: Any = import_module("torch._weights_only_unpickler")
+        except ImportError:
+            return {}
+        from torch import dtype
+
+        own: dict[str, Any] = getattr(unpickler, "_get_allowed_globals", dict)()
+        user: dict[str, Any] = getattr(unpickler, "_get_user_allowed_globals", dict)()
+        newer = {name: found for name, found in own.items() if isinstance(found, dtype) and name not in _KNOWN}
+        return {**newer, **user}
 
     def is_known(self, node: Global) -> bool:
         """Whether a name is on the fixed list."""
@@ -73,7 +85,7 @@ class Allowed:
 
             with suppress(ImportError, RuntimeError):  # a torch without this part
                 import_module(module)
-            self._by_program = _allowed_by_program()
+            del self._by_program  # to be asked for again
             found = next((self._by_program[name] for name in spellings if name in self._by_program), None)
         return found
 
@@ -119,22 +131,6 @@ def _full(node: Global) -> str:
 def registrar(full: str) -> str:
     """The module of torch that allows a name when it is imported; empty if there is none."""
     return next((module for prefix, module in _REGISTERED_BY if full.startswith(prefix)), "")
-
-
-def _allowed_by_program() -> dict[str, Any]:
-    """What the program gave to ``torch.serialization.add_safe_globals``, and dtypes newer than our list, by name."""
-    from importlib import import_module
-
-    try:
-        unpickler: Any = import_module("torch._weights_only_unpickler")
-    except ImportError:
-        return {}
-    from torch import dtype
-
-    own: dict[str, Any] = getattr(unpickler, "_get_allowed_globals", dict)()
-    user: dict[str, Any] = getattr(unpickler, "_get_user_allowed_globals", dict)()
-    newer = {name: found for name, found in own.items() if isinstance(found, dtype) and name not in _KNOWN}
-    return {**newer, **user}
 
 
 PROGRAMS = {

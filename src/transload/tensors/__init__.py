@@ -133,8 +133,15 @@ class OpenCheckpoint:
 
     def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
         if not isinstance(f, str | os.PathLike):
-            self._open[_STREAM] = whole = open_source(f)
-            return self._single(_next_in_stream(whole), "")
+            self._open[_STREAM] = source = open_source(f)
+            if isinstance(source, ObjectSource) and source.home:
+                from transload.formats.torch_legacy import looks_like_legacy
+                from transload.formats.zip import starts_like_zip
+
+                # What follows the position of a file object, if a checkpoint begins there; else all of it.
+                following = Slice(source, source.home, source.size - source.home, source.name)
+                source = following if starts_like_zip(following) or looks_like_legacy(following) else source
+            return self._single(source, "")
         path = os.fspath(f)
         if has_journal(path):  # finish or undo an interrupted retag of the file
             from transload.io.journal import recover
@@ -172,7 +179,6 @@ class OpenCheckpoint:
         return checkpoint, (_piece(checkpoint, source, path),)
 
     def _read_file(self, path: str) -> Checkpoint:
-        """Open and read one file of a directory."""
         from transload.formats import read_source
 
         checkpoint = self._read_files[path] = read_source(self._open_file(path))
@@ -206,7 +212,6 @@ class Piece(Frozen):
 
 
 def _piece(checkpoint: Checkpoint, source: Source, path: str) -> Piece:
-    """A checkpoint that is one file."""
     return Piece(checkpoint, lambda _: source, path)
 
 
@@ -235,14 +240,3 @@ class ReopenedFile(FileSource):
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
         with closing(FileSource(self.name)) as file:
             return file.readinto(offset, buffer)
-
-
-def _next_in_stream(source: Source) -> Source:
-    """What follows the position of a file object, if a checkpoint begins there; else all of it."""
-    if not isinstance(source, ObjectSource) or not source.home:
-        return source
-    from transload.formats.torch_legacy import looks_like_legacy
-    from transload.formats.zip import starts_like_zip
-
-    following = Slice(source, source.home, source.size - source.home, source.name)
-    return following if starts_like_zip(following) or looks_like_legacy(following) else source
