@@ -93,7 +93,7 @@ def test_views(view: str, window: int, many: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(axes, "_MANY", many)
     monkeypatch.setattr(axes, "_LONG", many)
     monkeypatch.setattr(axes, "WINDOW", window)
-    monkeypatch.setattr("transload.tensors.content.WINDOW", window)
+    monkeypatch.setattr(axes, "_BLOCK", window)
     monkeypatch.setattr(axes, "_PAGE", 64)
     for dtype in (torch.float32, torch.uint8, torch.bfloat16, torch.complex128):
         data, expected = saved_view(view, dtype)

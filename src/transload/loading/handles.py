@@ -28,16 +28,16 @@ from transload.errors import (
     UsageError,
 )
 from transload.formats import gc_paused
+from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
-from transload.formats.tensors import called, members
 from transload.io.memory import memory_at
 from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
 from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
-from transload.nodes import Call, Dict, Global, Persistent, walk_nodes
+from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.tensors import OpenCheckpoint, Piece
 from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, select
 
@@ -110,8 +110,10 @@ class Handle(Mapping[str, "torch.Tensor"]):
             if leaf.name in out:
                 continue
             held = opened.node(leaf.path)
-            value = plain(held[1]) if held else NOT_PLAIN
-            if value is NOT_PLAIN:  # fall back to its text
+            node = held[1] if held else leaf
+            raw = raw_bytes(node) if type(node) is Call else None
+            value: Any = node if raw is None else bytes(raw)
+            if not isinstance(value, bool | int | float | str | bytes | None):  # fall back to its text
                 try:
                     value = _VALUES.get(leaf.kind, str)(leaf.text)
                 except ValueError:  # an integer too long to be written out
@@ -264,39 +266,6 @@ _VALUES: dict[str, Callable[[str], Any]] = {
 }
 
 
-NOT_PLAIN = object()
-"""The result for a value that is not plain data."""
-
-_MAX_PLAIN = 100_000
-_MAX_DEPTH = 8
-
-
-def plain(node: object) -> Any:
-    """The value of a node that is plain data of bounded size; ``NOT_PLAIN`` for any other node."""
-    return _plain(node, [_MAX_PLAIN], _MAX_DEPTH)
-
-
-def _plain(node: Any, left: list[int], depth: int) -> Any:
-    kind = type(node)
-    if node is None or kind in (bool, int, float, str, bytes):
-        return node
-    left[0] -= 1  # shared values count each time they occur
-    if left[0] < 0 or not depth:
-        return NOT_PLAIN
-    name = called(node) if kind is Call else ""
-    if kind is Dict or (name == "collections.OrderedDict" and not node.states):
-        pairs = [(key, _plain(value, left, depth - 1)) for key, value in members(node)]
-        return NOT_PLAIN if any(value is NOT_PLAIN for _, value in pairs) else dict(pairs)
-    if name == "_codecs.encode":
-        match node.args:  # bytes, as protocol 2 writes them
-            case (str() as text, "latin1" | "latin-1") if text.isascii() or max(text) <= "\xff":
-                return text.encode("latin1")
-    if kind is not list and kind is not tuple:
-        return NOT_PLAIN
-    inner = [_plain(part, left, depth - 1) for part in node]
-    return NOT_PLAIN if any(value is NOT_PLAIN for value in inner) else kind(inner)
-
-
 class Destinations:
     """The device for each tag, from a plan that is made when it is first needed.
 
@@ -338,8 +307,8 @@ def user_stacklevel() -> int:
 # -- tensors that are not strided
 
 
-def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
-    """The object of a node; ``UnsafeError`` if building it needs names that are not allowed."""
+def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) -> Any:
+    """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
     from transload.loading import read_storages
     from transload.loading.build import build_object
     from transload.loading.refusal import Allowed
@@ -357,6 +326,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
         what = f"it is made by {', '.join(refused)}, which nobody has allowed"
         fix = "transload.load(path, weights_only=False) does it, for a file of people you trust."
         raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
+    device_map = device_map or Destinations(piece.checkpoint, "cpu").device_map
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
     return build_object(alone, read_storages(alone, device_map), device_map, pickle=part)
@@ -380,7 +350,7 @@ def _read_composite(
         found = opened.node(tensor.path)
         if found is None:
             raise LoadError(f"{tensor.name} cannot be read alone", where=opened.checkpoint.path)
-        made = build_node(*found, Destinations(opened.checkpoint, "cpu").device_map)
+        made = build_node(*found)
         if not isinstance(made, torch.Tensor):
             raise BrokenFileError(f"{tensor.name} is not a tensor", where=opened.checkpoint.path)
         made = made.detach() if made.requires_grad else made
@@ -478,8 +448,6 @@ def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index =
             target.copy_(read_one(opened, tensor, index=index))
             return
         elements, dtype = _elements(opened, tensor, index)
-        if elements.view.shape != tuple(target.shape):
-            raise ValueError(f"{list(elements.view.shape)} does not go into {list(target.shape)}")
         inner, place = target.detach(), _place(opened, tensor)
         _read_into(inner, elements, dtype, place, straight=_has_same_bytes(elements, dtype, inner), fresh=False)
         increment_version(target)

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, product, takewhile
@@ -29,7 +30,6 @@ from transload.loading.handles import (
     fill,
     increment_version,
     open_checkpoint,
-    plain,
     read_one,
     straight,
     user_stacklevel,
@@ -680,12 +680,11 @@ class _Loading:
             if tensor.dtype != dtype and not cast:
                 self.dtypes.append(Difference(key, tensor.dtype, dtype))
         filled = self._list_tasks(custom)
-        versions = self._versions()
         for key, slot in slots.items():
             if key in match.tensors or key in self._extras or id(slot.tensor) in filled:
                 continue
             if slot.name == "num_batches_tracked" and isinstance(slot.module, _NormBase):
-                version = versions.get(key.rpartition(".")[0], {}).get("version")
+                version = self._versions.get(key.rpartition(".")[0], {}).get("version")
                 if type(version) is not int or version < 2:  # version 2 of the norms added it
                     continue
             self.missing.append(key)
@@ -752,13 +751,17 @@ class _Loading:
         name = self._match.rename.undone(key)
         return next((each for each in (*self._values, name) if self._user_rename(each) == name), "")
 
+    @cached_property
     def _versions(self) -> dict[str, dict[str, Any]]:
         """The ``_metadata`` of each module, such as its version, by the model's names of the modules."""
         held = self._opened.node(self._match.branch.path)
         node = held[1] if held else None
         state = node.states[-1] if type(node) is Call and node.states else None
-        table = plain(state.get("_metadata")) if type(state) is Dict else {}
-        known = table if isinstance(table, dict) else {}
+        known: Any = None
+        if held and type(state) is Dict:
+            with suppress(TransloadError):
+                known = build_node(held[0], state.get("_metadata"))
+        known = known if isinstance(known, dict) else {}
         if self._renames:  # the caller renames keys, not modules
             pairs = [(new.rpartition(".")[0], old.rpartition(".")[0]) for new, old in self._match.origins.items()]
         else:
@@ -881,9 +884,9 @@ class _Loading:
             node, new = self._opened.node((*match.branch.path, name)), self._user_rename(name)
             if node and new is not None and match.rename(new) not in match.tensors:
                 entries[match.rename(new)] = _Unbuilt(*node)
-        state, versions = _State(entries, self._opened, self._destinations), self._versions()
+        state = _State(entries, self._opened, self._destinations)
         for prefix, module in self._custom.items():
-            state.load(module, prefix, versions, (self.missing, self.unexpected, self._errors))
+            state.load(module, prefix, self._versions, (self.missing, self.unexpected, self._errors))
         # If a module has replaced a parameter on the meta device, the other slots of that get the new one, too.
         now = [(slot, slot.table.get(slot.name)) for slot in self._slots.values()]
         made = {id(slot.tensor): held for slot, held in now if held is not slot.tensor}

@@ -55,10 +55,9 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        data = self._source.read(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        came = self._source.readinto(self._at, memoryview(buffer))
+        self._at += came
+        return came
 
 
 def as_file(source: Source) -> io.BufferedReader:
