@@ -25,7 +25,7 @@ class Disk:
     def __enter__(self) -> Disk:  # noqa: PYI034 - Self is not in Python 3.10
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(journal, "os", self)
-        self._patch.setattr(journal, "_write", self.write)
+        self._patch.setattr(journal, "write_at", self.write)
         self._patch.setattr(journal, "flush_directory", self.sync_folder)
         return self
 

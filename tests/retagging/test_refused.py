@@ -387,7 +387,7 @@ def test_a_full_disk_while_a_copy_is_made(path: Path, tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(journal, "_write", full)
+    monkeypatch.setattr(journal, "write_at", full)
     error = refused(path, out=tmp_path / "copy.pt")
     assert isinstance(error, CannotWriteError)
     assert "the disk is full" in error.what

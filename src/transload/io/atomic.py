@@ -73,12 +73,16 @@ def _sync_file_range() -> Any:
     return call
 
 
-def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write bytes at a position; return how many were written."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, data, offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)  # Windows
-    return os.write(descriptor, data)
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at a position."""
+    view = memoryview(data)
+    while view:
+        if hasattr(os, "pwrite"):
+            count = os.pwrite(descriptor, view, offset)
+        else:
+            os.lseek(descriptor, offset, os.SEEK_SET)  # Windows
+            count = os.write(descriptor, view)
+        view, offset = view[count:], offset + count
 
 
 class FileObject:

@@ -65,14 +65,6 @@ _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
 
 
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    """Write all of ``data`` at ``offset``."""
-    view = memoryview(data)
-    while view:
-        done = write_at(descriptor, view, offset)
-        view, offset = view[done:], offset + done
-
-
 def _remove(*paths: str) -> None:
     """Remove files of one folder, if they exist, and flush the folder."""
     for path in paths:
@@ -254,7 +246,7 @@ def _write_journal(path: str, journal: Journal) -> None:
     try:
         descriptor = os.open(unfinished, _CREATE, 0o600)
         try:
-            _write(descriptor, journal.encoded(), 0)
+            write_at(descriptor, journal.encoded(), 0)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -274,7 +266,7 @@ def _rename(old: str, new: str) -> None:
 
 def _put(descriptor: int, changes: Changes) -> None:
     for run in changes.runs:
-        _write(descriptor, run.new, run.offset)
+        write_at(descriptor, run.new, run.offset)
     os.ftruncate(descriptor, changes.new_size)
     os.fsync(descriptor)
 
@@ -430,7 +422,7 @@ def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) 
             if not shared:
                 by_kernel = _copy(source, target, read, run.offset, written - read) and by_kernel
             written += run.offset - read
-            _write(target, run.new, written)
+            write_at(target, run.new, written)
             read, written = run.offset + len(run.old), written + len(run.new)
         os.ftruncate(target, changes.new_size)
         _refuse_changed(seen, os.fstat(source), out)
@@ -469,7 +461,7 @@ def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
                 data = read_at(source, position, min(_PIECE, end - position))
                 if not data:
                     raise OSError(EIO, "the file has become shorter")
-                _write(target, data, position + shift)
+                write_at(target, data, position + shift)
                 done = len(data)
             position += done
     return kernel

@@ -93,18 +93,11 @@ class FileSource(Source):
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        if not hasattr(os, "preadv"):  # Windows, old macOS
-            return copied(self, offset, buffer)
-        done, wanted = 0, max(0, min(len(buffer), self.size - offset))
+        wanted = max(0, min(len(buffer), self.size - offset))
         try:
-            while done < wanted:
-                count = os.preadv(self._fd, [buffer[done:wanted]], offset + done)
-                if not count:
-                    break
-                done += count
+            return read_into(self._fd, buffer[:wanted], offset)
         except OSError as error:
             raise cannot_read(self.name, error) from error
-        return done
 
     _close = staticmethod(os.close)  # at interpreter shutdown, the names of this module may be gone
 
@@ -136,6 +129,22 @@ def read_at(descriptor: int, offset: int, count: int) -> bytes:
             break
         data = data + part if data else part
     return data
+
+
+def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill a buffer from a position of an open file; return the number of bytes read, fewer at its end."""
+    done = 0
+    while done < len(buffer):
+        if hasattr(os, "preadv"):
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        else:  # Windows, old macOS
+            part = read_at(descriptor, offset + done, min(_PIECE, len(buffer) - done))
+            count = len(part)
+            buffer[done : done + count] = part
+        if not count:
+            break
+        done += count
+    return done
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:

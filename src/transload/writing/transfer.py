@@ -15,18 +15,19 @@ from dataclasses import dataclass, field
 from errno import EINVAL
 from math import copysign, frexp, inf, isfinite, isnan, ldexp, nan
 from struct import calcsize, pack, unpack
-from typing import Any
+from typing import Any, TypeVar
 
 from transload.checkpoint import Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.atomic import write_at
 from transload.io.memory import PAGE, Pages, is_equal, memory_at
-from transload.io.sources import Source, read_at
+from transload.io.sources import Source, read_into
 from transload.nodes import Call
 from transload.tensors.content import Content, FileRange, numpy_or_none
 from transload.writing.output import Bundle
 
+_T = TypeVar("_T")
 _PIECE = 4 << 20
 _CAST_PIECE = 256 << 10  # numpy makes several arrays from each piece: larger ones would be mapped anew every time
 _DIFFERENT = "the bytes read back differ from those written"
@@ -148,16 +149,11 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
             for index, at, length in chunk.parts:
                 parts.append((index, chunk.offset + at, length, compute(chunk.view[at : at + length], 0)))
             whole = -(-chunk.filled // PAGE) * PAGE  # O_DIRECT needs whole pages; the file is truncated at the end
-            written = read = 0
-            while written < whole:
-                written += _retry_cached(write_at, descriptor, chunk.view[written:whole], chunk.offset + written)
-            while job.verify and read < whole:
-                more = _retry_cached(_read_at, descriptor, copy.view[read:whole], chunk.offset + read)
-                if not more:
-                    break
-                read += more
-            if job.verify and (read < whole or not is_equal(chunk.pages.address, copy.pages.address, whole)):
-                raise ConvertError(_DIFFERENT, where=where, fix=_TRY_AGAIN)
+            _retry_cached(write_at, descriptor, chunk.view[:whole], chunk.offset)
+            if job.verify:
+                read = _retry_cached(read_into, descriptor, copy.view[:whole], chunk.offset)
+                if read < whole or not is_equal(chunk.pages.address, copy.pages.address, whole):
+                    raise ConvertError(_DIFFERENT, where=where, fix=_TRY_AGAIN)
             free.append(chunk)
 
         return process
@@ -233,7 +229,7 @@ def _fill_chunks(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chu
     yield chunk
 
 
-def _retry_cached(call: Callable[[int, Any, int], int], descriptor: int, buffer: memoryview, offset: int) -> int:
+def _retry_cached(call: Callable[[int, memoryview, int], _T], descriptor: int, buffer: memoryview, offset: int) -> _T:
     """Read or write; retry without O_DIRECT if the file system accepts the flag but refuses the call.
 
     Any thread that shares the descriptor may have cleared the flag already, so it is cleared without checking.
@@ -245,14 +241,6 @@ def _retry_cached(call: Callable[[int, Any, int], int], descriptor: int, buffer:
             raise
     _set_direct(descriptor, on=False)
     return call(descriptor, buffer, offset)
-
-
-def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [buffer], offset)
-    data = read_at(descriptor, offset, len(buffer))
-    buffer[: len(data)] = data
-    return len(data)
 
 
 def _set_direct(descriptor: int, *, on: bool) -> bool:
