@@ -322,11 +322,11 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
     """What killed writers of a file or directory have left beside it: each path, and the match of its name.
 
     ``flags`` open it, ``ending`` is a regular expression for the end of its name. It is abandoned if it can be locked,
-    and it stays locked while the caller handles it. Where locks are not supported, it is abandoned if no process has
-    the ID in its name; another process may have got that ID.
+    and it stays locked while the caller handles it. Where locks are not supported, its writer may be alive, perhaps on
+    another machine; but Windows does not remove a file that is open.
     """
     folder, name = os.path.split(target)
-    pattern = re.compile(rf"{re.escape(_prefix(name))}(\d{{1,10}})-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
+    pattern = re.compile(rf"{re.escape(_prefix(name))}\d{{1,10}}-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
     for each in os.listdir(folder or "."):
         path, match = os.path.join(folder, each), pattern.fullmatch(each)
         if not match:
@@ -339,7 +339,7 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
             ours = try_lock(descriptor)
             if os.name == "nt":  # Windows cannot remove an open file
                 os.close(descriptor)
-            if ours or (ours is None and not _is_running(int(match[1]))):
+            if ours or os.name == "nt":
                 yield path, match
         finally:
             if os.name != "nt":
@@ -352,16 +352,3 @@ def remove_leftovers(target: str) -> None:
         for path, _ in abandoned(target, os.O_RDWR):
             with suppress(OSError):
                 os.unlink(path)
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a process runs here. This one does: its files are in use, or it removes them itself."""
-    if os.name == "nt":
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True

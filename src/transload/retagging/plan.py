@@ -229,10 +229,7 @@ def _prove_changes(
     plain = checkpoint.format == "pickle"
     offset, size = 0 if plain else sum(pickle.end for pickle in checkpoint.pickles[:3]), main.end
     if checkpoint.format == "torch-zip":
-        names = {each.name.lower(): each for each in reversed(checkpoint.records) if each.offset is not None}
-        record = names.get("data.pkl")
-        if record is None:
-            raise RetagError("its data.pkl is missing", where=checkpoint.path)
+        record = {each.name.lower(): each for each in reversed(checkpoint.records)}["data.pkl"]
         offset, size = record.offset or 0, record.size
     data = source.read(offset, size)
     edits = edits_inside(main, data, wanted.new) if plain else tag_edits(main, data, wanted.new)
@@ -285,10 +282,7 @@ def _overwritten(source: Source, record: Record | None, offset: int, data: bytes
     runs = [Change(offset + at, data[at:end], new[at:end]) for at, end in spans]
     if record is not None and record.crc32 is not None:  # else the archive has zeros instead of checksums
         before, after = (crc32(each).to_bytes(4, "little") for each in (data, new))
-        for at in _find_record(source, record)[0]:
-            if source.read(at, 4) != before:
-                raise RetagError(_ODD, where=source.name)
-            runs.append(Change(at, before, after))
+        runs += [Change(at, before, after) for at in _find_record(source, record)[0]]
     return Changes(tuple(sorted(run for run in runs if run.old != run.new)), source.size, source.size)
 
 

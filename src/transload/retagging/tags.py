@@ -22,15 +22,13 @@ from transload.formats.rare_opcodes import opcodes
 from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
-_MARK, _TUPLE, _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x68, 0x80, 0x95, 0x94
+_BINGET, _PROTO, _FRAME, _MEMOIZE = 0x68, 0x80, 0x95, 0x94
 _GETS = frozenset(b"hjg")
 _PUTS = frozenset(b"qrp\x94")
 _LITERALS = frozenset(b"XU\x8cTSV\x8d")
 _SILENT = _PUTS | {_PROTO, _FRAME}
 _SILENT_BYTES = bytes(_SILENT)
-_CLOSING = frozenset(b"tlduoei1\x90\x91")  # opcodes that pop everything down to the last MARK
-_NOT_CLOSING = bytes(set(range(256)) - _CLOSING)
-_MAKING = _LITERALS | _GETS | frozenset(b"KMJBC\x8eIL\x8a\x8bGFN\x88\x89)]}ctld\x85\x86\x87\x93")
+_MAKING = _LITERALS | _GETS | frozenset(b"KMJBC\x8eIL\x8a\x8bGFN\x88\x89)]}c\x85\x86\x87\x93")
 _TAKING = {0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
 _TAG = 3  # ("storage", type, key, tag, numel), in the legacy format followed by a view
 _LENGTHS = (5, 6)
@@ -97,13 +95,10 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
     puts = list(accumulate(code in _PUTS for code in codes)) if _MEMOIZE in codes else []
 
     def entry_of(index: int) -> int:
-        """The memo entry that an opcode reads or writes; -1 if its argument is malformed."""
+        """The memo entry that an opcode reads or writes."""
         if codes[index] == _MEMOIZE:
             return puts[index] - 1
-        argument = data[positions[index] + 1 : positions[index + 1]]
-        if codes[index] in b"gp":
-            return int(argument) if argument.strip().isdigit() else -1
-        return int.from_bytes(argument, "little")
+        return int.from_bytes(data[positions[index] + 1 : positions[index + 1]], "little")
 
     sites: list[Site] = []
     unclear: list[str] = []
@@ -115,21 +110,19 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
         index = bisect_left(positions, node.position) - 1
         low = max(0, index - _MAX_OPCODES)
         before = codes[low:index].rstrip(_SILENT_BYTES)
-        mark = before.rfind(b"(") if before.endswith(b"t") else -1
-        while mark >= 0 and before.count(b"(", mark) != len(before[mark:].translate(None, _NOT_CLOSING)):
-            mark = before.rfind(b"(", 0, mark)
-        starts, place = _parts(before[mark + 1 : -1]) if mark >= 0 else ((), -1)
+        mark = before.rfind(b"(")
+        place = _tag_place(before[mark + 1 : -1]) if mark >= 0 and before.endswith(b"t") else -1
         if place < 0:
             unclear.append(tag)
             continue
         first = low + mark + 1
-        index = first + starts[place]
+        index = first + place
         code, entry = codes[index], -1
         if code in _GETS:
             entry = entry_of(index)
         elif codes[index + 1] in _PUTS:
             entry = entry_of(index + 1)
-        parts = [positions[first + start] for start in starts]
+        parts = positions[first : low + len(before)]
         sites.append(Site(tag, code, positions[index], positions[index + 1], entry, parts, place))
     reads: dict[int, list[tuple[int, int]]] = {site.entry: [] for site in sites if site.literal and site.entry >= 0}
     own = {site.at for site in sites}
@@ -145,30 +138,19 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
 
 
 @lru_cache(_MAX_CHOICES)
-def _parts(codes: bytes) -> tuple[tuple[int, ...], int]:
-    """Where the parts of a tuple begin and the last one ends, and which part is its fourth item; -1 if unclear.
-
-    Everything from a MARK to the opcode that closes it is one part.
-    """
-    starts: list[int] = []
-    marks: list[int] = []
+def _tag_place(codes: bytes) -> int:
+    """Which of the opcodes between MARK and TUPLE pushes the fourth item; -1 if torch does not write such opcodes."""
     makers: list[int] = []
     for index, code in enumerate(codes):
-        if code == _MARK:
-            marks.append(index)
+        if code in _SILENT:
             continue
-        start = marks.pop() if code in _CLOSING else index
-        if marks:
-            continue
-        starts.append(start)
-        if code not in _SILENT:
-            taken = _TAKING.get(code, 0)
-            if code not in _MAKING or taken > len(makers):
-                return (), -1
-            del makers[len(makers) - taken :]
-            makers.append(len(starts) - 1)
-    plain = len(makers) in _LENGTHS and codes[starts[makers[_TAG]]] in _LITERALS | _GETS
-    return (*starts, len(codes)), makers[_TAG] if plain else -1
+        taken = _TAKING.get(code, 0)
+        if code not in _MAKING or taken > len(makers):
+            return -1
+        del makers[len(makers) - taken :]
+        makers.append(index)
+    plain = len(makers) in _LENGTHS and codes[makers[_TAG]] in _LITERALS | _GETS
+    return makers[_TAG] if plain else -1
 
 
 # -- edits
