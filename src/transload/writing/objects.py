@@ -76,17 +76,6 @@ def call_items(node: Call) -> list[Any]:
     return [*items, *(node.items or [])]
 
 
-def _items(node: Any) -> list[Any]:
-    """Keys and values of a mapping, or attributes of an object; empty for anything else."""
-    if type(node) is Dict:
-        return node.items
-    if type(node) is not Call:
-        return []
-    state = node.states[-1] if node.states else None
-    attributes = state.items if type(state) is Dict and called(node) != "collections.OrderedDict" else []
-    return [*attributes, *call_items(node)]
-
-
 def object_state(node: Call) -> Dict | None:
     """The attributes of an object that consists of nothing else; ``None`` for any other object."""
     args = node.args
@@ -160,16 +149,16 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with full tensor names; ``ConvertError`` if they are ambiguous or too long in total."""
     if not checkpoint.pickles or not any("… (" in tensor.name for tensor in checkpoint.tensors):
         return checkpoint
-    by_node: dict[int, dict[Key, list[tuple[Any, Any]]]] = {}
+    by_node: dict[int, dict[Key, dict[Key, Any]]] = {}
 
-    def children(node: Any, step: Key) -> list[tuple[Any, Any]]:
-        """The keys that a path component can stand for, with their values."""
+    def children(node: Any, step: Key) -> Iterable[tuple[Key, Any]]:
+        """The keys that a path component can stand for, with their values; the last of equal keys wins."""
         if id(node) not in by_node:
             table = by_node[id(node)] = {}
-            pairs = enumerate(node) if type(node) in (list, tuple) else last_pairs(_items(node))
-            for key, child in pairs:
-                table.setdefault(short_key(key), []).append((key, child))
-        return by_node[id(node)].get(step, [])
+            for key, child in members(node, full=True):
+                name = short_key(key)
+                table.setdefault(name, {})[key if type(key) is str else name] = child
+        return by_node[id(node)].get(step, {}).items()
 
     tensors = list(checkpoint.tensors)
     places: dict[tuple[Key, ...], list[int]] = {}  # of the tensors with truncated names, by path
@@ -180,7 +169,7 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
     for path, alike in places.items():
         for pickle in checkpoint.pickles:
             lead = len(pickle.path)
-            found: list[tuple[tuple[Any, ...], Any]] = [((), pickle.root)] if pickle.path == path[:lead] else []
+            found: list[tuple[tuple[Key, ...], Any]] = [((), pickle.root)] if pickle.path == path[:lead] else []
             for step in path[lead:] if pickle.main else ():
                 if len(found) <= len(tensors):  # more of them can only come from endless sharing
                     found = [((*keys, key), child) for keys, node in found for key, child in children(node, step)]
@@ -288,10 +277,9 @@ class Leftovers(BoundedWalk):
         if why := self.why_stop(node, depth):
             return self._list(path, node, why)
         self.ancestors.add(id(node))
-        try:
-            return self._container(node, path, depth + 1)
-        finally:
-            self.ancestors.discard(id(node))
+        made = self._container(node, path, depth + 1)
+        self.ancestors.discard(id(node))
+        return made
 
     def _container(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
         if type(node) is Dict:
