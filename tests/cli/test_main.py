@@ -33,7 +33,6 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Command:
         monkeypatch.setattr(commands, "run_try", run, raising=False)
 
     monkeypatch.setitem(COMMANDS, "try", "try something")
-    monkeypatch.setattr(commands, "try_arguments", lambda _: None, raising=False)
     return raising
 
 

@@ -11,8 +11,9 @@ COMMANDS: dict[str, str] = {
     "run": "run a Python program unchanged on the devices of this machine",
     "verify": "check that every byte of a checkpoint is the one that was saved",
 }
-"""Each command and its line of help. The command ``x`` is two functions in ``files``, ``doctor`` or ``commands``:
+"""Each command and its line of help. ``help.md`` has the examples and the exit codes that the help shows.
 
-``x_arguments(parser)`` declares its options, and ``run_x(arguments)`` returns the exit code, or a function that runs
-a program and returns its exit code. ``help.md`` has the examples and the exit codes that the help shows.
+Commands are in ``files``, ``doctor``, ``main`` and ``commands``: ``add_options(command, option)`` declares the options
+of a command, and ``run_x(arguments)`` returns the exit code of the command ``x``, or a function that runs a program and
+returns its exit code.
 """

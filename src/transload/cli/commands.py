@@ -1,43 +1,78 @@
-"""The commands that call one function, for one file or for each of several, and show its result.
-
-``transload run`` must start quickly, so nothing is imported at the top, not even typing.
-"""
+"""The commands that call one function, for one file or for each of several, and show its result."""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from transload.cli.files import expand_paths, for_each
+from transload.cli.output import keywords, print_error, show, show_result, write
+from transload.errors import CannotReadError, TransloadError, UsageError
+
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
     from collections.abc import Callable
 
     from transload.retagging import Retag
     from transload.verifying import Verification
 
 
-# -- convert
-
-
-def convert_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``convert``: the tensors of a checkpoint in another format, without running any of it."""
-    option = parser.add_argument
-    option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
-    option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
-    option("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
-    option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
-    option("--list", action="store_true", help="show the parts that --key can choose")
-    option("--strip", metavar="PREFIX", action="append", default=[], help="remove this from the names")
-    option("--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16")
-    option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
-    option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
-    option("--force", dest="overwrite", action="store_true", help="overwrite DST")
-    option("--no-verify", dest="verify", action="store_false", help="do not read DST back or check SRC's checksums")
+def add_options(command: str, option: Callable[..., object]) -> None:
+    """Declare the options of a command."""
+    if command == "check":
+        option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or a directory of some")
+        option("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
+    elif command == "convert":
+        option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
+        option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
+        option("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
+        option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
+        option("--list", action="store_true", help="show the parts that --key can choose")
+        option("--strip", metavar="PREFIX", action="append", default=[], help="remove this from the names")
+        option("--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16")
+        option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
+        option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
+        option("--force", dest="overwrite", action="store_true", help="overwrite DST")
+        option("--no-verify", dest="verify", action="store_false", help="do not read DST back or check SRC's checksums")
+    elif command == "explain":
+        option("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error; none is stdin")
+        option("--no-checks", action="store_true", help="do not examine this machine or the files it names")
+    elif command == "rescue":
+        # Not `path`: commands finish an interrupted retag of their `path`, and a rescue never writes to its source.
+        option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
+        option("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
+        option("--dry-run", action="store_true", help="report what would be written, and write nothing")
+        option("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
+        option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
+        option("--force", dest="overwrite", action="store_true", help="overwrite DST if it exists")
+    elif command == "retag":
+        option(
+            "paths",
+            nargs="+",
+            metavar="FILE",
+            help="a file of torch.save, zip or legacy format, or a directory of some",
+        )
+        option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
+        option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
+        option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
+        option("--dry-run", action="store_true", help="say what would be done, and do nothing")
+        option("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
+        option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
+        option("--hard-links", action="store_true", help="also change a file that has other names")
+    elif command == "verify":
+        option("paths", nargs="*", metavar="FILE", help="a checkpoint file, or the directory of one")
+        option("--hash", action="store_true", help="sha256 of each tensor and of all, whatever the container")
+        option("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
+        option("--write", metavar="M.json", help="write the hashes to a manifest")
+        option("--against", metavar="M.json", help="compare with a manifest; without FILE, all files in it")
+        option("--force", action="store_true", help="let --write replace a manifest that is there")
 
 
 def run_convert(arguments: Namespace) -> int:
     """Convert, or list the parts that ``--key`` can choose."""
-    from transload.cli.output import keywords, show, show_result, write
-    from transload.converting import convert, parts
-    from transload.errors import UsageError
+    from transload.converting import convert, listing, parts, report
 
     if arguments.list:
         candidates = parts(arguments.path)
@@ -47,33 +82,18 @@ def run_convert(arguments: Namespace) -> int:
             table = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in candidates]}
             write(to_json([table], several=False))
         else:
-            from transload.converting import listing
-
             show(listing(arguments.path, candidates), arguments.color)
         return 0
     if arguments.out is None:
         raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
     options = keywords(arguments, "to key strip dtype allow_inf max_shard_size verify overwrite")
     result = convert(arguments.path, arguments.out, **options, progress=not arguments.json)
-    from transload.converting import report
-
     show_result(result, report, arguments)
     return 0 if result.complete and not result.listed else 1
 
 
-# -- explain
-
-
-def explain_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``explain``: nothing is loaded, and torch is not run."""
-    parser.add_argument("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error; none is stdin")
-    parser.add_argument("--no-checks", action="store_true", help="do not examine this machine or the files it names")
-
-
 def run_explain(arguments: Namespace) -> int:
     """Explain one text."""
-    from transload.cli.output import show_result
-    from transload.errors import UsageError
     from transload.explaining import explain_bytes
     from transload.explaining.logs import is_binary, not_a_text
 
@@ -91,9 +111,6 @@ def run_explain(arguments: Namespace) -> int:
 
 def _read_log(path: str) -> tuple[bytes, bool]:
     """The end of the log, and whether there was more."""
-    import os
-    import sys
-
     from transload.explaining.logs import HEAD, is_packed, not_a_text, read_end
 
     try:
@@ -111,8 +128,6 @@ def _read_log(path: str) -> tuple[bytes, bool]:
         names_a_log = path.endswith((".txt", ".log", ".err", ".out")) and "\n" not in path and ": " not in path
         if path.count(" ") > 1 and not names_a_log and not os.path.lexists(path):  # it is the text itself
             return path.encode("utf-8", "surrogateescape"), False
-        from transload.errors import CannotReadError
-
         fix = ""
         if isinstance(error, IsADirectoryError):
             fix = f"Name the log in it. For a checkpoint in a folder: transload inspect {path}"
@@ -124,25 +139,8 @@ def _read_log(path: str) -> tuple[bytes, bool]:
         raise CannotReadError(what, where=path, fix=fix, errno=error.errno) from error
 
 
-# -- rescue
-
-
-def rescue_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``rescue``: nothing in the checkpoint is run or loaded."""
-    option = parser.add_argument
-    # Not `path`: commands finish an interrupted retag of their `path`, and a rescue never writes to its source.
-    option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
-    option("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
-    option("--dry-run", action="store_true", help="report what would be written, and write nothing")
-    option("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
-    option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
-    option("--force", dest="overwrite", action="store_true", help="overwrite DST if it exists")
-
-
 def run_rescue(arguments: Namespace) -> int:
     """Rescue a checkpoint."""
-    from transload.cli.output import keywords, show_result
-    from transload.errors import UsageError
     from transload.rescuing import rescue
 
     if arguments.dst is None and not arguments.dry_run:
@@ -155,54 +153,8 @@ def run_rescue(arguments: Namespace) -> int:
     return result.exit_code
 
 
-# -- run
-
-
-def run_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``run``; everything after the script is passed to it."""
-    from argparse import PARSER
-
-    option = parser.add_argument
-    option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
-    option("--device", metavar="D", default="auto", help="what to use instead of missing devices")
-    option(
-        "--pretend-cuda", dest="pretend", action="store_true", help="let torch.cuda.is_available() be True on the CPU"
-    )
-    option("--quiet", action="store_true", help="do not list at the end what was changed")
-    option("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
-
-
-def run_run(arguments: Namespace) -> Callable[[], int]:
-    """Find the program, and return a function that runs it."""
-    from transload.patching import checked
-    from transload.patching.script import program_of
-
-    words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
-    how = {"pretend": arguments.pretend, "quiet": arguments.quiet}
-    return program_of(words, module=arguments.module, device=checked(arguments.device), **how)
-
-
-# -- verify
-
-
-def verify_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``verify``: nothing of a file is run or loaded."""
-    option = parser.add_argument
-    option("paths", nargs="*", metavar="FILE", help="a checkpoint file, or the directory of one")
-    option("--hash", action="store_true", help="sha256 of each tensor and of all, whatever the container")
-    option("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
-    option("--write", metavar="M.json", help="write the hashes to a manifest")
-    option("--against", metavar="M.json", help="compare with a manifest; without FILE, all files in it")
-    option("--force", action="store_true", help="let --write replace a manifest that is there")
-
-
 def run_verify(arguments: Namespace) -> int:
     """Verify all files, show the results, write the manifest if all is well, and return the worst exit code."""
-    from functools import partial
-
-    from transload.cli.files import expand_paths, for_each
-    from transload.cli.output import print_error, show
-    from transload.errors import TransloadError, UsageError
     from transload.verifying import report, several, verify
 
     manifest = None
@@ -237,19 +189,9 @@ def run_verify(arguments: Namespace) -> int:
     return code
 
 
-# -- check
-
-
-def check_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``check``: nothing is loaded."""
-    parser.add_argument("paths", nargs="+", metavar="FILE", help="a checkpoint file, or a directory of some")
-    parser.add_argument("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
-
-
 def run_check(arguments: Namespace) -> int:
     """Check all files, show the results, and return the worst exit code."""
     from transload.checking import check_here, diagnosis_here, report, several
-    from transload.cli.files import expand_paths, for_each
 
     paths = expand_paths(arguments.paths)
     device = None if arguments.device == "none" else arguments.device
@@ -260,29 +202,8 @@ def run_check(arguments: Namespace) -> int:
     return for_each(arguments, paths, lambda path: check_here(path, device, diagnosis), report, several)[1]
 
 
-# -- retag
-
-
-def retag_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``retag``: nothing of the checkpoint is run or loaded."""
-    option = parser.add_argument
-    option(
-        "paths", nargs="+", metavar="FILE", help="a file of torch.save, zip or legacy format, or a directory of some"
-    )
-    option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
-    option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
-    option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
-    option("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    option("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
-    option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
-    option("--hard-links", action="store_true", help="also change a file that has other names")
-
-
 def run_retag(arguments: Namespace) -> int:
     """Retag all files, or undo that; a file that fails does not stop the others."""
-    from transload.cli.files import expand_paths, for_each
-    from transload.cli.output import keywords
-    from transload.errors import UsageError
     from transload.retagging import report, retag, several, undo
 
     tags: dict[str, str] = {}

@@ -11,7 +11,7 @@ from transload.cli.output import print_error, show, show_result
 from transload.errors import UsageError
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
     from collections.abc import Callable, Iterator
 
     from transload.diagnose.report import Diagnosis
@@ -21,9 +21,8 @@ _PATIENCE = 1.0  # seconds after which a terminal shows what takes so long
 _LONG_PATIENCE = 5.0  # the same if stderr is not a terminal
 
 
-def doctor_arguments(parser: ArgumentParser) -> None:
+def add_options(_: str, option: Callable[..., object]) -> None:
     """Declare the options of ``doctor``."""
-    option = parser.add_argument
     option("--verbose", action="store_true", help="also show all facts, and where each came from")
     option("--require", choices=("cuda",), help="exit with 1 unless it is usable")
     option("--python", metavar="PATH", help="examine the environment of another interpreter")

@@ -8,7 +8,7 @@ from transload.cli.output import as_bug, finish_retag, print_error, show, write
 from transload.errors import TransloadError
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from transload.checkpoint import Checkpoint
@@ -84,12 +84,8 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# -- inspect
-
-
-def inspect_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``inspect``: nothing of a file is run, imported or loaded."""
-    option = parser.add_argument
+def add_options(_: str, option: Callable[..., object]) -> None:
+    """Declare the options of ``inspect``."""
     option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one; - is stdin")
     option("--tensors", action="store_true", help="list every tensor, one a line")
     option("--globals", action="store_true", help="list every class and function the file asks for")

@@ -13,7 +13,7 @@ from transload.cli import COMMANDS
 
 TYPE_CHECKING = False  # importing typing takes longer than everything else in --version
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
     from types import ModuleType
     from typing import Any
@@ -96,7 +96,7 @@ def _dispatch(argv: list[str]) -> Outcome:
 
 
 def _module_of(command: str) -> ModuleType:
-    name = {"inspect": "files", "doctor": "doctor"}.get(command, "commands")
+    name = {"inspect": "files", "doctor": "doctor", "run": "main"}.get(command, "commands")
     return __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
 
 
@@ -121,11 +121,37 @@ def parser_of(command: str) -> ArgumentParser:
         formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
         allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
     )
-    getattr(_module_of(command), f"{command}_arguments")(parser)
+    _module_of(command).add_options(command, parser.add_argument)
     if command != "run":  # it prints no result
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
         parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
     return parser
+
+
+def add_options(_: str, option: Callable[..., object]) -> None:
+    """Declare the options of ``run``, which is here because it must start quickly."""
+    from argparse import PARSER
+
+    option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
+    option("--device", metavar="D", default="auto", help="what to use instead of missing devices")
+    option(
+        "--pretend-cuda",
+        dest="pretend",
+        action="store_true",
+        help="let torch.cuda.is_available() be True on the CPU",
+    )
+    option("--quiet", action="store_true", help="do not list at the end what was changed")
+    option("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
+
+
+def run_run(arguments: Namespace) -> Callable[[], int]:
+    """Find the program, and return a function that runs it."""
+    from transload.patching import checked
+    from transload.patching.script import program_of
+
+    words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
+    how = {"pretend": arguments.pretend, "quiet": arguments.quiet}
+    return program_of(words, module=arguments.module, device=checked(arguments.device), **how)
 
 
 def _run(command: str, rest: list[str]) -> Outcome:
