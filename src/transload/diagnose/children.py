@@ -16,13 +16,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from math import inf
 from time import monotonic
 from typing import IO, Any, cast
 
 from transload.diagnose.host import Host, reason
+from transload.frozen import Frozen
 from transload.machine import Answer, State, Unknown
 
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
@@ -48,8 +49,7 @@ _FRAME = re.compile(r'File "([^"<][^"]*)", line (\d+)')
 _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(Frozen):
     """A script, as ``source`` returns it, and how to run it: in the environment and current directory of ``host``."""
 
     script: str
@@ -60,8 +60,7 @@ class Question:
     refusal: str = ""  # Why it cannot be asked; empty if it can.
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Frozen):
     """What became of a child."""
 
     state: State  # ``answered`` only if it reported that it was done.

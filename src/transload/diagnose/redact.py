@@ -11,17 +11,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from transload.frozen import Frozen
 from transload.machine import Machine
 
 T = TypeVar("T")  # a Diagnosis or a Machine
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(Frozen):
     """What is known about the user and the host, beyond the facts. ``homes`` are all paths to one home."""
 
     homes: tuple[str, ...] = ()

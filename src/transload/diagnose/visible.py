@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from transload.frozen import Frozen
 
 Why = Literal["", "empty", "negative", "not-a-number", "no-such-index", "twice", "no-such-uuid", "ambiguous", "mixed"]
 
@@ -21,8 +22,7 @@ _DIGITS = 20  # more than a 64-bit number has
 _UUID = re.compile(r"(?:-*[0-9A-Fa-f]){32}|[0-9A-Fa-f-]*\Z")  # the driver reads no further than 32 digits
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
+class Visible(Frozen):
     """The devices that a process sees, and which part of the value was ignored.
 
     ``indices`` are positions among the GPUs, ``mig`` among the MIG devices. ``why`` is why reading stopped at ``token``

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transload.diagnose.host import Host, int_or, memory, pairs, reason
 from transload.diagnose.tables import sections, shown_variables, table
@@ -92,8 +91,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")  # how whitespace in a path is escaped
 _MOUNTINFO = 16 << 20  # hosts with many containers have thousands of lines
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     """A line of mountinfo: mount point, type and options; ``detail`` are the options of the file system."""
 
     point: str
