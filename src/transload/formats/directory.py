@@ -38,7 +38,7 @@ MAX_ENTRIES = 10_000
 class Listing(NamedTuple):
     """One level of a directory: files with their sizes, folders, and dangling links.
 
-    ``cut`` is whether there are more entries than ``MAX_ENTRIES``.
+    ``cut`` is whether it has more entries than these: it has more than ``MAX_ENTRIES``, or could not be listed.
     """
 
     path: str
@@ -62,8 +62,8 @@ class Listing(NamedTuple):
             return ""
 
 
-def list_directory(path: str) -> Listing:
-    """List a directory, sorted by name; ``CannotReadError`` if that fails.
+def list_directory(path: str, where: str = "", noted: LimitedProblems | None = None) -> Listing:
+    """List a directory, sorted by name. If that fails: a problem in ``noted``, else ``CannotReadError``.
 
     Only one level is listed, so that a loop of symbolic links has nothing to loop through.
     """
@@ -86,18 +86,12 @@ def list_directory(path: str) -> Listing:
                     dangling.append(entry.name)
     except (OSError, ValueError) as error:
         what = f"cannot list the directory: {getattr(error, 'strerror', None) or error}"
-        raise CannotReadError(what, where=path, errno=getattr(error, "errno", None)) from error
+        if noted is None:
+            raise CannotReadError(what, where=path, errno=getattr(error, "errno", None)) from error
+        noted.add("directory-unreadable", where, what)
+        return Listing(path, {}, (), cut=True)
     ordered = dict(sorted(files.items()))
     return Listing(path, ordered, tuple(sorted(folders)), tuple(sorted(dangling)), count > MAX_ENTRIES)
-
-
-def try_list(path: str, where: str, noted: LimitedProblems) -> Listing | None:
-    """List a directory; ``None``, with a problem, if that fails."""
-    try:
-        return list_directory(path)
-    except CannotReadError as error:
-        noted.add("directory-unreadable", where, error.what)
-        return None
 
 
 def relative_path(name: object) -> str:
@@ -220,10 +214,7 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
     Shards must be in the directory of the index. ``CannotReadError`` if the index itself cannot be read.
     """
     index = Path(index_path)
-    try:
-        listing = list_directory(str(index.parent))
-    except CannotReadError:
-        listing = Listing(str(index.parent), {}, ())
+    listing = list_directory(str(index.parent), noted=LimitedProblems())
     merger = Merger(listing, read_file)
     noted = merger.noted
     weights, total = _read_index(index, noted)
@@ -379,8 +370,7 @@ def _enter_latest(merger: Merger, wanted: str, file: str) -> str:
             merger.note("latest-missing", f"it names {wanted[:80]!r}, which is not here{here}", file)
         tag = max(steps, key=lambda name: (steps[name], name), default="")
     if tag:
-        inner = try_list(listing.join(tag), tag, merger.noted)
-        merger.listing, merger.prefix = inner or Listing(listing.join(tag), {}, ()), f"{tag}/"
+        merger.listing, merger.prefix = list_directory(listing.join(tag), tag, merger.noted), f"{tag}/"
     return tag
 
 
@@ -438,9 +428,9 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
         if not found:
             continue
         ranks.add(tuple(int(number) for number in found.groups() if number is not None))
-        inner = try_list(listing.join(folder), merger.prefix + folder, merger.noted)
-        files = [name for name in inner.files if name.endswith(".pt")] if inner else []
-        if inner and not files:
+        inner = list_directory(listing.join(folder), merger.prefix + folder, merger.noted)
+        files = [name for name in inner.files if name.endswith(".pt")]
+        if not files and not inner.cut:
             merger.note("part-unreadable", f"{folder} contains no .pt file")
         for name in files:
             merger.read(f"{folder}/{name}", "rank")
@@ -668,10 +658,10 @@ def _kind(listing: Listing) -> str:
     tag = listing.read_text(LATEST)
     if STEP.fullmatch(tag) or relative_path(tag) in folders:
         return "deepspeed"
-    inner = None
+    places = [listing]
     if len(folders) == 1 and not files:  # the one folder that unzipping made
-        inner = try_list(listing.join(folders[0]), "", LimitedProblems())
-    for here in (listing, inner) if inner else (listing,):  # a torch.save archive, or a torch.package
+        places.append(list_directory(listing.join(folders[0]), noted=LimitedProblems()))
+    for here in places:  # a torch.save archive, or a torch.package
         if "data.pkl" in here.files and ("data" in here.folders or "version" in here.files):
             return "unpacked"
         if ".data" in here.folders and Path(here.path, ".data", "extern_modules").is_file():
@@ -745,10 +735,9 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
             found.append(prefix.rstrip("/"))
             continue
         found += [prefix + name for name in _checkpoint_files(here)]
-        for folder in here.folders if prefix.count("/") < MAX_DEPTH else ():
-            if not Path(here.path, folder).is_symlink():  # links may lead in circles
-                inner = try_list(here.join(folder), prefix + folder, noted)
-                waiting += [(f"{prefix}{folder}/", inner)] if inner is not None else []
+        folders = here.folders if prefix.count("/") < MAX_DEPTH else ()
+        real = [prefix + name for name in folders if not Path(here.path, name).is_symlink()]  # links may form circles
+        waiting += [(f"{name}/", list_directory(listing.join(name), name, noted)) for name in real]
     held = [*(f"{name}/" for name in listing.folders), *listing.files]
     detail = f"it contains {join_names(held, 8)}" if held else "it is empty"
     if found:

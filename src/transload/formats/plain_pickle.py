@@ -24,11 +24,10 @@ from transload.findings import Problem
 from transload.formats.arrays import dtype_of, shape_of
 from transload.formats.pickle_machine import MAX_STREAM, add_uses, run, run_at
 from transload.formats.pickle_state import LOADER, Broken, Cut, Machine
-from transload.formats.tensors import MAX_SIZE, Place, StorageTable, called, find_tensors
+from transload.formats.tensors import MAX_SIZE, Place, StorageTable, called, dotted, find_tensors
 from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
-from transload.frozen import NamedTuple
 from transload.io.packed import Unpacked, packed_as, unpack
 from transload.io.sources import Source
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set, walk_nodes
@@ -82,7 +81,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
 
     A broken pickle counts only if it has named a global before: a text file can begin with valid opcodes by chance.
     """
-    storages: list[_Storage] = []
+    storages: _Storages = {}
     reader = partial(_EmbeddedData, offset=0, storages=storages)
     first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT, reader)
     if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
@@ -97,7 +96,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     _compare_readings(first, source, 0)
     pickles = [first]
     while end < source.size and len(pickles) <= _MAX_PICKLES and not pickles[-1].broken:
-        begin, others = end, list[_Storage]()
+        begin, others = end, _Storages()
         reader = partial(_EmbeddedData, offset=begin, storages=others)
         pickle, end = run_at(source, begin, f"pickle {len(pickles) + 1}", _WINDOW, reader=reader)
         _excuse(pickle, others)
@@ -126,10 +125,9 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     if ends_like_zip(source):
         out.problems.add("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it")
     if readable:
-        places = {held.key: held.place for held in storages}
-        tree = read_tree(first, StorageTable(lambda key, _: places[key]))
+        tree = read_tree(first, StorageTable(lambda key, _: storages[key][0]))
         out.add_tree(*tree)
-        out.records = tuple(held.record for held in storages if held.record)
+        out.records = tuple(record for _, record in storages.values() if record)
         for storage in tree.storages:
             if storage.stored < storage.nbytes:
                 detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
@@ -157,12 +155,8 @@ def _is_pickle(pickle: Pickle, size: int) -> bool:
 # -- storages in a pickle
 
 
-class _Storage(NamedTuple):
-    """A storage in a pickle; it has a record if its bytes are written as text."""
-
-    key: str
-    place: Place
-    record: Record | None
+_Storages = dict[str, tuple[Place, Record | None]]
+"""The storages in a pickle, by key; one has a record if its bytes are written as text."""
 
 
 class _EmbeddedData:
@@ -172,7 +166,7 @@ class _EmbeddedData:
     each storage once. So a file cannot make the same bytes into any number of storages.
     """
 
-    def __init__(self, vm: Machine, offset: int, storages: list[_Storage]) -> None:
+    def __init__(self, vm: Machine, offset: int, storages: _Storages) -> None:
         self._vm = vm
         self._offset = offset
         self._behind = 0  # the end of the last call of LOADER
@@ -199,7 +193,13 @@ class _EmbeddedData:
         place = next((at for at in range(1, min(len(calls), _MAX_CALLS) + 1) if calls[-at] is made), 0)
         plain = plain and _WRAPPED <= state.keys() <= _WRAPPED | _WRAPPED_TOO and order in ("C", "F")
         plain = plain and type(padded) in (int, type(None)) and type(mapped) is bool
-        if not plain or not place or shape is None or dtype is None or not _is_numpy(state["subclass"]):
+        if (
+            not plain
+            or not place
+            or shape is None
+            or dtype is None
+            or not dotted(state["subclass"]).startswith("numpy.")
+        ):
             raise Broken("an array that joblib does not write so")
         if vm.pos < vm.frame_end:  # joblib would look for it after the frame
             vm.ambiguous("an array begins inside a frame")
@@ -258,7 +258,7 @@ class _EmbeddedData:
             place = Place(None, stored, name, compressed=True)
         else:
             place = Place(None if text else self._offset + at + start, stored, name)
-        self.storages.append(_Storage(key, place, record))
+        self.storages[key] = place, record
         storage = Persistent(("storage", self._vm.find(kind.module, kind.name), key, tag, numel), end)
         self._vm.out.persistent.append(storage)
         return storage
@@ -274,11 +274,7 @@ class _EmbeddedData:
         if position == len(MAGIC_PICKLE) or not data.startswith(self._head):
             version = run(data, len(MAGIC_PICKLE))
             facts = run(data, version.end)
-            if (
-                version.root != PROTOCOL
-                or type(facts.root) is not Dict
-                or not (_is_plain(version) and _is_plain(facts))
-            ):
+            if version.root != PROTOCOL or type(facts.root) is not Dict or not all(map(_is_plain, (version, facts))):
                 return None
             position = facts.end
             self._head = data[:position]
@@ -298,10 +294,6 @@ class _EmbeddedData:
         if not 0 <= nbytes < MAX_SIZE or len(data) > start + nbytes or (len(data) >= start and count != numel):
             return None
         return kind, tag, numel, start
-
-
-def _is_numpy(node: object) -> bool:
-    return type(node) is Global and node.module.partition(".")[0] == "numpy"
 
 
 def _is_plain(pickle: Pickle, *, named: bool = False) -> bool:
@@ -331,7 +323,7 @@ def _encoded_text(node: object) -> str:
     return ""
 
 
-def _excuse(pickle: Pickle, storages: list[_Storage]) -> None:
+def _excuse(pickle: Pickle, storages: _Storages) -> None:
     """Remove ``LOADER`` and the wrapper of arrays from the globals of a pickle if each of their uses was read."""
     left = {key: node for key, node in pickle.globals.items() if key == LOADER or key in _WRAPPERS}
     if pickle.raw:

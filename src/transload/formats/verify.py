@@ -102,11 +102,8 @@ def checksums(
                     value, size = crc32(piece, value), size + len(piece)
                 add_progress(nbytes)
                 # torch refuses one that is shorter than the directory says; a longer one has another checksum.
-                return (
-                    value
-                    if size == record.size
-                    else Lost(f"it inflates to {size} of {record.size} bytes", "record-unreadable")
-                )
+                short = Lost(f"it inflates to {size} of {record.size} bytes", "record-unreadable")
+                return value if size == record.size else short
             for at in range(0, nbytes, _BUFFER):
                 count = source.readinto(offset + at, buffer[: min(_BUFFER, nbytes - at)])
                 value = compute(buffer[:count], value) if record.crc32 is not None else 0
@@ -123,12 +120,10 @@ def checksums(
         def do(task: _Task) -> None:
             begin, nbytes, held = task
             _, size, index = held[0]
-            if size > _PART and nbytes < size:
+            if size > _SMALL or records[index].method == DEFLATED:
                 value = sum_part(begin, nbytes, index, buffer)
                 with lock:
                     parts.setdefault(index, []).append((begin, nbytes, value))
-            elif size > _SMALL or records[index].method == DEFLATED:
-                whole[index] = sum_part(begin, nbytes, index, buffer)
             else:
                 try:
                     data = buffer[: source.readinto(begin, buffer[:nbytes])]
