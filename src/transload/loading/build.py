@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
 from transload.judge.ordinary import PURPOSES
-from transload.loading.signals import Malformed, NeedsTrust, NotInTorch
+from transload.loading.signals import Malformed, NeedsTrust
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ def build_object(
     if pickle is None:
         raise LoadError("there is no object in it", where=piece.checkpoint.path)
     where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
-    builder = _Builder(piece, pickle, storages, device_map, where, encoding)
     try:
-        made = builder.run(pickle.root)
+        return _Builder(piece, pickle, storages, device_map, encoding).run(pickle.root)
     except Malformed as reason:
         position = getattr(reason.node, "position", None)
         place = where if position is None else f"{where} › byte {position}"
@@ -70,15 +69,12 @@ def build_object(
         callee = getattr(reason.node, "callee", None)
         what = weights_only_error(f"it holds {reason}, which is more than plain data", callee)
         raise UnsafeError(what, where=where, fix=fix) from reason
-    except NotInTorch as name:
-        what = f"it holds {name}, which this torch does not have"
-        raise LoadError(what, where=where, fix="A newer torch may have it.") from name
-    except TransloadError:
+    except TransloadError as error:
+        error.where = error.where or where
         raise
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise LoadError(f"torch failed on a tensor in it: {type(error).__name__}: {first}", where=where) from error
-    return made
 
 
 class _Builder:
@@ -95,13 +91,11 @@ class _Builder:
         pickle: Pickle,
         storages: dict[str, torch.UntypedStorage],
         device_map: DeviceMap,
-        where: str,
         encoding: str,
     ) -> None:
         self.made: dict[int, Any] = {}
         self._piece = piece
         self._device_map = device_map
-        self._where = where
         self._encoding = encoding
         self._built = pickle.built
         # In a pickle of Python 2, bytes are text that was not decoded, and encoding="bytes" asks for text as bytes.
@@ -115,7 +109,7 @@ class _Builder:
     def _rebuilder(self) -> Rebuilder:
         from transload.loading.rebuild import Rebuilder
 
-        return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode(), where=self._where)
+        return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode())
 
     def run(self, root: object) -> Any:
         """The object of a node and of all that it refers to; ``Malformed`` if it is malformed."""
@@ -219,7 +213,7 @@ class _Builder:
         except UnicodeDecodeError as error:
             what = f"Python 2 wrote text into it that is not {self._encoding}"
             fix = "Pass encoding='latin1', or the encoding it was written in."
-            raise LoadError(what, where=self._where, fix=fix) from error
+            raise LoadError(what, fix=fix) from error
 
     # -- calls
 

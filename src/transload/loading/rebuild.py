@@ -15,7 +15,7 @@ from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import LoadError, UnsafeError
 from transload.judge.names import can_be_allowed
 from transload.loading.refusal import Allowed, name_of, weights_only_error
-from transload.loading.signals import Malformed, NotInTorch
+from transload.loading.signals import Malformed
 from transload.loading.values import VALUES, set_state, value_of
 from transload.nodes import Global, Persistent, module_class
 
@@ -134,7 +134,7 @@ def _nested(maker: Rebuilder, buffer: object, sizes: object, strides: object, of
             raise Malformed("a nested tensor whose parts do not fit together") from error
     view: Any = getattr(maker.torch, "_nested_view_from_buffer", None)
     if view is None:
-        raise NotInTorch("torch.nested: a nested tensor")
+        raise LoadError("it holds a nested tensor, which this torch does not have", fix="A newer torch may have it.")
     return view(held, *numbers)
 
 
@@ -162,15 +162,12 @@ class Rebuilder:
     ``known`` are the storages that were read, by key. A tar archive also describes tensors outside its pickle.
     """
 
-    def __init__(
-        self, piece: Piece, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool, where: str = ""
-    ) -> None:
+    def __init__(self, piece: Piece, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
         import torch
 
         self.torch = torch
         self.device_map = device_map
         self._allowed = Allowed()
-        self._where = where
         self._known = known
         self._typed: dict[tuple[str, object], Any] = {}
         self._made: dict[str, Any] = {}
@@ -210,9 +207,7 @@ class Rebuilder:
         name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
         if not self._allowed.allows(target):
             fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
-            raise UnsafeError(
-                weights_only_error(f"it calls {name}, which nobody has allowed"), where=self._where, fix=fix
-            )
+            raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"), fix=fix)
         return self._invoke(name, target, how, args, kwargs)
 
     def _make(self, name: str, args: Args) -> Any:
@@ -226,7 +221,7 @@ class Rebuilder:
         found = self._allowed.object_of(node)
         if found is None:
             what = weights_only_error(f"it names {node.full_name}, which nobody has allowed", node)
-            raise UnsafeError(what, where=self._where)
+            raise UnsafeError(what)
         return found
 
     def _invoke(self, name: str, target: Any, how: str, args: Args, kwargs: Any) -> Any:
@@ -241,12 +236,12 @@ class Rebuilder:
 
     def _run(self, name: str, target: Any, args: Args, kwargs: Any = None) -> Any:
         if target is None:
-            raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"), where=self._where)
+            raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"))
         try:
             return target(*args, **(kwargs or {}))
         except Exception as error:
             what = f"{name} failed on what the file gives it: {type(error).__name__}: {error}"
-            raise LoadError(what, where=self._where) from error
+            raise LoadError(what) from error
 
     def append(self, made: Any, values: list[Any]) -> None:
         """Append values to the result of a call."""
@@ -273,7 +268,7 @@ class Rebuilder:
         what = weights_only_error(f"values {how} an object of {name}, which nobody has allowed")
         fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
         fix = fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
-        raise UnsafeError(what, where=self._where, fix=fix)
+        raise UnsafeError(what, fix=fix)
 
     # -- persistent ids
 

@@ -14,7 +14,6 @@ from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import finds_plain_values, judge_pickles, safe_globals_lines
-from transload.loading.signals import NotInTorch
 from transload.nodes import Global
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class Allowed:
         home = sys.modules.get(module) if module.startswith("torch") else import_module(module)
         found = getattr(home, name, None)
         if found is None:
-            raise NotInTorch(full)
+            raise LoadError(f"it holds {full}, which this torch does not have", fix="A newer torch may have it.")
         return found
 
 

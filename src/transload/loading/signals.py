@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 
-class NotInTorch(Exception):  # noqa: N818 - a signal
-    """A name that this torch does not have."""
-
-
 class Malformed(Exception):  # noqa: N818 - a signal
     """Something that no checkpoint has: the message says what, ``node`` where."""
 
