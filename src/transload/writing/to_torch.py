@@ -153,14 +153,14 @@ class Structure(BoundedWalk):
             self.dropped.append((path, node))
             return NOTHING
         self.ancestors.add(id(node))
-        made: Any
+        kept: Any
         if type(node) in (list, tuple):
             values = [self._keep(value, (*path, index), depth + 1) for index, value in enumerate(node)]
-            made = type(node)(None if value is NOTHING else value for value in values)
+            kept = type(node)(None if value is NOTHING else value for value in values)
         else:
-            made = self._mapping(node, path, depth + 1)
+            kept = self._mapping(node, path, depth + 1)
         self.ancestors.discard(id(node))
-        return made
+        return kept
 
     def _place(self, path: Path, *, state: bool) -> Any:
         if path not in self._entries:
