@@ -24,7 +24,7 @@ from transload.saving import background as module
 from transload.saving import save, save_async
 from transload.saving import storages as snapshot
 from transload.saving.background import MAX_IN_FLIGHT, background
-from transload.saving.storages import Copy, snapshot_of
+from transload.saving.storages import snapshot_of
 
 
 @pytest.fixture(autouse=True)
@@ -193,11 +193,14 @@ def test_a_function_that_is_told_the_progress_may_save(tmp_path: Path, gate: thr
 
 
 def test_a_save_that_failed_holds_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Copy]] = []
+    class Copies(list[Any]):
+        """A list that can be referred to weakly."""
 
-    def noted(storages: Any) -> list[Copy]:
-        found = snapshot_of(storages)
-        made.extend(map(weakref.ref, found))
+    made: list[weakref.ref[Copies]] = []
+
+    def noted(storages: Any) -> Copies:
+        found = Copies(snapshot_of(storages))
+        made.append(weakref.ref(found))
         return found
 
     monkeypatch.setattr(snapshot, "snapshot_of", noted)

@@ -9,6 +9,7 @@ import time
 import types
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from transload.errors import SaveError
-from transload.formats.zip_writer import AHEAD, write_archive
+from transload.formats.zip_writer import AHEAD, Record, write_archive
 from transload.io.atomic import FileObject
 from transload.io.cuda_driver import DriverError
 from transload.saving import storages as contents
@@ -153,22 +154,25 @@ def test_a_snapshot_of_a_device_has_its_bytes_later(block: int, monkeypatch: pyt
     monkeypatch.setattr(snapshot, "SMALL", 10)
     storages, expected = stored(["cuda:0"] * 12)
     device = Device()
-    copies = [snapshot.Copy(each.key, each.nbytes) for each in storages]
-    snapshot.fetch_all(device, list(zip(copies, storages, strict=True)))
-    assert sum(device.asked) == sum(len(each.runs) for each in copies)
+    pairs: list[Any] = [([], each) for each in storages]
+    snapshot.fetch_all(device, pairs)
+    assert sum(device.asked) == sum(len(runs) for runs, _ in pairs)
     assert device.copies == device.slots == -(-sum(each.nbytes for each in storages) // block), "one for each block"
     held = io.BytesIO()
-    write_archive(FileObject(held), b"archive", snapshot.copied_records(copies), lambda _: [], threads=2)
+    names = [(b"data/" + each.key.encode(), each.nbytes) for each in storages]
+    records = [Record(*name, partial(snapshot._run_chunks, runs)) for name, (runs, _) in zip(names, pairs, strict=True)]
+    write_archive(FileObject(held), b"archive", records, lambda _: [], threads=2)
     with zipfile.ZipFile(held) as archive:
         assert [archive.read(f"archive/data/{number}") for number in range(12)] == expected
 
 
 def test_a_snapshot_fetches_what_is_small_at_once() -> None:
-    device, storages = Device(), few(200)
-    copies = [snapshot.Copy(each.key, each.nbytes) for each in storages]
-    snapshot.fetch_all(device, list(zip(copies, storages, strict=True)))
+    device = Device()
+    pairs: list[Any] = [([], each) for each in few(200)]
+    snapshot.fetch_all(device, pairs)
     assert device.asked == [200]
-    assert [each.small() for each in copies] == [bytes([number]) for number in range(200)]
+    device.finish()
+    assert [ctypes.string_at(*runs[0][:2]) for runs, _ in pairs] == [bytes([number]) for number in range(200)]
 
 
 class Unpinned(TorchFunctionMode):

@@ -33,7 +33,7 @@ from transload.formats.zip_writer import Record, Sink, opening_records, write_ch
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic
 from transload.io.pool import progress_counter
 from transload.saving.pickling import Stored, pickled
-from transload.saving.storages import Copy, bloat_warning, copied_records, records_of, rings_for
+from transload.saving.storages import bloat_warning, records_of, rings_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -183,7 +183,7 @@ class _Save:
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
         self.legacy_protocol = int(protocol) if legacy else None
         self.byteorder = True  # whether to write the record byteorder
-        self.copies: list[Copy] | None = None  # of the storages, to write instead of them
+        self.copies: list[Record] | None = None  # of the storages, to write instead of them
         with gc_paused(user_objects=True):
             portable = device == "cpu"
             self.data, self.storages = pickled(
@@ -223,7 +223,7 @@ class _Save:
                 last.enter_context(gc_paused(user_objects=True))
             for ring in rings.values():
                 last.callback(ring.fetcher.finish)
-            records = records_of(self.storages, rings) if self.copies is None else copied_records(self.copies)
+            records = records_of(self.storages, rings) if self.copies is None else self.copies
             if self.legacy_protocol is not None:
                 report_progress = progress_counter(self.progress, self.nbytes, "saving")
                 write_legacy(sink, self.data, self.legacy_protocol, self.numels, records, report_progress)

@@ -193,55 +193,32 @@ class CudaFetcher:
 # -- copies of storages
 
 
-class Copy:
-    """A copy of one storage: ``runs`` of memory, each an address, a size, and a function that waits for the bytes.
+_Run = tuple[int, int, Callable[[], object] | None, Any]
+"""Copied bytes: their address, their number, a function that waits for them, and what keeps the memory alive."""
 
-    Or its ``data``, if it is small and was on the CPU.
+
+def _run_chunks(runs: Iterable[_Run]) -> Iterator[Chunk]:
+    for address, nbytes, ready, _ in runs:
+        yield from _host_chunks(address, nbytes, ready)
+
+
+def snapshot_of(storages: Sequence[Stored]) -> list[Record]:
+    """Copy all storages, and return the records of the copies.
+
+    Afterwards CPU storages may be changed; those of devices by later work on their streams.
     """
-
-    def __init__(self, key: str, nbytes: int, data: bytes = b"") -> None:
-        self.key = key
-        self.nbytes = nbytes
-        self.data = data
-        self.runs: list[tuple[int, int, Callable[[], object] | None]] = []
-        self.owners: list[Any] = []
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Its bytes, in chunks."""
-        for run in self.runs:
-            yield from _host_chunks(*run)
-
-    def small(self) -> bytes:
-        """All of its bytes."""
-        if self.data:
-            return self.data
-        parts: list[bytes] = []
-        for address, nbytes, ready in self.runs:
-            if ready is not None:
-                ready()
-            parts.append(string_at(address, nbytes))
-        return b"".join(parts)
-
-
-def copied_records(copies: Iterable[Copy]) -> Iterator[Record]:
-    """As ``records_of``, for copies of storages."""
-    for one in copies:
-        yield Record(_name(one.key), one.nbytes, one.small() if one.nbytes <= SMALL else one.chunks)
-
-
-def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
-    """Copy all storages. Afterwards CPU storages may be changed; those of devices by later work on their streams."""
     import torch
 
     cpu = torch.device("cpu")
-    copies: list[Copy] = []
-    by_device: dict[Any, list[tuple[Copy, Stored]]] = {}
+    records: list[Record] = []
+    by_device: dict[Any, list[tuple[list[_Run], Stored]]] = {}
     for stored in storages:
         if stored.nbytes <= SMALL and stored.storage.device == cpu:
-            copies.append(Copy(stored.key, stored.nbytes, _host_bytes(stored)))
+            records.append(Record(_name(stored.key), stored.nbytes, _host_bytes(stored)))
         else:
-            copies.append(Copy(stored.key, stored.nbytes))
-            by_device.setdefault(stored.storage.device, []).append((copies[-1], stored))
+            runs: list[_Run] = []
+            records.append(Record(_name(stored.key), stored.nbytes, partial(_run_chunks, runs)))
+            by_device.setdefault(stored.storage.device, []).append((runs, stored))
     parts: list[tuple[int, int, int]] = []  # (target, source, bytes) for the threads to copy
     for device, pairs in by_device.items():
         if device.type == "cuda":
@@ -251,47 +228,44 @@ def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
             torch.cuda.current_stream(device).wait_stream(fetcher.stream)
             continue
         if device.type != "cpu":  # a device that only copies whole storages
-            for target, stored in pairs:
+            for runs, stored in pairs:
                 copied = stored.storage.cpu()
-                target.owners.append(copied)
-                target.runs.append((copied.data_ptr() + stored.start, stored.nbytes, None))
+                runs.append((copied.data_ptr() + stored.start, stored.nbytes, None, copied))
             continue
-        for target, storage, start, block, address, nbytes in _laid_out(pairs, _pages):
-            target.owners.append(block)
-            target.runs.append((address, nbytes, None))
+        for runs, storage, start, block, address, nbytes in _laid_out(pairs, _pages):
+            runs.append((address, nbytes, None, block))
             source = storage.data_ptr() + start
             parts += ((address + at, source + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE))
     each(parts, lambda: lambda part: copy(*part), min(cores(), _MAX_THREADS, len(parts)))
-    return copies
+    return records
 
 
-def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[Copy, Stored]]) -> None:
+def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[list[_Run], Stored]]) -> None:
     """Copy storages of a device into blocks of pinned memory, one call per block."""
-    for _, inside in groupby(_laid_out(pairs, fetcher.slot), lambda run: id(run[3])):
-        runs = list(inside)
-        ready = fetcher.fetch(runs[0][3], [(storage, start, nbytes) for _, storage, start, _, _, nbytes in runs])
-        for target, storage, _, block, address, nbytes in runs:
-            target.owners += block, storage  # the copy may still be in flight
-            target.runs.append((address, nbytes, ready))
+    for _, inside in groupby(_laid_out(pairs, fetcher.slot), lambda part: id(part[3])):
+        parts = list(inside)
+        ready = fetcher.fetch(parts[0][3], [(storage, start, nbytes) for _, storage, start, _, _, nbytes in parts])
+        for runs, storage, _, block, address, nbytes in parts:
+            runs.append((address, nbytes, ready, (block, storage)))  # the copy may still be in flight
 
 
 def _laid_out(
-    pairs: Sequence[tuple[Copy, Stored]], allocate: Callable[[int], tuple[Any, int]]
-) -> Iterator[tuple[Copy, Any, int, Any, int, int]]:
+    pairs: Sequence[tuple[list[_Run], Stored]], allocate: Callable[[int], tuple[Any, int]]
+) -> Iterator[tuple[list[_Run], Any, int, Any, int, int]]:
     """Memory for the bytes of storages, in sequence, in blocks that are allocated when they are needed.
 
-    For each run of bytes: the copy it belongs to, the storage, its first byte there, the block, its address and its
+    For each run of bytes: the list it belongs to, the storage, its first byte there, the block, its address and its
     size.
     """
     left, room, block, address = sum(stored.nbytes for _, stored in pairs), 0, None, 0
-    for target, stored in pairs:
+    for runs, stored in pairs:
         start, end = stored.start, stored.start + stored.nbytes
         while start < end:
             if not room:
                 room = min(_BLOCK, left)
                 block, address = allocate(room)
             nbytes = min(end - start, room)
-            yield target, stored.storage, start, block, address, nbytes
+            yield runs, stored.storage, start, block, address, nbytes
             start, address = start + nbytes, address + nbytes
             left, room = left - nbytes, room - nbytes
 
