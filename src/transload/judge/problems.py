@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from transload.checkpoint import Checkpoint
-from transload.errors import BrokenFileError, NotACheckpointDirectoryError, NotACheckpointError
+from transload.errors import BrokenFileError, NotACheckpointDirectoryError, NotACheckpointError, TransloadError
 from transload.findings import (
     Finding,
     Integrity,
@@ -200,11 +200,9 @@ _NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
 def refuse_broken(checkpoint: Checkpoint) -> None:
     """Raise if the file is not a checkpoint, or so damaged that tensors would be lost or wrong."""
     if checkpoint.integrity == "not-a-checkpoint":
-        finding = _worst(checkpoint, {"not-a-checkpoint"})
         folder = os.path.isdir(checkpoint.path)  # noqa: PTH112 - pathlib costs ten milliseconds to import
-        raise (NotACheckpointDirectoryError if folder else NotACheckpointError)(
-            sentence_of(finding, "this is not a checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
-        )
+        kind = NotACheckpointDirectoryError if folder else NotACheckpointError
+        raise _refusal(kind, checkpoint, {"not-a-checkpoint"})
     broken = set()
     for code in codes_of(checkpoint) - _WARNED:
         rule = rule_of(code)
@@ -212,10 +210,7 @@ def refuse_broken(checkpoint: Checkpoint) -> None:
         if code in _NOT_WHOLE or (damaged and code not in _HARMLESS):
             broken.add(code)
     if broken:
-        finding = _worst(checkpoint, broken)
-        raise BrokenFileError(
-            sentence_of(finding, "it is damaged"), where=checkpoint.path, fix=_fix(checkpoint, finding)
-        )
+        raise _refusal(BrokenFileError, checkpoint, broken)
 
 
 def codes_of(checkpoint: Checkpoint) -> set[str]:
@@ -233,24 +228,20 @@ def load_warning(checkpoint: Checkpoint) -> str:
     return "; ".join(sentence_of(finding) for finding in found)
 
 
-def _worst(checkpoint: Checkpoint, codes: set[str]) -> Finding | None:
-    """The finding to report: one of these codes, else the first error."""
-    named = [finding for finding in checkpoint.findings if finding.code in codes]
-    return next(iter([*named, *(f for f in checkpoint.findings if f.severity == "error")]), None)
+def _refusal(kind: type[TransloadError], checkpoint: Checkpoint, codes: set[str]) -> TransloadError:
+    """The error for a finding: one of these codes, or the error that explains it.
+
+    Its advice includes the first command for the file, which may be in another finding.
+    """
+    errors = tuple(finding for finding in checkpoint.findings if finding.severity == "error")
+    finding = [*(finding for finding in checkpoint.findings if finding.code in codes), *errors][0]
+    fix = finding.fix
+    if not any(line.startswith("$ ") for line in fix):
+        first = fix or next((error.fix for error in errors if error.fix), ())
+        fix = tuple(dict.fromkeys((*first, *command_lines(errors))))
+    return kind(sentence_of(finding), where=checkpoint.path, fix="\n".join(fix))
 
 
-def sentence_of(finding: Finding | None, otherwise: str = "") -> str:
-    """A finding in one sentence; ``otherwise`` without one."""
-    if finding is None:
-        return otherwise
+def sentence_of(finding: Finding) -> str:
+    """A finding in one sentence."""
     return f"{finding.title}: {'; '.join(finding.evidence)}" if finding.evidence else finding.title
-
-
-def _fix(checkpoint: Checkpoint, finding: Finding | None) -> str:
-    """The advice of a finding, and the first command for the file, which may be in another finding."""
-    own = finding.fix if finding else ()
-    if any(line.startswith("$ ") for line in own):
-        return "\n".join(own)
-    errors = tuple(f for f in checkpoint.findings if f.severity == "error")
-    first = own or next((f.fix for f in errors if f.fix), ())
-    return "\n".join(dict.fromkeys((*first, *command_lines(errors))))

@@ -139,11 +139,9 @@ def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
                 yield _VERSION_KEYS[key], value[:_MAX_VERSION]
         versioned = any(name == "TorchVersion" for _, name in pickle.globals)
         for call in pickle.calls if versioned else ():
-            callee = call.callee
-            if type(callee) is not Global or callee.name != "TorchVersion" or type(call.args) is not tuple:
-                continue
-            if call.args and type(call.args[0]) is str:
-                yield "torch", call.args[0][:_MAX_VERSION]
+            match call:
+                case Call(callee=Global(name="TorchVersion"), args=(str() as version, *_)):
+                    yield "torch", version[:_MAX_VERSION]
 
 
 # -- what plain torch.load(path) will do, in a sentence or two
