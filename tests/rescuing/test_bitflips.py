@@ -88,6 +88,20 @@ def test_flips_in_a_compressed_record() -> None:
     assert certainties == {"proven", "probable"}
 
 
+def test_padding_bits_of_a_compressed_record_are_cleared() -> None:
+    """They change nothing in its content, so only what writers do says that they were flipped."""
+    packer = zlib.compressobj(wbits=-15)
+    parts = [packer.compress(b"first"), packer.flush(zlib.Z_SYNC_FLUSH), packer.compress(b"last"), packer.flush()]
+    raw = b"".join(parts)
+    right = claim(0, len(raw), zlib.crc32(b"firstlast"), method=8, size=9)
+    for position in (len(raw) - 1, raw.index(b"\0\0\xff\xff") - 1):
+        (found,) = check_records(BytesSource(flipped(raw, position, 7)), [right])
+        assert found.state == "whole"
+        assert [(each.position, each.new, each.certainty) for each in found.repairs] == [
+            (position, raw[position], "proven")
+        ]
+
+
 class Scratched(BytesSource):
     """A disk with a bad place at byte 1,000."""
 

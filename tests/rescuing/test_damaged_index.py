@@ -124,6 +124,16 @@ def test_names_lead_through_dictionaries(tmp_path: Path) -> None:
     assert torch.equal(loaded["storage-5"], STATE["layer2.bias"])
 
 
+def test_a_list_of_dictionaries(tmp_path: Path) -> None:
+    """It is put into a dictionary, beside the storages without names."""
+    data = saved([{"w": torch.ones(3), "b": torch.zeros(2)}, {"w": torch.ones(4), "b": torch.zeros(5)}])
+    second = entry(data, "b") + data[entry(data, "b") :].index(b"K\x05")
+    for at, length, names in ((second - 20, 12, ["w"]), (place(data).stop - 3, 3, ["w", "b"])):
+        rescue(destroyed(data, at, b"\xff" * length), tmp_path / "out.pt", overwrite=True)
+        first, last = torch.load(tmp_path / "out.pt")["object"]
+        assert (list(first), list(last)) == (["w", "b"], names)
+
+
 def test_no_index_at_all(tmp_path: Path) -> None:
     index = place(FLAT)
     made = rescue(destroyed(FLAT, index.start, bytes(len(index))), tmp_path / "out.pt")
