@@ -4,7 +4,14 @@ import io
 
 from tests.each import each
 
-from transload.render.lines import PIPE_WIDTH, Style, style_of, wants_colour
+from transload.render.lines import PIPE_WIDTH, Style, style_of
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
 
 
 @each(
@@ -27,14 +34,7 @@ from transload.render.lines import PIPE_WIDTH, Style, style_of, wants_colour
 def test_flag_then_no_color_then_force_color_then_terminal(
     flag: str, environ: dict[str, str], terminal: bool, colour: bool
 ) -> None:
-    assert wants_colour(flag, environ, terminal=terminal) is colour
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
+    assert style_of(Terminal() if terminal else io.StringIO(), flag, environ).colour is colour
 
 
 def test_a_pipe_is_not_cut_and_has_a_width_of_its_own() -> None:

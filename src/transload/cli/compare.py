@@ -25,14 +25,12 @@ _LONGEST = 1 << 30  # of all reports in one stream
 
 def read_report(path: str, longest: int = _LONGEST_REPORT) -> str:
     """Read the text of a report; ``-`` is standard input. PowerShell redirects output as UTF-16."""
-    from pathlib import Path
-
     where = "standard input" if path == "-" else path
     try:
         if path == "-":
             data = sys.stdin.buffer.read(longest + 1) if sys.stdin is not None else b""
         else:
-            with Path(path).open("rb") as stream:
+            with open(path, "rb") as stream:
                 data = stream.read(longest + 1)
     except (OSError, ValueError) as error:
         number = error.errno if isinstance(error, OSError) else None

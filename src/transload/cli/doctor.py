@@ -94,7 +94,6 @@ def _refuse_conflicts(arguments: Namespace) -> None:
     """Refuse options that would silently do nothing in combination."""
     given = {f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if value not in (None, False)}
     given |= {"--from"} if arguments.saved is not None else set()
-    given |= {"--gather"} if arguments.gather is not None else set()
     probing = ("--python", "--no-torch", "--timeout")
     for option, why, others in (
         ("--explain", "only prints a page", (*probing, "--verbose", "--json", "--require", "--from", "--no-redact")),

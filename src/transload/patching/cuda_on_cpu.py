@@ -112,7 +112,7 @@ def _plan_cache(*_: Any) -> Any:
     return SimpleNamespace(size=0, max_size=0, clear=_nothing)
 
 
-class Event:
+class _Event:
     """``torch.cuda.Event``: work is done when a call returns, so an event is the time when it was recorded."""
 
     cuda_event = 0
@@ -121,24 +121,21 @@ class Event:
         self._at: int | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Remember the time."""
         del stream
         self._at = time.perf_counter_ns()
 
-    def elapsed_time(self, end: Event) -> float:
-        """Milliseconds until another event."""
+    def elapsed_time(self, end: _Event) -> float:
         if self._at is None or end._at is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end._at - self._at) / 1e6
 
     def query(self) -> bool:
-        """Whether all work before it is done."""
         return True
 
     wait = synchronize = _nothing
 
 
-class Stream(nullcontext["Any"]):
+class _Stream(nullcontext["Any"]):
     """``torch.cuda.Stream``: there is only one, on which all work is done."""
 
     cuda_stream = stream_id = device_index = priority = 0
@@ -150,21 +147,19 @@ class Stream(nullcontext["Any"]):
         self.device = torch.device("cpu")
 
     def record_event(self, event: Any = None) -> Any:
-        """Record an event now."""
-        event = event or Event()
+        event = event or _Event()
         event.record()
         return event
 
     def query(self) -> bool:
-        """Whether all work on it is done."""
         return True
 
     wait_event = wait_stream = synchronize = _nothing
 
 
 @cache
-def _the_stream() -> Stream:
-    return Stream()
+def _the_stream() -> _Stream:
+    return _Stream()
 
 
 def _copies(tensors: Any, devices: Any, *_: Any, **__: Any) -> list[Any]:
@@ -342,8 +337,8 @@ def replace_classes(torch: Any, replace: Replace) -> None:
     for name in ("CUDAGraph", "graph"):
         stand_in(torch.cuda, name, _refuse_graphs)
     for owner in (torch, torch.cuda):
-        stand_in(owner, "Event", Event)
-        stand_in(owner, "Stream", Stream)
+        stand_in(owner, "Event", _Event)
+        stand_in(owner, "Stream", _Stream)
     stand_in(torch, "Generator", generator, "")
     is_cuda, asked = torch.Tensor.is_cuda, _pretending("Tensor.is_cuda", lambda: True)
     replace(torch.Tensor, "is_cuda", property(lambda self: asked(is_cuda.__get__, self)))

@@ -168,7 +168,15 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
         out["facts"] = _listed([((fact, ""),) for fact in facts[:_FACTS]], len(facts) - _FACTS)
 
     safety, integrity = checkpoint.safety, checkpoint.integrity
-    out["safety"] = ((safety, SAFETY[safety][0]), (f": {_safety_reason(checkpoint)}", ""))
+    reason = SAFETY[safety][1]
+    blamed = _BLAMED.get(safety, ())
+    names = list(dict.fromkeys(printable(use.full_name, 60) for use in checkpoint.globals if use.verdict in blamed))
+    if safety == "unknown" and integrity == "not-a-checkpoint":
+        reason = "not judged, since it is not a checkpoint"
+    elif names:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        reason += f" ({', '.join(names[:2])}{more})"
+    out["safety"] = ((safety, SAFETY[safety][0]), (f": {reason}", ""))
     reason = INTEGRITY[integrity][1]
     if integrity == "unchecked":
         sums = any(record.crc32 for record in checkpoint.records) or any(each.crc32 for each in checkpoint.storages)
@@ -188,19 +196,6 @@ def _listed(items: Iterable[Line], more: int = 0) -> Line:
     if more > 0:
         words.append((f"{_DOT}{more:,} more", "dim"))
     return tuple(words)
-
-
-def _safety_reason(checkpoint: Contents) -> str:
-    """The reason for the safety verdict, with the names that cause it."""
-    reason = SAFETY[checkpoint.safety][1]
-    if checkpoint.safety == "unknown" and checkpoint.integrity == "not-a-checkpoint":
-        return "not judged, since it is not a checkpoint"
-    blamed = _BLAMED.get(checkpoint.safety, ())
-    names = list(dict.fromkeys(use.full_name for use in checkpoint.globals if use.verdict in blamed))
-    if not names:
-        return reason
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"{reason} ({', '.join(printable(name, 60) for name in names[:2])}{more})"
 
 
 def summary_lines(checkpoint: Contents) -> list[str]:

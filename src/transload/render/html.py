@@ -32,15 +32,15 @@ def fragment(checkpoint: Contents) -> str:
     css = (get_data(__package__, "notebook.css") or b"").decode()
     # The style attribute hides the rich form in viewers that drop <style>, where no CSS makes it visible again.
     plain = escape("\n".join(summary_lines(checkpoint)))
-    body = "".join((*_head(checkpoint), *_sections(checkpoint)))
+    body = "".join(_body(checkpoint))
     return (
         f'<div class="transload"><style>\n{css}</style><pre class="tl-plain">{plain}</pre>'
         f'<div class="tl-rich" style="display:none">{body}</div></div>'
     )
 
 
-def _head(checkpoint: Contents) -> Iterator[str]:
-    """The summary and the findings."""
+def _body(checkpoint: Contents) -> Iterator[str]:
+    """The summary and the findings; then the sections that can be opened: dtypes, parts, tensors."""
     words = summary(checkpoint)
     del words["format"]  # it is in the title
     words.pop("dtypes", None)  # they have a section
@@ -68,9 +68,6 @@ def _head(checkpoint: Contents) -> Iterator[str]:
         yield "</div>"
     yield _more(len(order) - _FINDINGS, "{:,} further findings are not shown")
 
-
-def _sections(checkpoint: Contents) -> Iterator[str]:
-    """The sections that can be opened: dtypes, parts, tensors."""
     if dtypes := checkpoint.dtypes:
         total = sum(nbytes for _, _, nbytes in dtypes) or 1
         yield _section("dtypes", len(dtypes)) + '<div class="tl-bars">'

@@ -101,25 +101,17 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
             width = os.get_terminal_size(stream.fileno()).columns
         except (OSError, ValueError):
             width = 0
-    coloured = wants_colour(colour, environ, terminal=terminal)
+    if colour != "auto":
+        coloured = colour == "always"
+    elif environ.get("NO_COLOR"):  # https://no-color.org: set and not empty
+        coloured = False
+    elif environ.get("FORCE_COLOR"):  # https://force-color.org
+        coloured = environ["FORCE_COLOR"] != "0"
+    else:
+        coloured = terminal and environ.get("TERM") != "dumb"
     if coloured and terminal and sys.platform == "win32":
         coloured = _enable_colours(stream)
     return Style(coloured, unicode, max(_NARROWEST, width or PIPE_WIDTH), terminal, encoding)
-
-
-def wants_colour(flag: str, environ: Mapping[str, str], *, terminal: bool) -> bool:
-    """Whether to use colours: the flag decides, then NO_COLOR, then FORCE_COLOR, then the terminal.
-
-    >>> wants_colour("auto", {"NO_COLOR": "1", "FORCE_COLOR": "1"}, terminal=True)
-    False
-    """
-    if flag != "auto":
-        return flag == "always"
-    if environ.get("NO_COLOR"):  # https://no-color.org: set and not empty
-        return False
-    if environ.get("FORCE_COLOR"):  # https://force-color.org
-        return environ["FORCE_COLOR"] != "0"
-    return terminal and environ.get("TERM") != "dumb"
 
 
 if sys.platform == "win32":
