@@ -170,7 +170,6 @@ def really_mapped(root: Path, variables: Mapping[str, str], cwd: Path) -> list[s
 
 def simulated(root: Path, variables: Mapping[str, str], cwd: Path) -> list[str] | None:
     process = Process(Loader(Host(environ=variables, cwd=str(cwd))))
-    process.start()
     if process.open(str(root / "top.so")):
         return None
     return sorted({os.path.realpath(each.path) for each in process.files.values() if str(root) in each.path})
@@ -189,7 +188,6 @@ def test_as_the_real_loader(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(not GLIBC, reason="needs glibc")
 def test_the_libraries_of_this_very_process() -> None:
     process = Process(Loader(Host()))
-    process.start()
     mapped = {
         line.split(None, 5)[5].strip() for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
     }
@@ -336,7 +334,6 @@ def test_the_file_of_preloads(tmp_path: Path) -> None:
     loader = Loader(tree_host(tmp_path, tree))
     assert loader.preload_file == ("/opt/a.so", "/opt/b.so", "/opt/c.so")
     process = Process(loader)
-    process.start()
     assert process.names["libx.so.1"].via == "ld.so.preload"
 
 

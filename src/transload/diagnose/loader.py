@@ -302,23 +302,20 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
 # -- a process ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Process:
-    """A simulated process of the examined interpreter: which file it would map for which name."""
+    """A simulated process of the examined interpreter: which file it would map for which name.
 
-    loader: Loader
-    names: dict[str, SharedObject] = field(default_factory=dict)
-    """Name → library: a library is known by its soname, and by every name under which it was requested."""
-    files: dict[tuple[int, int], SharedObject] = field(default_factory=dict, repr=False)
-    """(device, inode) → library: no file is mapped twice under different names."""
-    opened: list[SharedObject] = field(default_factory=list, repr=False)
-    """Everything that ``open`` has mapped, even if something was then missing."""
+    At its start are what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter needs.
+    """
 
-    def start(self) -> None:
-        """Map what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter needs."""
-        program = self.loader.program
-        first = [program] if program else []
-        for name, found in self.loader.preloaded():
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        # Name → library: a library is known by its soname, and by every name under which it was requested.
+        self.names: dict[str, SharedObject] = {}
+        self.files: dict[tuple[int, int], SharedObject] = {}  # (device, inode): no file is mapped twice.
+        self.opened: list[SharedObject] = []  # Everything that ``open`` has mapped, even if something was then missing.
+        first = [loader.program] if loader.program else []
+        for name, found in loader.preloaded():
             first += self._add(name, found)
         self._add_needed(first)
 

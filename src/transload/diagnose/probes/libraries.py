@@ -187,7 +187,6 @@ class _TorchImport:
         self.process = Process(loader)
         host, lib = loader.host, f"{install.location}/lib"
         plan = preloads(host.text(f"{install.location}/__init__.py") or "")
-        self.process.start()
         self.missing = self.process.open(f"{lib}/libtorch_global_deps.so")
         first = self.missing[0].name if self.missing else ""
         if any(each.name.partition(".")[0] in first for each in plan.rescue):
@@ -427,11 +426,9 @@ def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None
     stated = [_from_metadata(each) for each in found.values()]
     if not found or host.uname[0] != "Linux":
         return tuple(stated)
-    if install:
-        process = loader.imports.get(install.location) or _TorchImport(loader, path, install).process
-    else:
-        process = Process(loader)
-        process.start()
+    if install and install.location not in loader.imports:
+        _TorchImport(loader, path, install)
+    process = loader.imports[install.location] if install else Process(loader)
     absent: dict[str, bool] = {}  # symbol → whether torch lacks it: extensions need the same ones
     return tuple(_extension(process, install, absent, *each) for each in zip(found.values(), stated, strict=True))
 
