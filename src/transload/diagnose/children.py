@@ -352,8 +352,6 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
     """
     if not questions:
         return ()
-    if not hasattr(os, "fork"):  # Windows, where nothing is asked this way
-        return tuple(question() for question in questions)
     import select
 
     deadline = monotonic() + seconds

@@ -95,13 +95,16 @@ class Host:
         data = self.data(path, limit)
         return data if isinstance(data, Unknown) else data.decode("utf-8", "surrogateescape")
 
-    def data(self, path: str, limit: int = _LIMIT) -> bytes | Unknown:
-        """The first ``limit`` bytes of a file. Only regular files are opened: a pipe or a device might block."""
+    def data(self, path: str, limit: int = _LIMIT, start: int = 0) -> bytes | Unknown:
+        """At most ``limit`` bytes of a file. Only regular files are opened: a pipe or a device might block."""
         real = self.real(path)
         try:
             if not stat.S_ISREG(os.stat(real).st_mode):
                 return Unknown(f"{path} is not a file")
-            with open(real, "rb") as stream:  # buffered: one read(2) of a file in /proc returns at most a page
+            # Buffered, since one read(2) of a file in /proc returns at most a page; but not beyond the limit.
+            with open(real, "rb", buffering=min(max(limit, 2), 1 << 13)) as stream:
+                if start:  # some files in /proc refuse any seek
+                    stream.seek(start)
                 return stream.read(limit)
         except (OSError, ValueError) as error:
             return Unknown(reason(path, error))

@@ -236,8 +236,8 @@ class Loader:
         if path not in self._seen:
             real = self.host.real(path)
             try:
-                readable = b"\0" not in os.fsencode(real) and os.access(real, os.R_OK)
-            except UnicodeEncodeError:  # no file can have such a name
+                readable = os.access(real, os.R_OK)
+            except ValueError:  # no file can have such a name
                 readable = False
             elf = read_elf(real) if readable else None
             self._seen[path] = None if isinstance(elf, Elf) and self.foreign(elf) else elf

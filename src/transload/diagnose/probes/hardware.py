@@ -38,16 +38,11 @@ def _devices(host: Host, addresses: tuple[str, ...]) -> Iterator[PciDevice]:
         vendor, kind = _hex(host.line(f"{folder}/vendor")), _hex(host.line(f"{folder}/class"))
         if vendor != NVIDIA and kind >> 16 not in (_DISPLAY, _ACCELERATOR):
             continue
-        power, dead = host.line(f"{folder}/power_state"), False
-        # Reading the configuration space would wake a suspended card, so it is left alone.
+        power = host.line(f"{folder}/power_state")
+        # Reading the configuration space would wake a suspended card, so it is left alone. Of others no byte more is
+        # read: every word comes from the card, and a page takes 20 ms in a virtual machine.
         asleep = power == "D3cold" or host.line(f"{folder}/power/runtime_status") == "suspended"
-        if vendor == NVIDIA and not asleep:
-            try:
-                # No byte more: every word is read from the card, and a page takes 20 ms in a virtual machine.
-                with open(host.real(f"{folder}/config"), "rb", buffering=0) as stream:
-                    dead = stream.read(4) == b"\xff\xff\xff\xff"
-            except OSError:
-                pass
+        begin = host.data(f"{folder}/config", 4) if vendor == NVIDIA and not asleep else b""
         yield PciDevice(
             address,
             vendor,
@@ -56,7 +51,7 @@ def _devices(host: Host, addresses: tuple[str, ...]) -> Iterator[PciDevice]:
             driver=host.readlink(f"{folder}/driver").rpartition("/")[2],
             power=power,
             bars=_bars(host.text(f"{folder}/resource", 4096) or ""),
-            dead=dead,
+            dead=begin == b"\xff\xff\xff\xff",
         )
 
 
@@ -229,13 +224,8 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
         status = host.stat(path)
         if isinstance(status, Unknown) or status.st_mtime < int(booted[0] if booted else 0):
             continue  # written before the last boot
-        try:
-            with open(host.real(path), "rb") as stream:
-                stream.seek(max(0, status.st_size - _TAIL))
-                text = stream.read(_TAIL).decode("utf-8", "replace")
-        except (OSError, ValueError):
-            continue
-        if text:
+        if data := host.data(path, _TAIL, max(0, status.st_size - _TAIL)):
+            text = data.decode("utf-8", "replace")
             log = text[max(text.rfind(_BANNER), 0) :]
             break
     if isinstance(log, Unknown):

@@ -105,9 +105,7 @@ def _is_own(host: Host, executable: str) -> bool:
 
 # -- what an interpreter reports about itself --------------------------------------------------------------------------
 
-SelfReport = dict[str, Any]
-"""The fields of ``Python`` that an interpreter knows, and ``stdlib``, the folder of its standard library."""
-
+# The fields of ``Python`` that an interpreter knows, and ``stdlib``, the folder of its standard library.
 _FACTS = """
 def facts(path):
     import os, sys
@@ -150,7 +148,7 @@ os.write(1, ("\\n\\x1e" + repr(told) + "\\n").encode("ascii", "backslashreplace"
 """
 
 
-def own() -> SelfReport:
+def own() -> dict[str, Any]:
     """What the interpreter we run in reports, without the path entry of our script, module or zipapp."""
     first = sys.path[0] if sys.path else ""
     main = sys.modules.get("__main__")
@@ -163,11 +161,11 @@ def own() -> SelfReport:
     ours = ours or (not getattr(sys.flags, "safe_path", False) and real in starts)
     space: dict[str, Any] = {}
     exec(_FACTS, space)  # noqa: S102  our own text, a few lines up
-    report: SelfReport = space["facts"](sys.path[1:] if ours else sys.path)
+    report: dict[str, Any] = space["facts"](sys.path[1:] if ours else sys.path)
     return report
 
 
-def ask_interpreter(host: Host, executable: str, deadline: float) -> SelfReport | str:
+def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, Any] | str:
     """What another interpreter reports, in the user's environment and current folder; or why it does not."""
     from transload.diagnose.children import Child, Question
 
@@ -175,7 +173,7 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> SelfReport 
         outcome = child.outcome()
     if outcome.state == "answered":
         ours, facts = own(), outcome.facts
-        report: SelfReport = {name: facts.get(name) for name in ours}
+        report: dict[str, Any] = {name: facts.get(name) for name in ours}
         valid = all(type(report[name]) is type(ours[name]) for name in ours)
         valid = valid and all(type(each) is str for each in report["path"])
         return report if valid else f"{executable} is not a Python interpreter: its answer makes no sense"
