@@ -137,8 +137,8 @@ def load(
                     encoding = pickle_load_args.get("encoding", "utf-8")
                     make = partial(build_object, device_map=device_map, encoding=encoding)
                     made = _each_piece(opened, device_map, options, make)
-            except BrokenFileError as error:
-                if checkpoint.counted and isinstance(error.__cause__, Malformed):
+            except Malformed:
+                if checkpoint.counted:
                     continue  # with the tree, which has the names for the error
                 raise
             opened.check_unchanged()

@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
+from transload.errors import BrokenFileError, LoadError, TransloadError
 from transload.judge.ordinary import PURPOSES
-from transload.loading.signals import Malformed, NeedsTrust
+from transload.loading.signals import Malformed
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ _Task = tuple[Any, "_Steps | None", Any]
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 _FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type"})
-_GET_AGAIN = "No release of torch writes that. Get the file again from its author."
 _ODD: dict[type, str] = {
     Big: "an integer with thousands of digits",
     Extension: "a name given only by number (an extension code)",
@@ -58,19 +57,9 @@ def build_object(
     where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
     try:
         return _Builder(piece, pickle, storages, device_map, encoding).run(pickle.root)
-    except Malformed as reason:
-        position = getattr(reason.node, "position", None)
-        place = where if position is None else f"{where} › byte {position}"
-        raise BrokenFileError(f"it holds {reason}", where=place, fix=_GET_AGAIN) from reason
-    except NeedsTrust as reason:
-        from transload.loading.refusal import weights_only_error
-
-        fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
-        callee = getattr(reason.node, "callee", None)
-        what = weights_only_error(f"it holds {reason}, which is more than plain data", callee)
-        raise UnsafeError(what, where=where, fix=fix) from reason
     except TransloadError as error:
-        error.where = error.where or where
+        position = error.position if isinstance(error, Malformed) else None
+        error.where = error.where or (where if position is None else f"{where} › byte {position}")
         raise
     except Exception as error:
         first = str(error).partition("\n")[0]
@@ -139,8 +128,8 @@ class _Builder:
                 if needed is not None:
                     stack.append((node, steps, needed))
                     stack += [(each, None, ()) for each in reversed(needed)]
-        except (Malformed, NeedsTrust) as reason:
-            reason.node = node
+        except Malformed as error:
+            error.position = getattr(node, "position", None)
             raise
         if waiting:
             raise Malformed("an object that needs itself to be made")
@@ -353,8 +342,9 @@ def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], devic
         rebuilder = Rebuilder(piece, known, device_map, fake=is_fake_mode())
         try:
             made[tensor.name] = rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
-        except Malformed as reason:
-            raise BrokenFileError(f"it holds {reason}", where=where) from reason
+        except Malformed as error:
+            error.where = where
+            raise
     return made
 
 

@@ -1,15 +1,14 @@
-"""Why building an object stops: raised and caught inside this room."""
+"""The error for an object that no checkpoint has: in a light module, since every way to build objects raises it."""
 
 from __future__ import annotations
 
-
-class Malformed(Exception):  # noqa: N818 - a signal
-    """Something that no checkpoint has: the message says what, ``node`` where."""
-
-    node: object = None
+from transload.errors import BrokenFileError
 
 
-class NeedsTrust(Exception):  # noqa: N818 - a signal
-    """A value that may hold any object: the message says what it is, ``node`` where."""
+class Malformed(BrokenFileError):  # noqa: N818 - short, since it is raised in many places
+    """Something that no checkpoint has; ``position`` is its byte in the pickle, if that is known."""
 
-    node: object = None
+    position: int | None = None
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"it holds {what}", fix="No release of torch writes that. Get the file again from its author.")

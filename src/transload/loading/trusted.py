@@ -343,8 +343,6 @@ def load_trusted(
     except TransloadError as error:
         error.where = error.where or path
         raise
-    except Malformed as error:
-        raise BrokenFileError(f"it holds {error}", where=path) from error
     except UnicodeDecodeError as error:
         what = f"a text that Python 2 wrote is not {error.encoding}: {error.reason}"
         raise LoadError(what, where=path, fix="Pass encoding='latin1', or encoding='bytes'.") from error

@@ -19,10 +19,11 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from transload.errors import LoadError
+from transload.errors import LoadError, UnsafeError
 from transload.formats.arrays import NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.tensors import called
-from transload.loading.signals import Malformed, NeedsTrust
+from transload.loading.refusal import weights_only_error
+from transload.loading.signals import Malformed
 from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
@@ -78,7 +79,9 @@ def from_numpy(node: Call) -> Any:
     array = None if name == "numpy.dtype" else array_of(node)
     dtype = dtype_of(node) if name == "numpy.dtype" else array and array.dtype
     if dtype is None or not dtype.plain:
-        raise NeedsTrust("a numpy array of objects or records, or of a class of its own")
+        what = "it holds a numpy array of objects or records, or of a class of its own, which is more than plain data"
+        fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
+        raise UnsafeError(weights_only_error(what, node.callee), fix=fix)
     kind = np.dtype(dtype.code).newbyteorder(">" if dtype.big_endian else "<")
     if array is None:
         return kind
