@@ -28,8 +28,8 @@ from transload.machine import Answer, State, Unknown
 
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
 
-_GRACE = 0.2
-"""Seconds to wait for a child to die after SIGKILL, or for its last output. Inside a driver it may never die."""
+_GRACE = 0.2  # Seconds to wait for the last output of a child.
+_DYING = 1.0  # Seconds to wait after SIGKILL: the driver frees the GPU first. Inside the driver it may never die.
 _NOISE = 1 << 14  # Bytes of other output that are kept, which may be endless; enough for Python's stack.
 _LINE = 1 << 16  # The longest line kept, for the same reason.
 _RECORDS = 4096
@@ -202,7 +202,7 @@ class Child(AbstractContextManager["Child"]):
             with suppress(OSError):  # the group is its session's, and its id cannot be reused before it is reaped
                 os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE)
+                process.wait(_DYING)
         ended = process is None or process.poll() is not None
         lifeline, self._lifeline = self._lifeline, -1
         with suppress(OSError):
