@@ -254,9 +254,8 @@ _MAGIC = b"glibc-ld.so.cache1.1"
 """Caches from before glibc 2.32 begin with an older format, followed by this one."""
 _HEADER = Struct("<20sII4xI12x")
 _ENTRY = Struct("<iIIIQ")
-_EXTENSIONS = Struct("<II")
 _EXTENSION = Struct("<4I")
-_EXTENSION_MAGIC, _HWCAPS = 0xEAA42174, 1
+_EXTENSION_MAGIC, _HWCAPS = b"\x74\x21\xa4\xea", 1
 _BY_HWCAPS = 1 << 62
 _LONGEST_NAME = 4096
 
@@ -277,13 +276,11 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
 
     _, count, _, at = _HEADER.unpack_from(cache)
     levels = {0: ""}  # ``hwcap`` of an entry, as used since glibc 2.33 → its name; 0 is any processor
-    extensions = 0
-    if 0 < at <= len(cache) - _EXTENSIONS.size:
-        magic, extensions = _EXTENSIONS.unpack_from(cache, at)
-        extensions = min(extensions, 16) if magic == _EXTENSION_MAGIC else 0
-    for index in range(extensions):
-        place = at + _EXTENSIONS.size + index * _EXTENSION.size
-        tag, _, offset, size = _EXTENSION.unpack_from(cache, place) if place + 16 <= len(cache) else (0, 0, 0, 0)
+    extensions = b""
+    if cache[at : at + 4] == _EXTENSION_MAGIC:
+        number = min(int.from_bytes(cache[at + 4 : at + 8], "little"), 16)
+        extensions = cache[at + 8 : at + 8 + number * _EXTENSION.size]
+    for tag, _, offset, size in _EXTENSION.iter_unpack(extensions[: len(extensions) // 16 * 16]):
         if tag == _HWCAPS and offset + size <= len(cache):
             keys = unpack_from(f"<{size // 4}I", cache, offset)
             levels.update({_BY_HWCAPS | number: text(key) for number, key in enumerate(keys)})

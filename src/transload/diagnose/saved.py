@@ -111,8 +111,7 @@ def machine_from(data: dict[str, Any]) -> Machine:
     >>> machine_from({"platform": {"system": "Linux", "new": 1}}).platform.system
     'Linux'
     """
-    made = _value(Machine, data, "machine")
-    assert isinstance(made, Machine)  # noqa: S101  for the type checker: _value checks
+    made: Machine = _value(Machine, data, "machine")
     return made
 
 
