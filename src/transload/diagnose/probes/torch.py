@@ -151,7 +151,7 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
         installer=installer or ("conda" if conda else ""),
         conda_build=conda,
         missing=damaged,
-        unlisted=tuple(name for name in there if name not in files and _is_library(name)),
+        unlisted=tuple(name for name in there if name not in files and _LIBRARY.fullmatch(name)),
         altered=altered,
     )
     if dist is None:
@@ -200,20 +200,13 @@ def _mtime(host: Host, path: str) -> float:
 
 _NEEDED = r'torch/(?:lib/[^/",\n]+|_C\.[^/",\n]+|(?:__init__|version)\.py)'
 _MACH_O = (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
-_LIBRARY = re.compile(r".+\.(?:so(?:\.[\d.]+)?|dll|pyd|dylib)")
+_LIBRARY = re.compile(r"(?!.*_test).+\.(?:so(?:\.[\d.]+)?|dll|pyd|dylib)")  # without those of torch's own tests
 
 
 def _listed(dist: Distribution) -> dict[str, int]:
-    """The files in RECORD that ``import torch`` needs, relative to ``torch/``, with their sizes.
-
-    Libraries for torch's own tests are left out.
-    """
+    """The files in RECORD that ``import torch`` needs, relative to ``torch/``, with their sizes."""
     listed = ((path.removeprefix("torch/"), size) for path, size in dist.files(_NEEDED).items())
-    return {name: size for name, size in listed if name.endswith(".py") or _is_library(name)}
-
-
-def _is_library(name: str) -> bool:
-    return _LIBRARY.fullmatch(name) is not None and "_test" not in name
+    return {name: size for name, size in listed if name.endswith(".py") or _LIBRARY.fullmatch(name)}
 
 
 def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
