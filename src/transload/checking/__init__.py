@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transload.devices import Device, Devices, local_rank
+from transload.devices import Device, Devices, local_rank, split
 from transload.errors import LoadError
 from transload.findings import Finding, Severity, join_names, quoted
 from transload.formats.arrays import NUMPY_CALLS, is_plain
@@ -153,15 +153,24 @@ def checked(
 ) -> Check:
     """As ``check``, for a file and a machine that were already examined. ``cwd`` is where programs run from."""
     from transload.checking.needs import compatibility, packages
-    from transload.checking.torch_says import installed_torch, torch_says
+    from transload.checking.torch_says import InstalledTorch, torch_says
 
-    devices = devices_of(diagnosis, environ)
+    machine, devices = diagnosis.machine, devices_of(diagnosis, environ)
     plan = place(checkpoint, devices, wish)
-    needed = packages(checkpoint, diagnosis.machine, cwd=cwd)
-    absent = {package.missing for package in needed if package.missing}
-    said = torch_says(checkpoint, installed_torch(diagnosis, devices, environ, absent))
-    cuda = compatibility(checkpoint, diagnosis.machine)
-    result = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, cuda, "", ())
+    needed = packages(checkpoint, machine, cwd=cwd)
+    first, cuda = machine.torch.first, machine.driver.cuda
+    # Whether the result of torch.cuda.is_available() is known: a GPU that cannot compute may still be counted.
+    sure = not machine.torch.shadow and cuda.answer.state not in ("hung", "crashed")
+    sure = sure and (first is None or first.cpu_only or not cuda.works or diagnosis.status != "broken")
+    installed = InstalledTorch(
+        first.version if first and first.known else "",
+        Counter(split(device.name)[0] for device in devices.available if device.name != "cpu"),
+        sure,
+        environ,
+        {package.missing for package in needed if package.missing},
+    )
+    said, fits = torch_says(checkpoint, installed), compatibility(checkpoint, machine)
+    result = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, fits, "", ())
     findings = list(_findings(result))
     refusal = _refusal(checkpoint, findings)
     tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
@@ -262,6 +271,8 @@ class _TorchDefault(Allowed):
 
 def _findings(result: Check) -> Iterator[Finding]:
     """The findings, in report order within a severity: what is wrong with the file comes first."""
+    from transload.diagnose.fixes import install
+
     checkpoint, machine, devices = result.checkpoint, result.diagnosis.machine, result.devices
     torch, cause = machine.torch, result.diagnosis.cause
     first = torch.first
@@ -290,12 +301,26 @@ def _findings(result: Check) -> Iterator[Finding]:
         yield Finding("too-little-memory", "error", str(short), (), fix)
     if not broken:
         yield from _of_file(checkpoint, devices)
-    if checkpoint.safety != "dangerous":  # nobody should install packages for a dangerous file
-        yield from _of_packages(result.packages, machine, cuda=bool(devices.of_kind("cuda")))
-    for package, mark in _QUANTIZED.items():  # they load as plain tensors
+    for package in result.packages if checkpoint.safety != "dangerous" else ():  # nobody should install its packages
+        names = f"for {join_names(package.names, _SHOWN)}"
+        if package.missing and package.name == "safetensors":
+            continue  # only torch.load needs it
+        if package.missing:
+            title = f"it needs {package.missing}, which is not installed"
+            if package.missing != package.name:
+                title = f"it needs {package.missing}, which this release of {package.name} does not have"
+            how = install(machine, package.on_pypi) if package.on_pypi else _PROJECT
+            yield Finding("missing-package", "error", title, (names,), how)
+        elif package.problem:
+            yield Finding("missing-package", "error", f"{package.name} does not load: {package.problem}", (names,))
+        if package.cuda_only and not devices.of_kind("cuda"):
+            title = f"{package.name} runs on NVIDIA GPUs only, and there is none here"
+            advice = "Ask its author for a state dict: weights alone need no package."
+            yield Finding("cuda-only-package", "warning", title, (names,), (advice,))
+    for quantizer, mark in _QUANTIZED.items():  # they load as plain tensors
         if marked := [tensor.name for tensor in checkpoint.tensors if mark in tensor.name]:
             severity: Severity = "note" if devices.of_kind("cuda") else "warning"
-            title = f"its weights are quantized for {package}, which runs on NVIDIA GPUs"
+            title = f"its weights are quantized for {quantizer}, which runs on NVIDIA GPUs"
             advice = "They load anywhere; to compute with them elsewhere, get the weights before they were quantized."
             yield Finding("cuda-only-package", severity, title, (f"for {join_names(marked, _SHOWN)}",), (advice,))
     if checkpoint.format == "aotinductor" and not result.cuda:
@@ -336,28 +361,6 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
             yield replace(finding, severity="error", fix=tuple(fix))
         elif finding.severity != "note" and finding.code not in ("needs-trust", "rare-opcodes", "aoti-architecture"):
             yield finding
-
-
-def _of_packages(needed: Sequence[Package], machine: Machine, *, cuda: bool) -> Iterator[Finding]:
-    """Findings about packages that are missing, or that need a GPU that is missing."""
-    from transload.diagnose.fixes import install
-
-    for package in needed:
-        names = f"for {join_names(package.names, _SHOWN)}"
-        if package.missing and package.name == "safetensors":
-            continue  # only torch.load needs it
-        if package.missing:
-            title = f"it needs {package.missing}, which is not installed"
-            if package.missing != package.name:
-                title = f"it needs {package.missing}, which this release of {package.name} does not have"
-            fix = install(machine, package.on_pypi) if package.on_pypi else _PROJECT
-            yield Finding("missing-package", "error", title, (names,), fix)
-        elif package.problem:
-            yield Finding("missing-package", "error", f"{package.name} does not load: {package.problem}", (names,))
-        if package.cuda_only and not cuda:
-            title = f"{package.name} runs on NVIDIA GPUs only, and there is none here"
-            fix = ("Ask its author for a state dict: weights alone need no package.",)
-            yield Finding("cuda-only-package", "warning", title, (names,), fix)
 
 
 # -- the report

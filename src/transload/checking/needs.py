@@ -215,13 +215,20 @@ def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None 
 
 def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     """As ``is_cuda_compatible``, for a file and a machine that were already examined."""
-    recorded = checkpoint.written_by.recorded
-    compared = tuple(_compared_origin(dict(recorded), machine))
+    recorded, torch, driver = checkpoint.written_by.recorded, machine.torch.first, machine.driver.cuda
+    here = {
+        "torch": torch.version if torch else "",
+        "cuda": torch.cuda if torch else "",
+        "driver": machine.driver.nvml.driver or machine.kernel.version,
+        "gpu": ", ".join(dict.fromkeys(gpu.name for gpu in driver.gpus)),
+    }
+    compared = tuple(
+        f"made with {name} {value}{f'; here {here[name]}' if here.get(name) else ''}" for name, value in recorded
+    ) or ("no origin is recorded in the file",)
     kernels = list(_kernels(checkpoint))
     if not kernels:
         reason = _TENSORS if checkpoint.tensors else "it contains no GPU code"
         return Compatibility(True, reason, compared, recorded)
-    driver = machine.driver.cuda
     evidence = []
     for codes in dict.fromkeys(kernel.codes for kernel in kernels):
         same = [kernel for kernel in kernels if kernel.codes == codes]
@@ -292,18 +299,3 @@ def _obstacle(checkpoint: Checkpoint, origin: dict[str, str], machine: Machine) 
     if not cuda or not driver or numbers_of(cuda)[0] <= driver // 1000:
         return ""
     return f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(driver)}"
-
-
-def _compared_origin(origin: dict[str, str], machine: Machine) -> Iterator[str]:
-    """The versions that the file records, beside those of this machine."""
-    torch = machine.torch.first
-    here = {
-        "torch": torch.version if torch else "",
-        "cuda": torch.cuda if torch else "",
-        "driver": machine.driver.nvml.driver or machine.kernel.version,
-        "gpu": ", ".join(dict.fromkeys(gpu.name for gpu in machine.driver.cuda.gpus)),
-    }
-    for name, value in origin.items():
-        yield f"made with {name} {value}{f'; here {here[name]}' if here.get(name) else ''}"
-    if not origin:
-        yield "no origin is recorded in the file"

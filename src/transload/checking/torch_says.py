@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,15 +17,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from transload.checking.needs import read_bytes
-from transload.devices import split
 from transload.diagnose.tables import numbers_of
 from transload.frozen import Plain, replace
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
-    from transload.devices import Devices
-    from transload.diagnose.report import Diagnosis
     from transload.nodes import Pickle
 
 Version = tuple[int, ...]
@@ -58,20 +54,6 @@ class InstalledTorch:
             for name in ("WEIGHTS_ONLY", "NO_WEIGHTS_ONLY")
         )
         return forced or (numbers_of(self.version) >= (2, 6) and not forbidden)
-
-
-def installed_torch(
-    diagnosis: Diagnosis, devices: Devices, environ: Mapping[str, str], absent: Collection[str] = ()
-) -> InstalledTorch:
-    """The torch that the doctor found, with the devices it would find."""
-    machine = diagnosis.machine
-    first, cuda = machine.torch.first, machine.driver.cuda
-    counts = Counter(split(device.name)[0] for device in devices.available if device.name != "cpu")
-    version = first.version if first is not None and first.known else ""
-    # Whether the result of torch.cuda.is_available() is known: a GPU that cannot compute may still be counted.
-    sure = not machine.torch.shadow and cuda.answer.state not in ("hung", "crashed")
-    sure = sure and (first is None or first.cpu_only or not cuda.works or diagnosis.status != "broken")
-    return InstalledTorch(version, dict(counts), sure, environ, absent)
 
 
 class Prediction(Plain):
