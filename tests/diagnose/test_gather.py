@@ -20,7 +20,7 @@ from tests.each import each
 from tests.release import RELEASE
 
 from transload.cli.main import main
-from transload.diagnose.gather import RESULT, Gathering, folder_of, rank_of
+from transload.diagnose.gather import RESULT, Gathering, job_of
 from transload.errors import TransloadError, UsageError
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -209,14 +209,15 @@ def test_a_torch_that_hangs_is_not_waited_for(job: Path, monkeypatch: pytest.Mon
         assert other.result() == 1
 
 
-def test_jobs_are_told_apart_by_what_their_launchers_say() -> None:
+def test_jobs_are_told_apart_by_what_their_launchers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     master = {"MASTER_ADDR": "gpu0", "MASTER_PORT": "29500"}
     elastic = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a/../b", "SLURM_STEP_ID": "9", **master}
-    assert folder_of(elastic) == "transload-doctor-a-..-b-gpu0-29500"
+    assert job_of(elastic)[2] == "transload-doctor-a-..-b-gpu0-29500"
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun@1"}
-    assert folder_of(mpi) == "transload-doctor-prterun-1"
+    assert job_of(mpi)[2] == "transload-doctor-prterun-1"
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT are not set"):
-        folder_of({"RANK": "0", "WORLD_SIZE": "2"})
+        Gathering(0, 2, "", 60.0)
 
 
 # -- a folder that is named
@@ -297,13 +298,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     ],
 )
 def test_launchers(environ: dict[str, str], rank: tuple[int, int]) -> None:
-    assert rank_of(environ) == rank
+    assert job_of(environ)[:2] == rank
 
 
 @each("environ", [{}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0"}])
 def test_no_launcher(environ: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="no launcher"):
-        rank_of(environ)
+        job_of(environ)
 
 
 @each(

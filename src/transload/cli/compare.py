@@ -143,13 +143,13 @@ def run_gather(arguments: Namespace) -> int:
     """
     from transload.diagnose import judge_machine
     from transload.diagnose.compare import compare, report
-    from transload.diagnose.gather import GRACE, PATIENCE, Gathering, rank_of
+    from transload.diagnose.gather import GRACE, PATIENCE, Gathering, job_of
     from transload.diagnose.probes import IDLE, probe
     from transload.diagnose.redact import names_here, redacted
     from transload.render.json import to_json
     from transload.render.lines import as_text
 
-    rank, size = rank_of(os.environ)
+    rank, size, _ = job_of(os.environ)
     seconds = arguments.timeout or PATIENCE
     end = monotonic() + seconds
     with suppress(ValueError):  # not the main thread

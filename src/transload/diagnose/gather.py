@@ -43,34 +43,20 @@ RESULT = "comparison.txt"
 """The file that rank 0 leaves in a named folder, with the exit code at its end. Older reports are of an earlier run."""
 
 
-def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """The rank of this process and the number of ranks, from the launcher's variables.
+def job_of(environ: Mapping[str, str]) -> tuple[int, int, str]:
+    """The rank of this process, the number of ranks, and the folder that they share if none is named.
 
-    >>> rank_of({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"})
-    (3, 8)
+    Every rank derives the same name from the launcher's variables; it is empty if these do not identify the job.
+
+    >>> job_of({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"})
+    (3, 8, 'transload-doctor-17-0')
     """
-    rank, size, _ = _job(environ)
-    return rank, size
-
-
-def folder_of(environ: Mapping[str, str]) -> str:
-    """The folder that the ranks of this job share if none is named: every rank derives the same name.
-
-    >>> folder_of({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"})
-    'transload-doctor-17-0'
-    """
-    *_, names = _job(environ)
-    job = "-".join(environ[name] for name in (*names, *_MASTER) if environ.get(name))
-    if not job:
-        raise UsageError("MASTER_ADDR and MASTER_PORT are not set; torchrun sets them", fix=_SHARED)
-    return "transload-doctor-" + re.sub(r"[^\w.-]", "-", job, flags=re.ASCII)[-200:]  # a name has at most 255 bytes
-
-
-def _job(environ: Mapping[str, str]) -> tuple[int, int, tuple[str, ...]]:
-    for names, job in _LAUNCHERS.items():
+    for names, identity in _LAUNCHERS.items():
         rank, size = (environ.get(name, "") for name in names)
         if rank.isdigit() and size.isdigit() and int(rank) < int(size):
-            return int(rank), int(size), job
+            job = "-".join(environ[name] for name in (*identity, *_MASTER) if environ.get(name))
+            safe = re.sub(r"[^\w.-]", "-", job, flags=re.ASCII)[-200:]  # a name has at most 255 bytes
+            return int(rank), int(size), f"transload-doctor-{safe}" if job else ""
     raise UsageError(
         "no launcher says which rank this is",
         fix="Start it with torchrun, srun or mpirun, or compare files: transload doctor --compare FILE FILE …",
@@ -89,7 +75,9 @@ class Gathering:
 
     def __init__(self, rank: int, size: int, folder: str, seconds: float, waiting: Waiting | None = None) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds
-        self.named, self.folder = bool(folder), folder or folder_of(os.environ)
+        self.named, self.folder = bool(folder), folder or job_of(os.environ)[2]
+        if not self.folder:
+            raise UsageError("MASTER_ADDR and MASTER_PORT are not set; torchrun sets them", fix=_SHARED)
         self.waiting = waiting
         self.deadline = monotonic() + seconds
         self.grace = min(GRACE, seconds)
