@@ -76,6 +76,7 @@ class LocalChecks:
         """What loading a file would do; ``None`` if it cannot be read."""
         from transload.checking import checked
         from transload.judge import inspect
+        from transload.judge.problems import command_lines
         from transload.loading.placement import AUTO
 
         try:
@@ -88,24 +89,18 @@ class LocalChecks:
             verdict = f"transload.load loads it{', onto ' + ' and '.join(devices) if devices else ''}"
         same = bool(check.torch.text) and flat(check.torch.text)[:_SAME] in said
         findings = [finding for finding in check.findings if finding.severity != "note"][:_MOST_FINDINGS]
-        return FileCheck(path, check.ok, verdict, same, tuple(each.title for each in findings), _fix(findings, said))
+        advised = next((finding for finding in findings if finding.fix), None)
+        fix = advised.fix if advised else ()
+        about_names = any(word in said.lower() for word in ("weights", "global"))
+        if advised and advised.code == "needs-trust" and not about_names:
+            fix = command_lines((advised,))
+        python = ("import ", "from ", "torch.serialization.")
+        fix = tuple(f"| {line}" if line.startswith(python) else line for line in fix)
+        return FileCheck(path, check.ok, verdict, same, tuple(each.title for each in findings), fix)
 
 
 def _shown(found: Diagnosis, cause: Finding, *, fits: bool) -> MachineCheck:
     return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
-
-
-def _fix(findings: Sequence[Finding], said: str) -> tuple[str, ...]:
-    """The advice of the first finding; to allow names only if the text is about names."""
-    finding = next((finding for finding in findings if finding.fix), None)
-    if finding is None:
-        return ()
-    from transload.judge.problems import command_lines
-
-    if finding.code == "needs-trust" and not any(word in said.lower() for word in ("weights", "global")):
-        return command_lines((finding,))
-    python = ("import ", "from ", "torch.serialization.")
-    return tuple(f"| {line}" if line.startswith(python) else line for line in finding.fix)
 
 
 # -- another Python
