@@ -217,6 +217,7 @@ def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
 
 _CURRENT = 580  # a branch that the distributions below are known to have, in both flavours
 _FIRST_OPEN = 515
+_DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, with the proprietary module
 
 
 class DriverChoice(NamedTuple):
@@ -280,15 +281,7 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
         return steps(machine, "The last driver", last=choice.high, cards=kept or "this card", wanted=at_least)
     if machine.surroundings.container:
         return steps(machine, "The driver of the host", which=which)
-    packages = _driver_packages(machine, choice)
-    return steps(machine, "The driver", kept=kept, dropped=dropped, packages=packages)
-
-
-_DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, with the proprietary module
-
-
-def _driver_packages(machine: Machine, choice: DriverChoice) -> Lines:
-    """Install the driver with the distribution's package manager; words if no command is known."""
+    # The distribution's package manager; words if no command is known.
     names, known = (machine.platform.distribution, *machine.platform.distribution_like), tables.table("packages")
     families = (family for name in names for family, like in known["driver"].items() if name in like.split())
     family = next(families, "other")
@@ -305,8 +298,9 @@ def _driver_packages(machine: Machine, choice: DriverChoice) -> Lines:
     }
     name, dashed = f"Driver: {family} {how.get(family, '')}".rstrip(), f"-{branch}" if branch else ""
     number = branch or max(least, _CURRENT)
-    values = {"which": choice.words, "branch": branch, "dashed": dashed, "number": number}
-    return steps(machine, name, **values, closed=closed, opened=not closed)
+    values = {"which": which, "branch": branch, "dashed": dashed, "number": number}
+    packages = steps(machine, name, **values, closed=closed, opened=not closed)
+    return steps(machine, "The driver", kept=kept, dropped=dropped, packages=packages)
 
 
 # -- Python packages, with the tool of the examined environment, and which torch to install

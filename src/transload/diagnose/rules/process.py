@@ -236,24 +236,21 @@ def faulty_node(m: Case) -> Found:
         mode = m.kernel.parameters.get("DeviceFileMode", "")
         odd_mode = re.fullmatch(r"[0-9]{1,6}", mode) and int(mode) != 0o666
         asked = f"the module has DeviceFileMode={int(mode):04o}" if odd_mode else ""
-        yield "D03", Match((line, odd, asked, *answers), _let_in(m, node), likely=allows)
+        if container:
+            fix = m.steps("D03 container", path=node.path)
+        elif node.group and node.group != "root" and node.mode & 0o060 == 0o060:
+            fix = m.steps("D03 group", group=node.group)
+        elif not node.path.startswith("/dev/nvidia"):
+            fix = m.steps("D03", paths=node.path, option=())
+        else:
+            option = "options nvidia NVreg_DeviceFileMode=0666"
+            fix = m.steps("D03", paths=_OURS, option=fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
+        yield "D03", Match((line, odd, asked, *answers), fix, likely=allows)
 
     if not node.exists:  # and nothing creates it
         unloaded = uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
         what = "the module nvidia_uvm is not loaded" if unloaded else ""
         yield "D01", Match((line, what, *answers), m.steps("D01", path=node.path, make=make, uvm=uvm))
-
-
-def _let_in(m: Case, node: Node) -> Lines:
-    """Give this user access to a node."""
-    if m.surroundings.container:
-        return m.steps("D03 container", path=node.path)
-    if node.group and node.group != "root" and node.mode & 0o060 == 0o060:
-        return m.steps("D03 group", group=node.group)
-    if not node.path.startswith("/dev/nvidia"):
-        return m.steps("D03", paths=node.path, option=())
-    option = "options nvidia NVreg_DeviceFileMode=0666"
-    return m.steps("D03", paths=_OURS, option=fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
 
 
 @rules("nodes", "R01")

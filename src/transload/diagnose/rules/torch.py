@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from posixpath import dirname
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,9 @@ from transload.machine import AMD
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from transload.diagnose.tables import Capability
+    from transload.diagnose.tables import Platform
     from transload.findings import Severity
-    from transload.machine import Resolved, TorchInstall
+    from transload.machine import Resolved
 
 _FIRST_MANYLINUX_2_28 = (2, 7)
 _CUDA_ON_ARM_SINCE = (2, 11)
@@ -88,8 +87,24 @@ def which_torch(m: Case) -> Found:
         else:
             yield "P02", Match(evidence, ("= there are two installations of torch on the path", *fix), "note")
 
-    if torch.first and not torch.shadow and (mixed := _mixed(m, torch.first)):
-        yield "P04", mixed
+    # an error if a torch of two versions cannot be imported; a warning if it can; leftovers alone are a note
+    first = None if torch.shadow else torch.first
+    leftovers = tuple(f"left over from another version: {name}" for name in (*torch.leftovers, *torch.dangling))
+    files, metadata = (numbers_of(each) for each in ((first.version, first.dist_version) if first else ("", "")))
+    length = min(len(files), len(metadata), 3)
+    mixed = ""
+    if first and length >= 2 and files[:length] != metadata[:length]:
+        mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}"
+    library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", m.import_error)
+    of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
+    odd = (*first.unlisted, *first.altered) if first else ()
+    if m.import_error and (mixed or odd) and not of_cuda:
+        unlisted = (f"not a file of this release: {name}" for name in odd[:5])
+        yield "P04", Match((mixed, *unlisted, *leftovers, torch_says(m.import_error)), likely=not mixed)
+    elif mixed:
+        yield "P04", Match((mixed, *leftovers), severity="warning")
+    elif first and leftovers:
+        yield "P04", Match(leftovers, m.steps("P04 leftovers"), "note")
 
     if absent and not m.imported:
         fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.nvidia))
@@ -110,33 +125,7 @@ def _has_wheel(m: Case, release: str) -> bool:
     return builds[0].supports_python(numbers)
 
 
-def _mixed(m: Case, first: TorchInstall) -> Match | None:
-    """An error if a torch of two versions cannot be imported; a warning if it can; leftovers alone are a note."""
-    error = m.import_error
-    files, metadata = numbers_of(first.version), numbers_of(first.dist_version)
-    length = min(len(files), len(metadata), 3)
-    differ = length >= 2 and files[:length] != metadata[:length]
-    mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}" if differ else ""
-    leftovers = tuple(f"left over from another version: {name}" for name in (*m.torch.leftovers, *m.torch.dangling))
-    library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", error)
-    of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
-    if error and (mixed or first.unlisted or first.altered) and not of_cuda:
-        unlisted = (f"not a file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
-        return Match((mixed, *unlisted, *leftovers, torch_says(error)), m.steps("P04"), likely=not mixed)
-    if mixed:
-        return Match((mixed, *leftovers), m.steps("P04"), severity="warning")
-    return Match(leftovers, m.steps("P04 leftovers"), "note") if leftovers else None
-
-
 # -- the build
-
-
-@cache
-def _ever_supported(capability: Capability) -> bool:
-    """Whether any torch has code for a card: if none has, a build without CUDA is the right one."""
-    platforms = ("linux-x86_64", "linux-aarch64")
-    builds = (build for each in releases() for platform in platforms for build in index_builds(each, platform))
-    return any(build.supports_card(capability) for build in builds)
 
 
 @rules("build", "J01", "T02", "T03", "T05", "T04", "T01", likely=("T05", "T04"))
@@ -149,7 +138,10 @@ def cpu_build(m: Case) -> Found:
     if m.withheld:
         yield "T01", Match((built,), m.steps("T01 withheld"), "note")
         return
-    if m.cards and not tegra and not any(_ever_supported(card.capability) for card in m.cards):
+    platforms: tuple[Platform, ...] = ("linux-x86_64", "linux-aarch64")
+    builds = [build for each in releases() for platform in platforms for build in index_builds(each, platform)]
+    supported = any(build.supports_card(card.capability) for card in m.cards for build in builds)
+    if m.cards and not tegra and not supported:  # no torch has code for them: one without CUDA is the right one
         yield "T01", Match(tuple(map(str, m.cards)), m.steps("T01 unsupported"), "note")
         return
     if m.torch.shadow or m.platform.system == "Darwin":
