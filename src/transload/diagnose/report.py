@@ -265,15 +265,35 @@ Seen = tuple[State, str]
 
 
 def chain(machine: Machine) -> dict[str, Seen]:
-    """The layers of a machine with their states, hardware first, without those that it does not have.
+    """The layers of a machine with their states, in order, without those that it does not have.
 
     >>> from transload.machine import Machine
     >>> list(chain(Machine()))[:2]
     ['hardware', 'variables']
     """
+    python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
+    around, kernel, cuda = machine.surroundings, machine.kernel, machine.driver.cuda
+    found: dict[str, Seen] = {}
+
     # the layers between the card and torch matter only with a GPU
-    gpu = machine.hardware.present or machine.driver.cuda.works or machine.driver.nvml.count > 0
-    around, pci = machine.surroundings, machine.hardware.pci
+    gpu = machine.hardware.present or cuda.works or machine.driver.nvml.count > 0
+    pci, windows, taken = machine.hardware.pci, around.wsl or machine.hardware.dxg, machine.driver.libraries.libcuda
+    others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
+    found["hardware"] = _first(
+        (gpu, "ok", cards(machine)),
+        (isinstance(pci, Unknown), "unknown", _reason(pci)),
+        (others, "idle", f"no NVIDIA GPU; {others}"),
+        (True, "idle", "no NVIDIA GPU"),
+    )
+    if gpu:
+        foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
+        found["kernel"] = _first(
+            (kernel.loaded, "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")),
+            (windows, "ok", "provided by Windows"),
+            (cuda.works, "ok", "not visible from here, but works"),
+            (isinstance(kernel.loaded, Unknown), "unknown", _reason(kernel.loaded)),
+            (True, "broken", printable(f"not loaded{f'; {foreign[0]} is' if foreign else ''}")),
+        )
     places = (
         f"{around.container} container" if around.container not in ("", "container") else around.container,
         "Kubernetes" if around.kubernetes else "",
@@ -283,75 +303,35 @@ def chain(machine: Machine) -> dict[str, Seen]:
         around.notebook,
         around.sandbox,
     )
-    found = _torch_links(machine, gpu=gpu)
     if any(places):
         found["surroundings"] = "ok", printable(", ".join(filter(None, places)))
-    others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
-    found["hardware"] = _first(
-        (gpu, "ok", cards(machine)),
-        (isinstance(pci, Unknown), "unknown", _reason(pci)),
-        (others, "idle", f"no NVIDIA GPU; {others}"),
-        (True, "idle", "no NVIDIA GPU"),
-    )
-    found |= _driver_links(machine) if gpu else {}
-    return {layer: found[layer] for layer in ORDER if layer in found}
-
-
-def _first(*options: tuple[object, State, str]) -> Seen:
-    """The state and the words of the first option whose condition is true."""
-    return next((state, words) for condition, state, words in options if condition)
-
-
-def _reason(fact: object) -> str:
-    """Why a fact is not known; empty if it is."""
-    return printable(fact.reason) if isinstance(fact, Unknown) else ""
-
-
-def _driver_links(machine: Machine) -> dict[str, Seen]:
-    """The kernel driver, its nodes and its libraries on a machine with a GPU."""
-    kernel, libraries, cuda = machine.kernel, machine.driver.libraries, machine.driver.cuda
-    windows, taken = machine.surroundings.wsl or machine.hardware.dxg, libraries.libcuda
-    foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
-    start = "/dev/dxg" if windows else "/dev/nvidia"
-    nodes = [n for n in machine.nodes.found if n.path.startswith(start) and "nvidia-caps" not in n.path]
-    bad = [f"{node.path}: {node.error}" for node in nodes if node.error]
-    good = [node.path for node in nodes if not node.error]
-    path = printable(cuda.library or (taken.target or taken.path if taken else ""))
-    problem, kind = (printable(taken.problem), taken.kind) if taken else ("", "")
-    return {
-        "kernel": _first(
-            (kernel.loaded, "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")),
-            (windows, "ok", "provided by Windows"),
-            (cuda.works, "ok", "not visible from here, but works"),
-            (isinstance(kernel.loaded, Unknown), "unknown", _reason(kernel.loaded)),
-            (True, "broken", printable(f"not loaded{f'; {foreign[0]} is' if foreign else ''}")),
-        ),
-        "nodes": _first(
+    if gpu:
+        start = "/dev/dxg" if windows else "/dev/nvidia"
+        nodes = [n for n in machine.nodes.found if n.path.startswith(start) and "nvidia-caps" not in n.path]
+        bad = [f"{node.path}: {node.error}" for node in nodes if node.error]
+        good = [node.path for node in nodes if not node.error]
+        found["nodes"] = _first(
             (bad and not cuda.works, "broken", printable(", ".join(bad))),
             (good, "ok", printable(", ".join(good))),
             (True, "unknown", "not examined"),
-        ),
-        "libraries": _first(
+        )
+        path = printable(cuda.library or (taken.target or taken.path if taken else ""))
+        problem, kind = (printable(taken.problem), taken.kind) if taken else ("", "")
+        unread = _reason(machine.driver.libraries.cuda)
+        found["libraries"] = _first(
             (problem, "broken", f"{path}: {problem}"),
             (kind == "stub", "broken", f"{path}, a stub"),
             (kind == "compat", "ok", f"{path}, from a compat directory"),
             (taken or path, "ok", path),
-            (isinstance(libraries.cuda, Unknown), "unknown", _reason(libraries.cuda)),
+            (unread, "unknown", unread),
             (True, "broken", "libcuda.so.1 is not found"),
-        ),
-        "driver": _first(
+        )
+        found["driver"] = _first(
             (cuda.works, "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"),
             (not cuda.answer.answered, *_no_answer(cuda.answer)),
             (cuda.init, "broken", f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()),
             (True, "broken", "starts, but has no GPU for this process"),
-        ),
-    }
-
-
-def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
-    """The Python environment, its torch, and what happened when torch was run."""
-    python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
-    cuda, libraries = machine.driver.cuda, machine.torch_libraries
+        )
 
     through = first is not None and in_search_path(machine, "PYTHONPATH", first.location.rpartition("/")[0])
     hiding = torch.shadow_via == "PYTHONPATH"
@@ -359,30 +339,27 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     shown = [
         printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in deciding
     ]
+    found["variables"] = "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
     where = f" in {python.prefix}" if python.prefix else ""
-    kind = f", {python.environment}" if python.environment else ""
+    environment = f", {python.environment}" if python.environment else ""
+    found["python"] = _first(
+        (python.problem or not python.version, "unknown", printable(python.problem or "not asked")),
+        (True, "ok", printable(f"{python.version}{where}{environment}")),
+    )
     built = ""
     if first is not None:
         kinds = (("CUDA", first.cuda), ("ROCm", first.hip), ("XPU", first.xpu))
-        built = " and ".join(f"for {kind} {version}" for kind, version in kinds if version) or "for the CPU only"
+        built = " and ".join(f"for {name} {version}" for name, version in kinds if version) or "for the CPU only"
         built = built if first.known else first.problem or "its version.py cannot be read"
         built = f"{_torch_words(first)}, {printable(built)}"
-    unasked = python.problem or not python.version
-    found: dict[str, Seen] = {
-        "variables": ("broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"),
-        "python": _first(
-            (unasked, "unknown", printable(python.problem or "not asked")),
-            (True, "ok", printable(f"{python.version}{where}{kind}")),
-        ),
-        "build": _first(
-            (torch.shadow, "broken", printable(f"{torch.shadow} is imported instead")),
-            (isinstance(torch.installs, Unknown), "unknown", _reason(torch.installs)),
-            (built, "ok", built),
-            (True, "broken", "torch is not installed"),
-        ),
-    }
-
+    found["build"] = _first(
+        (torch.shadow, "broken", printable(f"{torch.shadow} is imported instead")),
+        (isinstance(torch.installs, Unknown), "unknown", _reason(torch.installs)),
+        (built, "ok", built),
+        (True, "broken", "torch is not installed"),
+    )
     if first is not None and first.cuda:
+        libraries = machine.torch_libraries
         missing = [each.name for each in libraries.needed if not each.path]
         unresolved = libraries.unresolved[0] if libraries.unresolved else ""
         unread = _reason(libraries.architectures)
@@ -402,8 +379,8 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
 
     # without a GPU it is not a fault that CUDA does not start
     needed = gpu or machine.accelerators
-    bad = (step for step in run.steps if not step.ok and (needed or step.name != "init"))
-    failed = next((f"{step.name}: {step.error}" for step in bad), "")
+    errors = (step for step in run.steps if not step.ok and (needed or step.name != "init"))
+    failed = next((f"{step.name}: {step.error}" for step in errors), "")
     state, missing_answer = _no_answer(run.answer)
     done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
     found["run"] = _first(
@@ -418,6 +395,16 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     if names := [f"{each.package} {each.version}".strip() for each in machine.extensions]:
         found["extensions"] = "ok", printable(", ".join(names), _ERROR)
     return found
+
+
+def _first(*options: tuple[object, State, str]) -> Seen:
+    """The state and the words of the first option whose condition is true."""
+    return next((state, words) for condition, state, words in options if condition)
+
+
+def _reason(fact: object) -> str:
+    """Why a fact is not known; empty if it is."""
+    return printable(fact.reason) if isinstance(fact, Unknown) else ""
 
 
 _SILENT = {
