@@ -102,29 +102,24 @@ def wrong_library(m: Case) -> Found:
     """The driver does not start with the libcuda.so.1 that the process loads, or that file cannot be used at all."""
     if not m.fails or m.no_gpu or m.withheld:
         return
-    refused = dict(_refused(m)) if m.driver.cuda.answer.answered else {}
-    yield from refused.items()
-    if not refused and (unusable := _unusable(m)):
-        yield "U13", unusable
-
-
-def _refused(m: Case) -> Found:
-    lib, kernel = m.libcuda, m.kernel.version
+    lib, kernel, answer = m.libcuda, m.kernel.version, m.driver.cuda.answer
     kind, line, better = lib.kind if lib else "", _library_line(lib), _better(m, lib)
     both = lib and lib.version and kernel
     versions = f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and both else ""
     drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
-    if m.code == 34 or kind == "stub":
-        yield "U04", Match((line, m.answer, better, m.works_without_line if lib else ""), drop)
-    if kind == "compat" and (m.code == 803 or (m.code != 804 and "LD_LIBRARY_PATH" in m.works_without)):
-        yield "U02", Match((line, versions, m.answer, better, m.works_without_line), drop)
-
     # NVML 18, libraries of another release, or 803 without a compat library
     reported = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
     # only the version explains the error: no variable does, or it is the one that names the directory
-    unexplained = not m.works_without or "LD_LIBRARY_PATH" in m.works_without
-    mismatch = reported or (m.mismatched is not None and unexplained)
-    if mismatch and not m.surroundings.wsl and kind not in ("compat", "stub"):
+    freed = "LD_LIBRARY_PATH" in m.works_without
+    mismatch = reported or (m.mismatched is not None and (not m.works_without or freed))
+
+    stub = answer.answered and (m.code == 34 or kind == "stub")
+    compat = answer.answered and kind == "compat" and (m.code == 803 or (m.code != 804 and freed))
+    if stub:
+        yield "U04", Match((line, m.answer, better, m.works_without_line if lib else ""), drop)
+    if compat:
+        yield "U02", Match((line, versions, m.answer, better, m.works_without_line), drop)
+    if answer.answered and mismatch and not m.surroundings.wsl and kind not in ("compat", "stub"):
         used = m.mismatched or lib
         module, library = numbers_of(kernel), numbers_of(used.version) if used else ()
         if used is not None and used.via.startswith("LD_"):
@@ -144,29 +139,23 @@ def _refused(m: Case) -> Found:
         else:
             fix = m.steps("U03", drop=fixes.reboot(m))
             yield "U03", Match((m.answer, line, plain, m.works_without_line), fix, likely=True)
-
-
-def _unusable(m: Case) -> Match | None:
-    """The library cannot be loaded or lacks its functions; or the driver works once its directory is not searched."""
-    lib, answer, line = m.libcuda, m.driver.cuda.answer, _library_line(m.libcuda)
-    if answer.state not in ("not-loadable", "no-symbol"):
-        if lib is None or "LD_LIBRARY_PATH" not in m.works_without or lib.via != "LD_LIBRARY_PATH":
-            return None
+    elif answer.state in ("not-loadable", "no-symbol"):
+        problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
+        own = m.kernel.loaded is True or m.surroundings.container
+        if lib and kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
+            # the driver's own, and complete: something else is missing
+            policy = "or a security policy (SELinux, AppArmor) forbids running code from it."
+            noexec = f"Its file system is mounted noexec, {policy}"
+            better, fix = "", (noexec,) if "map segment" in answer.detail else _packages(m, again=True)
+        elif lib and better:
+            fix = drop
+        else:
+            fix = _packages(m, again=True) if lib and own else fixes.install_driver(m)
+            fix = (*drop, *fix) if lib else fix
+        yield "U13", Match((line, problem, m.answer, m.works_without_line, better), fix)
+    elif lib and freed and lib.via == "LD_LIBRARY_PATH" and not (stub or compat):
         title = "= another libcuda.so.1 is loaded instead of the driver's"
-        return Match((line, m.answer, m.works_without_line), (title, *_drop_library(m, lib)))
-    problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
-    evidence = (line, problem, m.answer, m.works_without_line)
-    if lib is None:
-        return Match(evidence, fixes.install_driver(m))
-    if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
-        # the driver's own, and complete: something else is missing
-        policy = "or a security policy (SELinux, AppArmor) forbids running code from it."
-        noexec = f"Its file system is mounted noexec, {policy}"
-        return Match(evidence, (noexec,) if "map segment" in answer.detail else _packages(m, again=True))
-    own = m.kernel.loaded is True or m.surroundings.container
-    inside = _packages(m, again=True) if own else fixes.install_driver(m)
-    better = _better(m, lib)
-    return Match((*evidence, better), (*_drop_library(m, lib), *(() if better else inside)))
+        yield "U13", Match((line, m.answer, m.works_without_line), (title, *drop))
 
 
 # -- no libcuda.so.1
