@@ -7,17 +7,20 @@ that the message names.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
+from transload.explaining import hooks
+from transload.explaining.logs import LIMIT, ErrorChain, FlatText, lines_of, split, unwrapped
+from transload.explaining.matching import Match, nearest, search, variant
+from transload.explaining.result import Answer, Explanation, Unexplained, doctor_steps
+from transload.frozen import replace
 
 if TYPE_CHECKING:
     from transload.explaining.local import LocalChecks
-    from transload.explaining.logs import ErrorChain, FlatText
-    from transload.explaining.matching import Match
-    from transload.explaining.result import Answer, Explanation, Unexplained
 
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000  # characters of an error that are quoted
@@ -43,8 +46,6 @@ def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
         return _explained("".join(format_exception(error)), files, checks=checks, numbered=False)
     if not isinstance(error, str):
         raise UsageError(f"explain takes a text or an exception, not {type(error).__name__}")
-    from transload.explaining.logs import LIMIT
-
     return _explained(error[-LIMIT:], checks=checks, shortened=len(error) > LIMIT)
 
 
@@ -58,12 +59,6 @@ def _explained(
     text: str, files: Sequence[str] = (), *, checks: bool, shortened: bool = False, numbered: bool = True
 ) -> Explanation:
     """Explain a text; ``files`` are paths that are known to be the files it is about."""
-    from dataclasses import replace
-
-    from transload.explaining.logs import lines_of, split, unwrapped
-    from transload.explaining.matching import search
-    from transload.explaining.result import Explanation
-
     local = None
     if checks:
         from transload.explaining.local import LocalChecks
@@ -86,9 +81,6 @@ def _explained(
 
 def _loaded_files(error: BaseException) -> Iterator[str]:
     """The paths that torch.load was called with, from the frames of an exception and of its causes."""
-    import os
-    from pathlib import Path
-
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -98,7 +90,7 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
             name = traceback.tb_frame.f_code.co_filename.replace("\\", "/")
             if name.endswith(("torch/serialization.py", "torch/jit/_serialization.py")):
                 path = traceback.tb_frame.f_locals.get("f")
-                if isinstance(path, str | os.PathLike) and Path(os.fsdecode(path)).exists():
+                if isinstance(path, str | os.PathLike) and os.path.exists(path):  # noqa: PTH110 - slow to import
                     yield os.fsdecode(path)
             traceback = traceback.tb_next
         current = current.__cause__ or current.__context__
@@ -106,8 +98,6 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
 
 def _answers(found: Sequence[Match], files: Sequence[str], local: LocalChecks | None) -> tuple[Answer, ...]:
     """One answer for each error, with what this machine shows of it; causes first."""
-    from dataclasses import replace
-
     causes = any(each.known.role == "cause" for each in found)
     merged: dict[tuple[Any, ...], tuple[Answer, Match]] = {}
     for each in found:
@@ -128,10 +118,7 @@ def _answers(found: Sequence[Match], files: Sequence[str], local: LocalChecks | 
         if local and "machine" in needs:
             answer = replace(answer, machine=local.machine(answer.causes, each.traceback or each.source.flat))  # noqa: PLW2901
         if local and "file" in needs:
-            from transload.explaining.local import files_in
-
-            path = next(iter((*files, *files_in(each.near))), "")
-            answer = replace(answer, file=local.file(path, each.text) if path else None)  # noqa: PLW2901
+            answer = replace(answer, file=local.file(files, each.near, each.text))  # noqa: PLW2901
         answers.append(answer)
     return tuple(answers)
 
@@ -150,10 +137,6 @@ class _Blanks(dict[str, str]):
 
 
 def _answer(found: Match) -> Answer:
-    from transload.explaining import hooks
-    from transload.explaining.matching import variant
-    from transload.explaining.result import Answer, doctor_steps
-
     known = found.known
     values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.values.items()}, text=found.text)
     sections = getattr(hooks, known.hook)(values) if known.hook else ()
@@ -182,9 +165,6 @@ def _answer(found: Match) -> Answer:
 
 def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -> Iterator[Unexplained]:
     """The unknown errors. If there are none, the last line outside tracebacks that looks like one, or just the last."""
-    from transload.explaining.matching import nearest
-    from transload.explaining.result import Unexplained
-
     errors = {chain[0].words: chain[0].lines[0].number for chain in reversed(chains)}
     if not errors:
         lines = [line for text in loose for line in text.lines if line.text.strip()]

@@ -72,13 +72,16 @@ class LocalChecks:
             return MachineCheck(found.status, fits=False, title=title)
         return _shown(found, found.cause, fits=False)
 
-    def file(self, path: str, said: str) -> FileCheck | None:
-        """What loading a file would do; ``None`` if it cannot be read."""
+    def file(self, files: Sequence[str], texts: Iterable[str], said: str) -> FileCheck | None:
+        """What loading the first of some files, or of those that some texts name, would do; ``None`` if unknown."""
         from transload.checking import checked
         from transload.judge import inspect
         from transload.judge.problems import command_lines
         from transload.loading.placement import AUTO
 
+        path = next(iter((*files, *files_in(texts))), "")
+        if not path:
+            return None
         try:
             check = checked(inspect(path), self.diagnosis, AUTO, dict(os.environ), cwd=os.curdir)
         except TransloadError:
