@@ -14,25 +14,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from transload.checking.needs import Compatibility, Package, compatibility, packages
+from transload.checking.torch_says import InstalledTorch, Prediction, torch_says
+from transload.checkpoint import Checkpoint
 from transload.devices import Device, Devices, local_rank, split
+from transload.diagnose import judge_machine
 from transload.errors import LoadError
-from transload.findings import Finding, Severity, join_names, quoted
+from transload.findings import Finding, Problem, Severity, join_names, quoted
 from transload.formats.arrays import NUMPY_CALLS, is_plain
 from transload.formats.tensors import called
 from transload.frozen import Reported
-from transload.judge.problems import refuse_broken
-from transload.loading.placement import AUTO, is_device_list, place
+from transload.judge import inspect, judge
+from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
+from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_blocks
 from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
+from transload.machine import Machine
+from transload.nodes import Global
+from transload.render.checkpoint import findings, format_words
+from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row
+from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
-    from transload.checking.needs import Compatibility, Package
-    from transload.checking.torch_says import Prediction
-    from transload.checkpoint import Checkpoint
     from transload.diagnose.report import Diagnosis
-    from transload.loading.placement import Plan
-    from transload.machine import Machine
-    from transload.nodes import Global
-    from transload.render.lines import Block, Words
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,6 @@ class Check(Reported):
 
     def __str__(self) -> str:
         """The report as ``transload check`` prints it, without colour."""
-        from transload.render.lines import as_text
-
         return as_text(report(self))
 
 
@@ -104,8 +105,6 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     >>> transload.check("model.pt").plan.device_of("cuda:0")  # doctest: +SKIP
     'cpu'
     """
-    from transload.diagnose import judge_machine
-
     if machine is None:
         return check_here(path, device, diagnosis_here())
     return checked(_inspected(path), judge_machine(machine), device, machine.variables.values)
@@ -113,7 +112,6 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
 
 def diagnosis_here() -> Diagnosis:
     """Diagnose this machine as far as a check needs it, without running torch."""
-    from transload.diagnose import judge_machine
     from transload.diagnose.probes import probe
 
     return judge_machine(probe(torch=False))
@@ -132,12 +130,9 @@ def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) 
 
 
 def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
-    from transload.judge import inspect, judge
-
     checkpoint = inspect(path)
     if any(kind.startswith("sparse") for kind in {tensor.kind for tensor in checkpoint.tensors}):
         # load checks the indices of sparse tensors, and no other bytes of tensors.
-        from transload.findings import Problem
         from transload.tensors.content import open_content
         from transload.tensors.damage import misplaced
 
@@ -152,9 +147,6 @@ def checked(
     checkpoint: Checkpoint, diagnosis: Diagnosis, wish: Any, environ: dict[str, str], *, cwd: str = ""
 ) -> Check:
     """As ``check``, for a file and a machine that were already examined. ``cwd`` is where programs run from."""
-    from transload.checking.needs import compatibility, packages
-    from transload.checking.torch_says import InstalledTorch, torch_says
-
     machine, devices = diagnosis.machine, devices_of(diagnosis, environ)
     plan = place(checkpoint, devices, wish)
     needed = packages(checkpoint, machine, cwd=cwd)
@@ -221,8 +213,6 @@ def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
 
 def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
     """Why ``load`` would raise, in the order of its checks: the file, the names it imports, the machine."""
-    from transload.judge.problems import rules
-
     try:
         refuse_broken(checkpoint)
     except LoadError as error:
@@ -340,8 +330,6 @@ def _findings(result: Check) -> Iterator[Finding]:
 
 def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
     """The findings about the file itself, with severities for this machine."""
-    from transload.judge.problems import WITHOUT_CODE
-
     # Whether load refuses names in it, unless a program allows them, or arrays of more than numbers and strings.
     pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
     arrays = (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS)
@@ -368,10 +356,6 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
 
 def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     """A table of several files, and why some cannot be loaded; ``total`` includes those that could not be read."""
-    from transload.render.checkpoint import format_words
-    from transload.render.lines import Prose, Table, heading
-    from transload.render.words import plural, printable, size
-
     rows: list[tuple[Words, ...]] = []
     for each in results:
         there = ", ".join(dict.fromkeys(move.device for move in each.plan.moves if move.device)) if each.ok else ""
@@ -393,11 +377,6 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
 
 def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict, where everything goes, and what prevents it."""
-    from transload.loading.placement import plan_blocks
-    from transload.render.checkpoint import findings, format_words
-    from transload.render.lines import BLANK, Prose, heading, note, row
-    from transload.render.words import plural, printable, size
-
     checkpoint, plan, said = check.checkpoint, check.plan, check.torch
     verdict = "it loads" if check.ok else f"it cannot be loaded: {check.refusal}"
     held = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"

@@ -9,22 +9,21 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transload.checkpoint import Checkpoint
 from transload.diagnose.tables import cuda_text, numbers_of, runs_on
 from transload.errors import TransloadError
 from transload.frozen import Plain
+from transload.io.sources import open_source
+from transload.judge import inspect
 from transload.judge.names import PLAIN_VALUES
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint
-    from transload.machine import Machine, Python
+from transload.loading.refusal import loaded_pickles
+from transload.machine import Machine, Python
 
 
 def read_bytes(path: str, start: int, count: int) -> bytes:
     """Up to ``count`` bytes of a file from ``start`` on; empty if it cannot be read."""
-    from transload.io.sources import open_source
-
     try:
         with closing(open_source(path)) as source:
             return source.read(start, count)
@@ -89,8 +88,6 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
 
     ``cwd`` is the directory that scripts run from: Python finds modules there, too.
     """
-    from transload.loading.refusal import loaded_pickles
-
     modules: dict[str, list[tuple[str, str]]] = {}
     streams = {pickle.name for pickle in loaded_pickles(checkpoint)}
     for use in checkpoint.globals:
@@ -204,8 +201,6 @@ def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None 
     >>> transload.is_cuda_compatible("model.pt").reason  # doctest: +SKIP
     'tensors carry no CUDA version: they load under any, and without CUDA'
     """
-    from transload.judge import inspect
-
     if machine is None:
         from transload.diagnose.probes import probe
 

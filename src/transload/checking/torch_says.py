@@ -14,16 +14,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from transload.checking.needs import read_bytes
+from transload.checkpoint import Checkpoint
 from transload.diagnose.tables import numbers_of
 from transload.frozen import Plain, replace
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint
-    from transload.nodes import Pickle
+from transload.nodes import Pickle
 
 Version = tuple[int, ...]
 

@@ -9,26 +9,21 @@ from __future__ import annotations
 import re
 from calendar import timegm
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from statistics import median
 from time import strptime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from transload.diagnose.report import steps
+from transload.diagnose.report import Diagnosis, steps
 from transload.diagnose.rules import BY_CODE
+from transload.findings import Finding
 from transload.frozen import Plain, replace
-from transload.machine import Unknown
+from transload.machine import Machine, Unknown
 from transload.render.lines import BLANK, Block, Prose, heading
 from transload.render.words import plural, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from transload.diagnose.report import Diagnosis
-    from transload.findings import Finding
-    from transload.machine import Machine
 
 Level = Literal["breaks", "matters", "note"]
 """``breaks``: a job on these machines hangs or fails. ``matters``: it may. ``note``: it rarely does."""

@@ -7,17 +7,14 @@ sentence. Nothing is ever run; what needs root or a reboot says so.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from operator import attrgetter
 from posixpath import normpath
 from shlex import quote
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from transload.diagnose import tables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transload.machine import Machine
+from transload.machine import Machine
 
 Lines = tuple[str, ...]
 _LINE = re.compile(r"(?:\[(?P<condition>[\w.]+)\] )?(?P<prompt>(?:host)?#(?: |$))?(?P<text>.*)")

@@ -6,14 +6,11 @@ The pages are docs/doctor/CODE.md, where a reader of the repository looks for th
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from textwrap import dedent
-from typing import TYPE_CHECKING
 
 from transload.findings import manual_page
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _UP = "[All causes](README.md)\n"  # for readers of the site
 _MARKUP = re.compile(r"`([^`]*)`|\\([\\*_<\[`])|&(lt);|\[([^\]]*)\]\([^)]*\)|<(https?://[^>]*)>")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from transload.diagnose.case import LAYERS
 from transload.diagnose.fixes import in_search_path
@@ -12,14 +13,9 @@ from transload.diagnose.pages import parts
 from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, result, shown_variables, table
 from transload.findings import Finding
-from transload.machine import Machine, Unknown
+from transload.machine import Answer, Machine, TorchInstall, Unknown
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, heading, note
 from transload.render.words import plural, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transload.machine import Answer, TorchInstall
 
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
 State = Literal["ok", "broken", "idle", "unknown"]

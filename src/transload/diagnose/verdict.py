@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from transload.diagnose.case import LAYERS, Case
+from transload.diagnose.case import LAYERS, Case, Rule
 from transload.diagnose.report import Diagnosis, Muted, Status
 from transload.findings import Finding
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from transload.diagnose.case import Rule
-    from transload.machine import Machine
+from transload.machine import Machine
 
 _WORDS = 200  # characters of an error in a rule
 _ORDER = {layer.name: place for place, layer in enumerate(LAYERS)}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import UVM, Case, Found, Match, rules, torch_says
 from transload.diagnose.tables import chip_of, first_branch, generation, result
+from transload.findings import Severity
 from transload.machine import Unknown
 from transload.render.words import plural
-
-if TYPE_CHECKING:
-    from transload.findings import Severity
 
 _VENDORS = {0x1002: "AMD", 0x8086: "Intel", 0x10DE: "NVIDIA"}
 _LOST = (15, 16)  # GPU_IS_LOST, RESET_REQUIRED

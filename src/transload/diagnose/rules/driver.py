@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 from posixpath import dirname
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules
 from transload.diagnose.tables import is_data_centre, is_listed, numbers_of, result
-from transload.machine import NVIDIA, Unknown
-
-if TYPE_CHECKING:
-    from transload.machine import Library, Node
+from transload.machine import NVIDIA, Library, Node, Unknown
 
 _VERSION_MISMATCH = 18  # of NVML
 _NO_JIT = 221

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules, torch_says
 from transload.diagnose.tables import covers
 from transload.diagnose.visible import Visible, visible_devices
-from transload.machine import AMD
+from transload.findings import Severity
+from transload.machine import AMD, Node
 from transload.render.words import plural
-
-if TYPE_CHECKING:
-    from transload.findings import Severity
-    from transload.machine import Node
 
 _APPTAINER = ("apptainer", "singularity")
 _SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with their own init and packages: their libraries must be updated inside

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes, tables
 from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, rules, torch_says
+from transload.diagnose.tables import System
+from transload.machine import Extension
 from transload.render.words import plural
-
-if TYPE_CHECKING:
-    from transload.diagnose.tables import System
-    from transload.machine import Extension
 
 _TOO_OLD = re.compile(r"NVIDIA driver on your system is too old \(found version (\d+)\)")
 _NO_KERNEL = r"no kernel image is available"

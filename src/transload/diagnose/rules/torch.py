@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from posixpath import dirname
-from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.case import Case, Found, Lines, Match, is_nvidia_library, rules, torch_says
-from transload.diagnose.tables import INDEX, index_builds, numbers_of, releases, table
-from transload.machine import AMD
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from transload.diagnose.tables import Platform
-    from transload.findings import Severity
-    from transload.machine import Resolved
+from transload.diagnose.tables import INDEX, Platform, index_builds, numbers_of, releases, table
+from transload.findings import Severity
+from transload.machine import AMD, Resolved
 
 _FIRST_MANYLINUX_2_28 = (2, 7)
 _CUDA_ON_ARM_SINCE = (2, 11)
