@@ -545,7 +545,7 @@ _FUNCTIONS: dict[str, Callable[..., Lines | str]] = {
     each.__name__: each
     for each in (
         *(reboot, initramfs, install_driver, start_with_gpu, smi, unset, set_variable),
-        *(install, uninstall, install_wheel, jetson_torch, install_package),
+        *(install, uninstall, install_wheel, jetson_torch, install_package, conda_list),
     )
 }
 """The functions that a section of ``steps.md`` may name."""

@@ -119,7 +119,7 @@ def report(diagnosis: Diagnosis) -> Iterator[Block]:
     # what could not be determined and would have helped
     unknown = [f"{probe}: {why}" for probe, why in machine.problems.items()]
     log = machine.kernel.log
-    unsure = cause is not None and (cause.title.startswith("probably: ") or _is_symptom(cause))
+    unsure = cause is not None and (cause.title.startswith("probably: ") or BY_CODE[cause.code].symptom)
     if cause is not None and isinstance(log, Unknown) and unsure and log.reason not in " ".join(cause.evidence):
         unknown.append(f"the kernel log: {log.reason}")
     if unknown:
@@ -186,11 +186,6 @@ def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
         yield Prose(((text, "strong" if mark == "$ " else ""),), lead=((indent, ""), (mark, "dim")), whole=copied)
 
 
-def _is_symptom(finding: Finding) -> bool:
-    """Whether it says what happened rather than why."""
-    return finding.code in BY_CODE and BY_CODE[finding.code].symptom
-
-
 def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     """The chain of layers, each with its state and with findings that follow from the cause."""
     muted = {each.finding.code: each.because for each in diagnosis.muted}
@@ -198,14 +193,14 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     seen = chain(diagnosis.machine)
     yield from heading("From the card to torch")
     for layer in ORDER:
-        found = [each for each in every if each.code in BY_CODE and BY_CODE[each.code].layer == layer]
+        found = [each for each in every if BY_CODE[each.code].layer == layer]
         if layer not in seen and all(finding.severity == "note" for finding in found):
             continue
         state, text = seen.get(layer, ("idle", ""))
         own = [finding for finding in found if finding.code not in muted and finding.severity != "note"]
         severities = {finding.severity for finding in own}
         mark, role = _MARKS[state]
-        if own and state == "unknown" and all(map(_is_symptom, own)):
+        if own and state == "unknown" and all(BY_CODE[finding.code].symptom for finding in own):
             pass
         elif "error" in severities:
             mark, role = _MARKS["broken"]
@@ -219,7 +214,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
         yield Prose(((text, dim), (codes, "dim")), lead=lead)
         for finding in found:
             if finding.code in muted:
-                title = "" if _is_symptom(finding) else f": {printable(finding.title, None)}"
+                title = "" if BY_CODE[finding.code].symptom else f": {printable(finding.title, None)}"
                 because = f"because of {muted[finding.code]}{title}"
                 yield Prose(((because, "dim"), _code(finding)), lead=((" " * (_WIDTH + 6), ""),))
 
@@ -511,7 +506,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _empty(value: Any) -> bool:
-    """Whether a value means that nothing is known."""
     return not isinstance(value, bool | Unknown) and value in ("", (), -1, None, {})
 
 

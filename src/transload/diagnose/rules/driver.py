@@ -24,7 +24,6 @@ def _library_line(lib: Library | None) -> str:
 
 
 def _drop_library(m: Case, lib: Library) -> Lines:
-    """Prevent the loader from using a library."""
     folder = dirname(lib.path)
     systems = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # every program needs it
     if drop := fixes.drop_library(m, lib.path, lib.via):
@@ -298,7 +297,6 @@ def divided_card(m: Case) -> Found:
 
 
 def _all_mig(m: Case) -> bool:
-    """Whether every card is in MIG mode."""
     gpus = m.driver.nvml.gpus
     return m.nvml_works and bool(gpus) and all(gpu.mig == "enabled" for gpu in gpus)
 

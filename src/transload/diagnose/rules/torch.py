@@ -223,18 +223,12 @@ def _line(lib: Resolved) -> str:
     return f"{lib.name} is taken from {lib.path}{version}{via}"
 
 
-def _own(lib: Resolved) -> str:
-    """The wheel's own file, if another one is loaded."""
-    return f"torch's own is {lib.expected}" if lib.shadowed else ""
-
-
 def _drop(m: Case, lib: Resolved) -> Lines:
     """Prevent the loader from using a file that is not torch's own."""
     return fixes.drop_library(m, lib.path, lib.via) or _install_libraries(m, [lib])
 
 
 def _install_libraries(m: Case, blamed: Iterable[Resolved]) -> Lines:
-    """Install the packages that contain some libraries."""
     blamed = list(blamed)
     packages = sorted({lib.package for lib in blamed if lib.package})
     if not packages or "torch" in packages:
@@ -279,7 +273,8 @@ def not_loadable(m: Case) -> Found:
         lacking = [lib for lib in libraries.needed if lib.name == library or f" of {lib.name}," in words]
         older = [lib for lib in lacking if lib.shadowed]
         symbols = (f"not defined: {symbol}" for symbol in unresolved[:3])
-        evidence = (torch_says(error), *symbols, *(line for lib in older for line in (_line(lib), _own(lib))))
+        files = (line for lib in older for line in (_line(lib), f"torch's own is {lib.expected}"))
+        evidence = (torch_says(error), *symbols, *files)
         if older:
             yield "L01", Match(evidence, _drop(m, older[0]))
         elif m.env("LD_LIBRARY_PATH"):
@@ -312,7 +307,7 @@ def wrong_cudnn(m: Case) -> Found:
         if incompatible:
             yield "L02", Match((torch_says(complaint),), fixes.unset(m, "LD_LIBRARY_PATH"))
         return
-    lines = (_line(lib), _own(lib)) if lib.path else ()
+    lines = (_line(lib) if lib.path else "", f"torch's own is {lib.expected}" if lib.path and lib.shadowed else "")
     if lib.shadowed and lib.via in _BEHIND:
         return  # the wheel's own is gone, which is L05
     if incompatible or (complaint and lib.shadowed):
@@ -337,8 +332,7 @@ def mixed_libraries(m: Case) -> Found:
         packages = sorted({lib.package for lib in from_conda if lib.package})
         pip = f"pip installed {', '.join(packages)}" if packages else ""
         evidence = (torch_says(m.import_error), *map(_line, from_conda[:4]), pip)
-        fix = m.steps("L07", list=fixes.conda_list(m, "cuda"))
-        yield "L07", Match(evidence, fix, severity="error" if broken else "note", likely=broken)
+        yield "L07", Match(evidence, severity="error" if broken else "note", likely=broken)
 
     if shared := [each for each in libraries.overlaps if ".so" in each or ".dll" in each]:
         parts = (part.split() for each in shared for part in each.partition(": ")[2].split(","))
