@@ -21,7 +21,6 @@ from transload.explaining.result import FileCheck, MachineCheck
 
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
-    from transload.findings import Finding
     from transload.machine import Machine
 
 _MOST_FINDINGS = 4
@@ -59,18 +58,18 @@ class LocalChecks:
             if (fault.code in causes or fault.code not in _WITHOUT_TORCH)
             and not (other and BY_CODE[fault.code].layer in _LAYERS_OF_A_PYTHON)
         ]
+        cause, fits = found.cause, False
         if possible:
-            wanted = [finding for finding in possible if finding.code in causes]
-            return _shown(found, (wanted or possible)[0], fits=bool(wanted) or not causes)
-        if other or faults:
+            wanted = [fault for fault in possible if fault.code in causes]
+            cause, fits = (wanted or possible)[0], bool(wanted) or not causes
+        elif other or faults:
             return MachineCheck(found.status, fits=False, title=_another_python(found.machine, other))
-        if found.ok or found.cause is None:
-            title = {
-                "ok": "nothing is broken on this machine now, as far as can be seen without running torch",
-                "no-gpu": "there is no GPU in this machine, and nothing is broken",
-            }.get(found.status, "")
+        if cause is None:
+            title = "there is no GPU in this machine, and nothing is broken"
+            if found.status == "ok":
+                title = "nothing is broken on this machine now, as far as can be seen without running torch"
             return MachineCheck(found.status, fits=False, title=title)
-        return _shown(found, found.cause, fits=False)
+        return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
     def file(self, files: Sequence[str], texts: Iterable[str], said: str) -> FileCheck | None:
         """What loading the first of some files, or of those that some texts name, would do; ``None`` if unknown."""
@@ -100,10 +99,6 @@ class LocalChecks:
         python = ("import ", "from ", "torch.serialization.")
         fix = tuple(f"| {line}" if line.startswith(python) else line for line in fix)
         return FileCheck(path, check.ok, verdict, same, tuple(each.title for each in findings), fix)
-
-
-def _shown(found: Diagnosis, cause: Finding, *, fits: bool) -> MachineCheck:
-    return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
 
 # -- another Python
