@@ -16,7 +16,8 @@ from transload.checkpoint import Checkpoint
 from transload.cli.main import main
 from transload.dtypes import BLOCKS, GGML, ITEMSIZE
 from transload.errors import FileWarning, LoadError, RescueError
-from transload.formats.gguf import header_values, read_gguf
+from transload.formats import read_source
+from transload.formats.gguf import header_values
 from transload.io.sources import BytesSource
 
 Value = tuple[str, int, bytes]
@@ -90,7 +91,7 @@ def small(order: str = "<", version: int = 3, align: int = 32) -> Forged:
 
 
 def read(data: bytes) -> Checkpoint:
-    return read_gguf(BytesSource(data))
+    return read_source(BytesSource(data))
 
 
 def codes(data: bytes) -> set[str]:

@@ -131,17 +131,17 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
         return torch_legacy.read_legacy(source)
     if looks_like_safetensors(source):
         return read_safetensors(source)
-    head = source.read(0, 6)
+    head, found = source.read(0, 6), None
     if head.startswith(b"GGUF"):
-        from transload.formats import gguf
+        from transload.formats.gguf import read_gguf
 
-        if gguf.looks_like_gguf(source):
-            return gguf.read_gguf(source)
-    if head == b"\x93NUMPY":
-        from transload.formats import npz
+        found = read_gguf(source)
+    elif head == b"\x93NUMPY":
+        from transload.formats.npz import read_npy
 
-        if npz.looks_like_npy(source):
-            return npz.read_npy(source)
+        found = read_npy(source)
+    if found is not None:
+        return found
     from transload.formats.plain_pickle import read_plain_pickle
 
     plain = read_plain_pickle(source)

@@ -20,7 +20,6 @@ from transload.formats.safetensors import MAX_HEADER, Entry, check_layout, tenso
 from transload.formats.tensors import short
 from transload.io.sources import Source
 
-MAGIC = b"GGUF"
 _ORDERS = {struct.pack(f"{order}I", version): order for version in (2, 3) for order in "<>"}
 _STRUCTS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -129,22 +128,13 @@ class _Header:
         self._skip(0)
 
 
-def looks_like_gguf(source: Source) -> bool:
-    r"""Whether it begins like a file of a version that is read here.
-
-    >>> from transload.io.sources import BytesSource
-    >>> looks_like_gguf(BytesSource(b"GGUF\3\0\0\0"))
-    True
-    """
-    head = source.read(0, 8)
-    return head.startswith(MAGIC) and head[4:] in _ORDERS
-
-
-def read_gguf(source: Source) -> Checkpoint:
-    """Read the header of a GGUF file; never raises for bad content.
+def read_gguf(source: Source) -> Checkpoint | None:
+    """Read the header of a GGUF file; never raises for bad content. ``None`` for another version than 2 and 3.
 
     For a truncated file, too, all tensors are listed; if it ends in its header, those with a complete entry.
     """
+    if source.read(4, 4) not in _ORDERS:
+        return None
     noted, header = LimitedProblems(), _Header(source, _SHOWN + 1)
     leaves: dict[str, Leaf] = {}
     entries: dict[str, Entry] = {}

@@ -37,16 +37,13 @@ _ESCAPED = re.compile(r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])")  # what writing.plan
 _ONLY_FOR_TORCH = ("zip-no-folder", "zip-two-folders")
 
 
-def looks_like_npy(source: Source) -> bool:
-    """Whether it begins with the header of an array."""
-    return bool(_split(source.read(0, _MAX_HEADER))[0])
-
-
-def read_npy(source: Source) -> Checkpoint:
-    """Read a ``.npy`` file: one array, without a name."""
-    noted = LimitedProblems()
+def read_npy(source: Source) -> Checkpoint | None:
+    """Read a ``.npy`` file: one array, without a name; ``None`` if it does not begin with the header of an array."""
+    head, noted = source.read(0, _MAX_HEADER), LimitedProblems()
+    if not _split(head)[0]:
+        return None
     record = Record("", 0, source.size, source.size)
-    tensor, storage = _array((), record, source.read(0, _MAX_HEADER), noted)
+    tensor, storage = _array((), record, head, noted)
     storages = () if storage is None else (storage,)
     return Checkpoint(source.name, "npy", source.size, tensors=(tensor,), storages=storages, problems=noted.problems())
 

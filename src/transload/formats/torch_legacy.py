@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from transload.checkpoint import Checkpoint, Draft, Storage
+from transload.checkpoint import Checkpoint, Draft
 from transload.dtypes import ITEMSIZE, STORAGES
-from transload.findings import Problem, Problems
+from transload.findings import Problem
 from transload.formats.pickle_machine import run_at
 from transload.formats.tensors import Place, StorageTable, declared_storages, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
@@ -85,7 +85,26 @@ def read_legacy(source: Source) -> Checkpoint:
     for key in listed if type(listed) is list else ():
         text = key.decode("latin-1") if type(key) is bytes else key
         keys.append(str(text) if type(text) in (str, int) else "")  # a key that nothing uses
-    places, end = _places(source, position, keys, declared_storages(main), problems)
+    # Find each storage as torch does: the count before the bytes must agree with the object.
+    known, places, end = declared_storages(main), dict[str, Place](), position
+    for key in keys:
+        storage, raw = known.get(key), source.read(end, 8)
+        count = int.from_bytes(raw, "little", signed=True)
+        numel = storage.nbytes // ITEMSIZE[storage.dtype] if storage else 0
+        if storage is None:
+            problems.add("legacy-unknown-key", f"storage {key[:40]}", "in the list of keys, but nothing uses it")
+        elif len(raw) < 8:
+            problems.add("storage-cut", f"storage {key}", "the file ends before its element count")
+        elif count != numel:
+            problems.add("storage-size", f"storage {key}", f"there are {count} elements, the object needs {numel}")
+        else:
+            start = end + 8
+            present = max(0, min(storage.nbytes, source.size - start))
+            places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
+            end = start + storage.nbytes
+            continue
+        end = source.size
+        break
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
     out.add_tree(*tree)
     if not any(pickle.broken for pickle in pickles):
@@ -144,34 +163,6 @@ def write_legacy(
         if report_progress:
             report_progress(size)
     sink.write([b"".join(waiting)])
-
-
-def _places(
-    source: Source, position: int, keys: list[str], known: dict[str, Storage], problems: Problems
-) -> tuple[dict[str, Place], int]:
-    """Find each storage as torch does: the count before the bytes must agree with the object.
-
-    Also returns where the last one ends; after an error that is the end of the file.
-    """
-    places: dict[str, Place] = {}
-    for key in keys:
-        storage, raw = known.get(key), source.read(position, 8)
-        count = int.from_bytes(raw, "little", signed=True)
-        numel = storage.nbytes // ITEMSIZE[storage.dtype] if storage else 0
-        if storage is None:
-            problems.add("legacy-unknown-key", f"storage {key[:40]}", "in the list of keys, but nothing uses it")
-        elif len(raw) < 8:
-            problems.add("storage-cut", f"storage {key}", "the file ends before its element count")
-        elif count != numel:
-            problems.add("storage-size", f"storage {key}", f"there are {count} elements, the object needs {numel}")
-        else:
-            start = position + 8
-            present = max(0, min(storage.nbytes, source.size - start))
-            places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
-            position = start + storage.nbytes
-            continue
-        return places, source.size
-    return places, position
 
 
 # -- tar archives

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Origin, Record, Storage
 from transload.dtypes import ITEMSIZE, STORAGES
-from transload.findings import Problem, Problems
+from transload.findings import Problem, Problems, join_names
 from transload.formats import pickle_machine
 from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.frozen import replace
@@ -343,9 +343,10 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
 
 def needed_by(storage: Storage) -> str:
     """Which tensors need a storage."""
-    shown = ", ".join(name or "the root" for name in storage.tensors[:4]) or "no tensor"
-    more = len(storage.tensors) - 4
-    return f"needed by {shown}" + (f" and {more} more" if more > 0 else "")
+    return f"needed by {join_names([name or 'the root' for name in storage.tensors], 4) or 'no tensor'}"
+
+
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # nested archives
 
 
 def stray_records(
@@ -362,9 +363,19 @@ def stray_records(
     unseen: list[str] = []
     left = _MAX_STRAY
     for record in strays:
-        found, looked_at, whole = _try_pickle(archive, record) if left > 0 else ([], 0, False)
-        left -= looked_at
-        pickles += found
+        if left <= 0:
+            unseen.append(record.name)
+            continue
+        for window in _STRAY_WINDOWS:
+            part = record._replace(size=window, stored=window, crc32=None) if window < record.size else record
+            payload = archive.read(part if not record.method else record, _STRAY_WINDOWS[-1])
+            packed = payload.data.startswith(_PACKED)
+            found = [] if packed else pickle_machine.run_all(payload.data, record.name)
+            whole = not packed and (len(payload.data) >= record.size or (bool(found) and not found[-1].cut))
+            if whole or packed or payload.problem:
+                break
+        left -= len(payload.data)
+        pickles += [pickle for pickle in found if pickle.globals or pickle.extensions]
         unseen += [] if whole else [record.name]
     if unseen:
         out.add("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too much to look at")
@@ -374,20 +385,3 @@ def stray_records(
         shown = ", ".join(record.name[:80] for record in foreign[:4]) + (" …" if len(foreign) > 4 else "")
         out.add("record-foreign", shown, f"{len(foreign)} records that torch.load does not read")
     return out, pickles
-
-
-_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # nested archives
-
-
-def _try_pickle(archive: Archive, record: Record) -> tuple[list[Pickle], int, bool]:
-    """The pickles a record begins with, how many bytes were read, and whether that was enough to find all."""
-    for window in _STRAY_WINDOWS:
-        part = record._replace(size=window, stored=window, crc32=None) if window < record.size else record
-        payload = archive.read(part if not record.method else record, _STRAY_WINDOWS[-1])
-        pickles = pickle_machine.run_all(payload.data, record.name) if payload.data else []
-        if payload.data.startswith(_PACKED):
-            return [], len(payload.data), False
-        whole = len(payload.data) >= record.size or (bool(pickles) and not pickles[-1].cut)
-        if whole or payload.problem:
-            break
-    return [pickle for pickle in pickles if pickle.globals or pickle.extensions], len(payload.data), whole

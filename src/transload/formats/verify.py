@@ -14,7 +14,7 @@ from zlib import error as zlib_error
 
 from transload.checkpoint import Record, Storage
 from transload.errors import CannotReadError
-from transload.findings import Problem
+from transload.findings import Problem, join_names
 from transload.formats.zip import DEFLATED
 from transload.frozen import NamedTuple
 from transload.io.checksums import crc32_combine, fastest_crc32
@@ -54,10 +54,8 @@ class Lost(NamedTuple):
 
 def mismatch(record: Record, value: int | Lost, tensors: tuple[str, ...] = ()) -> Problem:
     """The problem of a record whose bytes have another checksum, or cannot be read."""
-    shown = ", ".join(name or "the root" for name in tensors[:4])
-    more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
     lost = value if isinstance(value, Lost) else Lost(f"checksum {value:08x}, saved with {record.crc32 or 0:08x}")
-    detail = f"{lost.why}; holds {shown}{more}" if tensors else lost.why
+    detail = f"{lost.why}; holds {join_names([name or 'the root' for name in tensors], 4)}" if tensors else lost.why
     return Problem(lost.code, record.name, detail)
 
 

@@ -68,7 +68,7 @@ def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT
 
     ``name`` includes the folder; ``offset`` is where the header begins in the archive.
     """
-    wide = _wide(size, 0, offset) if size + offset >= ALL32 else b""
+    wide = _wide(size, 0, offset) if size >= ALL32 or offset >= ALL32 else b""
     padding = -(offset + _LEAST + len(name) + len(wide)) % alignment
     flags, extra = _FLAGS if size else _FLAGS_OF_NOTHING, len(wide) + EXTRA.size + padding
     head = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra)
@@ -86,7 +86,7 @@ def descriptor(size: int, crc32: int, offset: int) -> bytes:
 def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
     """The directory entry of a record whose header begins at ``offset``."""
     wide, narrow, start = b"", size, offset
-    if size + offset >= ALL32:
+    if size >= ALL32 or offset >= ALL32:
         wide, narrow, start = _wide(size, size, offset), min(size, ALL32), min(offset, ALL32)
     flags, n_name, n_wide = _FLAGS if size else _FLAGS_OF_NOTHING, len(name), len(wide)
     entry = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, narrow, narrow, n_name, n_wide, 0, 0, 0, 0, start)
@@ -103,9 +103,7 @@ def end_of_archive(count: int, start: int, size: int) -> bytes:
 
 
 def _wide(size: int, stored: int, offset: int) -> bytes:
-    """The zip64 field, with what does not fit into 32 bits; empty if everything does."""
-    if size < ALL32 and offset < ALL32:
-        return b""
+    """The zip64 field, with what does not fit into 32 bits."""
     numbers = [size, stored] if size >= ALL32 else []
     if offset >= ALL32:
         numbers.append(offset)
