@@ -53,8 +53,6 @@ class Listing(NamedTuple):
 
     def read_text(self, name: str) -> str:
         """The text of a small file such as ``latest``; empty if it does not exist or cannot be read."""
-        if name not in self.files:
-            return ""
         try:
             with closing(FileSource(self.join(name))) as source:
                 return source.read(0, 4096).decode("utf-8", "replace").strip()

@@ -10,6 +10,7 @@ other protocols have.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from struct import pack
 from typing import Any, ClassVar
@@ -231,7 +232,7 @@ class _Writer:
     WRITERS: ClassVar[Mapping[type, _Step]] = {
         type(None): lambda writer, _: writer.out.extend(b"N"),
         bool: lambda writer, value: writer.out.extend(b"\x88" if value else b"\x89"),
-        int: lambda writer, value: writer.out.extend(_integer(value)),
+        int: lambda writer, value: writer.out.extend(pickle.dumps(value, 2)[2:-1]),  # without PROTO and STOP
         float: lambda writer, value: writer.out.extend(pack(">cd", b"G", value)),
         str: _text,
         bytes: lambda writer, raw: writer.instead(raw, "_codecs", "encode", (raw.decode("latin-1"), "latin1")),
@@ -250,14 +251,3 @@ class _Writer:
         OutOfBand: lambda writer, _: writer.out.extend(b"\x97"),
         _Do: lambda writer, do: do.act(writer, do.argument),
     }
-
-
-def _integer(value: int) -> bytes:
-    if 0 <= value < 256:
-        return b"K%c" % value
-    if 0 <= value < 65536:
-        return pack("<cH", b"M", value)
-    if -0x80000000 <= value < 0x80000000:
-        return pack("<ci", b"J", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return (b"\x8a%c" % len(raw) if len(raw) < 256 else b"\x8b" + pack("<i", len(raw))) + raw

@@ -59,12 +59,8 @@ def mismatch(record: Record, value: int | Lost, tensors: tuple[str, ...] = ()) -
     return Problem(lost.code, record.name, detail)
 
 
-class _Task(NamedTuple):
-    """Bytes to read: part of a record, or adjacent small ones; of each its offset, size and index in the list."""
-
-    offset: int
-    nbytes: int
-    records: list[tuple[int, int, int]]
+_Task = tuple[int, int, list[tuple[int, int, int]]]
+"""The offset and size of bytes to read: part of a record, or small ones; of each its offset, size and index."""
 
 
 def checksums(
@@ -156,12 +152,12 @@ def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Ite
     """
     for place in places:
         if records[place[2]].method == DEFLATED:
-            yield _Task(place[0], place[1], [place])
+            yield (place[0], place[1], [place])
     stored = [place for place in places if records[place[2]].method != DEFLATED]
     for place in stored:
         start, size, _ = place
         if size > _SMALL:
-            yield from (_Task(start + at, min(_PART, size - at), [place]) for at in range(0, size, _PART))
+            yield from ((start + at, min(_PART, size - at), [place]) for at in range(0, size, _PART))
     held: list[tuple[int, int, int]] = []
     first = reach = 0
     for place in stored:
@@ -170,11 +166,11 @@ def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Ite
             continue
         end = start + size
         if held and (end - first > _BUFFER or start - reach > _SMALL):
-            yield _Task(first, reach - first, held)
+            yield (first, reach - first, held)
             held = []
         if not held:
             first = reach = start
         held.append(place)
         reach = max(reach, end)
     if held:
-        yield _Task(first, reach - first, held)
+        yield (first, reach - first, held)

@@ -153,11 +153,6 @@ class _Write:
         self.contents = 0  # bytes of records alone
         self.sums: Callable[[], list[int]] = list
 
-    def is_full(self) -> bool:
-        if self.nbytes >= PIECE or len(self.parts) >= _MANY:
-            return True
-        return bool(self.parts) and self.parts[-1][1].done is not None
-
 
 class _Archive:
     """The archive so far: where it ends, the name, size and offset of each record, and their checksums."""
@@ -203,7 +198,7 @@ class _Archive:
                 write.parts.append((number, chunk, -1 if left else len(write.buffers)))
                 if not left:
                     write.buffers.append(b"")  # for the descriptor
-                if write.is_full():
+                if write.nbytes >= PIECE or len(write.parts) >= _MANY or chunk.done is not None:
                     yield write
                     write = _Write()
             if left:
