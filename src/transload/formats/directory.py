@@ -109,19 +109,16 @@ def relative_path(name: object) -> str:
 class Merger(Draft):
     """Reads files of a directory, and merges their checkpoints into one.
 
-    Storages of part ``a.bin`` get ids ``a.bin:…`` and ``file="a.bin"``. With ``ranked`` the names of its tensors begin
-    with ``a.bin``, too: the ranks of a parallel run use the same names. ``listing`` is the folder being read, and
+    Storages of part ``a.bin`` get ids ``a.bin:…`` and ``file="a.bin"``. In a format with ranks the names of its tensors
+    begin with ``a.bin``, too: the ranks of a parallel run use the same names. ``listing`` is the folder being read, and
     ``prefix`` its path below the directory.
     """
 
-    def __init__(
-        self, listing: Listing, read_file: ReadFile, format_: str = "sharded", *, ranked: bool = False
-    ) -> None:
+    def __init__(self, listing: Listing, read_file: ReadFile, format_: str = "sharded") -> None:
         super().__init__(listing.path, format_, 0)
         self.listing = listing
         self.prefix = ""
         self.read_file = read_file
-        self.ranked = ranked
         self.noted = LimitedProblems()
         self.origins: list[Origin] = []
         self.checksummed = True
@@ -153,7 +150,8 @@ class Merger(Draft):
             if required:
                 self.add_missing(name, kind)
             return None
-        self.merge(part, checkpoint, steps=(part, *steps) if self.ranked else steps)
+        ranked = self.format in ("megatron", "deepspeed")
+        self.merge(part, checkpoint, steps=(part, *steps) if ranked else steps)
         facts = (("format", checkpoint.format), ("tensors", f"{len(checkpoint.tensors):,}"))
         self.parts.append(Part(part, kind, checkpoint.nbytes, facts))
         return checkpoint
@@ -644,9 +642,8 @@ def _kind(listing: Listing) -> str:
     """
     files, folders = listing.files, listing.folders
     steps = {found[0][:4] for name in folders if (found := STEP.fullmatch(name))}
-    if ITERATION in files or "iter" in steps or {"common.pt", METADATA} <= files.keys():
-        return "megatron"
-    if any(MEGATRON_FOLDER.fullmatch(name) for name in folders):
+    ranks = any(MEGATRON_FOLDER.fullmatch(name) for name in folders)
+    if ranks or ITERATION in files or "iter" in steps or {"common.pt", METADATA} <= files.keys():
         return "megatron"
     if any(name == METADATA or name.endswith(".distcp") for name in files):
         return "dcp"
@@ -680,8 +677,7 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
     """
     listing = list_directory(path)
     kind = _kind(listing)
-    ranked = kind in ("megatron", "deepspeed")
-    merger = Merger(listing, read_file, kind if ranked or kind == "dcp" else "sharded", ranked=ranked)
+    merger = Merger(listing, read_file, kind if kind in ("megatron", "deepspeed", "dcp") else "sharded")
     # The one file to read: it has a usual name, or is the only one that looks like a checkpoint.
     found = _checkpoint_files(listing)
     main = next((name for name in _USUAL_NAMES if name in listing.files), found[0] if len(found) == 1 else "")
