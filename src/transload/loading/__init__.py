@@ -168,10 +168,8 @@ def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: b
         hint = " with weights_only=True" if odd in _PICKLE_ARGUMENTS else ""
         raise TypeError(f"load() got an unexpected keyword argument {odd!r}{hint}")
     if not trusted and pickle_module is not None:
-        raise UsageError(
-            "a pickle_module is used only with weights_only=False",
-            fix="Leave it out; or pass weights_only=False, if you trust the file.",
-        )
+        fix = "Leave it out; or pass weights_only=False, if you trust the file."
+        raise UsageError("a pickle_module is used only with weights_only=False", fix=fix)
     encoding = given.get("encoding", "utf-8")
     if encoding in ("utf-8", "bytes"):
         return

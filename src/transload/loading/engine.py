@@ -441,15 +441,8 @@ def _facts(files: Sequence[File], requests: Sequence[ReadRequest], *, fresh: boo
         driver = cuda_driver()
         devices = {request.device for request in requests} - {"cpu"}
         mappable = driver is not None and all(driver.can_pin_read_only(int(name.partition(":")[2])) for name in devices)
-    return Facts(
-        host,
-        cuda,
-        cores(),
-        cached,
-        on_disk,
-        mappable=mappable,
-        huge=fresh and host >= FEW_BYTES and huge_pages_pay(host),
-    )
+    huge = fresh and host >= FEW_BYTES and huge_pages_pay(host)
+    return Facts(host, cuda, cores(), cached, on_disk, mappable, huge)
 
 
 # -- to CUDA devices

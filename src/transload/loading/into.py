@@ -360,11 +360,8 @@ def find(
         rivals.insert(0, equal[0])
         names = join_names([match.branch.name or "the root" for match in rivals], _SHOWN)
         choices = [f"prefix={match.branch.name!r} for the {len(match.tensors):,} keys there" for match in rivals]
-        raise UsageError(
-            f"{len(rivals)} places of the file fit the model equally well: {names}",
-            where=checkpoint.path,
-            fix="\n".join(["Say which, by one of:", *choices]),
-        )
+        what = f"{len(rivals)} places of the file fit the model equally well: {names}"
+        raise UsageError(what, where=checkpoint.path, fix="\n".join(["Say which, by one of:", *choices]))
     return equal[0]
 
 

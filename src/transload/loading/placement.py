@@ -381,11 +381,8 @@ def _first_available(checkpoint: Checkpoint, devices: Devices, names: Sequence[M
         here = listed([device.name for device in devices.available])
         against.insert(0, f"there is no {listed(lost, 'or')} here, only {here}")
         against += [devices.absent] if devices.absent else []
-    return Plan(
-        plan.moves,
-        refused="; ".join(against),
-        fix=("Add a device that is here, or 'auto', at the end of map_location.",),
-    )
+    fix = "Add a device that is here, or 'auto', at the end of map_location."
+    return Plan(plan.moves, refused="; ".join(against), fix=(fix,))
 
 
 def _is_torch_device(map_location: MapLocation) -> bool:

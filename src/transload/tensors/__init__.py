@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING
 
 from transload.errors import BrokenFileError, UsageError
 from transload.frozen import Frozen, replace
-from transload.io.sources import (
-    FileSource,
-    ObjectSource,
-    Slice,
-    Source,
-    SourceLike,
-    has_journal,
-    open_source,
-)
+from transload.io.sources import FileSource, ObjectSource, Slice, Source, SourceLike, has_journal, open_source
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key
