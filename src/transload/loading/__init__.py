@@ -42,8 +42,8 @@ from transload.loading.jobs import (
     can_read_to,
     jobs,
 )
+from transload.loading.malformed import Malformed
 from transload.loading.placement import DeviceMap, Plan, plan_here
-from transload.loading.signals import Malformed
 from transload.tensors import OpenCheckpoint
 
 if TYPE_CHECKING:

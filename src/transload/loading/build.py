@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError
 from transload.judge.ordinary import PURPOSES
-from transload.loading.signals import Malformed
+from transload.loading.malformed import Malformed
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:

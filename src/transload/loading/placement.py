@@ -297,7 +297,7 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
         if lost[0].reason == "float64":
             refused = f"it holds float64, which {lost[0].detail} does not have"
         else:
-            if not automatic and (meant := closest_device(lost[0].detail)):
+            if meant := closest_device(lost[0].detail):
                 fix = (
                     f"Did you mean map_location={meant!r}? Or leave it out: each tensor lands on a device that is here."
                 )

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import LoadError, UnsafeError
 from transload.judge.names import can_be_allowed
+from transload.loading.malformed import Malformed
 from transload.loading.refusal import Allowed, name_of, weights_only_error
-from transload.loading.signals import Malformed
 from transload.loading.values import VALUES, set_state, value_of
 from transload.nodes import Global, Persistent, module_class
 

@@ -22,8 +22,8 @@ from transload.errors import (
 from transload.formats.pickle_state import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
+from transload.loading.malformed import Malformed
 from transload.loading.rebuild import Rebuilder, sparse_tensor, validate_sparse
-from transload.loading.signals import Malformed
 from transload.nodes import Persistent
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import Any
 from transload.errors import LoadError, UnsafeError
 from transload.formats.arrays import NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.tensors import called
+from transload.loading.malformed import Malformed
 from transload.loading.refusal import weights_only_error
-from transload.loading.signals import Malformed
 from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
