@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
@@ -12,7 +13,7 @@ from tests.each import each
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.errors import ContentError
 from transload.io.sources import BytesSource
-from transload.tensors.content import Content, boxes
+from transload.tensors.content import Content, boxes, is_covered
 
 
 def whole(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:
@@ -78,8 +79,25 @@ def test_two_parts_do_not_stand_for_one_that_is_missing() -> None:
     content = whole((9, 4), ((3, 6), ()), 4)
     (tensor,) = content.checkpoint.tensors
     twice = (tensor.parts[0], tensor.parts[1], tensor.parts[0])
-    with pytest.raises(ContentError, match="24 of 36 elements"):
+    with pytest.raises(ContentError, match="3 of its parts are there, and they do not cover it"):
         list(content.pieces(tensor._replace(parts=twice)))
+
+
+@each("shape", [(), (0, 3), (5,), (2, 2)], ids=str)
+def test_parts_cover_a_tensor_if_each_element_is_in_exactly_one(shape: tuple[int, ...]) -> None:
+    every = [tuple(itertools.combinations(range(size + 2), 2)) for size in shape]
+    for count in range(3):
+        for chosen in itertools.combinations(itertools.product(*every), count):
+            parts, seen = [], Counter[tuple[int, ...]]()
+            for spans in chosen:
+                start, sizes = tuple(first for first, _ in spans), tuple(end - first for first, end in spans)
+                parts.append(Tensor(("x", *start), "x", "uint8", sizes, contiguous(sizes), "cpu", "0"))
+                seen.update(itertools.product(*(range(*span) for span in spans)))
+            tensor = Tensor(
+                ("x",), "x", "uint8", shape, contiguous(shape), "cpu", None, kind="sharded", parts=(*parts,)
+            )
+            once = Counter(itertools.product(*map(range, shape)))
+            assert is_covered(tensor) == (seen == once), chosen
 
 
 @each("most", [1, 2, 7, 24, 1000])

@@ -491,6 +491,13 @@ class TestForms:
         with pytest.raises(BrokenFileError, match="the pieces of w are not all there"):
             handle["w"]
 
+    def test_pieces_that_overlap_do_not_stand_for_one_that_is_missing(self, tmp_path: Path) -> None:
+        """The rest would be what was in memory before."""
+        whole = torch.arange(30.0).view(5, 6)
+        save_pieces(tmp_path, "w", whole, {(0, 0): whole[:3], (2, 0): whole[2:4]})
+        with pytest.raises(BrokenFileError, match="the pieces of w are not all there"):
+            open_(tmp_path)["w"]
+
     def test_tar(self) -> None:
         with open_(forge.tar()) as handle:
             assert handle["w0"].tolist() == list(struct.unpack("<4f", forge.FLOATS))

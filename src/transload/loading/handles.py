@@ -39,7 +39,7 @@ from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.tensors import OpenCheckpoint, Piece
-from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, select
+from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, is_covered, select
 
 if TYPE_CHECKING:
     import torch
@@ -371,15 +371,8 @@ def check_one(opened: Opened, tensor: Tensor) -> None:
     if tensor.kind == "strided":
         _elements(opened, tensor, ())
         return
-    if tensor.kind == "sharded":
-        try:
-            ends = [step.stop for part in tensor.parts for step in box_of(part, len(tensor.shape)).slices]
-        except LookupError:
-            ends = [sys.maxsize]
-        # No element may keep what was in memory before.
-        outside = any(end > size for end, size in zip(ends, tensor.shape * len(tensor.parts), strict=False))
-        if outside or sum(part.numel for part in tensor.parts) != tensor.numel:
-            raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=opened.checkpoint.path)
+    if tensor.kind == "sharded" and not is_covered(tensor):  # no element may keep what was in memory before
+        raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=opened.checkpoint.path)
     if tensor.kind != "meta" and not (tensor.kind in ("device", "sharded") and tensor.parts):
         found = opened.node(tensor.path)
         if found is None or type(found[1]) is not Call:
