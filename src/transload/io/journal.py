@@ -480,7 +480,5 @@ def _extents(source: int, start: int, end: int) -> Iterator[tuple[int, int]]:
             if error.errno != ENXIO:  # ENXIO: there is nothing but a hole
                 yield start, end
             return
-        if data >= end:
-            return
         yield data, min(hole, end)
         start = hole

@@ -112,10 +112,7 @@ _UNSUPPORTED: dict[str, tuple[str, str]] = {
         "it is a torch.export program: its graph names devices, too",
         "Move it so: torch.export.save(transload.load(path, weights_only=False), other)",
     ),
-    "aotinductor": (
-        "it is a compiled AOTInductor package, for one kind of device",
-        "Compile it for the other device.",
-    ),
+    "aotinductor": ("it is a compiled AOTInductor package, for one kind of device", "Compile it for the other device."),
     "torch-package": ("it is a torch.package archive, with code that may name devices", "Export the package again."),
     "safetensors": ("a safetensors file carries no device", "There is nothing to change: it loads anywhere."),
     **dict.fromkeys(
@@ -123,10 +120,7 @@ _UNSUPPORTED: dict[str, tuple[str, str]] = {
         ("this format carries no device", "There is nothing to change: transload.load reads it."),
     ),
     "torch-tar": ("it has the tar format of torch 0.1", _AGAIN),
-    "torch-directory": (
-        "it is an unpacked archive",
-        "Make a file of it, and retag that.",
-    ),
+    "torch-directory": ("it is an unpacked archive", "Make a file of it, and retag that."),
     "sharded": ("it is a checkpoint of several files", "{each}"),
     "dcp": ("torch.distributed.checkpoint names no device to load to", "There is nothing to change."),
     "deepspeed": ("it is a directory of several files", "{each}"),

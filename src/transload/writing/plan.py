@@ -26,14 +26,7 @@ from transload.tensors.content import Allowance, Content
 from transload.writing.arrays import with_arrays
 from transload.writing.objects import PROGRAMS, Leftovers, Omission, node_at, with_full_names
 from transload.writing.output import SHARD, index_name, sibling_files
-from transload.writing.to_torch import (
-    Structure,
-    TensorCalls,
-    carry_over,
-    lay_out,
-    overlapping,
-    tie_of,
-)
+from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
 
 # -- options
