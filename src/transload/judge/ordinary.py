@@ -56,9 +56,9 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
                 return None
             if callee is ordered:
                 odd = bool(args)
-                if call.states:
-                    odd = odd or not all(map(_is_metadata, call.states))
-                    built += 1
+                for state in call.states or ():  # state_dict() sets nothing else
+                    odd = odd or type(state) is not Dict or len(state.items) != 2 or state.items[0] != "_metadata"
+                built += bool(call.states)
             else:  # the last two arguments are requires_grad and the hooks
                 count = 6 if callee is tensor else 3 if callee is parameter else -1
                 odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
@@ -70,11 +70,6 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
             times = built if node is ordered else 0
             found.append(GlobalUse(*key, "data", PURPOSES[key], node.count, called[node], times, "", pickle.name))
     return Judgement("data-only", tuple(found))
-
-
-def _is_metadata(state: object) -> bool:
-    """Whether a state only sets ``_metadata``, as state_dict() does."""
-    return type(state) is Dict and len(state.items) == 2 and state.items[0] == "_metadata"
 
 
 def _is_empty(hooks: object, ordered: object) -> bool:

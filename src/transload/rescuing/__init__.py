@@ -284,7 +284,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         undone: set[Key] = set()
         for file, records in every.items():
             damaged = [record for record in records if key_of(file, record) in bad and record.crc32 is not None]
-            claims = [Claim(r.offset or 0, r.stored, r.stored, r.size, r.method, (r.crc32 or 0,)) for r in damaged]
+            claims = [Claim(r.offset or 0, r.stored, r.size, r.method, (r.crc32 or 0,)) for r in damaged]
             source = content.open_file(file)
             found: list[Repair] = []
             for record, verdict in zip(damaged, check_records(source, claims), strict=True):

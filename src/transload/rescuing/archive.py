@@ -391,7 +391,7 @@ def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
     if method:
         size = min(Counter(sizes).most_common(1)[0][0] if sizes else 0, MAX_RATIO * record.stored + 64)
     checksums = _checksums(record) if summed and record.stored else ()
-    return Claim(record.payload, record.stored, record.present, size, method, checksums)
+    return Claim(record.payload, record.stored, size, method, checksums)
 
 
 # -- names

@@ -56,13 +56,11 @@ _MAX_BLOCKS = 64
 class Claim(NamedTuple):
     """What the headers say about the bytes of a record, which begin at ``payload``.
 
-    ``present`` is how many of the ``stored`` bytes are in the file. ``size`` is what they inflate to. ``checksums`` are
-    all copies of the stored checksum.
+    ``stored`` is their number, and ``size`` what they inflate to. ``checksums`` are all copies of the stored checksum.
     """
 
     payload: int
     stored: int
-    present: int
     size: int
     method: int
     checksums: tuple[int, ...]
@@ -175,7 +173,7 @@ def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
     for claim in claims:
         value = sums.get(claim)
         padding = _padding_repairs(source, claim) if claim.method == DEFLATED and value in claim.checksums else ()
-        if claim.present < claim.stored:
+        if claim.payload + claim.stored > source.size:
             verdict = Verdict("cut")
         elif value is None and not (claim.method == DEFLATED and claim.checksums):
             verdict = Verdict("damaged")
@@ -196,7 +194,7 @@ def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
 
 def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, int]:
     """The checksum of what each record inflates to, unless it is cut or damaged."""
-    left = [claim for claim in dict.fromkeys(claims) if claim.present >= claim.stored]
+    left = [claim for claim in dict.fromkeys(claims) if claim.payload + claim.stored <= source.size]
     inflated = sum(claim.size for claim in left if claim.method)
     allowed = (0, DEFLATED) if inflated <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size) else (0,)
     left = [claim for claim in left if claim.method in allowed]

@@ -426,18 +426,16 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     records = [record for record in Scan(source, repaired_bytes).records if record.names and not record.replaced]
     if any(name == own or name.endswith(b"/" + own) for name in (r.names[0] for r in records) for own in _RECORDS):
         return None
-    held = {record.header: record for record in records if _is_checkpoint(source, record)}
-    names = {header: record.names[0].decode("utf-8", "backslashreplace") for header, record in held.items()}
-    if member:
-        names = {header: name for header, name in names.items() if name == member}
-    if not names:
+    checkpoints = (record for record in records if _is_checkpoint(source, record))
+    held = [(record.names[0].decode("utf-8", "backslashreplace"), record) for record in checkpoints]
+    held = [each for each in held if member in ("", each[0])]
+    if not held:
         return None
-    if len(names) > 1:
-        what = f"{len(names)} checkpoints are in the archive: {', '.join(list(names.values())[:8])}"
+    (name, record), *others = held
+    if others:
+        what = f"{len(held)} checkpoints are in the archive: {', '.join(name for name, _ in held[:8])}"
         raise RescueError(what, where=source.name, fix="Name one of them: --member NAME.")
-    ((header, name),) = names.items()
     notes.append(f"extracted from an archive: {name}")
-    record = held[header]
     repairs: tuple[Repair, ...] = ()
     damaged = False
     if not starts_record(_head(source, record)):  # only the archive has a checksum for it
