@@ -56,9 +56,9 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
                 return None
             if callee is ordered:
                 odd = bool(args)
-                for state in call.states or ():  # state_dict() sets nothing else
-                    odd = odd or type(state) is not Dict or len(state.items) != 2 or state.items[0] != "_metadata"
-                built += bool(call.states)
+                if call.states:  # state_dict() sets nothing else
+                    odd = odd or any(type(s) is not Dict or s.items[::2] != ["_metadata"] for s in call.states)
+                    built += 1
             else:  # the last two arguments are requires_grad and the hooks
                 count = 6 if callee is tensor else 3 if callee is parameter else -1
                 odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
