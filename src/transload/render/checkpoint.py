@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from transload.contents import FORMATS
+from transload.findings import join_names
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, heading, note
 from transload.render.tree import tensor_tree, tree_rows
 from transload.render.words import count, cut, plural, printable, shape_text, size
@@ -100,9 +101,8 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
     """A table of the files that could be read, out of ``total``, then the findings for those with a problem."""
     rows: list[tuple[Words, ...]] = []
     for each in seen:
-        devices = [printable(use.device, 24) for use in each.devices]
-        more = f" and {len(devices) - 2} more" if len(devices) > 2 else ""
-        held = count(len(each.tensors)), size(each.nbytes), ", ".join(devices[:2]) + more
+        devices = join_names([printable(use.device, 24) for use in each.devices], 2)
+        held = count(len(each.tensors)), size(each.nbytes), devices
         verdicts = (each.safety, SAFETY[each.safety][0]), (each.integrity, INTEGRITY[each.integrity][0])
         rows.append((printable(each.path), format_words(each), *held, *((verdict,) for verdict in verdicts)))
     if seen:
@@ -174,8 +174,7 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
     if safety == "unknown" and integrity == "not-a-checkpoint":
         reason = "not judged, since it is not a checkpoint"
     elif names:
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        reason += f" ({', '.join(names[:2])}{more})"
+        reason += f" ({join_names(names, 2)})"
     out["safety"] = ((safety, SAFETY[safety][0]), (f": {reason}", ""))
     reason = INTEGRITY[integrity][1]
     if integrity == "unchecked":
