@@ -261,11 +261,13 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def _answering(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+def _answering(name: str, answer: Callable[..., Any], listed: dict[str, None] = devices.answered) -> Callable[..., Any]:
+    """For a function that gives this answer on the CPU; ``name`` is listed at the end of the program."""
+
     def answered(real: Any, *args: Any, **kwargs: Any) -> Any:
         if devices.looking or not on_cpu():
             return real(*args, **kwargs)
-        devices.answered[name] = None
+        listed[name] = None
         return answer(*args, **kwargs)
 
     return answered
@@ -359,12 +361,8 @@ def _host_type(given: Any) -> Any:
     return given
 
 
-def _type(real: Any, self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    return real(self, *args, **kwargs) if dtype is None else real(self, _host_type(dtype), *args, **kwargs)
-
-
-def _set_default_type(real: Any, given: Any) -> None:
-    real(_host_type(given))
+def _type(real: Any, *args: Any, **kwargs: Any) -> Any:
+    return real(*map(_host_type, args), **{name: _host_type(value) for name, value in kwargs.items()})
 
 
 # -- training on several devices: NCCL becomes gloo, and a model on the CPU needs no list of GPUs
@@ -380,13 +378,6 @@ def _group(real: Any, *args: Any, **kwargs: Any) -> Any:
         devices.noted["nccl → gloo"] = None
         bound.arguments["backend"] = "gloo"
     return real(*bound.args, **bound.kwargs)
-
-
-def _keep_batch_norm(real: Any, cls: Any, module: Any, process_group: Any = None) -> Any:
-    if not on_cpu():
-        return real(cls, module, process_group)
-    devices.noted["SyncBatchNorm stays BatchNorm"] = None  # it computes on GPUs only
-    return module
 
 
 def _split(real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -444,12 +435,10 @@ def _seed(real: Any, seed: int) -> None:
         _answering("torch.cuda.manual_seed_all", _generator("manual_seed"))(real, seed)
 
 
-def _no_mixed_precision(real: Any) -> Any:
-    if devices.looking or not on_cpu():
-        return real()
-    devices.noted["no mixed precision"] = None
-    return True
-
+_no_mixed_precision = _answering("no mixed precision", lambda: True, devices.noted)
+_keep_batch_norm = _answering(  # SyncBatchNorm computes on GPUs only
+    "SyncBatchNorm stays BatchNorm", lambda _, module, *__, **___: module, devices.noted
+)
 
 REPLACED: Replaced = (
     *(
@@ -466,7 +455,7 @@ REPLACED: Replaced = (
     (_pretending("Tensor.get_device()", lambda: 0), "torch.Tensor", "get_device"),
     (_seed, "torch.cuda", "manual_seed_all"),
     (_type, "torch.Tensor", "type"),
-    (_set_default_type, "torch", "set_default_tensor_type"),
+    (_type, "torch", "set_default_tensor_type"),
     # The devices are those of its parameters.
     (_giving(device_ids=None, output_device=None), "torch.nn.parallel.DistributedDataParallel", "__init__"),
     (_split, "torch.nn.DataParallel", "__init__"),
