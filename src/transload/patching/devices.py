@@ -121,25 +121,18 @@ def _count(kind: str) -> int:
         if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch raises an error for that
             return -1
         module: Any = getattr(torch, kind, None)
+        functions = [getattr(module, name, bool) for name in ("is_available", "device_count")]
+        if kind == "mps":
+            functions = [torch.backends.mps.is_available] * 2
+        is_available, device_count = (getattr(each, "__wrapped__", each) for each in functions)  # without our patches
         looking.append(kind)  # one of these functions may call the other, which is patched
         try:
-            if kind == "mps":
-                _counts[key] = int(torch.backends.mps.is_available())
-            else:
-                known = hasattr(module, "is_available") and hasattr(module, "device_count")
-                _counts[key] = (
-                    int(_original(module.device_count)()) if known and _original(module.is_available)() else 0
-                )
+            _counts[key] = int(is_available() and device_count())
         finally:
             looking.pop()
         if _counts[key] and getattr(module, "is_initialized", bool)():
             _final_counts[kind] = _counts[key]
     return _counts[key]
-
-
-def _original(function: Any) -> Any:
-    """The original of a function of torch that we have wrapped."""
-    return getattr(function, "__wrapped__", function)
 
 
 def _warn(name: str, other: str, why: str) -> None:

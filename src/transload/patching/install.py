@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _ABSENT = object()
 _undo: list[Callable[[], None]] = []
+_waiting: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def install(device: str, *, explain: bool = True) -> None:
@@ -61,9 +62,9 @@ def replace(owner: object, name: str, value: object) -> None:
 
 def undo() -> None:
     """Restore everything that was replaced, in reverse order, and stop waiting for imports."""
-    _watch.waiting.clear()
-    if _watch in sys.meta_path:
-        sys.meta_path.remove(_watch)
+    _waiting.clear()
+    if _Watch in sys.meta_path:
+        sys.meta_path.remove(_Watch)
     while _undo:
         _undo.pop()()
 
@@ -149,15 +150,11 @@ def install_in_child(device: str, warned: list[str], pretending: bool) -> None:
 class _Watch:
     """A meta path finder that delegates to the others, and calls a function when a module has been executed."""
 
-    def __init__(self) -> None:
-        self.waiting: dict[str, Callable[[ModuleType], None]] = {}
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in self.waiting:
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _waiting:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        others = (finder for finder in sys.meta_path if finder is not _Watch and hasattr(finder, "find_spec"))
         spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
         loader = None if spec is None else spec.loader
         if loader is not None and hasattr(loader, "exec_module"):
@@ -166,16 +163,12 @@ class _Watch:
             def exec_module(module: ModuleType) -> None:
                 vars(loader).pop("exec_module", None)
                 execute(module)
-                action = self.waiting.pop(name, None)
-                if action is not None:
-                    action(module)
+                if name in _waiting:
+                    _waiting.pop(name)(module)
 
             # On this one loader, and only until it has run: the module keeps its usual loader.
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-_watch = _Watch()
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -184,6 +177,6 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     if module is not None:
         action(module)
         return
-    _watch.waiting[name] = action
-    if _watch not in sys.meta_path:
-        sys.meta_path.insert(0, _watch)
+    _waiting[name] = action
+    if _Watch not in sys.meta_path:
+        sys.meta_path.insert(0, _Watch)
