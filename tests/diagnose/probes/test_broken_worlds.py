@@ -123,8 +123,10 @@ class Denied(TreeHost):
 
     where: tuple[str, ...] = ()
 
-    def data(self, path: str, limit: int = 1 << 20) -> bytes | Unknown:
-        return Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().data(path, limit)
+    def data(self, path: str, limit: int = 1 << 20, start: int = 0) -> bytes | Unknown:
+        return (
+            Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().data(path, limit, start)
+        )
 
     def listdir(self, path: str) -> tuple[str, ...] | Unknown:
         return Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().listdir(path)

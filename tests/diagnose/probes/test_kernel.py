@@ -152,10 +152,10 @@ def test_nobody_waits_for_a_page_that_never_comes(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("transload.diagnose.probes.hardware.DRIVER_PATIENCE", 1.0)
 
     class Hanging(TreeHost):
-        def data(self, path: str, limit: int = 1 << 20) -> bytes | Unknown:
+        def data(self, path: str, limit: int = 1 << 20, start: int = 0) -> bytes | Unknown:
             if path.endswith("/information"):
                 os.close(os.open(self.at("/pipe"), os.O_RDONLY))
-            return super().data(path, limit)
+            return super().data(path, limit, start)
 
     host = plain_host(tmp_path)
     os.mkfifo(tmp_path / "pipe")
