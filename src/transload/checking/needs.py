@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -224,20 +223,34 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     if not kernels:
         reason = _TENSORS if checkpoint.tensors else "it contains no GPU code"
         return Compatibility(True, reason, compared, recorded)
+    by_codes: dict[tuple[str, ...], list[str]] = {}
+    for name, codes, _ in kernels:
+        by_codes.setdefault(codes, []).append(name)
     evidence = []
-    for codes in dict.fromkeys(kernel.codes for kernel in kernels):
-        same = [kernel for kernel in kernels if kernel.codes == codes]
-        evidence.append(f"{', '.join(codes)}: {same[0].name}{f' and {len(same) - 1} more' if len(same) > 1 else ''}")
+    for codes, names in by_codes.items():
+        evidence.append(f"{', '.join(codes)}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}")
     able = []
-    for name, card in machine.capabilities.items():
-        failing = next((kernel.name for kernel in kernels if not kernel.runs(card, driver.version)), "")
+    for gpu, card in machine.capabilities.items():
+        fits = ((name, any(runs_on(code, card) for code in codes), cuda) for name, codes, cuda in kernels)
+        failing = next((name for name, runs, cuda in fits if not runs or 0 < driver.version < cuda), "")
         outcome = f"does not run {failing}" if failing else "runs"
-        evidence.append(f"{name}, compute capability {'.'.join(map(str, card))}: {outcome}")
-        able += [] if failing else [name]
+        evidence.append(f"{gpu}, compute capability {'.'.join(map(str, card))}: {outcome}")
+        able += [] if failing else [gpu]
     evidence += compared
-    targets = ", ".join(sorted({code for kernel in kernels for code in kernel.codes})[:8])
-    obstacle = _obstacle(checkpoint, dict(recorded), machine)
-    if not obstacle and not (machine.capabilities and driver.works):
+    targets = ", ".join(sorted({code for codes in by_codes for code in codes})[:8])
+    processor = _PROCESSORS.get(machine.platform.machine.lower(), machine.platform.machine)
+    libraries = (dict(part.facts) for part in checkpoint.parts if part.kind == "library")
+    other = sorted({library.get("machine", processor) for library in libraries} - {processor})
+    # A driver does not run code that was compiled for a later major version of CUDA.
+    build = re.search(r"\+cu(\d{2})(\d)", dict(recorded).get("torch", ""))
+    named = re.match(r"\d{1,2}\.\d", dict(recorded).get("cuda", ""))
+    cuda = named[0] if named else f"{build[1]}.{build[2]}" if build else ""
+    obstacle = ""
+    if other:
+        obstacle = f"its library is for {other[0]} processors, not {processor}"
+    elif cuda and 0 < driver.version // 1000 < numbers_of(cuda)[0]:
+        obstacle = f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(driver.version)}"
+    elif not (machine.capabilities and driver.works):
         obstacle = "there is no NVIDIA GPU here that works"
     if obstacle:
         return Compatibility(False, f"it holds compiled code for {targets}, and {obstacle}", tuple(evidence), recorded)
@@ -246,21 +259,11 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     return Compatibility(bool(able), f"{reason} {cards}", tuple(evidence), recorded)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """A kernel, or all kernels of a library: it runs on a GPU if one of its codes does."""
+def _kernels(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """Kernels, or all kernels of a library: a name, the codes of which a GPU must run one, and what their PTX needs.
 
-    name: str
-    codes: tuple[str, ...]
-    cuda: int = 0
-    """The CUDA version of the driver that its PTX needs, as drivers number it: ``12080``; 0 if unknown."""
-
-    def runs(self, card: tuple[int, ...], driver: int) -> bool:
-        able = not driver or self.cuda <= driver
-        return able and any(runs_on(code, card) for code in self.codes)
-
-
-def _kernels(checkpoint: Checkpoint) -> Iterator[_Kernel]:
+    That is the CUDA version of the driver, as drivers number it: ``12080``; 0 if unknown.
+    """
     for part in checkpoint.parts:
         facts = dict(part.facts)
         if part.kind == "PTX":
@@ -272,25 +275,8 @@ def _kernels(checkpoint: Checkpoint) -> Iterator[_Kernel]:
                     written = int(found[1]), int(found[2])
                     major, minor = _PTX_CUDA.get(written, (_PTX_MAJOR.get(written[0], 0), written[1]))
                     cuda = major * 1000 + minor * 10
-            yield _Kernel(part.name, (facts.get("target", "").replace("sm_", "compute_"),), cuda)
+            yield part.name, (facts.get("target", "").replace("sm_", "compute_"),), cuda
         elif part.kind in ("cubin", "AMD GPU code", "Intel GPU code", "GPU code for several architectures"):
-            yield _Kernel(part.name, (facts.get("target", part.kind),))
+            yield part.name, (facts.get("target", part.kind),), 0
         elif "GPU code inside" in facts:
-            yield _Kernel(part.name, tuple(facts["GPU code inside"].split(", ")))
-
-
-def _obstacle(checkpoint: Checkpoint, origin: dict[str, str], machine: Machine) -> str:
-    """Why compiled code cannot run here on any GPU: it is for another processor, or for a newer CUDA."""
-    here = _PROCESSORS.get(machine.platform.machine.lower(), machine.platform.machine)
-    built = {dict(part.facts).get("machine", here) for part in checkpoint.parts if part.kind == "library"}
-    other = sorted(built - {here})
-    if other:
-        return f"its library is for {other[0]} processors, not {here}"
-    # A driver does not run code that was compiled for a later major version of CUDA.
-    build = re.search(r"\+cu(\d{2})(\d)", origin.get("torch", ""))
-    recorded = re.match(r"\d{1,2}\.\d", origin.get("cuda", ""))
-    cuda = recorded[0] if recorded else f"{build[1]}.{build[2]}" if build else ""
-    driver = machine.driver.cuda.version
-    if not cuda or not driver or numbers_of(cuda)[0] <= driver // 1000:
-        return ""
-    return f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(driver)}"
+            yield part.name, tuple(facts["GPU code inside"].split(", ")), 0
