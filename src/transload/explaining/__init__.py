@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,30 +124,25 @@ def _answers(found: Sequence[Match], files: Sequence[str], local: LocalChecks | 
     return tuple(answers)
 
 
-class _Blanks(dict[str, str]):
-    """The values in the blanks of a wording; a blank that it does not have is empty."""
-
-    def __missing__(self, name: str) -> str:
-        return ""
-
-    def takes(self, name: str, pattern: str) -> bool:
-        """Whether a value matches a pattern; if so, its groups become values."""
-        found = re.search(pattern, self[name])
-        self.update(found.groupdict("") if found else {})
-        return found is not None
-
-
 def _answer(found: Match) -> Answer:
     known = found.known
-    values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.values.items()}, text=found.text)
+    blanks = {name: value[:_LONGEST_VALUE] for name, value in found.values.items()}
+    values = defaultdict(str, blanks, text=found.text)  # a blank that the wording does not have is empty
+
+    def takes(name: str, pattern: str) -> bool:
+        """Whether a value matches a pattern; if so, its groups become values."""
+        match = re.search(pattern, values[name])
+        values.update(match.groupdict("") if match else {})
+        return match is not None
+
     sections = getattr(hooks, known.hook)(values) if known.hook else ()
     for line in known.value:
         name, place, pattern, words = line.split(" ", 3)
-        if values.takes(place, pattern):
+        if takes(place, pattern):
             values[name] = words.format_map(values)
     if not sections:
         conditions = ((name, fields["where"].split(" ", 1)) for name, fields in known.sections if "where" in fields)
-        sections = next(((name,) for name, where in conditions if values.takes(*where)), ())
+        sections = next(((name,) for name, where in conditions if takes(*where)), ())
     for name in sections:
         known = known._replace(**variant(name))
     return Answer(
