@@ -231,11 +231,6 @@ def test_a_tensor_whose_size_is_wrong_has_no_bytes_to_trust() -> None:
     assert [storage.id for storage in checkpoint.storages] == ["b"]
 
 
-def test_the_file_name_goes_into_each_storage() -> None:
-    checkpoint = read_safetensors(BytesSource(blob({"a": entry()}, bytes(4))), "model-00001-of-00002.safetensors")
-    assert [storage.file for storage in checkpoint.storages] == ["model-00001-of-00002.safetensors"]
-
-
 def test_metadata_is_shown_in_bounds() -> None:
     facts = read(blob({"__metadata__": {f"k{n}": "x" * 10_000 for n in range(1000)}})).facts
     assert ("metadata", "1,000 entries") in facts

@@ -250,7 +250,6 @@ NEWEST_PROTOCOL = 5
 
 
 def _by_magic(view: View) -> Foreign | None:
-    """Formats with a magic number."""
     head = view.head
     for format_, title, pattern, advice in _rows("first bytes", 4):
         if _at_start(pattern, head):
@@ -274,7 +273,6 @@ def _by_magic(view: View) -> Foreign | None:
 
 
 def _by_structure(view: View) -> Foreign | None:
-    """Formats without a magic number."""
     if view.tail.endswith(TABLE_MAGIC):
         fix = "Give tf.train.load_checkpoint the name without .index; PyTorch cannot read it."
         return Foreign("tensorflow", "the index of a TensorFlow checkpoint (or a LevelDB table)", (), (fix,))
@@ -376,7 +374,6 @@ _WEIGHTS = ("The weights are beside it: model.safetensors or pytorch_model.bin."
 
 
 def _text(view: View) -> Foreign | None:
-    """Any kind of text."""
     found = as_text(view.head)
     if not found.strip():
         return None

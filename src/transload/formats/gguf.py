@@ -170,7 +170,7 @@ def read_gguf(source: Source) -> Checkpoint | None:
         names = join_names([each.name for each in quantized])
         noted.add("gguf-quantized", "", f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {names}")
     big = header.order == ">"
-    made = [tensor_of(entry, entry.dtype, entry.shape, start, source.size, "", big_endian=big) for entry in ordered]
+    made = [tensor_of(entry, entry.dtype, entry.shape, start, source.size, big_endian=big) for entry in ordered]
     version = int.from_bytes(source.read(4, 4), "big" if big else "little")
     return Checkpoint(
         path=source.name,

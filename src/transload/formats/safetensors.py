@@ -67,8 +67,8 @@ def looks_like_safetensors(source: Source) -> bool:
     return text.lstrip(b" \t\r\n").startswith(b"{")
 
 
-def read_safetensors(source: Source, file: str = "") -> Checkpoint:
-    """Read the header of a safetensors file; ``file`` is that of each storage.
+def read_safetensors(source: Source) -> Checkpoint:
+    """Read the header of a safetensors file.
 
     Never raises for bad content. For a truncated file, too, all tensors are listed; those that are not complete have
     ``storage.stored < storage.nbytes``.
@@ -101,8 +101,7 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
     start = PREFIX + length
     if header and not noted.has("safetensors-header-invalid"):
         check_layout(entries, source.size - start, noted)
-    size = source.size
-    pairs = [tensor_of(entry, *_as_torch(entry, noted), start, size, file) for entry in entries]
+    pairs = [tensor_of(entry, *_as_torch(entry, noted), start, source.size) for entry in entries]
     return Checkpoint(
         path=source.name,
         format="safetensors",
@@ -284,7 +283,7 @@ def _as_torch(entry: Entry, noted: LimitedProblems) -> tuple[str, tuple[int, ...
 
 
 def tensor_of(
-    entry: Entry, dtype: str, shape: tuple[int, ...], start: int, size: int, file: str, *, big_endian: bool = False
+    entry: Entry, dtype: str, shape: tuple[int, ...], start: int, size: int, *, big_endian: bool = False
 ) -> tuple[Tensor, Storage | None]:
     """The tensor of an entry, with torch's dtype and shape, and its storage.
 
@@ -300,5 +299,5 @@ def tensor_of(
     place = offset if stored or not nbytes else None
     return (
         _new(Tensor, (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, ())),
-        _new(Storage, (name, name, "cpu", dtype, nbytes, stored, place, "", file, None, False, big_endian, path)),
+        _new(Storage, (name, name, "cpu", dtype, nbytes, stored, place, "", "", None, False, big_endian, path)),
     )
