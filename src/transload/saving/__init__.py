@@ -82,9 +82,8 @@ def save(
 
     path = _path(f)
     background.wait_for_target(path or f)
-    legacy = not _use_new_zipfile_serialization
-    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, legacy)
-    prepared.byteorder = not _disable_byteorder_record
+    form = not _use_new_zipfile_serialization, not _disable_byteorder_record
+    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
     prepared.write()
 
 
@@ -118,9 +117,8 @@ def save_async(
     path = _path(f)
     background.raise_unseen()
     background.make_room()
-    legacy = not _use_new_zipfile_serialization
-    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, legacy)
-    prepared.byteorder = not _disable_byteorder_record
+    form = not _use_new_zipfile_serialization, not _disable_byteorder_record
+    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
     if path is not None:
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
         prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
@@ -160,6 +158,7 @@ class _Save:
         atomic: bool,
         progress: Progress,
         legacy: bool,
+        byteorder: bool,
     ) -> None:
         if device not in ("cpu", "keep"):
             what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
@@ -182,7 +181,7 @@ class _Save:
             raise SaveError(what, fix="Use torch.save for a file without contents.")
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
         self.legacy_protocol = int(protocol) if legacy else None
-        self.byteorder = True  # whether to write the record byteorder
+        self.byteorder = byteorder  # whether to write the record of this name
         self.copies: list[Record] | None = None  # of the storages, to write instead of them
         with gc_paused(user_objects=True):
             portable = device == "cpu"

@@ -65,7 +65,7 @@ def write_content(
         WRITERS[format_](job, plan)
         if verify:
             check_source([*plan.entries, *plan.carried], job)
-        leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.content.checkpoint.tensors))
+        leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.checkpoint.tensors))
         table: dict[str, Any] = {}
         if leftovers.data not in (None, {}, []):
             table["data"] = leftovers.data

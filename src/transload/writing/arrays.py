@@ -90,13 +90,11 @@ class _Search(BoundedWalk):
         self.ancestors.discard(id(node))
 
 
-def with_arrays(
-    content: Content, tensors: Iterable[Tensor], modules: set[Path], *, into_objects: bool
-) -> tuple[Content, tuple[Tensor, ...]]:
+def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> tuple[Content, tuple[Tensor, ...]]:
     """The source with the numpy arrays in its pickles as tensors, each named after its path; and these tensors.
 
     Not those in pickled modules: they are not in a state dict. ``into_objects``: also those in the attributes of
-    objects, and in mappings of other classes. ``tensors`` are those that are known already.
+    objects, and in mappings of other classes.
     """
     checkpoint = content.checkpoint
     main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
@@ -104,7 +102,7 @@ def with_arrays(
     # Where several shards fill one dictionary, a path does not identify the shard.
     if not named or checkpoint.format in PROGRAMS or len({pickle.path for pickle in main}) != len(main):
         return content, ()
-    search = _Search({tensor.path for tensor in tensors}, modules, into_objects=into_objects)
+    search = _Search({tensor.path for tensor in checkpoint.tensors}, modules, into_objects=into_objects)
     for pickle in main:
         search.visit(pickle.root, pickle.path, 0)
     raw: dict[str, Any] = {}  # the bytes of each array, by a file name that no checkpoint has

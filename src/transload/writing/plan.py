@@ -162,7 +162,7 @@ class Plan:
 
     def __init__(self, content: Content, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
-        self.checkpoint, self.metadata = _with_aliases(content)
+        source, self.metadata = _with_aliases(content)
         self.entries: list[Entry] = []
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
@@ -175,11 +175,10 @@ class Plan:
         self.placed: list[Entry] = []
         self.storages: list[Entry] = []
         self.numbers: list[str] = []
-        self._modules = _module_paths(self.checkpoint.tensors)
+        self._modules = _module_paths(source.checkpoint.tensors)
         into_objects = format_ != "torch"  # an array inside an object cannot go into a torch zip
-        tensors = self.checkpoint.tensors
-        self.content, self.arrays = with_arrays(content, tensors, self._modules, into_objects=into_objects)
-        self.checkpoint = replace(self.checkpoint, tensors=(*self.checkpoint.tensors, *self.arrays))
+        self.content, self.arrays = with_arrays(source, self._modules, into_objects=into_objects)
+        self.checkpoint = self.content.checkpoint
         selected = self._select()
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
@@ -428,8 +427,8 @@ def _module_paths(tensors: Iterable[Tensor]) -> set[tuple[Key, ...]]:
     return paths
 
 
-def _with_aliases(content: Content) -> tuple[Checkpoint, dict[str, str]]:
-    """The checkpoint with full names and with tied tensors under every name, and the rest of its metadata.
+def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
+    """The source with full names and with tied tensors under every name, and the rest of its metadata.
 
     A safetensors file stores every tensor once; ``save_model`` records further names in the metadata.
     """
@@ -447,7 +446,8 @@ def _with_aliases(content: Content) -> tuple[Checkpoint, dict[str, str]]:
     names = {a: b for a, b in metadata.items() if b in by_name and a not in by_name and a != "format"}
     tied = [by_name[kept]._replace(name=name, path=(name,)) for name, kept in names.items()]
     others = {key: value for key, value in metadata.items() if key not in names and key != "format"}
-    return replace(checkpoint, tensors=(*checkpoint.tensors, *tied)), others
+    checkpoint = replace(checkpoint, tensors=(*checkpoint.tensors, *tied))
+    return Content(checkpoint, content.open_file, content.parts), others
 
 
 # -- what changed on the way
