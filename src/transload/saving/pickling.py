@@ -133,15 +133,16 @@ def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
     """The pickle by a module's ``Pickler``, which decides about everything but tensors."""
     base: Any = (pickle_module or pickle).Pickler
     inherited = getattr(base, "reducer_override", None)
+    # Not looked up on the reducer: persistent_id is called for each part of each tensor.
+    storage_classes, legacy = reducer.storage_classes, reducer.legacy
 
     class Pickler(base):  # type: ignore[misc]
         __slots__ = ("transload",)
 
         def persistent_id(self, obj: Any) -> Any:
-            reducer = self.transload
-            if type(obj) in reducer.storage_classes:
-                return reducer.persistent_id(obj)
-            return reducer.class_id(obj) if reducer.legacy and isinstance(obj, type) else None
+            if type(obj) in storage_classes:
+                return self.transload.persistent_id(obj)
+            return self.transload.class_id(obj) if legacy and isinstance(obj, type) else None
 
         def reducer_override(self, obj: Any) -> Any:
             reduced = self.transload.reduce(obj)
