@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from glob import escape, glob
 from signal import SIGTERM, signal
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
 from transload.cli.output import print_error, show_result
+from transload.diagnose import judge_machine
+from transload.diagnose.compare import Comparison, compare, folded, report
+from transload.diagnose.saved import machine_of, reports_in
 from transload.errors import CannotReadError, TransloadError, UsageError
+from transload.render.json import to_json
+from transload.render.lines import as_text
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Iterator
 
-    from transload.diagnose.compare import Comparison
     from transload.diagnose.report import Diagnosis
 
 _LONGEST_REPORT = 1 << 26
@@ -43,9 +48,6 @@ def read_report(path: str, longest: int = _LONGEST_REPORT) -> str:
 
 def _add_reports(reports: dict[str, Diagnosis | str], text: str, name: str) -> None:
     """Judge the reports in a text and add them, or why not; ``name`` is used for a report that names no machine."""
-    from transload.diagnose import judge_machine
-    from transload.diagnose.saved import machine_of, reports_in
-
     found = list(reports_in(text))
     for place, (label, document) in enumerate(found, 1):
         node = document.get("node") if isinstance(document, dict) else None
@@ -67,8 +69,6 @@ def _add_reports(reports: dict[str, Diagnosis | str], text: str, name: str) -> N
 
 def run_compare(arguments: Namespace) -> int:
     """Compare the reports in files, directories and standard input."""
-    from transload.diagnose.compare import compare
-
     reports: dict[str, Diagnosis | str] = {}
     silent = []
     paths = list(_paths(arguments.compare))
@@ -86,8 +86,6 @@ def run_compare(arguments: Namespace) -> int:
 
 
 def _show(comparison: Comparison, arguments: Namespace) -> int:
-    from transload.diagnose.compare import folded, report
-
     show_result(comparison, report, arguments)
     if arguments.require and comparison.without_cuda:
         print_error(UsageError(f"CUDA is required but not usable on {folded(comparison.without_cuda)}"))
@@ -98,8 +96,6 @@ def _show(comparison: Comparison, arguments: Namespace) -> int:
 
 def _paths(given: Iterable[str]) -> Iterator[str]:
     """The files to read: a directory stands for its ``.json`` files, and a pattern for what it matches."""
-    from glob import escape, glob
-
     for path in given:
         found = [path]
         if os.path.isdir(path):
@@ -129,8 +125,6 @@ def _names(paths: list[str]) -> list[str]:
 
 def _waiting(missing: list[int], seconds: float) -> None:
     """Say what the command is waiting for."""
-    from transload.diagnose.compare import folded
-
     who = folded([f"rank {rank}" for rank in missing])
     print(f"transload: waiting at most {seconds:.0f} s for the reports of {who}", file=sys.stderr, flush=True)
 
@@ -141,13 +135,9 @@ def run_gather(arguments: Namespace) -> int:
     Every rank that waits for rank 0 exits with its code, whatever was found on the rank itself: when one rank fails, a
     launcher may end all of them, including rank 0.
     """
-    from transload.diagnose import judge_machine
-    from transload.diagnose.compare import compare, report
     from transload.diagnose.gather import GRACE, PATIENCE, Gathering, job_of
     from transload.diagnose.probes import IDLE, probe
     from transload.diagnose.redact import names_here, redacted
-    from transload.render.json import to_json
-    from transload.render.lines import as_text
 
     rank, size, _ = job_of(os.environ)
     seconds = arguments.timeout or PATIENCE
