@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +35,7 @@ def test_a_lead_of_more_than_half_the_width_gets_a_line_of_its_own() -> None:
     block = Prose((("one two three", ""),), lead=(("a long label  ", "dim"),))
     assert folded(block, 40) == ["a long label  one two three"]
     assert folded(block, 20) == ["a long label", "      one two three"]
-    assert folded(replace(block, lead=((" " * 14, ""),)), 20) == ["      one two three"]
+    assert folded(block._replace(lead=((" " * 14, ""),)), 20) == ["      one two three"]
 
 
 def test_a_table_aligns_and_cuts_names_in_the_middle() -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from itertools import groupby, pairwise, repeat
 from operator import itemgetter
 from re import compile as regex
 from typing import TYPE_CHECKING, TextIO
 from unicodedata import category, east_asian_width
+
+from transload.frozen import NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,8 +55,7 @@ _ASCII: dict[int, int | str] = {
 # -- styles
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(NamedTuple):
     """What a stream can show.
 
     ``cut``: names that are too long for ``width`` are truncated, which is right for a terminal and wrong for a pipe.
@@ -134,8 +134,7 @@ if sys.platform == "win32":
 # -- blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Prose:
+class Prose(NamedTuple):
     """Text that is folded at the width. ``lead`` precedes the first line; further lines are indented by its width.
 
     A lead that takes more than half of the width gets its own line. ``whole`` text stays on one line, however long, so
@@ -147,8 +146,7 @@ class Prose:
     whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Rows of cells in aligned columns.
 
     Columns ``right`` are right-aligned; in columns ``dim``, and in ``titles``, text without a role is dim. On a narrow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from re import compile as regex
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from transload.frozen import NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,26 +22,30 @@ _ALIKE_TENSORS = 3  # this many single tensors,
 _ALIKE_UNNUMBERED = 8  # and this many branches or tensors of the same structure under any names
 
 
-@dataclass(slots=True)
-class Twig:
+class Twig(NamedTuple):
     """A branch or a tensor of the tree; or several equal ones, with the ``children`` of the first.
 
     ``label`` begins with the separator after its parent's label. ``copies`` is the number of equal ones; ``tensors``
-    and ``nbytes`` count all of them. ``hidden`` is the number of further children, for which there is no room.
+    and ``nbytes`` count all of them. ``branches`` counts the children, also those for which there is no room.
     """
 
     label: str
     tensor: Tensor | None
-    children: tuple[Twig, ...]
+    children: list[Twig]
+    branches: int
     tensors: int
     nbytes: int
     copies: int = 1
-    hidden: int = 0
 
     @property
     def name(self) -> str:
         """The label without the separator."""
         return self.label[1:] if self.label[:1] in ("/", ".") else self.label
+
+    @property
+    def hidden(self) -> int:
+        """The number of children for which there is no room."""
+        return self.branches - len(self.children)
 
 
 def tensor_tree(tensors: Iterable[Tensor], limit: int) -> Twig:
@@ -60,15 +65,14 @@ def tensor_tree(tensors: Iterable[Tensor], limit: int) -> Twig:
         if count > limit:
             count = max(limit // 2, limit if twig is root else 0)
         limit -= count
-        twig.hidden = len(twig.children) - count
-        twig.children = twig.children[:count]
+        del twig.children[count:]
         queue.extend(twig.children)
     return root
 
 
-def _branch(label: str, children: tuple[Twig, ...], copies: int = 1) -> Twig:
+def _branch(label: str, children: list[Twig], copies: int = 1) -> Twig:
     tensors, nbytes = sum(child.tensors for child in children), sum(child.nbytes for child in children)
-    return Twig(label, None, children, copies * tensors, copies * nbytes, copies)
+    return Twig(label, None, children, len(children), copies * tensors, copies * nbytes, copies)
 
 
 class _Branch(NamedTuple):
@@ -96,7 +100,7 @@ def _grow(named: list[tuple[list[str], Tensor]], depth: int, forms: dict[object,
     return _Branch(forms.setdefault(form, len(forms)), own, below)
 
 
-def _twigs(below: dict[str, _Branch]) -> tuple[Twig, ...]:
+def _twigs(below: dict[str, _Branch]) -> list[Twig]:
     """The children of a branch, in order; similar ones are folded into the first of them."""
     alike: dict[tuple[int, int, str], list[str]] = {}
     for step, branch in below.items():
@@ -112,12 +116,12 @@ def _twigs(below: dict[str, _Branch]) -> tuple[Twig, ...]:
         separator, copies, children = _separator(step), len(groups[step]), _twigs(below[step].below)
         label = separator + _label([each.removeprefix(separator) for each in groups[step]])
         # Usually one twig, but more if several tensors have the same name.
-        twigs += [Twig(label, each, (), copies, each.nbytes * copies, copies) for each in below[step].tensors]
+        twigs += [Twig(label, each, [], 0, copies, each.nbytes * copies, copies) for each in below[step].tensors]
         if len(children) == 1 and copies == 1:  # a chain of single branches reads better as one name
-            twigs.append(replace(children[0], label=label + children[0].label))
+            twigs.append(children[0]._replace(label=label + children[0].label))
         elif children:
             twigs.append(_branch(label, children, copies))
-    return tuple(twigs)
+    return twigs
 
 
 def _separator(step: str) -> str:
