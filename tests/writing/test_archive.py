@@ -159,4 +159,4 @@ def test_a_sink_gets_few_large_buffers() -> None:
     sink = Counting()
     many = [Record(b"data/%d" % number, 256, b"x" * 256) for number in range(10_000)]
     write_archive(sink, b"a", many, lambda _: [])
-    assert sink.writes <= 3
+    assert sink.writes <= 40, "of about 100 kB each"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Protocol
 from zlib import crc32
@@ -27,6 +27,7 @@ from transload.formats.zip import (
     ALIGNMENT,
     ALL32,
     CENTRAL,
+    CENTRAL_IN_SHORT,
     DESCRIPTOR,
     DESCRIPTOR64,
     END,
@@ -34,6 +35,7 @@ from transload.formats.zip import (
     EXTRA,
     LOCAL,
     LOCATOR64,
+    NOTHING_ELSE,
 )
 from transload.frozen import NamedTuple
 from transload.io.checksums import crc32_combine, fastest_crc32
@@ -50,7 +52,7 @@ SMALL = 16 << 10
 AHEAD = 7
 """Writes whose checksums are being computed while another is written."""
 
-_MANY = 300  # chunks of a write: writev takes 1024 buffers
+_MANY = 300  # chunks of a write: writev takes 1024 buffers; and small records that are joined
 
 
 # -- what torch writes around records
@@ -60,6 +62,12 @@ _FLAGS_OF_NOTHING = 0x0800  # an empty record has no descriptor
 _MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
 _PADDING = 0x4246  # the tag "FB"
 _LEAST = LOCAL.size + EXTRA.size  # bytes of a header without its name, and of the padding field
+_HEAD, _HEAD_OF_NOTHING = (
+    LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, 0, 0)[: -EXTRA.size] for flags in (_FLAGS, _FLAGS_OF_NOTHING)
+)
+_ENTRY, _ENTRY_OF_NOTHING = (
+    CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, _FLAGS_OF_NOTHING)
+)
 _NEEDED = 45  # the first version of the specification with 64-bit sizes
 
 
@@ -70,9 +78,13 @@ def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT
     """
     wide = _wide(size, 0, offset) if size >= ALL32 or offset >= ALL32 else b""
     padding = -(offset + _LEAST + len(name) + len(wide)) % alignment
-    flags, extra = _FLAGS if size else _FLAGS_OF_NOTHING, len(wide) + EXTRA.size + padding
-    head = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra)
-    return head + name + wide + EXTRA.pack(_PADDING, padding) + b"Z" * padding
+    lengths = EXTRA.pack(len(name), len(wide) + EXTRA.size + padding)
+    return b"".join((_HEAD if size else _HEAD_OF_NOTHING, lengths, name, wide, _padding_field(padding)))
+
+
+@cache
+def _padding_field(length: int) -> bytes:
+    return EXTRA.pack(_PADDING, length) + b"Z" * length
 
 
 def descriptor(size: int, crc32: int, offset: int) -> bytes:
@@ -85,12 +97,12 @@ def descriptor(size: int, crc32: int, offset: int) -> bytes:
 
 def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
     """The directory entry of a record whose header begins at ``offset``."""
-    wide, narrow, start = b"", size, offset
+    wide, rest, narrow, start = b"", NOTHING_ELSE, size, offset
     if size >= ALL32 or offset >= ALL32:
         wide, narrow, start = _wide(size, size, offset), min(size, ALL32), min(offset, ALL32)
-    flags, n_name, n_wide = _FLAGS if size else _FLAGS_OF_NOTHING, len(name), len(wide)
-    entry = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, narrow, narrow, n_name, n_wide, 0, 0, 0, 0, start)
-    return entry + name + wide
+        rest = len(wide).to_bytes(12, "little")
+    begin = _ENTRY if size else _ENTRY_OF_NOTHING
+    return CENTRAL_IN_SHORT.pack(begin, crc32, narrow, narrow, len(name), rest, start) + name + wide
 
 
 def end_of_archive(count: int, start: int, size: int) -> bytes:
@@ -155,36 +167,66 @@ class _Write:
 
 
 class _Archive:
-    """The archive so far: where it ends, the name, size and offset of each record, and their checksums."""
+    """The archive so far: where it ends, and the checksums and directory entries of its records."""
 
     def __init__(self, root: bytes, alignment: int) -> None:
         self.checksums: list[int] = []
         self.end = 0
-        self._places: list[tuple[bytes, int, int]] = []
+        self._entries: list[bytes] = []
+        self._places: dict[int, tuple[bytes, int, int]] = {}  # name, size, offset of records without a checksum
         self._lead = root + b"/" if root else b""
         self._alignment = alignment
+
+    def _add_small(self, write: _Write, contents: list[tuple[bytes, bytes]]) -> None:
+        """Add records whose names and bytes are at hand to a write.
+
+        What ``local_header``, ``descriptor`` and ``central_entry`` would make, in a third of the time: without it,
+        saving 20,000 small tensors takes an eighth longer.
+        """
+        out: list[bytes] = []
+        lead, alignment, begin, offset = self._lead, self._alignment, self.end, self.end
+        lengths, describe, enter = EXTRA.pack, DESCRIPTOR.pack, CENTRAL_IN_SHORT.pack
+        for short, content in contents:
+            name, size, checksum = lead + short, len(content), crc32(content)
+            self.checksums.append(checksum)
+            write.contents += size
+            if size and offset + size < ALL32:
+                length = len(name)
+                least = offset + _LEAST + length
+                padding = -least % alignment
+                tail = describe(b"PK\x07\x08", checksum, size, size)
+                out += (_HEAD, lengths(length, padding + 4), name, _padding_field(padding), content, tail)
+                self._entries.append(enter(_ENTRY, checksum, size, size, length, NOTHING_ELSE, offset) + name)
+                offset = least + padding + size + DESCRIPTOR.size
+            else:
+                parts = local_header(name, size, offset, alignment), content, descriptor(size, checksum, offset)
+                out += parts
+                self._entries.append(central_entry(name, size, checksum, offset))
+                offset += sum(map(len, parts))
+        contents.clear()
+        write.buffers.append(b"".join(out))
+        write.nbytes += offset - begin
+        self.end = offset
 
     def writes(self, records: Iterable[Record]) -> Iterator[_Write]:
         """Divide records into writes."""
         write = _Write()
+        small: list[tuple[bytes, bytes]] = []
         for short, size, content in records:
-            name, offset = self._lead + short, self.end
-            header = local_header(name, size, offset, self._alignment)
             if isinstance(content, bytes):
-                checksum = crc32(content)
-                whole = header + content + descriptor(size, checksum, offset)
-                self.checksums.append(checksum)
-                self._places.append((name, size, offset))
-                self.end += len(whole)
-                write.buffers.append(whole)
-                write.nbytes += len(whole)
-                write.contents += size
-                if write.nbytes >= PIECE:
-                    yield write
-                    write = _Write()
+                small.append((short, content))
+                if size > SMALL or len(small) == _MANY:
+                    self._add_small(write, small)
+                    if write.nbytes >= PIECE:
+                        yield write
+                        write = _Write()
                 continue
-            number = len(self._places)
-            self._places.append((name, size, offset))
+            if small:
+                self._add_small(write, small)
+            name, offset, number = self._lead + short, self.end, len(self.checksums)
+            header = local_header(name, size, offset, self._alignment)
+            self._places[number] = name, size, offset
+            self._entries.append(central_entry(name, size, 0, offset))  # final if it is empty
             self.checksums.append(0)
             self.end += len(header) + size + len(descriptor(size, 0, offset))
             write.buffers.append(header)
@@ -203,6 +245,8 @@ class _Archive:
                     write = _Write()
             if left:
                 raise RuntimeError(f"{short!r} has {size} bytes, and {size - left} came")
+        if small:
+            self._add_small(write, small)
         if write.buffers:
             yield write
 
@@ -216,14 +260,14 @@ class _Archive:
             before = self.checksums[number]  # 0 also where nothing came before
             after = self.checksums[number] = crc32_combine(before, checksum, len(chunk.view)) if before else checksum
             if slot >= 0:
-                _, size, offset = self._places[number]
+                name, size, offset = self._places.pop(number)
                 write.buffers[slot] = descriptor(size, after, offset)
+                self._entries[number] = central_entry(name, size, after, offset)
 
     def directory(self) -> bytes:
         """The directory, and the end of the archive."""
-        pairs = zip(self._places, self.checksums, strict=True)
-        entries = b"".join([central_entry(name, size, checksum, offset) for (name, size, offset), checksum in pairs])
-        return entries + end_of_archive(len(self._places), self.end, len(entries))
+        entries = b"".join(self._entries)
+        return entries + end_of_archive(len(self._entries), self.end, len(entries))
 
 
 def write_archive(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from math import prod
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from transload.checkpoint import contiguous
@@ -144,17 +145,37 @@ def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
                 return self.transload.persistent_id(obj)
             return self.transload.class_id(obj) if legacy and isinstance(obj, type) else None
 
-        def reducer_override(self, obj: Any) -> Any:
-            reduced = self.transload.reduce(obj)
-            return inherited(self, obj) if reduced is NotImplemented and inherited else reduced
+    def reducer_override(self: Any, obj: Any) -> Any:
+        reduced = self.transload.reduce(obj)
+        return inherited(self, obj) if reduced is NotImplemented and inherited else reduced
 
     out = io.BytesIO()
     pickler = Pickler(out, protocol=reducer.protocol)
     # On the pickler, not on its class: a class is always part of a reference cycle, so the storages it refers to would
     # live until the garbage collector runs.
     pickler.transload = reducer
+    if base is pickle.Pickler:
+        pickler.dispatch_table = _Table(reducer)
+    else:
+        Pickler.reducer_override = reducer_override
     pickler.dump(obj)
     return out.getvalue()
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """The dispatch table of the standard library's pickler, which is faster than ``reducer_override``."""
+
+    def __init__(self, reducer: _Reducer) -> None:
+        super().__init__({reducer.tensor: reducer.plain, **copyreg.dispatch_table})
+        self[_NoHooks] = attrgetter("reduced")
+        self._tensor, self._reduce = reducer.tensor, reducer.reduce
+        self._itself = methodcaller("__reduce_ex__", reducer.protocol)
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, type):  # a class with a metaclass is pickled by name
+            raise KeyError(kind)
+        self[kind] = self._reduce if issubclass(kind, self._tensor) else self._itself
+        return self[kind]
 
 
 class _NoHooks:

@@ -101,6 +101,9 @@ def rings_for(storages: Sequence[Stored]) -> dict[str, Ring]:
     return {str(device): Ring(CudaFetcher(device)) for device in devices if device.type == "cuda"}
 
 
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
 def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[Record]:
     """A record for each storage. ``rings`` has those of the CUDA devices."""
     import torch
@@ -109,12 +112,13 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
     at = 0
     while at < len(storages):
         stored = storages[at]
-        device, nbytes = stored.storage.device, stored.nbytes
+        storage, nbytes = stored.storage, stored.nbytes
+        device = storage.device
         at += 1
         if device == cpu:
-            address = stored.storage.data_ptr() + stored.start if nbytes else 0
+            address = storage.data_ptr() + stored.start if nbytes else 0
             content = string_at(address, nbytes) if nbytes <= SMALL else partial(_host_chunks, address, nbytes)
-            yield Record(_name(stored.key), nbytes, content)
+            yield _new(Record, (_name(stored.key), nbytes, content))
             continue
         ring = rings.get(str(device))
         if ring is None or nbytes > SMALL:
