@@ -12,10 +12,10 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from itertools import islice, takewhile
-from struct import Struct, unpack
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from functools import lru_cache, wraps
+from itertools import compress, islice, takewhile
+from struct import Struct, iter_unpack, unpack
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
 
@@ -214,7 +214,7 @@ def section_bytes(elf: Elf, file: _File, name: str, limit: int) -> bytes:
 _SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
 _DEFINITION = Struct("<HHHHIII")
-_STRINGS_SIZE, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
+_STRINGS_SIZE, _GNU_HASH, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
 _WEAK = 2
 _ANY = 1  # The version number of symbols without a version.
 
@@ -231,8 +231,11 @@ class UndefinedSymbol(NamedTuple):
     file: str = ""
 
 
-def _symbols(elf: Elf, file: _File, *, defined: bool) -> Iterator[tuple[bytes, bool, int]]:
-    """The defined or undefined symbols: name, whether it is weak, and the number of its version."""
+def _symbols(elf: Elf, file: _File, *, defined: bool, names: Iterable[bytes] = ()) -> Iterator[tuple[bytes, bool, int]]:
+    """The defined or undefined symbols: name, whether it is weak, and the number of its version.
+
+    With ``names``, it may leave out those with other names.
+    """
     start, size = next(_sections(elf, file, [".dynsym"]), (0, 0))
     if not start:
         raise _MalformedError("it has no table of symbols")
@@ -241,11 +244,29 @@ def _symbols(elf: Elf, file: _File, *, defined: bool) -> Iterator[tuple[bytes, b
     numbers = unpack(f"<{count}H", file.read_exactly(at, 2 * count)) if at >= 0 else (_ANY,) * count
     strings = file.read(elf.offset(_STRINGS), min(elf.dynamic.get(_STRINGS_SIZE, 0), _LONGEST_STRINGS))
     symbols = _SYMBOL.iter_unpack(file.read_exactly(start, count * _SYMBOL.size))
-    for (place, info, section), number in zip(symbols, numbers, strict=True):
+    chosen: Iterable[tuple[Any, int]] = zip(symbols, numbers, strict=True)
+    if names and (at := elf.offset(_GNU_HASH)) >= 0:
+        # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit. It
+        # makes a check beside torchvision a sixth faster.
+        wanted = {_gnu_hash(name) | 1 for name in names}
+        buckets, first, words, _ = unpack("<4I", file.read_exactly(at, 16))
+        hashes = file.read(at + 16 + 8 * words + 4 * buckets, 4 * max(count - first, 0))
+        matching = [value | 1 in wanted for (value,) in iter_unpack("<I", hashes[: len(hashes) // 4 * 4])]
+        chosen = compress(islice(chosen, first, None), matching)
+    for (place, info, section), number in chosen:
         if (section != 0) == defined:
             end = strings.find(b"\0", place, place + _LONGEST_NAME)
             if end > place:
                 yield strings[place:end], info >> 4 == _WEAK, number & 0x7FFF
+
+
+@lru_cache(maxsize=1 << 14)
+def _gnu_hash(name: bytes) -> int:
+    """The hash of a name in ``DT_GNU_HASH``."""
+    value = 5381
+    for byte in name:
+        value = value * 33 + byte & 0xFFFFFFFF
+    return value
 
 
 @_with_file
@@ -274,7 +295,7 @@ def not_defined(elf: Elf, file: _File, wanted: Collection[UndefinedSymbol]) -> t
         place = int.from_bytes(file.read_exactly(start + aux, 4), "little")
         definitions[index & 0x7FFF] = file.c_string(elf.offset(_STRINGS) + place)
     found: dict[str, set[str | None]] = {"": {*definitions.values()} or {""}}
-    for name, _, number in _symbols(elf, file, defined=True) if names else ():
+    for name, _, number in _symbols(elf, file, defined=True, names=names) if names else ():
         if name in names:
             found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
     given = ((each, found.get(each.name)) for each in wanted)
