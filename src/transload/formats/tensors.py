@@ -390,6 +390,10 @@ _Args = tuple[Any, ...]
 _Place = tuple[tuple[Key, ...], str]  # path and name
 
 
+_ORDINARY = "torch._utils._rebuild_tensor_v2"
+_WIDTHS = {dtype: width for dtype, width in ITEMSIZE.items() if dtype not in BLOCKS}
+
+
 class _Walk:
     """One search of a graph for tensors and leaves: iterative, cycle-safe, bounded.
 
@@ -444,7 +448,11 @@ class _Walk:
             function = callee.full_name if type(callee) is Global else called(node)
             if function in READERS:
                 budget.seen(id(node))
-                self._take(function, node.args, (path, name))
+                tensor = self._ordinary(node.args, path, name) if function == _ORDINARY else None
+                if tensor is not None:
+                    self.tensors.append(tensor)
+                else:
+                    self._take(function, node.args, (path, name))
                 return False
             if function not in _PLAIN_CALLS:
                 return self._enter(node, self._call_children(node, function, path, name), path, name)
@@ -541,6 +549,37 @@ class _Walk:
             self.noted.add("tensor-broken", at[1] or "the root", str(reason))
         except (IndexError, ValueError, TypeError):
             self.noted.add("tensor-broken", at[1] or "the root", "its rebuild call has arguments of a wrong kind")
+
+    def _ordinary(self, args: Any, path: tuple[Key, ...], name: str) -> Tensor | None:
+        """What ``_strided`` makes of the arguments that nearly all tensors have; ``None`` for any others.
+
+        ``inspect`` and ``open`` of 20,000 tensors take 5 % longer without it.
+        """
+        if type(args) is not tuple or len(args) != 6 or args[4] is not False:
+            return None
+        found = self.table.resolve(args[0])
+        _, offset, shape, stride, _, _ = args
+        if found is None or type(offset) is not int or type(shape) is not tuple or type(stride) is not tuple:
+            return None
+        storage, first, dtype = found
+        _, key, device, _, nbytes, _, begin, *_ = storage
+        width, rank = _WIDTHS.get(dtype), len(shape)
+        if width is None or offset < 0 or rank != len(stride) or rank > 8:
+            return None
+        last = offset = offset + first
+        numel = 1
+        for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
+            if type(size) is not int or type(step) is not int or not (0 < size < MAX_SIZE and 0 <= step < MAX_SIZE):
+                return None
+            numel *= size
+            last += (size - 1) * step
+        if numel >= MAX_SIZE or (last + 1) * width > nbytes:
+            return None
+        self.table.users[key].append(name)
+        if begin is not None:
+            begin += offset * width
+        fields = (path, name, dtype, shape, stride, device, key, offset, False, "strided", "", (), begin, ())
+        return _new(Tensor, fields)
 
     def _apply(self, function: str, args: object, at: _Place) -> Tensor:
         """The tensor that a rebuild function would make of some arguments; ``BadTensor`` if it would make none."""
