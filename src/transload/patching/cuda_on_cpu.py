@@ -372,6 +372,7 @@ def _group(real: Any, *args: Any, **kwargs: Any) -> Any:
     """For a function whose argument ``backend`` may be nccl."""
     if not on_cpu():
         return real(*args, **kwargs)
+    kwargs.pop("device_id", None)  # torch 2.1 does not know it
     bound = signature(real).bind(*args, **kwargs)
     bound.arguments.pop("device_id", None)
     if "nccl" in str(bound.arguments.get("backend")).lower():
