@@ -180,8 +180,8 @@ class _Archive:
     def _add_small(self, write: _Write, contents: list[tuple[bytes, bytes]]) -> None:
         """Add records whose names and bytes are at hand to a write.
 
-        What ``local_header``, ``descriptor`` and ``central_entry`` would make, in a third of the time: without it,
-        saving 20,000 small tensors takes an eighth longer.
+        It makes what ``local_header``, ``descriptor`` and ``central_entry`` would make, in less time: with them, saving
+        20,000 small tensors takes 12 % longer.
         """
         out: list[bytes] = []
         lead, alignment, begin, offset = self._lead, self._alignment, self.end, self.end
