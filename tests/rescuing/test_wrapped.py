@@ -99,11 +99,23 @@ def test_one_of_several(tmp_path: Path) -> None:
     assert (tmp_path / "out.pt").read_bytes() == DATA
 
 
+def test_xz_that_asks_for_gigabytes_of_memory(tmp_path: Path) -> None:
+    packed = bytearray(lzma.compress(DATA))
+    end = 12 + 4 * packed[12]  # of the header of its first block, after which its checksum follows
+    packed[packed.index(b"\x21\x01", 12, end) + 2] = 40  # a dictionary of 4 GiB
+    packed[end : end + 4] = zlib.crc32(packed[12:end]).to_bytes(4, "little")
+    with pytest.raises(RescueError, match="compressed with xz, and nothing of it can be decompressed"):
+        rescue(bytes(packed), tmp_path / "out.pt")
+
+
 def test_zstd_needs_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("compression.zstd", "backports.zstd", "zstandard"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(RescueError, match="zstd"):
         rescue(b"\x28\xb5\x2f\xfd" + bytes(100), tmp_path / "out.pt")
+    monkeypatch.setitem(sys.modules, "bz2", None)  # as in a Python that was built without it
+    with pytest.raises(RescueError, match=r"compressed with bzip2, and no module(.|\n)*bzip2 -d FILE"):
+        rescue(WRAPPED["bzip2"], tmp_path / "out.pt")
 
 
 def test_zstd_by_the_module_that_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

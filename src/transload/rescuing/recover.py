@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from itertools import pairwise
 from typing import Any, BinaryIO, cast
 
@@ -25,6 +24,7 @@ from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import journal_of, state_of
+from transload.io.packed import decompressor, packed_as
 from transload.io.sources import (
     Assembly,
     BytesSource,
@@ -345,48 +345,30 @@ def _unpacked_limit(source: Source) -> int:
 # -- compression
 
 
-def _zstd() -> Any:
-    """A zstd decompressor, from Python 3.14 or a package; ``None`` if none is installed."""
-    for name in ("compression.zstd", "backports.zstd", "zstandard"):
-        try:
-            made = import_module(name).ZstdDecompressor()
-        except ImportError:
-            continue
-        return made.decompressobj() if name == "zstandard" else made
-    return None
-
-
-_COMPRESSIONS: tuple[tuple[bytes, str, Callable[[], Any]], ...] = (
-    (b"\x1f\x8b\x08", "gzip", lambda: zlib.decompressobj(31)),
-    (b"BZh", "bzip2", lambda: import_module("bz2").BZ2Decompressor()),
-    (b"\xfd7zXZ\x00", "xz", lambda: import_module("lzma").LZMADecompressor()),
-    (b"\x28\xb5\x2f\xfd", "zstd", _zstd),
-)
-
-
 def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
     """Decompress a source into a temporary file, and return whether that is all; ``None`` if not compressed."""
-    head = source.read(0, 8)
-    name, make = next(((name, make) for sign, name, make in _COMPRESSIONS if head.startswith(sign)), ("", None))
-    if make is None:
+    kind = packed_as(source.read(0, 8))
+    if kind in ("", "zlib", "lzma"):  # too short a signature for a file that may be damaged
         return None
-    if make() is None:
-        what = "the file is compressed with zstd, and no module that reads it is installed"
-        raise RescueError(what, where=source.name, fix="pip install zstandard, or decompress it first: zstd -d FILE.")
     file = _temporary_file(stack)
-    whole = _decompress(source, make, file)
+    try:
+        whole = _decompress(source, kind, file)
+    except ImportError as error:
+        what = f"the file is compressed with {kind}, and no module that reads it is installed"
+        fix = f"{'pip install zstandard, or decompress' if kind == 'zstd' else 'Decompress'} it first: {kind} -d FILE."
+        raise RescueError(what, where=source.name, fix=fix) from error
     unpacked = _file_source(file, source.name)
     if not unpacked.size:
-        what = f"the file is compressed with {name}, and nothing of it can be decompressed"
+        what = f"the file is compressed with {kind}, and nothing of it can be decompressed"
         raise RescueError(what, where=source.name)
     cut = "" if whole else "; the compressed data breaks off there"
-    notes.append(f"decompressed from {name}: {unpacked.size:,} bytes{cut}")
+    notes.append(f"decompressed from {kind}: {unpacked.size:,} bytes{cut}")
     return unpacked, whole
 
 
-def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool:
+def _decompress(source: Source, kind: str, file: BinaryIO) -> bool:
     """Decompress until the end, or the first damage; whether it is the end. There may be several streams."""
-    unpacker, limit, written = make(), _unpacked_limit(source), 0
+    unpacker, limit, written = decompressor(kind), _unpacked_limit(source), 0
     step = _GZIP_INPUT if hasattr(unpacker, "copy") else _INPUT
     for at in range(0, source.size, step):
         data = source.read(at, step)
@@ -395,11 +377,11 @@ def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool
                 data = data.lstrip(b"\0")
                 if not data:
                     break
-                unpacker = make()
+                unpacker = decompressor(kind)
             before: Any = unpacker.copy() if hasattr(unpacker, "copy") else None
             try:
                 piece = unpacker.decompress(data)
-            except Exception:  # noqa: BLE001 - each of the four modules has errors of its own
+            except Exception:  # noqa: BLE001 - each module has other errors
                 # It returns nothing for the input with the damage. If it can be copied, go back, and repeat that input
                 # byte by byte.
                 with suppress(zlib.error):
