@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.verifying.hashing import FLOATING, Values, counted
+from transload.verifying.hashing import FLOATING, counted
 
 KNOWN = sorted(name for name in FLOATING if hasattr(torch, name) and not name.startswith("float4"))
 
 
-def by_torch(data: bytes, name: str) -> Values:
+def by_torch(data: bytes, name: str) -> tuple[int, int]:
     numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, name))
     if numbers.dtype.is_complex:
         numbers = torch.view_as_real(numbers)
     wide = numbers.to(torch.float64)
-    return Values(int(wide.isnan().sum()), int(wide.isinf().sum()))
+    return (int(wide.isnan().sum()), int(wide.isinf().sum()))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -41,15 +41,14 @@ def test_every_kind_of_number(name: str) -> None:
 
 
 def test_nans_that_only_their_last_bit_tells() -> None:
-    assert counted(struct.pack("<2I", 0x7F800001, 0xFF800000), "float32") == Values(1, 1)
-    assert counted(struct.pack("<2Q", 0x7FF0000000000001, 0xFFF0000000000000), "float64") == Values(1, 1)
-    assert counted(struct.pack("<2H", 0x7C01, 0xFC00), "float16") == Values(1, 1)
+    assert counted(struct.pack("<2I", 0x7F800001, 0xFF800000), "float32") == (1, 1)
+    assert counted(struct.pack("<2Q", 0x7FF0000000000001, 0xFFF0000000000000), "float64") == (1, 1)
+    assert counted(struct.pack("<2H", 0x7C01, 0xFC00), "float16") == (1, 1)
 
 
-@each("name", ["int64", "bool", "uint8", "float4_e2m1fn_x2", "qint8"])
-def test_what_has_no_such_numbers(name: str) -> None:
-    assert counted(b"\xff" * 64, name) == Values()
+def test_what_has_no_such_numbers() -> None:
+    assert counted(b"\xff" * 64, "float4_e2m1fn_x2") == (0, 0)
 
 
 def test_nothing_at_all() -> None:
-    assert counted(b"", "float32") == Values()
+    assert counted(b"", "float32") == (0, 0)

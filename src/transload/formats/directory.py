@@ -213,7 +213,8 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
     listing = list_directory(str(index.parent), noted=LimitedProblems())
     merger = Merger(listing, read_file)
     noted = merger.noted
-    weights, total = _read_index(index, noted)
+    with closing(FileSource(index)) as source:
+        weights, total = read_weight_map(source, noted)
     shards: dict[str, list[str]] = {}
     outside: Counter[str] = Counter()
     for tensor, shard in weights.items():
@@ -260,23 +261,22 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
     return replace(merger.merged(facts), path=index_path)
 
 
-def _read_index(index: Path, noted: LimitedProblems) -> tuple[dict[str, str], int | None]:
+def read_weight_map(source: Source, noted: LimitedProblems) -> tuple[dict[str, str], int | None]:
     """The weight map and the total size of an index; invalid entries are left out, with a problem."""
     import json
 
-    name = index.name
+    name = Path(source.name).name
     table: object = None
-    with closing(FileSource(index)) as source:
-        try:
-            if source.size > MAX_INDEX:
-                noted.add("index-invalid", name, f"it is {source.size:,} bytes long; the limit is {MAX_INDEX:,}")
-            else:
-                table = json.loads(source.read(0, source.size))
-        except (ValueError, RecursionError):
-            from transload.formats.foreign import identify
+    try:
+        if source.size > MAX_INDEX:
+            noted.add("index-invalid", name, f"it is {source.size:,} bytes long; the limit is {MAX_INDEX:,}")
+        else:
+            table = json.loads(source.read(0, source.size))
+    except (ValueError, RecursionError):
+        from transload.formats.foreign import identify
 
-            # Often a Git LFS pointer.
-            noted.add("index-invalid", name, f"it is not JSON but {identify(source).title}")
+        # Often a Git LFS pointer.
+        noted.add("index-invalid", name, f"it is not JSON but {identify(source).title}")
     fields = table if isinstance(table, dict) else {}
     raw = fields.get("weight_map")
     if not isinstance(raw, dict) or not raw:

@@ -6,7 +6,6 @@ names the affected tensors. ``misplaced`` checks the indices of sparse tensors.
 
 from __future__ import annotations
 
-import json
 import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,14 +15,13 @@ from typing import Any, NamedTuple
 
 from transload.checkpoint import Record, Storage, Tensor
 from transload.contents import with_parts
-from transload.errors import CannotReadError, TransloadError
-from transload.findings import Problem
+from transload.errors import TransloadError
+from transload.findings import LimitedProblems, Problem
 from transload.formats.verify import Lost, checksums, mismatch
 from transload.formats.zip import read_index, starts_like_zip
 from transload.tensors.content import Allowance, Content
 
 _PIECE = 1 << 20
-_MAX_INDEX = 100_000_000
 _DESCRIPTOR = 24  # the most bytes after a record that hold its checksum
 _NAMED = {"tensor-broken": "broken", "dcp-piece-missing": "missing"}
 _CODES = {"int64": "q", "int32": "i"}
@@ -133,9 +131,14 @@ def damages(
         if kind and problem.where:
             out.setdefault(problem.where, Damage(problem.where, kind, problem.detail))
     existing = {tensor.name for tensor in checkpoint.tensors}
-    for name, shard in _weight_map(content).items():
-        if name not in existing:
-            out.setdefault(name, Damage(name, "missing", f"the index puts it into {shard}"))
+    for index in checkpoint.parts:
+        if index.kind == "index":
+            from transload.formats.directory import read_weight_map
+
+            weights, _ = read_weight_map(content.open_file(index.name), LimitedProblems())
+            for name, shard in weights.items():
+                if name not in existing:
+                    out.setdefault(name, Damage(name, "missing", f"the index puts it into {shard}"))
     return tuple(out.values())
 
 
@@ -185,19 +188,6 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
 
 def _where(storage: Storage, name: str) -> str:
     return f"{storage.file} › {name}" if storage.file and storage.file != name else name
-
-
-def _weight_map(content: Content) -> dict[str, str]:
-    """The shard of each tensor, as the index of a sharded checkpoint has it."""
-    index = next((part.name for part in content.checkpoint.parts if part.kind == "index"), "")
-    if content.checkpoint.format != "sharded" or not index:
-        return {}
-    try:
-        table = json.loads(content.open_file(index).read(0, _MAX_INDEX))
-    except (CannotReadError, ValueError, RecursionError):
-        return {}
-    weights = table.get("weight_map") if isinstance(table, dict) else None
-    return {key: value for key, value in weights.items() if type(value) is str} if isinstance(weights, dict) else {}
 
 
 # -- the indices of sparse tensors

@@ -21,7 +21,7 @@ from transload.formats.verify import Lost, mismatch
 from transload.io.checksums import fastest_crc32
 from transload.io.pool import each, threads
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors.content import Allowance, Content
+from transload.tensors.content import Allowance, Content, FileRange
 from transload.tensors.damage import Key, Records, key_of
 from transload.verifying.manifest import TensorSum
 
@@ -47,7 +47,12 @@ def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> 
     entries: list[TensorSum] = []
     if not hashes and not values:
         return entries, []
-    records = {(file, record.offset): record for file, inside in every.items() for record in inside if record.size}
+    whole: dict[FileRange | None, tuple[Key | None, Record | None]] = {
+        FileRange(file, record.offset or 0, record.stored): (key_of(file, record), record)
+        for file, inside in every.items()
+        for record in inside
+        if record.size and record.crc32 is not None and not record.method
+    }
     seen: dict[tuple[object, ...], HashJob] = {}
     allowance = Allowance(content.checkpoint)
     for tensor, note in _leaves(content.checkpoint.tensors):
@@ -65,12 +70,7 @@ def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> 
         except ContentError as error:
             entries[place] = entries[place]._replace(note=error.what)
             continue
-        run = content.file_range(tensor)
-        record = records.get((run.file, run.offset)) if run is not None else None
-        if run is None or record is None or record.crc32 is None or record.method or record.stored != run.nbytes:
-            seen[view] = HashJob(tensor, [place])
-        else:
-            seen[view] = HashJob(tensor, [place], key_of(run.file, record), record)
+        seen[view] = HashJob(tensor, [place], *whole.get(content.file_range(tensor), (None, None)))
 
     def position(job: HashJob) -> tuple[str, int]:
         storage = content.storage(job.tensor)
@@ -111,7 +111,7 @@ def sum_tensors(
     def do(job: HashJob) -> None:
         tensor, places, key, record = job
         digest = sha256() if hashes else None
-        numbers = Values() if values and tensor.dtype in FLOATING else None
+        numbers = (0, 0) if values and tensor.dtype in FLOATING else None
         compute, value = fastest_crc32(), 0
         try:
             for piece in content.pieces(tensor, _PIECE):
@@ -119,7 +119,7 @@ def sum_tensors(
                     digest.update(piece)
                 if numbers is not None:
                     more = counted(bytes(piece), tensor.dtype)
-                    numbers = Values(numbers.nan + more.nan, numbers.inf + more.inf)
+                    numbers = numbers[0] + more[0], numbers[1] + more[1]
                 if record is not None:
                     value = compute(piece, value)
                 with lock:
@@ -226,13 +226,6 @@ def _is_ordinary(args: Any) -> bool:
 # carries for NaN alone. All elements together form one long integer; no carry reaches the next element.
 
 
-class Values(NamedTuple):
-    """How many numbers of a tensor are NaN, and how many are infinite; a complex element counts as two numbers."""
-
-    nan: int = 0
-    inf: int = 0
-
-
 # By dtype: bytes of a number, and bits of its mantissa.
 _FORMS = {
     **dict.fromkeys(("float64", "complex128"), (8, 52)),
@@ -255,28 +248,26 @@ FLOATING = frozenset({*_FORMS, *_NANS})
 """The dtypes that can have NaN or infinities."""
 
 
-def counted(data: bytes, dtype: str) -> Values:
-    """Count NaN and infinities in little-endian elements.
+def counted(data: bytes, dtype: str) -> tuple[int, int]:
+    """How many numbers are NaN, and how many infinite; ``dtype`` is in ``FLOATING``, a complex element is two numbers.
 
     >>> import struct
     >>> counted(struct.pack("<3f", 1, float("nan"), float("-inf")), "float32")
-    Values(nan=1, inf=1)
+    (1, 1)
     """
     if dtype in _NANS:
-        return Values(sum(data.count(code) for code in _NANS[dtype]))
-    if dtype not in _FORMS:
-        return Values()
+        return sum(data.count(code) for code in _NANS[dtype]), 0
     width, fraction = _FORMS[dtype]
     sign, count = 1 << 8 * width - 1, len(data) // width
     highest, least = data[width - 1 :: width], sign - (1 << fraction) >> 8 * (width - 1)
     if not any(code in highest or code | 128 in highest for code in range(least, 128)):  # true for nearly all data
-        return Values()
+        return 0, 0
     signs = _repeated(sign, width, count)
     numbers = int.from_bytes(data, "little")
     numbers ^= numbers & signs
     special = (numbers + _repeated(1 << fraction, width, count) & signs).bit_count()
     nan = (numbers + _repeated((1 << fraction) - 1, width, count) & signs).bit_count()
-    return Values(nan, special - nan)
+    return nan, special - nan
 
 
 @lru_cache(8)
