@@ -17,7 +17,7 @@ from transload.errors import CannotReadError
 from transload.findings import Problem, join_names
 from transload.formats.zip import DEFLATED
 from transload.frozen import NamedTuple
-from transload.io.checksums import crc32_combine, fastest_crc32
+from transload.io.checksums import combined, fastest_crc32
 from transload.io.pool import each, threads
 from transload.io.sources import Source, inflated
 
@@ -78,8 +78,9 @@ def checksums(
         reach = accumulate(place[1] for place in places)
         places = [place for place, total in zip(places, reach, strict=True) if total <= source.size]
     places.sort()
-    whole: list[int | Lost | None] = [None] * len(records)
-    parts: dict[int, list[tuple[int, int, int | Lost]]] = {}
+    found: dict[int, int | Lost] = {}
+    parts: list[tuple[int, int, int, int]] = []
+    lost: list[tuple[int, int, Lost]] = []
     lock = Lock()
 
     def add_progress(count: int) -> None:
@@ -87,26 +88,26 @@ def checksums(
             with lock:
                 report_progress(count)
 
-    def sum_part(offset: int, nbytes: int, index: int, buffer: memoryview) -> int | Lost:
-        record, compute, value = records[index], fastest_crc32(), 0
+    def sum_part(offset: int, nbytes: int, index: int, buffer: memoryview) -> None:
+        record, compute, value, size = records[index], fastest_crc32(), 0, 0
         try:
             if record.method == DEFLATED:
-                size = 0
                 for piece in inflated(source, offset, nbytes, record.size):
                     value, size = crc32(piece, value), size + len(piece)
                 add_progress(nbytes)
-                # torch refuses one that is shorter than the directory says; a longer one has another checksum.
-                short = Lost(f"it inflates to {size} of {record.size} bytes", "record-unreadable")
-                return value if size == record.size else short
-            for at in range(0, nbytes, _BUFFER):
-                count = source.readinto(offset + at, buffer[: min(_BUFFER, nbytes - at)])
-                value = compute(buffer[:count], value) if record.crc32 is not None else 0
-                add_progress(count)
+                if size != record.size:  # torch refuses one that is shorter; a longer one has another checksum
+                    short = Lost(f"it inflates to {size} of {record.size} bytes", "record-unreadable")
+                    lost.append((index, offset, short))
+            else:
+                for at in range(0, nbytes, _BUFFER):
+                    count = source.readinto(offset + at, buffer[: min(_BUFFER, nbytes - at)])
+                    value = compute(buffer[:count], value) if record.crc32 is not None else 0
+                    add_progress(count)
+            parts.append((index, offset, nbytes, value))
         except zlib_error:
-            return Lost("its compressed data is damaged")
+            lost.append((index, offset, Lost("its compressed data is damaged")))
         except CannotReadError as error:
-            return Lost(f"it cannot be read: {error.what}", "record-unreadable")
-        return value
+            lost.append((index, offset, Lost(f"it cannot be read: {error.what}", "record-unreadable")))
 
     def worker() -> Callable[[_Task], None]:
         buffer = memoryview(bytearray(_BUFFER))  # each thread has memory of its own
@@ -115,34 +116,25 @@ def checksums(
             begin, nbytes, held = task
             _, size, index = held[0]
             if size > _SMALL or records[index].method == DEFLATED:
-                value = sum_part(begin, nbytes, index, buffer)
-                with lock:
-                    parts.setdefault(index, []).append((begin, nbytes, value))
-            else:
-                try:
-                    data = buffer[: source.readinto(begin, buffer[:nbytes])]
-                except CannotReadError:  # perhaps only one of them
-                    for start, size, index in held:
-                        whole[index] = sum_part(start, size, index, buffer)
-                    return
+                sum_part(begin, nbytes, index, buffer)
+                return
+            try:
+                data = buffer[: source.readinto(begin, buffer[:nbytes])]
+            except CannotReadError:  # perhaps only one of them
                 for start, size, index in held:
-                    whole[index] = crc32(data[start - begin : start - begin + size])
-                add_progress(len(data))
+                    sum_part(start, size, index, buffer)
+                return
+            for start, size, index in held:
+                found[index] = crc32(data[start - begin : start - begin + size])
+            add_progress(len(data))
 
         return do
 
     shared = sum(place[1] for place in places if place[1] > _TINY)
     each(_tasks(records, places), worker, threads() if shared >= _ALONE else 1)
-    for index, found in parts.items():
-        total = 0
-        for _, length, value in sorted(found, key=lambda part: part[0]):
-            if isinstance(value, Lost):
-                whole[index] = value
-                break
-            total = crc32_combine(total, value, length)
-        else:
-            whole[index] = total
-    return {index: value for index, value in enumerate(whole) if value is not None}
+    found.update(combined(parts))
+    found.update({index: why for index, _, why in sorted(lost, reverse=True)})  # the first reason for each
+    return dict(sorted(found.items()))
 
 
 def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Iterator[_Task]:

@@ -257,8 +257,7 @@ class _Archive:
         finally:
             write.sums = list  # an error holds this frame, which must not hold the error and the chunks in turn
         for (number, chunk, slot), checksum in zip(write.parts, sums, strict=True):
-            before = self.checksums[number]  # 0 also where nothing came before
-            after = self.checksums[number] = crc32_combine(before, checksum, len(chunk.view)) if before else checksum
+            after = self.checksums[number] = crc32_combine(self.checksums[number], checksum, len(chunk.view))
             if slot >= 0:
                 name, size, offset = self._places.pop(number)
                 write.buffers[slot] = descriptor(size, after, offset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import import_module
@@ -107,7 +107,18 @@ def crc32_combine(first: int, second: int, length: int) -> int:
     >>> crc32_combine(crc32(b"trans"), crc32(b"load"), 4) == crc32(b"transload")
     True
     """
-    return times(power(8 * length), first) ^ second
+    return times(power(8 * length), first) ^ second if first else second
+
+
+def combined(parts: Iterable[tuple[int, int, int, int]]) -> dict[int, int]:
+    """The CRC-32 of each of some byte strings, from their parts in any order.
+
+    A part is the index of its byte string, its offset there, its length, and its CRC-32.
+    """
+    whole: dict[int, int] = {}
+    for index, _, length, checksum in sorted(parts):
+        whole[index] = crc32_combine(whole.get(index, 0), checksum, length)
+    return whole
 
 
 def times(left: int, right: int) -> int:

@@ -203,12 +203,10 @@ class Checksums:
 
     def whole(self, count: int) -> list[int]:
         """The checksum of each of ``count`` requests, after all their runs were added."""
-        from transload.io.checksums import crc32_combine
+        from transload.io.checksums import combined
 
-        found = [0] * count
-        for request, begin, nbytes, value in sorted(self.parts):
-            found[request] = crc32_combine(found[request], value, nbytes) if begin else value
-        return found
+        found = combined(self.parts)
+        return [found.get(request, 0) for request in range(count)]
 
 
 class HostLane:

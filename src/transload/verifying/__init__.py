@@ -184,10 +184,7 @@ class _Scan:
         compared = sum(record.crc32 is not None for record in every)
         unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
         checkpoint = content.checkpoint
-        bad = (
-            replace(problem, where=f"{file} › {problem.where}") if file else problem
-            for (file, _, _), problem in self.bad.items()
-        )
+        bad = (problem.within(file) if file else problem for (file, _, _), problem in self.bad.items())
         new = tuple(new_problems(bad, checkpoint.problems))
         noted = any(problem.code == "crc-mismatch" for problem in checkpoint.problems)
         checksummed = bool(compared) and not unsummed and not self.bad and not noted

@@ -133,7 +133,7 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     compares its chunk, while others fill the next. Raises ``ConvertError`` if the file differs from what was written.
     Progress counts the bytes of each entry twice if they are also compared.
     """
-    from transload.io.checksums import crc32_combine, fastest_crc32
+    from transload.io.checksums import combined, fastest_crc32
     from transload.io.pool import each
 
     size = len(head) + sum(entry.nbytes for entry in entries)
@@ -167,11 +167,9 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     finally:
         if direct:
             _set_direct(descriptor, on=False)
-    for entry in entries:
-        entry.crc32 = 0
-    for index, _, length, checksum in sorted(parts):
-        before = entries[index].crc32
-        entries[index].crc32 = crc32_combine(before, checksum, length) if before else checksum
+    checksums = combined(parts)
+    for index, entry in enumerate(entries):
+        entry.crc32 = checksums.get(index, 0)
 
 
 class Chunk:
