@@ -50,7 +50,7 @@ def test_names_are_checked_as_if_one_by_one(case: str) -> None:
 def test_names_below_a_folder_are_those_one_by_one(case: str, prefix: str) -> None:
     texts = [name.decode("utf-8", "backslashreplace") for name in NAMES[case]]
     below = [text.removeprefix(prefix) if text.startswith(prefix) else f"/{text}" for text in texts]
-    assert names_below(entries_of(NAMES[case]), prefix) == below
+    assert names_below([*NAMES[case]], prefix) == below
 
 
 @each(

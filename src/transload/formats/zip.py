@@ -132,15 +132,14 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
     return text_of(folder)
 
 
-def names_below(entries: list[Entry], prefix: str) -> list[str]:
+def names_below(raw_names: list[bytes], prefix: str) -> list[str]:
     """The path of each record below ``prefix``; outside it, the whole path after a slash."""
-    joined = b"\n".join([b"", *[entry[0] for entry in entries]])
+    joined = b"\n".join([b"", *raw_names])
     names = text_of(joined).split(f"\n{prefix}")
-    if joined.count(b"\n") == len(entries) == len(names) - 1:  # as nearly always
+    if joined.count(b"\n") == len(raw_names) == len(names) - 1:  # as nearly always
         return names[1:]
-    names = [text_of(entry[0]) for entry in entries]
-    cut = len(prefix)
-    return [name[cut:] if name.startswith(prefix) else f"/{name}" for name in names] if cut else names
+    names = [text_of(raw) for raw in raw_names]
+    return [name[len(prefix) :] if name.startswith(prefix) else f"/{name}" for name in names]
 
 
 class Payload(NamedTuple):
@@ -385,7 +384,7 @@ def _read_locals(
     spans: list[tuple[int, int, str]] = []
     file_size = source.size
     plain, plain_flags, plain_method = b"", -1, -1
-    for entry, name in zip(entries, names_below(entries, prefix), strict=True):
+    for entry, name in zip(entries, names_below([entry[0] for entry in entries], prefix), strict=True):
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
         need = 30 + len(raw_name)
         at = header - base

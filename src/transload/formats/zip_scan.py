@@ -32,6 +32,7 @@ from transload.formats.zip import (
     LOCAL,
     MAX_PAYLOAD,
     ZipIndex,
+    names_below,
     text_of,
     widen,
 )
@@ -136,12 +137,20 @@ class FoundRecord(NamedTuple):
     endless: bool = False
     name: bytes = b""
     name_proven: bool = True
-    method: int = 0
 
     @property
     def end(self) -> int:
         """Where the next record should begin."""
         return self.payload + self.stored + (self.descriptor.length if self.descriptor else 0)
+
+    @property
+    def method(self) -> int:
+        """Its compression method according to most of its headers."""
+        methods = {each.method for each in (self.local, self.entry) if each is not None}
+        if len(methods) == 1:
+            return methods.pop()
+        same_size = {each.stored == each.size for each in (self.entry, self.descriptor) if each is not None}
+        return 0 if same_size == {True} or DEFLATED not in methods else DEFLATED
 
     @property
     def names(self) -> list[bytes]:
@@ -526,7 +535,7 @@ class Scan:
         return self._storages
 
     def _size_by_index(self, local: Header) -> int | None:
-        parts = local.name.decode("utf-8", "backslashreplace").split("/")
+        parts = text_of(local.name).split("/")
         if len(parts) < 2 or parts[-2] not in ("data", "tensors"):
             return None
         storage = self.storages.get(parts[-1])
@@ -591,16 +600,13 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     reached = 0
     first = scan.records[0].local if scan.records else _read_local(source, 0)
     root = text_of(first.name.partition(b"/")[0]) if first is not None and b"/" in first.name else ""
-
-    def below(raw: bytes) -> str:
-        name = text_of(raw)
-        return name if not root else name[len(root) + 1 :] if name.startswith(f"{root}/") else f"/{name}"
-
+    prefix = f"{root}/" if root else ""
     for found in scan.records:
         local = found.local
         if local is None or (found.endless and not local.name.endswith(b".pkl")):
             break
-        name, size, present = below(local.name), local.size or found.stored, found.present
+        (name,) = names_below([local.name], prefix)
+        size, present = local.size or found.stored, found.present
         checksum: int | None = local.crc32
         if local.flags & HAS_DESCRIPTOR:
             checksum = found.descriptor.crc32 if found.descriptor else None
@@ -630,7 +636,7 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     if not any(record.crc32 for record in records.values()):  # saved with checksums switched off
         records = {name: record._replace(crc32=None) for name, record in records.items()}
     if not scan.records and first is not None and len(first.name) == int.from_bytes(source.read(26, 2), "little"):
-        name = below(first.name)  # all that is left, and it shows what the file was
+        (name,) = names_below([first.name], prefix)  # all that is left, and it shows what the file was
         records[name] = Record(name, None, 0, 0, None, first.method)
     within = f"up to byte {min(reached, source.size)} of {source.size}"
     problems.add("zip-walked", detail=f"{len(records)} records were found without it, {within}")

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from transload.errors import RescueError
 from transload.findings import Problems
-from transload.formats.zip import ALIGNMENT, DEFLATED, LOCAL
+from transload.formats.zip import ALIGNMENT, LOCAL, text_of
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import NamedTuple
@@ -61,13 +61,11 @@ class Recovered(NamedTuple):
     index_rebuilt: bool = False
 
 
-class Filler(Assembly):
+class Filler(Source):
     """A pattern repeated over ``size`` bytes, in place of lost bytes."""
 
     def __init__(self, size: int, pattern: bytes = b"\0") -> None:
-        super().__init__((), "<filler>")
-        self.size = size
-        self._pattern = pattern
+        self.name, self.size, self._pattern = "<filler>", size, pattern
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -143,7 +141,7 @@ class ArchiveRecord(NamedTuple):
 
 def name_below_root(name: bytes) -> str:
     """The name of a record without the folder of its archive."""
-    return (name.partition(b"/")[2] or name).decode("utf-8", "backslashreplace")
+    return text_of(name.partition(b"/")[2] or name)
 
 
 def stored_record(name: bytes, part: Part, *, order: int = 0, crc32: int | None = None) -> ArchiveRecord:
@@ -338,7 +336,7 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
             verdict = Verdict("damaged")
         # A storage without a matching checksum must be as long as the index says, and begin where its header ends.
         # Otherwise bytes were inserted or removed, and it is damaged.
-        folder, _, key = name.decode("utf-8", "backslashreplace").rpartition("/")
+        folder, _, key = text_of(name).rpartition("/")
         if verdict.state not in ("whole", "mended") and not record.endless and folder.endswith(("/data", "/tensors")):
             storage = found.storages.get(key)
             placed = record.payload % ALIGNMENT == 0 or (record.local and record.local.end == record.payload)
@@ -346,18 +344,8 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
                 present = max(0, min(storage.nbytes, source.size - record.payload))
                 record = record._replace(stored=storage.nbytes, present=present)  # noqa: PLW2901 - as it should be
                 verdict = Verdict("damaged")
-        record = record._replace(name=name, name_proven=name not in unproven, method=claim.method)  # noqa: PLW2901 - as above
-        out.append((record, verdict))
+        out.append((record._replace(name=name, name_proven=name not in unproven), verdict))
     return out
-
-
-def method_of(record: FoundRecord) -> int:
-    """Its compression method according to most of its headers."""
-    methods = {each.method for each in (record.local, record.entry) if each is not None}
-    if len(methods) == 1:
-        return methods.pop()
-    same_size = {each.stored == each.size for each in (record.entry, record.descriptor) if each is not None}
-    return 0 if same_size == {True} or DEFLATED not in methods else DEFLATED
 
 
 def _has_checksums(records: Iterable[FoundRecord]) -> bool:
@@ -387,11 +375,11 @@ def _checksums(record: FoundRecord) -> tuple[int, ...]:
 def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
     """What the headers say about the bytes of a record; without ``summed`` its checksums are ignored."""
     sizes = [each.size for each in (record.entry, record.descriptor, record.local) if each is not None and each.size]
-    method, size = method_of(record), record.stored
-    if method:
+    size = record.stored
+    if record.method:
         size = min(Counter(sizes).most_common(1)[0][0] if sizes else 0, MAX_RATIO * record.stored + 64)
     checksums = _checksums(record) if summed and record.stored else ()
-    return Claim(record.payload, record.stored, size, method, checksums)
+    return Claim(record.payload, record.stored, size, record.method, checksums)
 
 
 # -- names
@@ -480,7 +468,7 @@ def _rebuild(
         # torch's directory has the order of the file. Keep the order of one that has another.
         order = record.entry.position if record.entry else order
         # torch writes printable names, all in one folder: others are damaged.
-        below = record.name[len(root) + 1 :].decode("utf-8", "backslashreplace")
+        below = text_of(record.name[len(root) + 1 :])
         named = not by_torch or (record.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
         if not verdict.usable:
             why = "the file ends within it" if verdict.state == "cut" else "its bytes are damaged"
@@ -563,11 +551,10 @@ def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveR
         kept = not is_clutter(record.name) and record.name.startswith(prefix)
         (inside if kept else outside).append(record)
     if outside:
-        some = outside[0].name.decode("utf-8", "backslashreplace")[:80]
+        some = text_of(outside[0].name)[:80]
         notes.append(f"{len(outside)} records that are not part of the checkpoint were left out, such as {some}")
     if prefix != root + b"/":
-        folder = root.decode("utf-8", "backslashreplace")
-        notes.append(f"the records were moved into the folder {folder}/, where torch looks for them")
+        notes.append(f"the records were moved into the folder {text_of(root)}/, where torch looks for them")
     return [record._replace(name=root + b"/" + record.name[len(prefix) :], header=-1) for record in inside]
 
 

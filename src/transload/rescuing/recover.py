@@ -21,7 +21,7 @@ from transload.formats.pickle_machine import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX, looks_like_safetensors
 from transload.formats.tensors import declared_storages
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
-from transload.formats.zip import DEFLATED
+from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import journal_of, state_of
 from transload.io.packed import decompressor, packed_as
@@ -44,7 +44,6 @@ from transload.rescuing.archive import (
     claim_of,
     differences,
     is_clutter,
-    method_of,
     name_below_root,
     recover_archive,
     repaired,
@@ -237,7 +236,8 @@ def _recover_safetensors(source: Source) -> Recovered | None:
     """Recover a safetensors file; ``None`` if its table is not complete."""
     # If the stated length of the table is wrong, use the one it really has.
     stated = length = int.from_bytes(source.read(0, PREFIX), "little")
-    if not (1 < stated <= min(MAX_HEADER, source.size - PREFIX) and _is_table(source.read(PREFIX, stated))):
+    table = _table(source.read(PREFIX, stated)) if 1 < stated <= min(MAX_HEADER, source.size - PREFIX) else None
+    if table is None:
         head = source.read(PREFIX, min(MAX_HEADER, source.size - PREFIX))
         text = head.decode("latin-1")  # one character for each byte, so that indexes are offsets
         try:
@@ -245,11 +245,12 @@ def _recover_safetensors(source: Source) -> Recovered | None:
         except (ValueError, RecursionError):
             return None
         length = end + len(text[end:]) - len(text[end:].lstrip(" "))
-        if not _is_table(head[:length]) or (stated ^ length).bit_count() > 2:
+        table = _table(head[:length])
+        if table is None or (stated ^ length).bit_count() > 2:
             return None
     repairs = differences(0, source.read(0, PREFIX), length.to_bytes(PREFIX, "little"))
     end = PREFIX + length
-    for entry in json.loads(source.read(PREFIX, length)).values():
+    for entry in table.values():
         match entry:
             case {"data_offsets": [int() as first, int() as last]} if 0 <= first <= last < MAX_COUNT:
                 end = max(end, PREFIX + length + last)
@@ -258,11 +259,12 @@ def _recover_safetensors(source: Source) -> Recovered | None:
     return made._replace(warnings=(warning,)) if source.size > end else made
 
 
-def _is_table(data: bytes) -> bool:
+def _table(data: bytes) -> dict[str, Any] | None:
     try:
-        return isinstance(json.loads(data), dict)
+        table = json.loads(data)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return table if isinstance(table, dict) else None
 
 
 # -- layers around a checkpoint
@@ -409,7 +411,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     if any(name == own or name.endswith(b"/" + own) for name in (r.names[0] for r in records) for own in _RECORDS):
         return None
     checkpoints = (record for record in records if _is_checkpoint(source, record))
-    held = [(record.names[0].decode("utf-8", "backslashreplace"), record) for record in checkpoints]
+    held = [(text_of(record.names[0]), record) for record in checkpoints]
     held = [each for each in held if member in ("", each[0])]
     if not held:
         return None
@@ -428,7 +430,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
             notes.append(f"a flipped bit in it was repaired, {certainty} by its checksum: byte {place:,}")
         damaged = verdict.state in ("damaged", "cut") or any(repair.certainty != "proven" for repair in repairs)
     content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
-    if method_of(record) == DEFLATED:
+    if record.method == DEFLATED:
         file, limit = _temporary_file(stack), _unpacked_limit(source)
         for piece in _inflated(content, record):
             file.write(piece)
@@ -450,7 +452,7 @@ def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
 
 def _head(source: Source, record: FoundRecord) -> Source:
     """The first bytes of a record."""
-    if method_of(record) != DEFLATED:
+    if record.method != DEFLATED:
         return Slice(source, record.payload, min(64, record.present), source.name)
     packed = Slice(source, record.payload, record.present, source.name)
     return BytesSource(next(filter(None, _inflated(packed, record)), b"")[:64])
