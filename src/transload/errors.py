@@ -185,6 +185,15 @@ class BrokenFileError(LoadError, UnpicklingError, EOFError):
     """The file is damaged; the message names the tensors that are lost, if that is known."""
 
 
+class Malformed(BrokenFileError):  # noqa: N818 - short, since it is raised in many places
+    """The file holds something that no checkpoint has; ``position`` is its byte in the pickle, if that is known."""
+
+    position: int | None = None
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"it holds {what}", fix="No release of torch writes that. Get the file again from its author.")
+
+
 class NotACheckpointError(LoadError, UnpicklingError, EOFError):
     """The file is not a checkpoint; the message says what it is."""
 

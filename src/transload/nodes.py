@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from transload.frozen import NamedTuple
+
 
 class Global:
     """A name to import, as the file spells it; one node for each distinct ``(module, name)`` of a stream."""
@@ -58,6 +60,13 @@ class Call:
 
     def __repr__(self) -> str:
         return f"Call({self.callee!r}, {self.kind})"
+
+
+def is_empty_call(node: object, callee: object) -> bool:
+    """Whether a node is a call of ``callee`` without arguments, into whose result nothing is put."""
+    if type(node) is not Call or node.callee is not callee or node.args != () or node.kwargs is not None:
+        return False
+    return not (node.states or node.items or node.appended)
 
 
 class Dict:
@@ -192,26 +201,44 @@ class Pickle:
         return self.loader is not None or self.wrapper is not None
 
 
-REBUILD_ARGUMENTS: dict[str, tuple[int, int]] = {
-    "torch._utils._rebuild_tensor": (4, 4),
-    "torch._utils._rebuild_tensor_v2": (6, 7),
-    "torch._utils._rebuild_tensor_v3": (7, 8),
-    "torch.nn.parameter.Parameter": (1, 2),
-    "torch._utils._rebuild_parameter": (3, 3),
-    "torch._utils._rebuild_parameter_with_state": (4, 4),
-    "torch._utils._rebuild_qtensor": (7, 7),
-    "torch._utils._rebuild_sparse_tensor": (2, 2),
-    "torch._utils._rebuild_sparse_csr_tensor": (4, 5),
-    "torch._utils._rebuild_nested_tensor": (4, 4),
-    "torch._utils._rebuild_meta_tensor_no_storage": (4, 4),
-    "torch._utils._rebuild_wrapper_subclass": (8, 8),
-    "torch._utils._rebuild_device_tensor_from_numpy": (4, 4),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (4, 4),
-    "torch._utils._rebuild_xla_tensor": (4, 4),
-    "torch._utils._rebuild_mlc_tensor": (4, 4),
-    "torch._tensor._rebuild_from_type": (4, 4),
-    "torch._tensor._rebuild_from_type_v2": (4, 4),
-    "torch.tensor._rebuild_from_type": (4, 4),
-    "torch.nested._internal.nested_tensor._rebuild_njt": (1, 1),
+_ABSENT = 99
+
+
+class Rebuild(NamedTuple):
+    """How many arguments a function takes at least and at most, and the positions of some of them.
+
+    ``metadata`` are flags such as ``{"conj": True}``, ``state`` the attributes of the tensor.
+    """
+
+    least: int
+    most: int
+    requires_grad: int = _ABSENT
+    backward_hooks: int = _ABSENT
+    metadata: int = _ABSENT
+    state: int = _ABSENT
+    device: int = _ABSENT
+
+
+REBUILDS: dict[str, Rebuild] = {
+    "torch._utils._rebuild_tensor": Rebuild(4, 4),
+    "torch._utils._rebuild_tensor_v2": Rebuild(6, 7, 4, 5, 6),
+    "torch._utils._rebuild_tensor_v3": Rebuild(7, 8, 4, 5, 7),
+    "torch.nn.parameter.Parameter": Rebuild(1, 2, 1),
+    "torch._utils._rebuild_parameter": Rebuild(3, 3, 1, 2),
+    "torch._utils._rebuild_parameter_with_state": Rebuild(4, 4, 1, 2, state=3),
+    "torch._utils._rebuild_qtensor": Rebuild(7, 7, 5, 6),
+    "torch._utils._rebuild_sparse_tensor": Rebuild(2, 2),
+    "torch._utils._rebuild_sparse_csr_tensor": Rebuild(4, 5),
+    "torch._utils._rebuild_nested_tensor": Rebuild(4, 4),
+    "torch._utils._rebuild_meta_tensor_no_storage": Rebuild(4, 4, 3),
+    "torch._utils._rebuild_wrapper_subclass": Rebuild(8, 8, 7, device=6),
+    "torch._utils._rebuild_device_tensor_from_numpy": Rebuild(4, 4, 3, device=2),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": Rebuild(4, 4, 3, device=2),
+    "torch._utils._rebuild_xla_tensor": Rebuild(4, 4, 3, device=2),
+    "torch._utils._rebuild_mlc_tensor": Rebuild(4, 4, 3, device=2),
+    "torch._tensor._rebuild_from_type": Rebuild(4, 4, state=3),
+    "torch._tensor._rebuild_from_type_v2": Rebuild(4, 4, state=3),
+    "torch.tensor._rebuild_from_type": Rebuild(4, 4, state=3),
+    "torch.nested._internal.nested_tensor._rebuild_njt": Rebuild(1, 1),
 }
-"""The torch functions that rebuild tensors, with the minimum and maximum number of arguments."""
+"""The torch functions that rebuild tensors."""

@@ -22,8 +22,8 @@ from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
 from transload.formats.tensors import READERS
 from transload.judge.names import TORCH_DEFAULT
-from transload.judge.safety import _CARRIERS, _SHADOWED, check_call, judge_pickles
-from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Global
+from transload.judge.safety import _REBUILDS, _SHADOWED, check_call, judge_pickles
+from transload.nodes import REBUILDS, Call, Dict, Global
 
 
 class InspectZip(Protocol):
@@ -284,18 +284,18 @@ def test_every_allowed_name_has_a_rule_that_looks_at_a_call() -> None:
 def test_every_rebuild_function_has_its_signature() -> None:
     import inspect
 
-    for full, carriers in _CARRIERS.items():
+    for full, rebuild in _REBUILDS.items():
         function = getattr(torch._utils, full.rpartition(".")[2], None)
         if function is None:
             assert RELEASE < (2, 6), full
             continue
         parameters = list(inspect.signature(function).parameters.values())
         required = [p for p in parameters if p.default is p.empty]
-        assert (len(required), len(parameters)) == REBUILD_ARGUMENTS[full], full
-        for expected, index in carriers._asdict().items():
+        assert (len(required), len(parameters)) == rebuild[:2], full
+        for expected, index in list(rebuild._asdict().items())[2:]:
             assert index == 99 or parameters[index].name == expected, full
-    assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_CARRIERS)
-    assert set(REBUILD_ARGUMENTS) == set(READERS)
+    assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_REBUILDS)
+    assert set(REBUILDS) == set(READERS)
 
 
 def test_what_may_not_be_shadowed_is_there() -> None:

@@ -14,7 +14,7 @@ from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
 from transload.dtypes import BLOCKS, ITEMSIZE, STORAGES, itemsize
 from transload.findings import LimitedProblems, Problem
 from transload.frozen import NamedTuple
-from transload.nodes import REBUILD_ARGUMENTS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
+from transload.nodes import REBUILDS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
 _MAX_TEXT = 200
 _MAX_KEY = 1000
@@ -760,8 +760,8 @@ class _Walk:
 
 
 READERS: dict[str, tuple[Callable[[_Walk, _Args, _Place], Tensor], int, int]] = {
-    name: (getattr(_Walk, name.rpartition(".")[2].lstrip("_").lower()), *counts)
-    for name, counts in REBUILD_ARGUMENTS.items()
+    name: (getattr(_Walk, name.rpartition(".")[2].lstrip("_").lower()), found.least, found.most)
+    for name, found in REBUILDS.items()
 }
 """The method for each function of torch, and how many arguments that takes at least and at most."""
 

@@ -11,7 +11,7 @@ from transload.contents import GlobalUse
 from transload.dtypes import STORAGES
 from transload.findings import Finding, Safety
 from transload.frozen import NamedTuple
-from transload.nodes import Call, Dict, Pickle
+from transload.nodes import Dict, Pickle, is_empty_call
 
 _ORDERED = ("collections", "OrderedDict")
 _TENSOR = ("torch._utils", "_rebuild_tensor_v2")
@@ -62,7 +62,7 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
             else:  # the last two arguments are requires_grad and the hooks
                 count = 6 if callee is tensor else 3 if callee is parameter else -1
                 odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
-                odd = odd or not _is_empty(args[-1], ordered)
+                odd = odd or not is_empty_call(args[-1], ordered)
             if odd:
                 return None
             called[callee] += 1
@@ -70,10 +70,3 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
             times = built if node is ordered else 0
             found.append(GlobalUse(*key, "data", PURPOSES[key], node.count, called[node], times, "", pickle.name))
     return Judgement("data-only", tuple(found))
-
-
-def _is_empty(hooks: object, ordered: object) -> bool:
-    """Whether the hooks of a tensor are an empty ``OrderedDict``."""
-    if type(hooks) is not Call or hooks.callee is not ordered:
-        return False
-    return not (hooks.args or hooks.items or hooks.states or hooks.appended)

@@ -12,7 +12,6 @@ from typing import Any
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_machine
-from transload.frozen import NamedTuple
 from transload.judge.names import (
     ALSO_DATA,
     PLAIN_VALUES,
@@ -24,7 +23,7 @@ from transload.judge.names import (
     torch_spelling,
 )
 from transload.judge.ordinary import Judgement
-from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
+from transload.nodes import REBUILDS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
 Complaint = tuple[Safety, str] | None
 
@@ -44,31 +43,8 @@ _TENSOR_CLASSES = frozenset(name for name in TORCH_DEFAULT if name.endswith("Ten
 _LAYOUTS = ("torch.strided", *(f"torch.sparse_{kind}" for kind in ("coo", "csr", "csc", "bsr", "bsc")))
 
 
-class _Carriers(NamedTuple):
-    """The positions of those arguments of a rebuild function that could contain more than numbers."""
-
-    requires_grad: int = 99
-    backward_hooks: int = 99
-    metadata: int = 99
-    state: int = 99
-
-
-_CARRIERS = {
-    f"torch._utils._rebuild_{name}": carriers
-    for name, carriers in {
-        "tensor": _Carriers(),
-        "tensor_v2": _Carriers(4, 5, 6),
-        "tensor_v3": _Carriers(4, 5, 7),
-        "parameter": _Carriers(1, 2),
-        "parameter_with_state": _Carriers(1, 2, state=3),
-        "qtensor": _Carriers(5, 6),
-        "sparse_tensor": _Carriers(),
-        "nested_tensor": _Carriers(),
-        "meta_tensor_no_storage": _Carriers(3),
-        "wrapper_subclass": _Carriers(7),
-        "device_tensor_from_numpy": _Carriers(3),
-        "device_tensor_from_cpu_tensor": _Carriers(3),
-    }.items()
+_REBUILDS = {
+    name: found for name, found in REBUILDS.items() if name in TORCH_DEFAULT and name.startswith("torch._utils.")
 }
 
 # Attributes of a tensor that loading code uses, and that attributes from the file would shadow.
@@ -94,7 +70,7 @@ def check_call(name: str, call: Call) -> Complaint:
         return "unknown", f"{name} is called with arguments that are not a tuple"
     if call.kwargs is not None and not (type(call.kwargs) is Dict and not call.kwargs.items):
         return "needs-trust", f"{name} is called with keyword arguments"
-    complaint = _check_rebuild(name, call.args) if name in _CARRIERS else _check_arguments(name, call.args)
+    complaint = _check_rebuild(name, call.args) if name in _REBUILDS else _check_arguments(name, call.args)
     if complaint:
         return complaint
     if call.items or call.appended:  # SETITEM(S), APPEND(S) and ADDITEMS on the result
@@ -120,8 +96,7 @@ def check_call(name: str, call: Call) -> Complaint:
 
 def _check_rebuild(name: str, args: tuple[Any, ...]) -> Complaint:
     count = len(args)
-    least, most = REBUILD_ARGUMENTS[name]
-    flag, hooks, metadata, state = _CARRIERS[name]
+    least, most, flag, hooks, metadata, state, _ = _REBUILDS[name]
     if not least <= count <= most:
         return "unknown", f"{name} is called with {count} arguments"
     if hooks < count and not _no_hooks(args[hooks]):
@@ -183,7 +158,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
         inside = full_name(function)
         if not inside:
             return "dangerous", "_rebuild_from_type_v2 is given a computed function to call"
-        if inside not in _CARRIERS and inside != f"{_NJT}._rebuild_njt":
+        if inside not in _REBUILDS and inside != f"{_NJT}._rebuild_njt":
             return "needs-trust", f"_rebuild_from_type_v2 is given {inside} to call"
         if full_name(kind) not in ("torch.Tensor", _PARAMETER, f"{_NJT}.NestedTensor"):
             return "needs-trust", f"a tensor of the class {full_name(kind) or 'nobody can name'}"

@@ -22,6 +22,7 @@ from transload.errors import (
     FileWarning,
     LandingWarning,
     LoadError,
+    Malformed,
     NoTorchError,
     UsageError,
 )
@@ -42,7 +43,6 @@ from transload.loading.jobs import (
     can_read_to,
     jobs,
 )
-from transload.loading.malformed import Malformed
 from transload.loading.placement import DeviceMap, Plan, plan_here
 from transload.tensors import OpenCheckpoint
 

@@ -11,10 +11,21 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import BrokenFileError, LoadError, TransloadError
+from transload.errors import BrokenFileError, LoadError, Malformed, TransloadError
 from transload.judge.ordinary import PURPOSES
-from transload.loading.malformed import Malformed
-from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
+from transload.nodes import (
+    Big,
+    Call,
+    Dict,
+    Extension,
+    Global,
+    OutOfBand,
+    Persistent,
+    Pickle,
+    Set,
+    is_empty_call,
+    module_class,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -451,7 +462,7 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
             return None
         entry = known.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
         # An empty storage may have another class in each id.
-        if entry is None or not entry[1] or id(hooks) in made or not _are_empty(hooks, ordered_dict):
+        if entry is None or not entry[1] or id(hooks) in made or not is_empty_call(hooks, ordered_dict):
             return None
         if dtype is not None:  # the newer dtypes have no storage class, and are an argument
             untyped, nbytes, _ = entry
@@ -475,7 +486,7 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         if type(node.args) is not tuple or len(node.args) != 3 or node.states or node.items or node.appended:
             return None
         data, grad, hooks = node.args
-        if type(grad) is not bool or id(hooks) in made or not _are_empty(hooks, ordered_dict):
+        if type(grad) is not bool or id(hooks) in made or not is_empty_call(hooks, ordered_dict):
             return None
         tensor = None if id(data) in made or node.kwargs is not None else make(data)
         if tensor is None:
@@ -488,13 +499,6 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         return found
 
     return make if parameter is _ABSENT else make_parameter
-
-
-def _are_empty(hooks: Any, ordered_dict: object) -> bool:
-    """Whether hooks are an empty OrderedDict, as torch writes them."""
-    if type(hooks) is not Call or hooks.callee is not ordered_dict or hooks.args != () or hooks.kwargs is not None:
-        return False
-    return not (hooks.states or hooks.items or hooks.appended)
 
 
 def is_fake_mode() -> bool:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
-from transload.errors import LoadError, UnsafeError
+from transload.errors import LoadError, Malformed, UnsafeError
 from transload.judge.names import can_be_allowed
-from transload.loading.malformed import Malformed
 from transload.loading.refusal import Allowed, name_of, weights_only_error
 from transload.loading.values import VALUES, set_state, value_of
-from transload.nodes import Global, Persistent, module_class
+from transload.nodes import REBUILDS, Global, Persistent, module_class
 
 if TYPE_CHECKING:
     import torch
@@ -211,10 +210,9 @@ class Rebuilder:
         return self._invoke(name, target, how, args, kwargs)
 
     def _make(self, name: str, args: Args) -> Any:
-        maker, least, most = _MAKERS[name]
-        if not least <= len(args) <= most:
+        if not REBUILDS[name].least <= len(args) <= REBUILDS[name].most:
             raise Malformed(f"{name} is called with {len(args)} arguments")
-        return maker(self, *args)
+        return _MAKERS[name](self, *args)
 
     def object_of(self, node: Global) -> Any:
         """The object of an allowed name; ``UnsafeError`` for any other name."""
@@ -480,25 +478,25 @@ def _parameter(maker: Rebuilder, data: object, grad: object, hooks: object, stat
     return maker.with_state(maker.finish(made, grad, hooks), state)
 
 
-_MAKERS: dict[str, tuple[Callable[..., Any], int, int]] = {
-    # function: ours, least and most arguments
-    "torch._utils._rebuild_tensor": (_tensor, 4, 4),
-    "torch._utils._rebuild_tensor_v2": (_tensor_v2, 6, 7),
-    "torch._utils._rebuild_tensor_v3": (_tensor_v3, 7, 8),
-    "torch._utils._rebuild_parameter": (_parameter, 3, 3),
-    "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
-    "torch.nn.parameter.Parameter": (_plain_parameter, 1, 2),
-    "torch._utils._rebuild_qtensor": (_quantized, 7, 7),
-    "torch._utils._rebuild_sparse_tensor": (_sparse, 2, 2),
-    "torch._utils._rebuild_sparse_csr_tensor": (_sparse_csr, 4, 5),
-    "torch._utils._rebuild_nested_tensor": (_nested, 4, 4),
-    "torch._utils._rebuild_meta_tensor_no_storage": (_meta, 4, 4),
-    "torch._utils._rebuild_wrapper_subclass": (_wrapper, 8, 8),
-    "torch._utils._rebuild_device_tensor_from_numpy": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_xla_tensor": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_mlc_tensor": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (_from_cpu, 4, 4),
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch.nn.parameter.Parameter": _plain_parameter,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_sparse_csr_tensor": _sparse_csr,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
+    "torch._utils._rebuild_xla_tensor": _from_numpy,
+    "torch._utils._rebuild_mlc_tensor": _from_numpy,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
 }
+"""The function here for each of torch's."""
 
 
 def sparse_tensor(layout: Any, data: Any) -> Any:

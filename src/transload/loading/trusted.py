@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import (
     BrokenFileError,
     LoadError,
+    Malformed,
     MissingClassError,
     MissingModuleError,
     TransloadError,
@@ -22,9 +23,8 @@ from transload.errors import (
 from transload.formats.pickle_state import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
-from transload.loading.malformed import Malformed
 from transload.loading.rebuild import Rebuilder, sparse_tensor, validate_sparse
-from transload.nodes import Persistent
+from transload.nodes import REBUILDS, Persistent
 
 if TYPE_CHECKING:
     import torch
@@ -73,13 +73,8 @@ def as_file(source: Source) -> io.BufferedReader:
 _RENAMED = {"torch.tensor": "torch._tensor"}
 """Modules that torch has moved: https://github.com/pytorch/pytorch/pull/51633."""
 
-_DEVICE_AT = {
-    "_rebuild_wrapper_subclass": 6,
-    "_rebuild_device_tensor_from_numpy": 2,
-    "_rebuild_device_tensor_from_cpu_tensor": 2,
-    "_rebuild_xla_tensor": 2,
-}
-"""Functions of ``torch._utils`` that take a device as an argument, and the position of that."""
+_DEVICE_AT = {name: found.device for name, found in REBUILDS.items() if found.device < found.most}
+"""Functions that take a device as an argument, and the position of that."""
 
 
 def unpickler_of(pickle_module: Any) -> type[Any]:
@@ -104,7 +99,7 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
             if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
                 return _sparse
             found = _imported(super().find_class, module, name)
-            at = _DEVICE_AT.get(name) if module == "torch._utils" else None
+            at = _DEVICE_AT.get(f"{module}.{name}")
             if at is None:
                 return found
             device_of = self.device_of

@@ -19,10 +19,9 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from transload.errors import LoadError, UnsafeError
+from transload.errors import LoadError, Malformed, UnsafeError
 from transload.formats.arrays import NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.tensors import called
-from transload.loading.malformed import Malformed
 from transload.loading.refusal import weights_only_error
 from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
