@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from transload.contents import FORMATS as FORMATS
+from transload.contents import PROGRAMS as PROGRAMS
 from transload.contents import Contents
 from transload.contents import DeviceUse as DeviceUse
 from transload.contents import GlobalUse as GlobalUse

@@ -43,6 +43,9 @@ FORMATS: dict[str, str] = {
 }
 """The name of each format in words. A file in none of them has what it is as its format (``html``, ``gzip`` …)."""
 
+PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
+"""The formats that contain code."""
+
 Key = str | int
 """A component of a path: a dictionary key, an attribute name, or an index. Other keys appear as text."""
 

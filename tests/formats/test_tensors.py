@@ -523,6 +523,13 @@ def test_names_of_every_kind_of_key_are_text() -> None:
     assert all(isinstance(step, (str, int)) for t in told.tensors for step in t.path)
 
 
+def test_tensors_in_the_argument_of_an_ordered_dict_are_found() -> None:
+    """No Python pickles one like this, but torch loads it."""
+    made = call(name("collections", "OrderedDict"), forge.dictionary({"a": tensor("0")}))
+    data = forge.checkpoint(pickled(made), {"0": bytes(16)})
+    assert [found.name for found in inspect(data).tensors] == list(loaded(data)) == ["a"]
+
+
 def test_the_shortcut_for_ordinary_tensors_agrees_with_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(5)  # noqa: S311 - the same cases each time
     odd = [0, -1, True, 2.0, None, 1 << 40, 1 << 62, 1 << 63, "x"]

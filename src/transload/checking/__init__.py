@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.checking.needs import Compatibility, Package, compatibility, packages
 from transload.checking.torch_says import InstalledTorch, Prediction, torch_says
-from transload.checkpoint import Checkpoint
+from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.devices import Device, Devices, local_rank, split
 from transload.diagnose import judge_machine
 from transload.errors import LoadError
@@ -27,7 +27,7 @@ from transload.frozen import Reported
 from transload.judge import inspect, judge
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
 from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_blocks
-from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
+from transload.loading.refusal import Allowed, loaded_pickles, refuse_program, registrar
 from transload.machine import Machine
 from transload.nodes import Global
 from transload.render.checkpoint import findings, format_words

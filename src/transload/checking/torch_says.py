@@ -17,7 +17,7 @@ from functools import cache
 from typing import Literal
 
 from transload.checking.needs import read_bytes
-from transload.checkpoint import Checkpoint
+from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.diagnose.tables import numbers_of
 from transload.frozen import Plain, replace
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
@@ -167,7 +167,7 @@ class _Predictor:
         if kind == "torchscript" and "constants.pkl" in self.records:
             warnings = (self.words("script-warning"),)
             return self.raises("RuntimeError", self.words("script"), warnings) if strict else self.unknown(warnings)
-        if kind in ("torchscript", "torch-export", "aotinductor", "torch-package"):
+        if kind in PROGRAMS:
             # torch opens the archive and finds no object in it; without a top-level directory it does not open it.
             opens = self.intact and "folder" in dict(self.checkpoint.facts) and "data.pkl" not in self.records
             text = self.words("no-record", record="data.pkl")

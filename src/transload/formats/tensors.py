@@ -378,8 +378,9 @@ _PLAIN_CALLS = frozenset(
 )
 _ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
 _HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
-_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
-_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+_ORDERED_DICT = "collections.OrderedDict"
+RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
+MODULE_KEYS = ("_parameters", "_buffers", "_modules")
 _MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
 
 # A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
@@ -457,7 +458,7 @@ class _Walk:
             if function not in _PLAIN_CALLS:
                 return self._enter(node, self._call_children(node, function, path, name), path, name)
         elif kind is Dict:
-            return self._enter(node, _pairs(node.items), path, name)
+            return self._enter(node, last_pairs(node.items), path, name)
         elif kind is list or kind is tuple:
             return self._enter(node, _indexed(node), path, name)
         elif kind is Set:
@@ -485,9 +486,9 @@ class _Walk:
         if type(node) is Call:
             # Containers whose content is walked as if it lay in the object itself: many objects can share one.
             state = node.states[-1] if node.states else None
-            given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else None
+            given = node.args[:1] if type(node.args) is tuple and called(node) == _ORDERED_DICT else ()
             held = state[:2] if type(state) is tuple else (state,)
-            parts += [part for part in (*held, given) if type(part) in (Dict, list)]
+            parts += [part for part in (*held, *given) if type(part) in (Dict, list)]
         budget, again = self.table.budget, False
         for part in parts:
             if budget.seen(id(part)):
@@ -499,27 +500,26 @@ class _Walk:
 
     def _call_children(self, node: Call, callee: str, path: tuple[Key, ...], name: str) -> _Children:
         """Arguments that can hold tensors, then the state, then items and appended values."""
-        if callee == "collections.OrderedDict":
-            yield from _pairs(_items(node) or [])
+        if callee == _ORDERED_DICT:
+            yield from last_pairs(_items(node) or [])
             return
-        if type(node.args) is tuple and callee not in _RECONSTRUCTORS:
+        if type(node.args) is tuple and callee not in RECONSTRUCTORS:
             for index, argument in enumerate(node.args):
                 if type(argument) in _HOLDERS:
                     yield argument, index, None
         if node.states:
             yield from self._state_children(node.states[-1], path, name)
-        yield from _pairs(node.items or [])
+        yield from last_pairs(node.items or [])
         yield from _indexed(node.appended or [])
 
     def _state_children(self, state: Any, path: tuple[Key, ...], name: str) -> _Children:
-        if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
-            state = Dict([*state[0].items, *state[1].items])  # attributes, and those in slots
+        state = with_slots(state)
         if type(state) is not Dict:
             yield state, "state", None
             return
-        parts = [_items(state.get(key)) for key in _MODULE_KEYS] if len(state.items) <= _MAX_ATTRIBUTES else [None]
+        parts = [_items(state.get(key)) for key in MODULE_KEYS] if len(state.items) <= _MAX_ATTRIBUTES else [None]
         if None in parts:
-            for child, key, _ in _pairs(state.items):
+            for child, key, _ in last_pairs(state.items):
                 step = short_key(key)
                 yield child, (step,), f"{name}{self.separator}{step}" if name else str(step)
             return
@@ -528,14 +528,14 @@ class _Walk:
         unsaved = _texts(state.get("_non_persistent_buffers_set"))
         joiner = "." if path[-2:-1] == ("_modules",) else "/"
         lead = f"{name}{joiner}" if name else ""
-        for where, items in zip(_MODULE_KEYS, parts, strict=True):
-            for child, raw, _ in _pairs(items or []):
+        for where, items in zip(MODULE_KEYS, parts, strict=True):
+            for child, raw, _ in last_pairs(items or []):
                 if child is not None:
                     step = short_key(raw)
                     hidden = where == "_buffers" and step in unsaved
                     yield child, (where, step), f"{lead}{where}/{step}" if hidden else f"{lead}{step}"
-        for child, key, _ in _pairs(state.items):
-            if key not in _MODULE_KEYS and type(child) in _HOLDERS:
+        for child, key, _ in last_pairs(state.items):
+            if key not in MODULE_KEYS and type(child) in _HOLDERS:
                 yield child, key, None
 
     # -- the tensor that a call would make: by methods that bear the names of torch's functions
@@ -786,7 +786,14 @@ def find_tensors(
     return Tree(tuple(walk.tensors), table.finish(), tuple(walk.leaves), problems)
 
 
-def _pairs(items: list[Any]) -> _Children:
+def with_slots(state: Any) -> Any:
+    """The state of an object; its attributes together if there are some in ``__dict__`` and some in slots."""
+    if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
+        return Dict([*state[0].items, *state[1].items])
+    return state
+
+
+def last_pairs(items: list[Any]) -> _Children:
     """Values with their keys; of a text key that stands twice only the last, as in a dictionary."""
     keys, values = items[: len(items) // 2 * 2 : 2], items[1::2]
     texts = [key for key in keys if type(key) is str]
@@ -808,13 +815,17 @@ def _items(node: object) -> list[Any] | None:
     """Keys and values in turn of a dictionary or an ordered one."""
     if type(node) is Dict:
         return node.items
-    if type(node) is not Call or called(node) != "collections.OrderedDict":
-        return None
-    given: list[Any] = []
-    if type(node.args) is tuple and node.args and type(node.args[0]) is list:  # how Python 2 writes it
-        pairs = [pair for pair in node.args[0] if type(pair) in (list, tuple) and len(pair) == 2]
-        given = [part for pair in pairs for part in pair]
-    return [*given, *(node.items or [])]
+    return call_items(node) if type(node) is Call and called(node) == _ORDERED_DICT else None
+
+
+def call_items(node: Call) -> list[Any]:
+    """Keys and values of a mapping: its constructor's (a ``Counter``, or pairs from Python 2), then those set later."""
+    given = node.args[0] if type(node.args) is tuple and node.args else None
+    items: list[Any] = [*given.items] if type(given) is Dict else []
+    for pair in given if type(given) is list else ():
+        if type(pair) in (list, tuple) and len(pair) == 2:
+            items += pair
+    return [*items, *(node.items or [])]
 
 
 def _texts(node: object) -> set[str]:

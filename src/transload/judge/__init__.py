@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from transload.checkpoint import Checkpoint
+from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.findings import Finding, Integrity, Safety, first_lines, worst_integrity, worst_safety
 from transload.frozen import replace
 from transload.io.sources import SourceLike
 from transload.judge.ordinary import Judgement, judge_ordinary
 from transload.nodes import Pickle
 
-_PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
-_NOT_LOADED = _PROGRAMS | {"dcp", "deepspeed", "megatron"}
+_NOT_LOADED = PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8
 
 
@@ -46,7 +45,7 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
         from transload.judge.problems import judge_problems
 
         forced, findings = judge_problems(checkpoint.problems)
-    base: Safety = "code" if checkpoint.format in _PROGRAMS else "data-only"
+    base: Safety = "code" if checkpoint.format in PROGRAMS else "data-only"
     judged = replace(
         checkpoint,
         safety=worst_safety(base, names.safety, forced),
@@ -109,7 +108,7 @@ def _other_findings(checkpoint: Checkpoint) -> list[Finding]:
     """Findings that neither names nor problems lead to."""
     found = []
     rare = sorted({name for pickle in checkpoint.pickles if pickle.main for name in pickle.rare})
-    if rare and checkpoint.format.startswith("torch-") and checkpoint.format not in _PROGRAMS:
+    if rare and checkpoint.format.startswith("torch-") and checkpoint.format not in PROGRAMS:
         # Even if it is harmless, it can only be loaded without weights_only.
         title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
         evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)

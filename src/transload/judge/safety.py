@@ -209,6 +209,7 @@ _GETATTR = ("builtins", "getattr")
 _MAX_NESTED = 10  # classes within classes
 _MAX_ARGUMENTS = 8  # of a loader: a million calls may share a million arguments
 _MAX_EVIDENCE = 20
+DO_NOT_LOAD = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."
 _MAX_WORDING = 300  # it may contain a name of a megabyte
 _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
     "dangerous": ("dangerous-use", "error", "it uses the loader in a way no checkpoint does"),
@@ -438,9 +439,9 @@ class _Judge:
                 uses = [f"called {use.called}×"] if use.called else []
                 uses += [f"built {use.built}×"] if use.built else []
                 evidence.append(f"{use.full_name}: {use.purpose} ({', '.join(uses) or 'imported only'})")
-            fix = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."
             title = f"loading it would run {len(dangerous)} dangerous function{'s' if len(dangerous) > 1 else ''}"
-            findings.append(Finding("dangerous-globals", "error", title, first_lines(evidence, _MAX_EVIDENCE), (fix,)))
+            shown = first_lines(evidence, _MAX_EVIDENCE)
+            findings.append(Finding("dangerous-globals", "error", title, shown, (DO_NOT_LOAD,)))
         for level, (code, severity, title) in _COMPLAINTS.items():
             texts = [f"{text} ({where})" for text, (safety, where) in self.complaints.items() if safety == level]
             if texts:

@@ -733,7 +733,7 @@ class _Loading:
     @cached_property
     def _values(self) -> list[str]:
         """The file's keys of entries that are not tensors: an epoch, extra state."""
-        from transload.loading.refusal import PROGRAMS
+        from transload.contents import PROGRAMS
 
         checkpoint, branch = self._opened.checkpoint, self._match.branch
         path = branch.path

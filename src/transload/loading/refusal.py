@@ -13,7 +13,7 @@ from transload.errors import LoadError, UnsafeError
 from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
-from transload.judge.safety import finds_plain_values, judge_pickles, safe_globals_lines
+from transload.judge.safety import DO_NOT_LOAD, finds_plain_values, judge_pickles, safe_globals_lines
 from transload.nodes import Global
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def registrar(full: str) -> str:
     return next((module for prefix, module in _REGISTERED_BY if full.startswith(prefix)), "")
 
 
-PROGRAMS = {
+_PROGRAMS = {
     "torchscript": "a TorchScript program",
     "torch-export": "a torch.export program",
     "aotinductor": "an AOTInductor package, which is compiled code",
@@ -172,10 +172,10 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
     if kind in _DIRECTORIES:
         what, fix = _DIRECTORIES[kind]
         raise LoadError(f"this is {what}, which is not loaded as one object", where=checkpoint.path, fix=fix)
-    if kind in PROGRAMS and not (trusted and kind in ("torchscript", "torch-export")):
-        what = f"this is {PROGRAMS[kind]}, not a file of tensors, and weights_only=True runs no program"
+    if kind in _PROGRAMS and not (trusted and kind in ("torchscript", "torch-export")):
+        what = f"this is {_PROGRAMS[kind]}, not a file of tensors, and weights_only=True runs no program"
         if trusted:
-            what = f"this is {PROGRAMS[kind]}, not a file of tensors"
+            what = f"this is {_PROGRAMS[kind]}, not a file of tensors"
         without = _without_code(checkpoint) if kind == "torchscript" else ""
         raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind] + without)
 
@@ -215,7 +215,7 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
     if dangerous or attacks:
         lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(sentence_of(found) for found in attacks)]
         what = "loading it would run code that no checkpoint needs" if dangerous else "it is built to deceive a loader"
-        raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=_DO_NOT)
+        raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=DO_NOT_LOAD)
     if uses:
         what = f"it asks for {len(uses)} {'name' if len(uses) == 1 else 'names'} that nobody has allowed"
         lines = [f"{use.full_name}: {use.purpose}" for use in uses]
@@ -253,4 +253,3 @@ def _without_code(checkpoint: Checkpoint) -> str:
 
 
 _SHOWN = 50
-_DO_NOT = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."

@@ -10,7 +10,7 @@ from struct import pack
 from typing import TypeGuard
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
-from transload.contents import byte_span, with_parts
+from transload.contents import PROGRAMS, byte_span, with_parts
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES, itemsize
 from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
@@ -37,7 +37,6 @@ from transload.rescuing.archive import (
 from transload.rescuing.damaged_index import Unread, read_damaged_index
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
 
-_PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 _NOT_IN_FILE = "its bytes are not in the file"
 _MAX_STORAGE = 1 << 45
 """The largest size of a missing storage that is believed: 32 TB."""
@@ -64,7 +63,7 @@ def is_program(checkpoint: Checkpoint) -> bool:
     """Whether its tensors belong to a program, from which none can be removed, even if its code is lost."""
     pickles = [pickle for pickle in checkpoint.pickles if pickle.main]
     scripted = any(name.module.split(".")[0] == "__torch__" for pickle in pickles for name in pickle.globals.values())
-    return checkpoint.format in _PROGRAMS or scripted
+    return checkpoint.format in PROGRAMS or scripted
 
 
 # -- what became of each tensor

@@ -13,14 +13,14 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from transload.checkpoint import Key, Storage, Tensor
+from transload.checkpoint import PROGRAMS, Key, Storage, Tensor
 from transload.dtypes import FROM_NUMPY
 from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
-from transload.formats.tensors import called, short_key
+from transload.formats.tensors import call_items, called, short_key
 from transload.io.sources import BytesSource, Source
 from transload.nodes import Call, Dict
 from transload.tensors.content import Content
-from transload.writing.objects import MAPPINGS, PROGRAMS, BoundedWalk, call_items, is_module, object_state
+from transload.writing.objects import MAPPINGS, BoundedWalk, is_module, object_state
 
 Path = tuple[Key, ...]
 _MAX_SMALL = 64  # bytes: about what the call of an array takes

@@ -19,7 +19,18 @@ from typing import Any, NamedTuple
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import ConvertError
 from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
-from transload.formats.tensors import called, device_text, leaf_kind, members, short, short_key
+from transload.formats.tensors import (
+    MODULE_KEYS,
+    RECONSTRUCTORS,
+    call_items,
+    called,
+    device_text,
+    leaf_kind,
+    members,
+    short,
+    short_key,
+    with_slots,
+)
 from transload.nodes import Call, Dict, Global, Set
 
 
@@ -36,9 +47,6 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
-PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
-"""Formats of programs: only their weights are converted."""
-
 KEY_TYPES = (str, int, float, bool, type(None))
 
 
@@ -56,44 +64,22 @@ def node_at(root: object, path: tuple[Key, ...]) -> Any:
     return node
 
 
-def last_pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    """Keys and values; if a string key occurs twice, only the last, as in a dictionary."""
-    pairs = list(zip(items[::2], items[1::2], strict=False))
-    last = {key: index for index, (key, _) in enumerate(pairs) if type(key) is str}
-    return [pair for index, pair in enumerate(pairs) if type(pair[0]) is not str or last[pair[0]] == index]
-
-
-def call_items(node: Call) -> list[Any]:
-    """Keys and values of a mapping: its constructor's (a ``Counter``, or pairs from Python 2), then those set later."""
-    given = node.args[0] if type(node.args) is tuple and node.args else None
-    items: list[Any] = []
-    if type(given) is Dict:
-        items += given.items
-    elif type(given) is list:
-        for pair in given:
-            if type(pair) in (list, tuple) and len(pair) == 2:
-                items += pair
-    return [*items, *(node.items or [])]
-
-
 def object_state(node: Call) -> Dict | None:
     """The attributes of an object that consists of nothing else; ``None`` for any other object."""
     args = node.args
-    if called(node) in _RECONSTRUCTORS:  # with the class, its base and the base's state, None if that is ``object``
+    if called(node) in RECONSTRUCTORS:  # with the class, its base and the base's state, None if that is ``object``
         bare = type(args) is tuple and len(args) == 3 and args[2] is None
     else:
         bare = args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
     made = node.kind in ("newobj", "reduce", "obj", "inst", "newobj_ex") and not node.items and not node.appended
     states: list[Any] = node.states or ([Dict([])] if node.kind == "newobj" else [])
-    state = states[0] if len(states) == 1 else None
-    if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
-        state = Dict([*state[0].items, *state[1].items])  # __dict__ and __slots__
+    state = with_slots(states[0]) if len(states) == 1 else None
     return state if bare and made and type(state) is Dict else None
 
 
 def is_module(state: Dict) -> bool:
     """Whether these are the attributes of a module."""
-    return all(state.get(key) is not None for key in _MODULE_KEYS)
+    return all(state.get(key) is not None for key in MODULE_KEYS)
 
 
 _WITH_STATE = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
@@ -207,8 +193,6 @@ _MAX_BITS = 4096  # of an integer: int.__str__ is slow for longer ones
 _MAX_SHOWN_BITS = 128  # of an integer key in a path
 _MAX_BYTES = 1 << 20
 
-_MODULE_KEYS = {"_parameters": "parameters", "_buffers": "buffers", "_modules": "modules"}
-_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
 MAPPINGS = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
 _SEQUENCES = frozenset({"builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset", "torch.Size"})
 
@@ -335,14 +319,14 @@ class Leftovers(BoundedWalk):
         if state is None:
             return self._list(path, node)
         name, args = called(node), node.args
-        if name in _RECONSTRUCTORS and type(args) is tuple and type(args[0]) is Global:
+        if name in RECONSTRUCTORS and type(args) is tuple and type(args[0]) is Global:
             name = args[0].full_name
         if not is_module(state):
             data = self._pairs(state, path, depth)
             if data is NOTHING:
                 return NOTHING if state.items else {"$class": name}
             return {"$class": name, **data}
-        own = Dict([part for pair in state.pairs() if pair[0] not in _MODULE_KEYS for part in pair])
+        own = Dict([part for pair in state.pairs() if pair[0] not in MODULE_KEYS for part in pair])
         data = self._pairs(own, path, depth)
         kept: dict[str, Any] = {
             key: value
@@ -350,7 +334,7 @@ class Leftovers(BoundedWalk):
             # Every module has dictionaries of hooks, nearly always empty.
             if value or not ("_hook" in key or key == "_non_persistent_buffers_set")
         }
-        for where, plain_name in _MODULE_KEYS.items():
+        for where in MODULE_KEYS:
             table: Any = state.get(where)
             inside = Dict(call_items(table)) if type(table) is Call else table
             if type(inside) is Dict and where != "_modules":  # of tensors only their attributes belong here
@@ -358,7 +342,7 @@ class Leftovers(BoundedWalk):
                 inside = Dict([part for pair in with_attributes for part in pair])
             if type(inside) is Dict and inside.items:
                 data = self._pairs(inside, (*path, where), depth)
-                kept[plain_name if plain_name not in kept else where] = {} if data is NOTHING else data
+                kept[where if where[1:] in kept else where[1:]] = {} if data is NOTHING else data
         return {"$class": name, **kept}
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint, Key, Tensor
-from transload.contents import byte_span
+from transload.contents import PROGRAMS, byte_span
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
@@ -24,7 +24,7 @@ from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
 from transload.writing.arrays import with_arrays
-from transload.writing.objects import PROGRAMS, Leftovers, Omission, node_at, with_full_names
+from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype

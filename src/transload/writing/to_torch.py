@@ -14,15 +14,13 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
-from transload.formats.tensors import called, short_key
+from transload.formats.tensors import call_items, called, last_pairs, short_key
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.tensors.content import Allowance, Content
 from transload.writing.objects import (
     KEY_TYPES,
     NOTHING,
     BoundedWalk,
-    call_items,
-    last_pairs,
     node_at,
     numpy_number,
     tensor_attributes,
@@ -171,7 +169,7 @@ class Structure(BoundedWalk):
 
     def _mapping(self, node: Any, path: Path, depth: int) -> Dict | Call:
         items: list[Any] = []
-        for key, value in last_pairs(node.items if type(node) is Dict else call_items(node)):
+        for value, key, _ in last_pairs(node.items if type(node) is Dict else call_items(node)):
             step = (*path, short_key(key))
             if type(key) not in KEY_TYPES:
                 self.dropped.append((step, value))
