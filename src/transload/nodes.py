@@ -112,6 +112,12 @@ class Persistent:
         self.position = position
 
 
+def storage_id(node: object) -> tuple[Any, ...]:
+    """The id of a storage: ("storage", class, key, device, elements), perhaps with a view; empty for other nodes."""
+    pid = node.id if type(node) is Persistent else None
+    return pid if type(pid) is tuple and len(pid) in (5, 6) and pid[0] in ("storage", b"storage") else ()
+
+
 def module_class(node: object) -> object:
     """The class in a persistent id of older formats, which store the class of a module there, with its source."""
     if type(node) is Persistent and type(node.id) is tuple:

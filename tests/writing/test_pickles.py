@@ -225,12 +225,6 @@ def test_the_protocol_is_what_the_stream_says_of_itself() -> None:
     assert run(dumps(None)).protocol == 2
 
 
-@pytest.mark.parametrize("code", [-1, 0, 1 << 31])
-def test_extensions_that_there_are_not(code: int) -> None:
-    with pytest.raises(CannotPickleGraphError, match="no extension"):
-        dumps([Extension(code)])
-
-
 @pytest.mark.parametrize("node", [Big(2000), object(), {}, 1j], ids=["big", "object", "dict", "complex"])
 def test_what_cannot_be_written_is_told(node: object) -> None:
     with pytest.raises(CannotPickleGraphError):

@@ -22,7 +22,6 @@ MAX_AGAIN = 1_000_000
 """Steps for tuples and calls that contain themselves. Each is started again inside itself, which for a file of a
 megabyte could be 10^10 times; a real one needs a few."""
 
-_MAX_EXTENSION = 0x7FFFFFFF
 _SMALL_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
@@ -136,11 +135,7 @@ class _Writer:
             self.then(node.module, node.name, _Do(_Writer._emit, b"\x93"), _Do(_Writer._put, node))
 
     def _extension(self, node: Extension) -> None:
-        code = node.code
-        if not 0 < code <= _MAX_EXTENSION:
-            raise CannotPickleGraphError(f"there is no extension {code}")
-        forms = ((0xFF, "<cB", b"\x82"), (0xFFFF, "<cH", b"\x83"), (0x7FFFFFFF, "<ci", b"\x84"))
-        self.out.extend(next(pack(form, opcode, code) for most, form, opcode in forms if code <= most))
+        self.out.extend(pack("<ci", b"\x84", node.code))  # EXT4, whatever the code: no checkpoint has one
         self._put(node)
 
     # -- containers: mutable ones are put into the memo before their content is written

@@ -50,19 +50,17 @@ def short_key(key: object) -> Key:
     return key if type(key) is int and key.bit_length() < 64 else short(key)
 
 
-def members(node: Any, *, full: bool = False) -> list[tuple[Any, object]]:
-    """The children of an inert node that a path can name: entries, attributes, positions; ``full``: with whole keys."""
-    kind = type(node)
-    if kind is Dict:
-        return node.pairs() if full else [(short_key(key), value) for key, value in node.pairs()]
-    if kind is list or kind is tuple:
+def members(node: Any) -> list[tuple[Any, object]]:
+    """The children of an inert node that a path can name: entries, attributes, positions."""
+    if type(node) is Dict:
+        return node.pairs()
+    if type(node) in (list, tuple):
         return list(enumerate(node))
-    if kind is not Call:
+    if type(node) is not Call:
         return []
     items = _items(node)
-    found = members(node.states[-1], full=full) if items is None and node.states else []
-    pairs = members(Dict(node.items or [] if items is None else items), full=full)
-    return [*found, *pairs, *enumerate(node.appended or [])]
+    found = members(node.states[-1]) if items is None and node.states else []
+    return [*found, *Dict(node.items or [] if items is None else items).pairs(), *enumerate(node.appended or [])]
 
 
 def leaf_kind(node: object) -> str:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import LoadError, Malformed, UnsafeError
+from transload.formats.tensors import MAX_RANK, MAX_SIZE
 from transload.judge.names import can_be_allowed
 from transload.loading.refusal import Allowed, name_of, weights_only_error
 from transload.loading.values import VALUES, set_state, value_of
-from transload.nodes import REBUILDS, Global, Persistent, module_class
+from transload.nodes import REBUILDS, Global, Persistent, module_class, storage_id
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 Args = tuple[Any, ...]
 Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
 """A storage as ``build.entries`` has it."""
-
-_MAX_RANK = 1024
-_MAX_SIZE = 1 << 63
 
 
 # -- tensors
@@ -278,15 +276,15 @@ class Rebuilder:
                 storage, *rest = self._tar_tensors[name]
                 self._made[name] = _tensor(self, self._storage_of(storage), *rest)
             return self._made[name]
-        named = None if _is_storage(node.id) else module_class(node)
+        named = None if storage_id(node) else module_class(node)
         return self.object_of(named) if type(named) is Global else self._storage_of(node)
 
     def _storage_of(self, node: Any) -> Any:
-        if type(node) is Persistent and not _is_storage(node.id):
+        if type(node) is Persistent and not storage_id(node):
             node = self._tar_storages.get(str(node.id))
-        if type(node) is not Persistent or not _is_storage(node.id):
+        pid = storage_id(node)
+        if not pid:
             raise Malformed("an id that does not name a storage")
-        pid: Any = node.id
         key = pid[2].decode() if type(pid[2]) is bytes else str(pid[2])
         if key not in self._known:
             raise Malformed(f"an id that names the storage {key[:40]!r}, which is not in the file")
@@ -348,7 +346,7 @@ class Rebuilder:
         for count, step in zip(size, stride, strict=True):
             numel *= count
             end += (count - 1) * step
-        if numel >= _MAX_SIZE:
+        if numel >= MAX_SIZE:
             raise Malformed("a tensor with more elements than torch can count")
         device, name = storage.device, str(dtype).removeprefix("torch.")
         # The size of a dtype that is newer than our list is torch's.
@@ -535,15 +533,11 @@ def validate_sparse(made: Any) -> None:
         check_arguments(*indices, *rest)
 
 
-def _is_storage(pid: object) -> bool:
-    return type(pid) is tuple and len(pid) in (5, 6) and pid[0] in ("storage", b"storage")
-
-
 def are_sizes(value: Any) -> bool:
     """Whether a value is a tuple of integers that are not negative (``torch.Size`` is one)."""
-    if not isinstance(value, tuple) or len(value) > _MAX_RANK:
+    if not isinstance(value, tuple) or len(value) > MAX_RANK:
         return False
     for number in value:  # noqa: SIM110 - it runs twice for each tensor, and all() takes twice as long
-        if type(number) is not int or not 0 <= number < _MAX_SIZE:
+        if type(number) is not int or not 0 <= number < MAX_SIZE:
             return False
     return True

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
+from transload.findings import first_lines
 from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
-from transload.judge.safety import DO_NOT_LOAD, finds_plain_values, judge_pickles, safe_globals_lines
+from transload.judge.safety import DO_NOT_LOAD, finds_plain_values, full_name, judge_pickles, safe_globals_lines
 from transload.nodes import Global
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class Allowed:
 
     def is_known(self, node: Global) -> bool:
         """Whether a name is on the fixed list."""
-        return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN or _full(node) in PLAIN_VALUES
+        name = name_of(node)
+        return name in _KNOWN or name in PLAIN_VALUES
 
     def refused(self, pickles: Iterable[Pickle]) -> list[Global]:
         """The names in some pickles that are not allowed."""
@@ -69,13 +71,13 @@ class Allowed:
             node
             for pickle in pickles
             for node in pickle.globals.values()
-            if not (_full(node) == "builtins.getattr" and finds_plain_values(pickle))
+            if not (full_name(node) == "builtins.getattr" and finds_plain_values(pickle))
         ]
         return [node for node in nodes if not self.is_known(node) and self.user(node) is None]
 
     def user(self, node: Global) -> Any:
         """The object that the program has allowed under a name; ``None`` if there is none."""
-        spellings = (torch_spelling(node.module, node.name), _full(node))
+        spellings = (torch_spelling(node.module, node.name), full_name(node))
         if spellings[0].partition(".")[0] in _BLOCKED or spellings[1] in _BLOCKED:
             return None
         found = next((self._by_program[name] for name in spellings if name in self._by_program), None)
@@ -120,11 +122,7 @@ class Allowed:
 def name_of(node: Global) -> str:
     """The name under which a global is looked up."""
     spelling = torch_spelling(node.module, node.name)
-    return spelling if spelling in _KNOWN else _full(node)
-
-
-def _full(node: Global) -> str:
-    return ".".join(canonical(node.module, node.name))
+    return spelling if spelling in _KNOWN else full_name(node)
 
 
 def registrar(full: str) -> str:
@@ -233,8 +231,8 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
 
 def _listed(what: str, lines: list[str], refused: list[Global]) -> str:
     """The message with its list, and, as in torch's message, the first refused name."""
-    shown = lines[:_SHOWN] + ([f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-    return weights_only_error("\n  ".join([f"{what}:", *shown]), refused[0] if refused else None)
+    shown = "\n  ".join((f"{what}:", *first_lines(lines, _SHOWN)))
+    return weights_only_error(shown, refused[0] if refused else None)
 
 
 def weights_only_error(what: str, refused: object = None) -> str:

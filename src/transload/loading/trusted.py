@@ -70,9 +70,6 @@ def as_file(source: Source) -> io.BufferedReader:
     return io.BufferedReader(_Stream(source), _BUFFER)
 
 
-_RENAMED = {"torch.tensor": "torch._tensor"}
-"""Modules that torch has moved: https://github.com/pytorch/pytorch/pull/51633."""
-
 _DEVICE_AT = {name: found.device for name, found in REBUILDS.items() if found.device < found.most}
 """Functions that take a device as an argument, and the position of that."""
 
@@ -93,7 +90,8 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
                 except KeyError:
                     if name in ("UntypedStorage", "_UntypedStorage"):
                         return torch.UntypedStorage
-            module = _RENAMED.get(module, module)
+            if module == "torch.tensor":  # its name until https://github.com/pytorch/pytorch/pull/51633
+                module = "torch._tensor"
             if (module, name) == LOADER and self.held is not None:
                 return self.held
             if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):

@@ -20,7 +20,7 @@ from transload.formats.pickle_machine import run
 from transload.formats.plain_pickle import escaped
 from transload.formats.rare_opcodes import opcodes
 from transload.formats.torch_legacy import MAGIC_PICKLE
-from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
+from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, storage_id
 
 _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x68, 0x80, 0x95, 0x94
 _GETS = frozenset(b"hjg")
@@ -44,11 +44,8 @@ Renamed = Callable[[str], str]
 
 def tag_of(node: Persistent) -> str | None:
     """The device tag in a persistent id; ``None`` if the id is not that of a storage."""
-    pid = node.id
-    if type(pid) is not tuple or len(pid) not in _LENGTHS or pid[0] not in ("storage", b"storage"):
-        return None
-    tag = pid[_TAG]
-    return tag if type(tag) is str else None
+    pid = storage_id(node)
+    return pid[_TAG] if pid and type(pid[_TAG]) is str else None
 
 
 # -- where the tags are

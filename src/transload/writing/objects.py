@@ -57,7 +57,7 @@ def node_at(root: object, path: tuple[Key, ...]) -> Any:
     """The node at a path; ``None`` if there is none."""
     node: Any = root
     for step in path:
-        found = [child for key, child in members(node) if key == step]
+        found = [child for key, child in members(node) if short_key(key) == step]
         if not found:
             return None
         node = found[-1]  # the last of equal keys wins
@@ -141,7 +141,7 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
         """The keys that a path component can stand for, with their values; the last of equal keys wins."""
         if id(node) not in by_node:
             table = by_node[id(node)] = {}
-            for key, child in members(node, full=True):
+            for key, child in members(node):
                 name = short_key(key)
                 table.setdefault(name, {})[key if type(key) is str else name] = child
         return by_node[id(node)].get(step, {}).items()
