@@ -38,6 +38,7 @@ from transload.loading.jobs import (
     File,
     HostLane,
     ReadRequest,
+    ReportProgress,
     Settings,
     ShortReadError,
     can_read_to,
@@ -313,8 +314,7 @@ class ReadOptions(NamedTuple):
     """Compare every checksum there is."""
     mapped: bool = False
     """Map the file instead of reading it, where its bytes are those in memory."""
-    report_progress: Callable[[int], None] | None = None
-    """Called with the number of bytes read since the last call."""
+    report_progress: ReportProgress | None = None
     settings: Settings = Settings()
 
 
@@ -337,10 +337,8 @@ def read_ranges(
     sources: Sequence[Source],
     requests: Sequence[ReadRequest],
     address_of: AddressOf,
-    *,
     settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
-    fresh: bool = True,
-    report_progress: Callable[[int], None] | None = None,
+    report_progress: ReportProgress | None = None,
     checksums: Checksums | None = None,
 ) -> None:
     """``engine.read_ranges``; few bytes for host memory are read in this thread, without importing the engine."""
@@ -348,15 +346,7 @@ def read_ranges(
     if not few or settings != Settings() or {request[3] for request in requests} != {"cpu"}:
         from transload.loading.engine import read_ranges
 
-        read_ranges(
-            sources,
-            requests,
-            address_of,
-            settings=settings,
-            fresh=fresh,
-            report_progress=report_progress,
-            checksums=checksums,
-        )
+        read_ranges(sources, requests, address_of, settings, report_progress, checksums)
         return
     addresses: dict[int, int] = {}
     lane = HostLane([File(source) for source in sources], addresses, checksums)
@@ -419,13 +409,13 @@ class _Reader:
 
     def _read(self, storages: Sequence[Storage], devices: Mapping[str, str]) -> dict[str, torch.UntypedStorage]:
         """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is cut or damaged."""
-        sources: dict[str, Source] = {}
+        sources: list[Source] = []
         numbers: dict[str, int] = {}
         requests: list[ReadRequest] = []
         for storage in storages:
-            if storage.file not in sources:
+            if storage.file not in numbers:
                 numbers[storage.file] = len(sources)
-                sources[storage.file] = self._source(storage)
+                sources.append(self._source(storage))
             where = numbers[storage.file], storage.offset or 0, storage.nbytes, devices[storage.device]
             requests.append(_new(ReadRequest, where))
         held: dict[int, torch.UntypedStorage] = {}
@@ -434,16 +424,10 @@ class _Reader:
             made = held[index] = self._empty(storages[index], requests[index][3])
             return made.data_ptr()  # type: ignore[no-any-return]
 
-        checksums = Checksums() if self._options.verify else None
+        options = self._options
+        checksums = Checksums() if options.verify else None
         try:
-            read_ranges(
-                [*sources.values()],
-                requests,
-                address_of,
-                settings=self._options.settings,
-                report_progress=self._options.report_progress,
-                checksums=checksums,
-            )
+            read_ranges(sources, requests, address_of, options.settings, options.report_progress, checksums)
         except ShortReadError as end:
             storage = storages[end.request]
             how = "decompressed they are" if storage.compressed else "the file ends after"

@@ -346,21 +346,18 @@ def read_ranges(
     sources: Sequence[Source],
     requests: Sequence[ReadRequest],
     address_of: AddressOf,
-    *,
     settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
-    fresh: bool = True,
     report_progress: ReportProgress | None = None,
     checksums: Checksums | None = None,
 ) -> Choice:
     """Read requested bytes into memory; return how it was done.
 
-    ``address_of`` is called once for each request, in file order; the memory must stay valid until this returns.
-    ``fresh`` says that the memory is newly allocated. All devices but ``cpu`` must be CUDA devices, with an index.
-    ``ShortReadError`` names a request that its file is too short for. Even if this raises, no read or copy is in flight
-    afterwards.
+    ``address_of`` is called once for each request, in file order; the memory must stay valid until this returns. All
+    devices but ``cpu`` must be CUDA devices, with an index. ``ShortReadError`` names a request that its file is too
+    short for. Even if this raises, no read or copy is in flight afterwards.
     """
     files = [DirectFile(source) for source in sources]
-    choice = choose(_facts(files, requests, fresh=fresh), settings)
+    choice = choose(_facts(files, requests), settings)
     transfer = Transfer(files, requests, address_of, checksums, choice.huge)
     try:
         if choice.direct:
@@ -417,7 +414,7 @@ class Transfer:
         self.fences[device] = event.cuda_event
 
 
-def _facts(files: Sequence[File], requests: Sequence[ReadRequest], *, fresh: bool) -> Facts:
+def _facts(files: Sequence[File], requests: Sequence[ReadRequest]) -> Facts:
     cuda = sum(request.nbytes for request in requests if request.device != "cpu")
     host = sum(request.nbytes for request in requests) - cuda
     on_disk = all(file.descriptor >= 0 for file in files)
@@ -441,7 +438,7 @@ def _facts(files: Sequence[File], requests: Sequence[ReadRequest], *, fresh: boo
         driver = cuda_driver()
         devices = {request.device for request in requests} - {"cpu"}
         mappable = driver is not None and all(driver.can_pin_read_only(int(name.partition(":")[2])) for name in devices)
-    huge = fresh and host >= FEW_BYTES and huge_pages_pay(host)
+    huge = host >= FEW_BYTES and huge_pages_pay(host)
     return Facts(host, cuda, cores(), cached, on_disk, mappable, huge)
 
 

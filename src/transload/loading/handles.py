@@ -442,7 +442,7 @@ def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index =
             return
         elements, dtype = _elements(opened, tensor, index)
         inner, place = target.detach(), _place(opened, tensor)
-        _read_into(inner, elements, dtype, place, straight=_has_same_bytes(elements, dtype, inner), fresh=False)
+        _read_into(inner, elements, dtype, place, straight=_has_same_bytes(elements, dtype, inner))
         increment_version(target)
 
 
@@ -511,9 +511,7 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     return not (target.is_conj() or target.is_neg())  # the numbers in memory are not yet the values
 
 
-def _read_into(
-    target: torch.Tensor, elements: Elements, dtype: torch.dtype, place: str, *, straight: bool, fresh: bool = True
-) -> None:
+def _read_into(target: torch.Tensor, elements: Elements, dtype: torch.dtype, place: str, *, straight: bool) -> None:
     """Read a whole view into a tensor: ``straight`` into its memory, else through a buffer.
 
     ``BrokenFileError`` names the tensor if the file is too short.
@@ -523,7 +521,7 @@ def _read_into(
     try:
         if straight:
             request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
-            read_ranges([elements.source], [request], lambda _: target.data_ptr(), fresh=fresh)
+            read_ranges([elements.source], [request], lambda _: target.data_ptr())
         else:
             _read_staged(elements, dtype, target)
     except (ShortReadError, MissingBytesError) as end:

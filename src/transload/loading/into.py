@@ -923,7 +923,7 @@ class _Loading:
         requests = [want._replace(file=numbers.setdefault(source, len(numbers))) for _, source, want, _ in ready]
         try:
             if requests:
-                read_ranges(list(numbers), requests, lambda index: ready[index][3], settings=settings, fresh=False)
+                read_ranges(list(numbers), requests, lambda index: ready[index][3], settings)
         except ShortReadError as end:
             key = self._tasks[ready[end.request][0]].key
             what = f"the file ends {requests[end.request].nbytes - end.received:,} bytes before {key} does"
