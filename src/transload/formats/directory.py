@@ -10,8 +10,8 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -122,6 +122,7 @@ class Merger(Draft):
         self.noted = LimitedProblems()
         self.origins: list[Origin] = []
         self.checksummed = True
+        self.flavour = ""
 
     def note(self, code: str, detail: str, name: str = "") -> None:
         """Note a problem with a file of the folder, or with the folder itself."""
@@ -182,13 +183,11 @@ class Merger(Draft):
         """Add a part that should exist and does not."""
         self.parts.append(Part(self.prefix + name, f"missing {kind}", 0))
 
-    def merged(self, facts: Iterable[tuple[str, str]] = (), flavour: str = "") -> Checkpoint:
+    def merged(self) -> Checkpoint:
         """The merged checkpoint."""
         same = bool(self.origins) and all(origin == self.origins[0] for origin in self.origins)
         return self.checkpoint(
             nbytes=sum(part.nbytes for part in self.parts),
-            flavour=flavour,
-            facts=tuple(facts),
             written_by=self.origins[0] if same else Origin(),
             problems=self.noted.problems(),
             checksummed=self.checksummed and bool(self.origins),
@@ -257,8 +256,12 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
     if strays:
         noted.add("shard-stray", "", f"{len(strays):,} files: {join_names(strays, 3)}")
     merger.parts.append(Part(index.name, "index", index.stat().st_size))
-    facts = (("index", index.name), ("shards", f"{len(shards):,}"), ("tensors in the index", f"{len(weights):,}"))
-    return replace(merger.merged(facts), path=index_path)
+    merger.facts += [
+        ("index", index.name),
+        ("shards", f"{len(shards):,}"),
+        ("tensors in the index", f"{len(weights):,}"),
+    ]
+    return replace(merger.merged(), path=index_path)
 
 
 def read_weight_map(source: Source, noted: LimitedProblems) -> tuple[dict[str, str], int | None]:
@@ -308,7 +311,7 @@ def numbered_shards(listing: Listing) -> dict[tuple[str, str, int], dict[int, st
     return families
 
 
-def _read_numbered(merger: Merger) -> Checkpoint:
+def _read_numbered(merger: Merger) -> None:
     """Read numbered shards without an index. Of several families safetensors are preferred, then the most complete."""
     families = numbered_shards(merger.listing)
     key = min(families, key=lambda family: (_WEIGHT_SUFFIXES.index(family[1]), -len(families[family]), family))
@@ -324,10 +327,9 @@ def _read_numbered(merger: Merger) -> Checkpoint:
             missing = f"{stem}-{number:05d}-of-{total:05d}{suffix}"
             merger.note("shard-missing", "its number is not among the files", missing)
     others = [f"{other[0]}-…-of-{other[2]:05d}{other[1]}" for other in families if other != key]
-    facts = [("shards", f"{len(shards):,} of {total:,}")]
+    merger.facts.append(("shards", f"{len(shards):,} of {total:,}"))
     if others:
-        facts.append(("also here, not read", join_names(others)))
-    return merger.merged(facts)
+        merger.facts.append(("also here, not read", join_names(others)))
 
 
 # -- the ranks of a parallel run
@@ -355,8 +357,8 @@ def _deepspeed_ranks(listing: Listing) -> list[tuple[str, str, int]]:
     return [(name, kind, int(match[1])) for name, kind, match in found if match]
 
 
-def _enter_latest(merger: Merger, wanted: str, file: str) -> str:
-    """Make the folder of the latest step the current one: the one that ``file`` names, else the highest number."""
+def _enter_latest(merger: Merger, wanted: str, file: str, fact: str) -> str:
+    """Enter the folder of the latest step, which is a fact: the one that ``file`` names, else the highest number."""
     listing = merger.listing
     steps = {name: int(found[1]) for name in listing.folders if (found := STEP.fullmatch(name))}
     tag = relative_path(wanted)
@@ -367,13 +369,14 @@ def _enter_latest(merger: Merger, wanted: str, file: str) -> str:
         tag = max(steps, key=lambda name: (steps[name], name), default="")
     if tag:
         merger.listing, merger.prefix = list_directory(listing.join(tag), tag, merger.noted), f"{tag}/"
+        merger.facts.append((fact, tag))
     return tag
 
 
-def _read_deepspeed(merger: Merger) -> Checkpoint:
+def _read_deepspeed(merger: Merger) -> None:
     """Merge every rank's files of the latest step, and note missing ranks."""
     top = merger.listing
-    tag = "" if _deepspeed_ranks(top) else _enter_latest(merger, top.read_text(LATEST), LATEST)
+    tag = "" if _deepspeed_ranks(top) else _enter_latest(merger, top.read_text(LATEST), LATEST, "step")
     kinds: dict[str, set[int]] = {}
     for name, kind, rank in _deepspeed_ranks(merger.listing):
         kinds.setdefault(kind, set()).add(rank)
@@ -391,32 +394,31 @@ def _read_deepspeed(merger: Merger) -> Checkpoint:
         merger.note("directory-unknown", "a DeepSpeed directory without any rank's file")
     stage = "3" if "partitioned model" in kinds else "1 or 2" if "optimizer states" in kinds else "0"
     found = kinds.get("optimizer states") or kinds.get("partitioned model") or kinds.get("model states") or ()
-    facts = [("step", tag)] if tag else []
-    facts += [("ZeRO stage", stage), ("ranks found", f"{len(found):,}")]
+    merger.facts += [("ZeRO stage", stage), ("ranks found", f"{len(found):,}")]
     if "zero_to_fp32.py" in top.files:
-        facts.append(("script", "zero_to_fp32.py is there to put the weights together; it runs as any program does"))
-    lightning = tag == "checkpoint" or "checkpoint" in top.folders  # what Lightning calls the step
-    return merger.merged(facts, "Lightning" if lightning else "")
+        script = "zero_to_fp32.py is there to put the weights together; it runs as any program does"
+        merger.facts.append(("script", script))
+    if tag == "checkpoint" or "checkpoint" in top.folders:  # what Lightning calls the step
+        merger.flavour = "Lightning"
 
 
-def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> Checkpoint:
+def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None:
     """Merge the latest iteration: every rank's folder, or the distributed checkpoint that newer releases write."""
     top = merger.listing
     inside = METADATA in top.files or any(MEGATRON_FOLDER.fullmatch(name) for name in top.folders)
     # ``10`` means the folder ``iter_0000010``; ``release`` is a folder of that name.
     wanted = top.read_text(ITERATION)
     wanted = f"iter_{int(wanted[:12]):07d}" if re.fullmatch(r"[0-9]{1,12}", wanted) else wanted
-    tag = "" if inside else _enter_latest(merger, wanted, ITERATION)
-    facts: tuple[tuple[str, str], ...] = (("iteration", tag),) if tag else ()
-    if not (tag or inside) or merger.noted.has("directory-unreadable"):
+    found_step = inside or _enter_latest(merger, wanted, ITERATION, "iteration")
+    if not found_step or merger.noted.has("directory-unreadable"):
         merger.note("directory-unknown", "a Megatron directory without any iteration")
-        return merger.merged(facts)
+        return
     listing = merger.listing
     if {METADATA, "common.pt"} & listing.files.keys():
-        facts += _read_dcp(merger, read_item)
+        _read_dcp(merger, read_item)
         if "common.pt" in listing.files:
             merger.read("common.pt", "common")
-        return merger.merged(facts)
+        return
     # Folders ``mp_rank_TT_PPP``, each with one rank's files.
     ranks: set[tuple[int, ...]] = set()
     for folder in listing.folders:
@@ -432,14 +434,13 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
             merger.read(f"{folder}/{name}", "rank")
     if not ranks:
         merger.note("directory-unknown", "no rank's folder is in it")
-        return merger.merged(facts)
+        return
     sizes = tuple(max(rank[axis] for rank in ranks if axis < len(rank)) + 1 for axis in range(max(map(len, ranks))))
     grid = product(*map(range, sizes)) if prod(sizes) <= MAX_RANKS else ()
     missing = [str(rank) for rank in grid if rank not in ranks]
     if missing:
         merger.note("rank-missing", f"{len(missing):,} of {prod(sizes):,} ranks: {join_names(missing, 8)}")
-    layout = (("parallel layout", " × ".join(map(str, sizes))), ("ranks found", f"{len(ranks):,}"))
-    return merger.merged(facts + layout)
+    merger.facts += [("parallel layout", " × ".join(map(str, sizes))), ("ranks found", f"{len(ranks):,}")]
 
 
 # -- torch.distributed.checkpoint
@@ -453,15 +454,15 @@ MAX_ITEMS = 20_000
 MAX_DIMENSIONS = 64
 
 
-def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tuple[tuple[str, str], ...]:
-    """Merge a folder with ``.metadata``, and return facts about it."""
+def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None:
+    """Merge a folder with ``.metadata``."""
     files = merger.listing.files
     ranks = [name for name in files if name.endswith(".distcp")]
     merger.parts += [Part(merger.prefix + name, "rank file", files[name]) for name in ranks]
-    rank_files = ("rank files", f"{len(ranks):,}")
+    merger.facts.append(("rank files", f"{len(ranks):,}"))
     fields = _read_metadata(merger)
     if not fields:
-        return (rank_files,)
+        return
     # The items of each file: archives, each with a piece of a tensor or with an object. Of each item its name, the
     # position of the piece in its tensor, its offset and length in the file, and whether it is transformed. A path that
     # leads out of the directory is never opened.
@@ -522,12 +523,11 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
         whole += [tensor] if tensor else [tensor for tensors in own.values() for tensor in tensors]
         objects += tensor is None
     merger.tensors = whole
+    count_words = f"{plural(len(entries) - objects, 'tensor')}, {plural(objects, 'other object')}"
+    merger.facts.append(("entries", count_words))
     version = fields.get("version")
-    return (
-        rank_files,
-        ("entries", f"{plural(len(entries) - objects, 'tensor')}, {plural(objects, 'other object')}"),
-        *((("metadata version", version),) if isinstance(version, str) else ()),
-    )
+    if isinstance(version, str):
+        merger.facts.append(("metadata version", version))
 
 
 def _read_metadata(merger: Merger) -> dict[str, object]:
@@ -681,16 +681,16 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
     # The one file to read: it has a usual name, or is the only one that looks like a checkpoint.
     found = _checkpoint_files(listing)
     main = next((name for name in _USUAL_NAMES if name in listing.files), found[0] if len(found) == 1 else "")
+    checkpoint: Checkpoint | None = None  # for most kinds, what the merger has merged
     if kind == "megatron":
-        checkpoint = _read_megatron(merger, read_item)
+        _read_megatron(merger, read_item)
     elif kind == "dcp":
-        facts = _read_dcp(merger, read_item)
-        lightning = "meta.pt" in listing.files  # its sharded form
-        if lightning:
+        _read_dcp(merger, read_item)
+        if "meta.pt" in listing.files:  # Lightning's sharded form
             merger.read("meta.pt", "trainer state", steps=("meta.pt",), required=False)
-        checkpoint = merger.merged(facts, "Lightning" if lightning else "")
+            merger.flavour = "Lightning"
     elif kind == "deepspeed":
-        checkpoint = _read_deepspeed(merger)
+        _read_deepspeed(merger)
     elif kind == "unpacked":
         checkpoint = read_unzipped(path)
     elif kind == "indexed":  # safetensors before pickles, plain before variants
@@ -700,7 +700,7 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
         note = (("also here, not read", join_names(others)),) if others else ()
         checkpoint = replace(checkpoint, path=path, facts=(*checkpoint.facts, *note))
     elif kind == "numbered":
-        checkpoint = _read_numbered(merger)
+        _read_numbered(merger)
     elif main:
         checkpoint = merger.open(main) or Checkpoint(path, "directory", 0, problems=merger.noted.problems())
         if checkpoint.format != "directory":
@@ -713,7 +713,7 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
             )
     else:
         checkpoint = _describe_unknown(listing)
-    return _with_other_files(checkpoint, listing, read_file)
+    return _with_other_files(checkpoint or merger.merged(), listing, read_file)
 
 
 def _describe_unknown(listing: Listing) -> Checkpoint:
@@ -739,10 +739,9 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
     noted.add("directory-unknown", "", detail)
     out = Draft(listing.path, "directory", sum(listing.files.values()), noted.problems())
     for name in found:
-        try:
+        size = 0
+        with suppress(OSError):
             size = Path(listing.path, name).stat().st_size
-        except OSError:
-            size = 0
         out.parts.append(Part(name, "looks like a checkpoint", size))
     return out.checkpoint()
 
