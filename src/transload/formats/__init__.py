@@ -78,13 +78,11 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
         if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
             from transload.formats.directory import read_directory
 
-            return read_directory(
-                path, lambda name: read(name, verify=verify), lambda source: read_source(source, verify=verify)
-            )
+            return read_directory(path, partial(read, verify=verify), partial(read_source, verify=verify))
         if path.endswith(".index.json"):
             from transload.formats.directory import read_sharded
 
-            return read_sharded(path, lambda name: read(name, verify=verify))
+            return read_sharded(path, partial(read, verify=verify))
     from transload.io.sources import open_source
 
     source = open_source(f)

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from transload.errors import SaveError
+from transload.findings import join_names
 from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Chunk, Record
 from transload.io.cuda_driver import DriverError, cuda_driver
 from transload.io.memory import Pages, copy, memory_at
@@ -136,10 +137,6 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
         at += len(small) - 1
 
 
-def _host_bytes(stored: Stored) -> bytes:
-    return string_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
-
-
 class CudaFetcher:
     """Copies from one CUDA device, on a stream that waits for the work already queued on the current one."""
 
@@ -218,7 +215,8 @@ def snapshot_of(storages: Sequence[Stored]) -> list[Record]:
     by_device: dict[Any, list[tuple[list[_Run], Stored]]] = {}
     for stored in storages:
         if stored.nbytes <= SMALL and stored.storage.device == cpu:
-            records.append(Record(_name(stored.key), stored.nbytes, _host_bytes(stored)))
+            data = string_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
+            records.append(Record(_name(stored.key), stored.nbytes, data))
         else:
             runs: list[_Run] = []
             records.append(Record(_name(stored.key), stored.nbytes, partial(_run_chunks, runs)))
@@ -301,8 +299,7 @@ def bloat_warning(obj: Any, storages: Sequence[Stored]) -> str:
     if waste < _LITTLE or waste * 100 < _SHARE * total:
         return ""
     names = list(_names(obj, {data for data, nbytes in unused.items() if nbytes >= _LITTLE // 16}))
-    some = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    which = f"views of larger storages ({some})" if names else "views of larger storages"
+    which = f"views of larger storages ({join_names(names, _NAMED)})" if names else "views of larger storages"
     return (
         f"{waste / 1e6:,.0f} of {total / 1e6:,.0f} MB in the file are bytes that no saved tensor uses: "
         f"some are {which}; compact=True leaves them out"

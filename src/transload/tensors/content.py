@@ -91,11 +91,9 @@ class Content:
         nested, a subclass.
         """
         size = max(16, size - size % 16)
+        tensor = _stored(tensor)
         if tensor.kind == "sharded":
             yield from self._sharded(tensor, size)
-            return
-        if tensor.kind == "device" and _is_its_part(tensor):
-            yield from self.pieces(tensor.parts[0], size)
             return
         if tensor.kind != "strided":
             kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
@@ -135,8 +133,7 @@ class Content:
 
     def file_range(self, tensor: Tensor) -> FileRange | None:
         """The bytes of a file that are exactly those ``pieces`` gives; ``None`` if there are none."""
-        if tensor.kind == "device" and _is_its_part(tensor):
-            return self.file_range(tensor.parts[0])
+        tensor = _stored(tensor)
         storage = self.storage(tensor)
         if tensor.kind != "strided" or storage is None or storage.offset is None or storage.compressed:
             return None
@@ -272,9 +269,10 @@ def _not_there(tensor: Tensor) -> str:
     return f"the bytes of {_named(tensor)} are not all there: "
 
 
-def _is_its_part(tensor: Tensor) -> bool:
-    """Whether a tensor that is rebuilt on a device has the elements of its only part, unconverted."""
-    return len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
+def _stored(tensor: Tensor) -> Tensor:
+    """The tensor in the file: the only part of one that is rebuilt on a device, unless that also converts it."""
+    same = tensor.kind == "device" and len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
+    return _stored(tensor.parts[0]) if same else tensor
 
 
 # -- views and boxes: which elements
