@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -169,16 +171,16 @@ def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
     return f"$ transload rescue {file} NEW{ending}{f' --member {quoted(member)}' if member else ''}"
 
 
+def packaged(package: str, name: str) -> str:
+    """The text of a file in a package, which may be inside a zip."""
+    module: Any = sys.modules[package]  # what pkgutil does, which imports too much
+    data: bytes = module.__loader__.get_data(os.path.join(os.path.dirname(module.__file__), name))  # noqa: PTH118, PTH120 - pathlib is slow to import
+    return data.decode()
+
+
 def manual_page(name: str) -> str:
     """A page of the manual that the program reads, too: ``docs/NAME.md``, which is part of wheels and the zipapp."""
-    import pkgutil
-
     try:
-        data = pkgutil.get_data("transload", f"manual/{name}.md")
+        return packaged("transload", f"manual/{name}.md")
     except OSError:  # not a package but a source tree
-        import os
-
-        docs = os.path.join(os.path.dirname(__file__), "..", "..", "docs")  # noqa: PTH118, PTH120 - pathlib is slow to import
-        with open(os.path.join(docs, f"{name}.md"), "rb") as file:  # noqa: PTH118, PTH123 - as above
-            data = file.read()
-    return (data or b"").decode()
+        return packaged("transload", f"../../docs/{name}.md")

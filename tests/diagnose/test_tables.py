@@ -56,6 +56,8 @@ def test_the_files_are_read_from_inside_a_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(packed, "w") as archive:
         for room in ("transload", "transload/diagnose"):
             archive.writestr(f"{room}/__init__.py", "")
+        for name in ("findings.py", "frozen.py"):
+            archive.write(FOLDER.parent.parent / name, f"transload/{name}")
         for path in FOLDER.glob("*.*"):
             archive.write(path, f"transload/diagnose/tables/{path.name}")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from transload.diagnose import tables as t"

@@ -19,6 +19,7 @@ from typing import Literal
 from transload.checking.needs import read_bytes
 from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.diagnose.tables import numbers_of
+from transload.findings import packaged
 from transload.frozen import Plain, replace
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 from transload.nodes import Pickle
@@ -82,11 +83,8 @@ def torch_says(checkpoint: Checkpoint, torch: InstalledTorch) -> Prediction:
 @cache
 def _texts() -> dict[str, list[tuple[Version, str]]]:
     """The messages by name, each with the first release that has it; fragments of messages have no release."""
-    import pkgutil
-
     out: dict[str, list[tuple[Version, str]]] = {}
-    page = (pkgutil.get_data(__package__, "torch_words.md") or b"").decode()
-    for section in page.split("\n## ")[1:]:
+    for section in packaged(__package__, "torch_words.md").split("\n## ")[1:]:
         name, *body = section.split()
         since = numbers_of(body.pop(0)) if body[0][0].isdigit() else ()
         words = " ".join(body).replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\e", "\033")

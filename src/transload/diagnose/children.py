@@ -20,9 +20,10 @@ from dataclasses import fields
 from functools import cache
 from math import inf
 from time import monotonic
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from transload.diagnose.host import Host, reason
+from transload.findings import packaged
 from transload.frozen import Frozen
 from transload.machine import Answer, State, Unknown
 
@@ -329,8 +330,7 @@ def source(script: str) -> str:
 
     So the other interpreter needs no transload on its path, and the script is also found inside a zip.
     """
-    folder, loader = os.path.join(os.path.dirname(__file__), "probes"), cast("Any", __spec__).loader
-    texts = [loader.get_data(os.path.join(folder, f"{name}.py")).decode() for name in dict.fromkeys(("ask", script))]
+    texts = [packaged(__package__, f"probes/{name}.py") for name in dict.fromkeys(("ask", script))]
     dropped = ("from __future__ import", "from transload.")
     lines = [line for text in texts for line in text.splitlines() if not line.startswith(dropped)]
     return "\n".join(("from __future__ import annotations", *lines))

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from transload.explaining.logs import ErrorChain, FlatText, RaisedError
 from transload.explaining.result import Near
+from transload.findings import packaged
 
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
@@ -171,11 +172,9 @@ _SAID = re.compile("\n    (?:says|cuda): (.+)")
 
 @cache
 def _pages() -> tuple[Page, ...]:
-    import pkgutil
-
     out: list[Page] = []
     for name in _SUBJECTS:
-        title, *texts = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
+        title, *texts = packaged(__package__, f"pages/{name}.md").split("\n## ")
         for text in texts:
             said = _SAID.findall(text)
             out.append(Page(title.removeprefix("# ").strip(), text, said, [*map(_hint, said)]))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from functools import cache, cached_property
 
-from transload.findings import is_named, quoted, rescue_command
+from transload.findings import is_named, packaged, quoted, rescue_command
 from transload.formats.torch_legacy import MAGIC_PICKLE, members
 from transload.frozen import NamedTuple
 from transload.io.packed import packed_as, unpack
@@ -113,9 +113,7 @@ def match(pattern: str, text: str) -> str:
 @cache
 def _rows(section: str, fields: int) -> list[list[str]]:
     """The rows of a list in ``foreign.md``."""
-    import pkgutil
-
-    page = (pkgutil.get_data(__package__, "foreign.md") or b"").decode()
+    page = packaged(__package__, "foreign.md")
     _, *rows = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0].replace("\n  ", " ").split("\n- ")
     return [[field.strip() for field in row.split(";", fields - 1)] for row in rows]
 

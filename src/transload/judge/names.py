@@ -12,23 +12,19 @@ safe by beginning with ``torch.`` or ``numpy.``, since both packages contain fun
 
 from __future__ import annotations
 
-import os
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from functools import cache
-from typing import Any
 
+from transload.findings import packaged
 from transload.judge.ordinary import PURPOSES
 
 
 @cache
 def tables(page: str) -> dict[str, dict[str, str]]:
     """The sections of a page of this package: what the rows say about each name in them."""
-    loader: Any = sys.modules[__name__].__loader__  # what pkgutil does, which imports too much
-    folder = os.path.dirname(__file__)  # noqa: PTH120 - pathlib costs ten milliseconds
-    text = loader.get_data(os.path.join(folder, f"{page}.md")).decode()  # noqa: PTH118 - as above
     found: dict[str, dict[str, str]] = {}
-    for title, *rows in (section.split("\n- ") for section in text.split("\n## ")[1:]):
+    for title, *rows in (section.split("\n- ") for section in packaged(__package__, f"{page}.md").split("\n## ")[1:]):
         parts = (row.rpartition(":") for row in rows)
         found[title.partition("\n")[0]] = {name: said for said, _, names in parts for name in names.split()}
     return found

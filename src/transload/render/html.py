@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from html import escape
-from pkgutil import get_data
 from typing import TYPE_CHECKING
 
+from transload.findings import packaged
 from transload.render.checkpoint import SEVERITY, TRUSTED, format_words, steps, summary, summary_lines
 from transload.render.tree import Twig, tensor_tree
 from transload.render.words import count, plural, printable, shape_text, size
@@ -29,7 +29,7 @@ def fragment(checkpoint: Contents) -> str:
     """HTML for any page. Viewers that strip styles show the plain text in it instead."""
     # Text has the colour of the page and shades of it, to fit any theme. Only verdicts have their own colours, readable
     # on white and on black, and brighter if the page says that it is dark.
-    css = (get_data(__package__, "notebook.css") or b"").decode()
+    css = packaged(__package__, "notebook.css")
     # The style attribute hides the rich form in viewers that drop <style>, where no CSS makes it visible again.
     plain = escape("\n".join(summary_lines(checkpoint)))
     body = "".join(_body(checkpoint))

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple, cast, get_args
 
+from transload.findings import packaged
+
 Version = tuple[int, ...]
 Capability = Version
 Sure = Literal["seen", "stated", "guess"]
@@ -24,19 +26,14 @@ _VERSION = re.compile(r"\s*\d{1,18}(?!\d)(?:\.\d{1,18}(?!\d))*", re.ASCII)
 def table(name: str) -> dict[str, Any]:
     """A JSON file of this package, which may be inside a zip; cached."""
     import json
-    import pkgutil
 
-    data = pkgutil.get_data(__package__, f"{name}.json")
-    return cast(dict[str, Any], json.loads(data or b"{}"))
+    return cast(dict[str, Any], json.loads(packaged(__package__, f"{name}.json")))
 
 
 @cache
 def sections(name: str) -> dict[str, tuple[str, ...]]:
     """The lines of each section of a Markdown file, by heading."""
-    import pkgutil
-
-    text = (pkgutil.get_data(__package__, f"{name}.md") or b"").decode()
-    parts = (part.partition("\n") for part in text.split("\n## ")[1:])
+    parts = (part.partition("\n") for part in packaged(__package__, f"{name}.md").split("\n## ")[1:])
     return {heading: tuple(filter(None, lines.split("\n"))) for heading, _, lines in parts}
 
 
