@@ -31,7 +31,7 @@ from transload.loading.refusal import Allowed, loaded_pickles, refuse_program, r
 from transload.machine import Machine
 from transload.nodes import Global
 from transload.render.checkpoint import findings, format_words
-from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row
+from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
@@ -369,10 +369,8 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     for each in bad:
         yield from heading(printable(each.checkpoint.path, None))
         yield Prose(printable(each.refusal, None), lead=(("✗ ", "bad"),))
-    tally = [plural(total, "file"), f"{len(bad):,} that cannot be loaded" if bad else "no problem"]
-    if len(results) < total:
-        tally.append(f"{total - len(results):,} not read")
-    yield from heading(", ".join(tally), "transload check FILE says more of one" if bad else "")
+    problems = f"{len(bad):,} that cannot be loaded" if bad else ""
+    yield from tally(total, len(results), problems, "transload check FILE says more of one" if bad else "")
 
 
 def report(check: Check) -> Iterator[Block]:

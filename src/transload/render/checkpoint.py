@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from transload.contents import FORMATS
 from transload.findings import join_names
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, heading, note
+from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, heading, note, tally
 from transload.render.tree import tensor_tree, tree_rows
 from transload.render.words import count, cut, plural, printable, shape_text, size
 
@@ -114,10 +114,7 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
             yield from heading(printable(checkpoint.path, None))
             for finding in findings(checkpoint.findings):
                 yield from finding
-    tally = [plural(total, "file"), f"{len(bad):,} with a problem" if bad else "no problem"]
-    if len(seen) < total:
-        tally.append(f"{total - len(seen):,} not read")
-    yield from heading(", ".join(tally))
+    yield from tally(total, len(seen), f"{len(bad):,} with a problem" if bad else "")
 
 
 # -- the summary

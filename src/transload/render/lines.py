@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from unicodedata import category, east_asian_width
 
 from transload.frozen import NamedTuple
+from transload.render.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -171,6 +172,12 @@ BLANK = Prose(())
 def heading(text: str, note: str = "") -> tuple[Block, ...]:
     """A blank line and the title of a section."""
     return BLANK, Prose(((text, "strong"), (f"  {note}" if note else "", "dim")))
+
+
+def tally(total: int, read: int, problems: str, hint: str = "") -> tuple[Block, ...]:
+    """The heading below a table of files: how many there are, what is wrong with them, and how many were not read."""
+    unread = f", {total - read:,} not read" if read < total else ""
+    return heading(f"{plural(total, 'file')}, {problems or 'no problem'}{unread}", hint)
 
 
 def note(text: str) -> Block:

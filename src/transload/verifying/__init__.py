@@ -27,7 +27,7 @@ from transload.io.sources import SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, rule_of
 from transload.render.checkpoint import INTEGRITY, findings
-from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row
+from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import count, plural, printable, size
 from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Damage, damages, misplaced, records_of, sum_records
@@ -349,10 +349,7 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
             yield from heading(printable(each.path, None), each.sha256)
             yield from lists
     bad = sum(not each.ok for each in results)
-    words = [plural(total, "file"), f"{bad:,} with a problem" if bad else "no problem"]
-    if len(results) < total:
-        words.append(f"{total - len(results):,} not read")
-    yield from heading(", ".join(words))
+    yield from tally(total, len(results), f"{bad:,} with a problem" if bad else "")
 
 
 def _cells(each: Verification) -> tuple[Words, ...]:
