@@ -260,6 +260,7 @@ def check_source(entries: Sequence[Entry], job: Job) -> None:
     Storages whose checksum was computed while they were written are not read again.
     """
     from transload.formats.verify import verify_records
+    from transload.tensors.damage import records_of
 
     content = job.content
     unchecked: set[str] = set()
@@ -274,18 +275,11 @@ def check_source(entries: Sequence[Entry], job: Job) -> None:
             unchecked.discard(storage.id)
             if storage.crc32 != known:
                 damaged.append(f"checksum {known:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
-    records = {record.name: record for record in content.checkpoint.records}
     used = [each for each in content.checkpoint.storages if each.id in unchecked and each.crc32 is not None]
-    by_file: dict[str, dict[str, Record]] = {}
-    for each in used:
-        record = records.get(each.record) if not each.file else None
-        if record is None and each.offset is not None and not each.compressed:
-            record = Record(each.record, each.offset, each.nbytes, each.nbytes, each.crc32)
-        if record is not None:
-            by_file.setdefault(each.file, {})[record.name] = record
-    for file, found in by_file.items():
-        problems = verify_records(content.open_file(file), list(found.values()), used)
-        damaged += [problem.detail for problem in problems]
+    names = {(each.file, each.record) for each in used}
+    for file, records in records_of(content).items():
+        found = [record for record in records if (file, record.name) in names]
+        damaged += [problem.detail for problem in verify_records(content.open_file(file), found, used)]
     if damaged:
         what = f"{len(damaged)} of its records are damaged: {damaged[0]}"
         raise ConvertError(what, where=content.checkpoint.path, fix="transload rescue saves what is intact.")
