@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from transload.cli.files import expand_paths, for_each
-from transload.cli.output import keywords, print_error, show, show_result, write
+from transload.cli.output import keywords, print_error, show, show_result, write_json
 from transload.errors import CannotReadError, TransloadError, UsageError
 
 if TYPE_CHECKING:
@@ -77,10 +77,7 @@ def run_convert(arguments: Namespace) -> int:
     if arguments.list:
         candidates = parts(arguments.path)
         if arguments.json:
-            from transload.render.json import to_json
-
-            table = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in candidates]}
-            write(to_json([table], several=False))
+            write_json([{"schema": 1, "path": arguments.path, "parts": [part._asdict() for part in candidates]}])
         else:
             show(listing(arguments.path, candidates), arguments.color)
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from transload.cli.output import as_bug, finish_retag, print_error, show, write
+from transload.cli.output import as_bug, finish_retag, print_error, show, write_json
 from transload.errors import TransloadError
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def for_each(
             print_error(results[-1])
     done = [each for each in results if not isinstance(each, TransloadError)]
     if arguments.json:
-        from transload.render.json import error_to_dict, to_json
+        from transload.render.json import error_to_dict
 
         documents = (
             error_to_dict(path, each) if isinstance(each, TransloadError) else each.to_dict()
             for path, each in zip(paths, results, strict=True)
         )
-        write(to_json(documents, several=len(paths) > 1))
+        write_json(documents, several=len(paths) > 1)
     elif len(results) > 1:
         show(several(done, len(results)), arguments.color)
     elif done:

@@ -175,9 +175,9 @@ def _run(command: str, rest: list[str]) -> Outcome:
 
         # Programs get the error as JSON, unless the result was already written; people read it on stderr.
         if in_json and isinstance(error, TransloadError) and not output.json_written:
-            from transload.render.json import error_to_dict, to_json
+            from transload.render.json import error_to_dict
 
             path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
-            output.write(to_json([error_to_dict(path, error)], several=False))
+            output.write_json([error_to_dict(path, error)])
         raise
     return code

@@ -35,19 +35,19 @@ def show(blocks: Iterable[Block], colour: str) -> None:
 def show_result(result: Any, report: Callable[[Any], Iterable[Block]], arguments: Namespace) -> None:
     """Write the result of a command: as JSON if requested, else as a report."""
     if arguments.json:
-        from transload.render.json import to_json
-
-        write(to_json([result.to_dict()], several=False))
+        write_json([result.to_dict()])
     else:
         show(report(result), arguments.color)
 
 
-def write(pieces: Iterable[str]) -> None:
-    """Write JSON to stdout."""
+def write_json(documents: Iterable[dict[str, Any]], *, several: bool = False) -> None:
+    """Write one object to stdout, or a list of ``several``."""
+    from transload.render.json import to_json
+
     global json_written  # noqa: PLW0603 - there is only one stdout
     if sys.stdout is not None:
         json_written = True
-        sys.stdout.writelines(pieces)
+        sys.stdout.writelines(to_json(documents, several=several))
 
 
 def print_error(error: TransloadError) -> None:

@@ -537,10 +537,6 @@ class Candidate(NamedTuple):
     tensors: int
     nbytes: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return self._asdict()
-
 
 def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
     """Every part of a checkpoint that contains tensors: the whole first, then in file order."""
