@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -114,6 +116,11 @@ class _Header:
         self.total = count
         return values
 
+    def pairs(self, number: int) -> Iterator[tuple[str, Any]]:
+        """The next pairs of a key and a value."""
+        for _ in self.count(number, _LEAST_PAIR, "values"):
+            yield self.text(), self.value(*self.numbers("I"))
+
     def _skip_texts(self, count: int) -> None:
         """Move behind strings, fast: a vocabulary has hundreds of thousands."""
         unpack = struct.Struct(f"{self.order}Q").unpack_from
@@ -141,9 +148,7 @@ def read_gguf(source: Source) -> Checkpoint | None:
     align, whole = 32, False
     try:
         tensors, pairs = header.numbers("QQ")
-        for _ in header.count(pairs, _LEAST_PAIR, "values"):
-            key = header.text()
-            value = header.value(*header.numbers("I"))
+        for key, value in header.pairs(pairs):
             if key in leaves:
                 noted.add("gguf-duplicate-name", f"header › {key}", "a value has this name already")
             more = f" ({header.total:,} in all)" if type(value) is list and header.total > _SHOWN else ""
@@ -186,14 +191,10 @@ def read_gguf(source: Source) -> Checkpoint | None:
 
 def header_values(source: Source) -> dict[str, Any]:
     """All metadata; the leaves of a checkpoint only have the beginning."""
-    header, values = _Header(source), {}
-    try:
-        _, pairs = header.numbers("QQ")
-        for _ in header.count(pairs, _LEAST_PAIR, "values"):
-            key = header.text()
-            values[key] = header.value(*header.numbers("I"))
-    except _BadHeaderError:
-        pass
+    header = _Header(source)
+    values: dict[str, Any] = {}
+    with suppress(_BadHeaderError):  # what was read before it is kept
+        values.update(header.pairs(header.numbers("QQ")[1]))
     return values
 
 
