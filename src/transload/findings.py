@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from transload.frozen import Frozen, replace
+from transload.frozen import Frozen, Plain, replace
 
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["data-only", "needs-trust", "code", "unknown", "dangerous"]
@@ -55,7 +55,7 @@ class Problems(list[Problem]):
         self.append(Problem(code, where, detail))
 
 
-class Finding(Frozen):
+class Finding(Plain):
     """Something worth reporting: what it is, the evidence, and what to do.
 
     >>> Finding("cuda-tags", "note", "tensors are tagged cuda:0", fix=("pass map_location",)).code
@@ -77,14 +77,7 @@ class Finding(Frozen):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "code": self.code,
-            "severity": self.severity,
-            "title": self.title,
-            "evidence": list(self.evidence),
-            "fix": list(self.fix),
-            "doc": self.doc,
-        }
+        return {**super().to_dict(), "doc": self.doc}
 
 
 # A hostile index can have a million wrong entries; a person needs a few of each kind and the count.
