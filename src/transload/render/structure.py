@@ -84,7 +84,7 @@ def _words(node: Any, tensor: Tensor | None) -> Line:
     if kind is Call:
         name = "an object of no plain class"
         if type(node.callee) is Global:
-            name = printable(f"{node.callee.module}.{node.callee.name}", 80)
+            name = printable(node.callee.full_name, 80)
         args = node.args[:6] if type(node.args) is tuple and not _callee(node).startswith("_rebuild_") else ()
         plain = [_inline(arg) or _value(arg) for arg in args if type(arg) not in _CONTAINERS or _inline(arg)]
         words = f"({', '.join(plain)})" if plain else ""
@@ -181,7 +181,7 @@ def _value(node: Any) -> str:
     if kind is bytes or kind is bytearray:
         return f"{kind.__name__} of {plural(len(node), 'byte')}"
     if kind is Global:
-        return printable(f"{node.module}.{node.name}", 80)
+        return printable(node.full_name, 80)
     if kind is Extension:
         return f"copyreg extension {node.code}"
     return "a storage" if kind is Persistent else f"a {kind.__name__.lower()}"
