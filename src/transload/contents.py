@@ -388,28 +388,18 @@ class Contents(Frozen):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data; this is what ``--json`` prints."""
+        names = ("path", "format", "flavour", "nbytes", "safety", "integrity", "ok", "prediction")
+        lists = ("findings", "globals", "parts", "leaves", "storages", "tensors")
         return {
             "schema": 1,
-            "path": self.path,
-            "format": self.format,
-            "flavour": self.flavour,
-            "nbytes": self.nbytes,
-            "safety": self.safety,
-            "integrity": self.integrity,
-            "ok": self.ok,
-            "prediction": self.prediction,
+            **{name: getattr(self, name) for name in names},
             "written_by": self.written_by.to_dict(),
             "devices": [use.to_dict() for use in self.devices],
             "dtypes": [{"dtype": d, "tensors": n, "nbytes": b} for d, n, b in self.dtypes],
             "tensor_nbytes": self.tensor_nbytes,
             "dead_nbytes": self.dead_nbytes,
             "facts": dict(self.facts),
-            "findings": [finding.to_dict() for finding in self.findings],
-            "globals": [use.to_dict() for use in self.globals],
-            "parts": [part.to_dict() for part in self.parts],
-            "leaves": [leaf.to_dict() for leaf in self.leaves],
-            "storages": [storage.to_dict() for storage in self.storages],
-            "tensors": [tensor.to_dict() for tensor in self.tensors],
+            **{name: [each.to_dict() for each in getattr(self, name)] for name in lists},
         }
 
 
