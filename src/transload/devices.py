@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from transload.frozen import Frozen
+from transload.frozen import Frozen, Plain
 
 KINDS = frozenset(
     {
@@ -42,7 +42,7 @@ def closest_device(name: str) -> str:
 _LONGEST_INDEX = 4  # digits; torch keeps an index in eight bits, but a tag may be anything
 
 
-class Device(Frozen):
+class Device(Plain):
     """A device that works. ``free`` and ``total`` are bytes, -1 if they are not known."""
 
     name: str

@@ -18,7 +18,7 @@ from transload.checking.needs import Compatibility, Package, compatibility, pack
 from transload.checking.torch_says import InstalledTorch, Prediction, torch_says
 from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.devices import Device, Devices, local_rank, split
-from transload.diagnose import judge_machine
+from transload.diagnose import doctor, judge_machine
 from transload.errors import LoadError
 from transload.findings import Finding, Problem, Severity, join_names, quoted
 from transload.formats.arrays import NUMPY_CALLS, is_plain
@@ -76,10 +76,7 @@ class Check(Reported):
             "safety": self.checkpoint.safety,
             "integrity": self.checkpoint.integrity,
             "map_location": None if self.wish is None else wish,
-            "devices": [
-                {"name": device.name, "free": device.free, "total": device.total, "label": device.label}
-                for device in self.devices.available
-            ],
+            "devices": [device.to_dict() for device in self.devices.available],
             "current": self.devices.current,
             "rank": self.devices.rank,
             "absent": self.devices.absent,
@@ -106,15 +103,8 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     'cpu'
     """
     if machine is None:
-        return check_here(path, device, diagnosis_here())
+        return check_here(path, device, doctor(torch=False))
     return checked(_inspected(path), judge_machine(machine), device, machine.variables.values)
-
-
-def diagnosis_here() -> Diagnosis:
-    """Diagnose this machine as far as a check needs it, without running torch."""
-    from transload.diagnose.probes import probe
-
-    return judge_machine(probe(torch=False))
 
 
 def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) -> Check:

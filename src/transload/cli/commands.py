@@ -188,13 +188,14 @@ def run_verify(arguments: Namespace) -> int:
 
 def run_check(arguments: Namespace) -> int:
     """Check all files, show the results, and return the worst exit code."""
-    from transload.checking import check_here, diagnosis_here, report, several
+    from transload.checking import check_here, report, several
+    from transload.diagnose import doctor
 
     paths = expand_paths(arguments.paths)
     device = None if arguments.device == "none" else arguments.device
     if "," in arguments.device:
         device = [name.strip() for name in arguments.device.split(",")]
-    diagnosis = diagnosis_here()
+    diagnosis = doctor(torch=False)
 
     return for_each(arguments, paths, lambda path: check_here(path, device, diagnosis), report, several)[1]
 

@@ -73,8 +73,7 @@ class LocalChecks:
 
     def file(self, files: Sequence[str], texts: Iterable[str], said: str) -> FileCheck | None:
         """What loading the first of some files, or of those that some texts name, would do; ``None`` if unknown."""
-        from transload.checking import checked
-        from transload.judge import inspect
+        from transload.checking import check_here
         from transload.judge.problems import command_lines
         from transload.loading.placement import AUTO
 
@@ -82,7 +81,7 @@ class LocalChecks:
         if not path:
             return None
         try:
-            check = checked(inspect(path), self.diagnosis, AUTO, dict(os.environ), cwd=os.curdir)
+            check = check_here(path, AUTO, self.diagnosis)
         except TransloadError:
             return None
         verdict = f"it cannot be loaded: {check.refusal}"
