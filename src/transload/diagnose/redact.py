@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any, TypeVar
 
 from transload.frozen import Frozen
@@ -64,32 +63,22 @@ def redacted(subject: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     """
     machine: Any = getattr(subject, "machine", None) or subject
     redactor = _Redactor(machine, names)
-    return _mapped(subject, redactor.runnable if runnable else redactor.text)
+    made: T = _mapped(subject, redactor.runnable if runnable else redactor.text)
+    return made
 
 
-def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:
-    """The value with every text in it changed; ``change`` also gets the name of the innermost field or key.
-
-    Parts without changes are reused.
-    """
-    made: Any = value
+def _mapped(value: Any, change: Callable[[str, str], str], field: str = "") -> Any:
+    """The value with every text in it changed; ``change`` also gets the name of the innermost field or key."""
     if isinstance(value, str):
-        return change(value, field)  # type: ignore[return-value]
+        return change(value, field)
     if isinstance(value, tuple):
-        made = tuple([_mapped(each, change, field) for each in value])
-    elif isinstance(value, dict):
-        made = {name: _mapped(each, change, name) for name, each in value.items()}
-    elif names := _field_names(made.__class__):
-        old = [getattr(value, name) for name in names]
-        new = [_mapped(each, change, name) for each, name in zip(old, names, strict=True)]
-        parts = {name: part for name, before, part in zip(names, old, new, strict=True) if part is not before}
-        return replace(value, **parts) if parts else value  # type: ignore[type-var]
-    return value if made == value else made
-
-
-@cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
+        return tuple([_mapped(each, change, field) for each in value])
+    if isinstance(value, dict):
+        return {name: _mapped(each, change, name) for name, each in value.items()}
+    if is_dataclass(value):
+        names = (each.name for each in fields(value))
+        return replace(value, **{name: _mapped(getattr(value, name), change, name) for name in names})  # type: ignore[type-var]
+    return value
 
 
 # -- what is replaced --------------------------------------------------------------------------------------------------
@@ -109,19 +98,15 @@ _UUID = re.compile(
 )
 _UNMARKED = re.compile(r"(?<![\w-])(\d*)(?!\d)([A-Fa-f-][0-9A-Fa-f-]{7,})")  # a UUID without its GPU-
 _IPV4 = r"(?:\d{1,3}\.){3}\d{1,3}"
-_Change = tuple[Iterable[str], re.Pattern[str], str | Callable[[re.Match[str]], str]]
-"""Substrings of which every matching text has one, for a quick test that rarely passes; a pattern; its replacement."""
+_SERIAL = re.compile(r"(?i)(\bserial(?:[ _](?:number|no\.?))?(?: is|[:=#])*\s*)(?=[0-9A-Za-z-]*\d)[0-9A-Za-z-]{5,}")
+_Change = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 _CHANGES: tuple[_Change, ...] = (
     # a container id, a MAC address, a serial number, a login in a URL; an IP address, unless it may be a version
-    ([""], re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])"), "<id>"),
-    ([":"], re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])"), "00:00:00:00:00:00"),
-    (
-        [""],
-        re.compile(r"(?i)(\bserial(?:[ _](?:number|no\.?))?(?: is|[:=#])*\s*)(?=[0-9A-Za-z-]*\d)[0-9A-Za-z-]{5,}"),
-        r"\g<1>0",
-    ),
-    (["@"], re.compile(r"(?<=://)[^/\s@]+@"), ""),
-    (["@", "://"], re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
+    (re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])"), "<id>"),
+    (re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])"), "00:00:00:00:00:00"),
+    (_SERIAL, r"\g<1>0"),
+    (re.compile(r"(?<=://)[^/\s@]+@"), ""),
+    (re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
 )
 _PATH = re.compile(
     r"(?<![^\s:;,'\"()<>=])[^\s:;,'\"()<>=/\\]*[/\\][^\s:;,'\"()<>]*"
@@ -184,16 +169,16 @@ class _Redactor:
         self.step = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
         spaced = [name for name in self.users if " " in name]
         self.homes: tuple[_Change, ...] = (
-            (own, self.home, "~"),
-            (self.others, _HOME, lambda match: self.others.get(match[0], match[0])),
+            (self.home, "~"),
+            (_HOME, lambda match: self.others.get(match[0], match[0])),
         )
         self.names: tuple[_Change, ...] = (
             *_CHANGES,
-            (spaced, _any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"), "user"),
-            (self.users, _PATH, self._path),
-            (self.users, _any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])"), "user"),
-            (self.users, _any_of(self.users, before=r"(?<![\w.-])", after="(?=@)"), "user"),
-            ({part for name in names.hosts for part in name.split(".", 1)} - {""}, _hosts(names.hosts), "host"),
+            (_any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"), "user"),
+            (_PATH, self._path),
+            (_any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])"), "user"),
+            (_any_of(self.users, before=r"(?<![\w.-])", after="(?=@)"), "user"),
+            (_hosts(names.hosts), "host"),
         )
         values = machine.variables.values
         self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
@@ -253,11 +238,8 @@ class _Redactor:
 
 
 def _changed(text: str, changes: Iterable[_Change]) -> str:
-    for parts, pattern, word in changes:
-        for part in parts:
-            if part in text:
-                text = pattern.sub(word, text)
-                break
+    for pattern, word in changes:
+        text = pattern.sub(word, text)
     return text
 
 
