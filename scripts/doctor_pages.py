@@ -70,8 +70,8 @@ def files() -> dict[Path, str]:
 def index() -> str:
     """The list of all causes by layer."""
     lines = [INDEX]
-    for layer in LAYERS:
-        own = sorted((rule for rule in BY_CODE.values() if rule.layer == layer.name), key=lambda rule: rule.code)
+    for name, layer in LAYERS.items():
+        own = sorted((rule for rule in BY_CODE.values() if rule.layer == name), key=lambda rule: rule.code)
         lines += [f"## {layer.words[0].upper()}{layer.words[1:]}", "", "| code | cause |", "|---|---|"]
         for rule in own:
             title = rule.title if rule.check is not None else f"*{rule.title}*"
@@ -88,7 +88,7 @@ def with_head(rule: Rule, page: str) -> str:
 
 def certainty(rule: Rule) -> str:
     """Where a cause belongs, and with what certainty the doctor names it."""
-    layer = next(f"Layer: {layer.words}." for layer in LAYERS if layer.name == rule.layer)
+    layer = f"Layer: {LAYERS[rule.layer].words}."
     if rule.check is None:
         return f"{layer} The doctor cannot detect it: the facts of a machine do not show it."
     if rule.symptom:

@@ -108,7 +108,7 @@ def test_warnings_come_before_notes_and_only_degrade() -> None:
     assert diagnosis.cause is not None
 
 
-@each("layer", [layer.name for layer in LAYERS if layer.name != "extensions"])
+@each("layer", [layer for layer in LAYERS if layer != "extensions"])
 def test_no_rule_overrules_torch_at_work(layer: str) -> None:
     diagnosis = decide(healthy(), [row("Z01", layer)])
     assert diagnosis.status == "ok"

@@ -208,7 +208,7 @@ def test_the_cause_and_what_follows_stand_in_the_chain() -> None:
 
 
 def test_the_chain_goes_from_the_card_upwards_and_knows_every_layer() -> None:
-    assert sorted(doctor_chain.ORDER) == sorted(layer.name for layer in LAYERS)
+    assert sorted(doctor_chain.ORDER) == sorted(LAYERS)
     machine = changed(in_container(healthy()), extensions=(Extension("flash-attn", "2.8.3"),))
     assert list(doctor_chain.chain(machine)) == list(doctor_chain.ORDER)
 

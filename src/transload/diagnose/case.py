@@ -33,27 +33,26 @@ class Layer(NamedTuple):
     independent.
     """
 
-    name: str
     words: str
     chain: str
 
 
-LAYERS: tuple[Layer, ...] = (
-    Layer("python", "Python environment", "torch"),
-    Layer("build", "installed torch", "torch"),
-    Layer("torch-libraries", "libraries torch loads", "torch"),
-    Layer("hardware", "GPU", "machine"),
-    Layer("kernel", "kernel driver", "machine"),
-    Layer("surroundings", "container, scheduler, service", "machine"),
-    Layer("nodes", "device nodes", "machine"),
-    Layer("libraries", "driver libraries", "machine"),
-    Layer("driver", "CUDA driver", "machine"),
-    Layer("variables", "environment variables", "variables"),
-    Layer("fit", "compatibility", "fit"),
-    Layer("run", "running torch", "run"),
-    Layer("extensions", "packages using torch", "extensions"),
-)
-"""In the order in which to fix them."""
+LAYERS = {
+    "python": Layer("Python environment", "torch"),
+    "build": Layer("installed torch", "torch"),
+    "torch-libraries": Layer("libraries torch loads", "torch"),
+    "hardware": Layer("GPU", "machine"),
+    "kernel": Layer("kernel driver", "machine"),
+    "surroundings": Layer("container, scheduler, service", "machine"),
+    "nodes": Layer("device nodes", "machine"),
+    "libraries": Layer("driver libraries", "machine"),
+    "driver": Layer("CUDA driver", "machine"),
+    "variables": Layer("environment variables", "variables"),
+    "fit": Layer("compatibility", "fit"),
+    "run": Layer("running torch", "run"),
+    "extensions": Layer("packages using torch", "extensions"),
+}
+"""The layers by name, in the order in which to fix them."""
 
 
 class Match(NamedTuple):
@@ -95,7 +94,7 @@ class Rule(NamedTuple):
     @property
     def fix(self) -> str:
         """What its page says to do."""
-        return pages.section(self.code, "Fix")
+        return pages.fix(self.code)
 
     def finding(self, case: Case) -> Finding | None:
         """What it says about a machine."""

@@ -52,12 +52,12 @@ def _plain(text: str) -> str:
     return _MARKUP.sub(shown, " ".join(text.split()))
 
 
-def section(code: str, heading: str) -> str:
-    """What a page says under a heading, as one line of text."""
+def fix(code: str) -> str:
+    """What a page says to do, as one line of text."""
     inside, out = False, []
     for kind, text in parts(page(code)):
         if kind == "heading":
-            inside = text == heading
+            inside = text == "Fix"
         elif inside:
-            out.append(text)
+            out += text.split()
     return " ".join(out)

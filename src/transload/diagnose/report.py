@@ -20,8 +20,7 @@ from transload.render.words import plural, printable
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
 State = Literal["ok", "broken", "idle", "unknown"]
 
-_WORDS = {layer.name: layer.words for layer in LAYERS}
-_WIDTH = max(map(len, _WORDS.values()))
+_WIDTH = max(len(layer.words) for layer in LAYERS.values())
 _MARKS = {"ok": ("✓", "good"), "broken": ("✗", "bad"), "idle": ("–", "dim"), "unknown": ("?", "trust")}
 _SIGNS = {"warning": ("!", "trust"), "note": ("·", "dim")}
 _EVIDENCE = 8
@@ -210,7 +209,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(_code(finding)[0] for finding in own)
         dim = "dim" if mark == "–" else ""
-        lead = (("  ", ""), (f"{mark} ", role), (f"{_WORDS[layer]:<{_WIDTH}}  ", dim))
+        lead = (("  ", ""), (f"{mark} ", role), (f"{LAYERS[layer].words:<{_WIDTH}}  ", dim))
         yield Prose(((text, dim), (codes, "dim")), lead=lead)
         for finding in found:
             if finding.code in muted:

@@ -11,8 +11,7 @@ from transload.findings import Finding
 from transload.machine import Machine
 
 _WORDS = 200  # characters of an error in a rule
-_ORDER = {layer.name: place for place, layer in enumerate(LAYERS)}
-_CHAIN = {layer.name: layer.chain for layer in LAYERS}
+_ORDER = [*LAYERS]
 # With a fault in one of these layers, whether the driver fits the build cannot be judged.
 _BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "libraries"})
 
@@ -32,12 +31,12 @@ def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
         if found is None:
             continue
         # no rule overrides an observation: what works is not broken, however unusual it is
-        driver_works = _CHAIN[rule.layer] == "machine" and machine.driver.cuda.works
+        driver_works = LAYERS[rule.layer].chain == "machine" and machine.driver.cuda.works
         computes = rule.layer != "extensions" and run.cuda_works
         if found.severity == "error" and (driver_works or computes) and not failed:
             found = replace(found, severity="note")
         met.append((rule, found))
-    met.sort(key=lambda pair: _ORDER[pair[0].layer])  # stable: in a layer, the order of the rules
+    met.sort(key=lambda pair: _ORDER.index(pair[0].layer))  # stable: in a layer, the order of the rules
     faults = [(rule, found) for rule, found in met if found.severity == "error"]
     faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only if no layer has a fault
     causes: list[tuple[Rule, Finding]] = []
@@ -67,8 +66,8 @@ def _because(rule: Rule, causes: Iterable[Rule]) -> str:
 
     Causes in the same chain come first, then environment variables.
     """
-    chain = _CHAIN[rule.layer]
-    chains = [(_CHAIN[cause.layer], cause) for cause in causes]
+    chain = LAYERS[rule.layer].chain
+    chains = [(LAYERS[cause.layer].chain, cause) for cause in causes]
     for earlier, cause in sorted(chains, key=lambda pair: (pair[0] != chain, pair[0] != "variables")):
         same = earlier == chain and chain != "extensions"
         unjudgeable = chain == "fit" and (cause.layer in _BEFORE_FIT or earlier == "torch")

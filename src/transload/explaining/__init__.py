@@ -145,14 +145,15 @@ def _answer(found: Match) -> Answer:
         sections = next(((name,) for name, where in conditions if takes(*where)), ())
     for name in sections:
         known = known._replace(**variant(name))
+    said, line = found.source.lines_at(found.start, found.end)
     return Answer(
         known.code,
         known.role,
         known.cause.format_map(values),
         tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor),
         known.wrong.format_map(values),
-        found.source.between(found.start, found.end)[:_LONGEST],
-        found.source.line_at(found.start),
+        said[:_LONGEST],
+        line,
         torch=known.torch,
         causes=known.doctor,
         values=tuple((name, value) for name, value in found.values.items() if value),

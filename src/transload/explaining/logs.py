@@ -234,18 +234,12 @@ class FlatText:
                 at += len(text) + 1
         self.flat = " ".join(pieces)
 
-    def line_at(self, place: int) -> int:
-        """The number of the line at an offset in ``flat``."""
-        return self.starts[self._index(place)][1] if self.starts else 0
-
-    def between(self, start: int, end: int) -> str:
-        """The whole lines from one offset in ``flat`` to another."""
-        first, last = self._index(start), self._index(max(start, end - 1))
-        beyond = self.starts[last + 1][0] - 1 if last + 1 < len(self.starts) else len(self.flat)
-        return self.flat[self.starts[first][0] : beyond]
-
-    def _index(self, place: int) -> int:
-        return bisect_right(self.starts, (place, 1 << 60)) - 1
+    def lines_at(self, start: int, end: int) -> tuple[str, int]:
+        """The whole lines from an offset in ``flat`` to a later one, and the number of the first."""
+        first, following = (bisect_right(self.starts, (place, 1 << 60)) for place in (start, end - 1))
+        beyond = self.starts[following][0] - 1 if following < len(self.starts) else len(self.flat)
+        begin, number = self.starts[first - 1]
+        return self.flat[begin:beyond], number
 
 
 @dataclass

@@ -118,10 +118,9 @@ def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
     """The ``fix`` for an answer without one: the advice of the doctor's pages on its ``causes``."""
     from transload.diagnose.rules import BY_CODE
 
-    rows = [(code, " ".join(BY_CODE[code].title.split()), " ".join(BY_CODE[code].fix.split())) for code in codes]
-    if len(rows) == 1:
-        return (rows[0][2],)
-    steps = (f"If {title} [{code}]: {fix}" for code, title, fix in rows)
+    if len(codes) == 1:
+        return (BY_CODE[codes[0]].fix,)
+    steps = (f"If {BY_CODE[code].title} [{code}]: {BY_CODE[code].fix}" for code in codes)
     return ("Most often it is one of these; transload doctor shows which:", *steps)
 
 

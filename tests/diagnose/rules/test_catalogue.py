@@ -39,9 +39,8 @@ def test_every_code_exists() -> None:
 
 
 def test_every_title_reads_on_after_a_colon() -> None:
-    layers = {layer.name for layer in LAYERS}
     for rule in BY_CODE.values():
-        assert rule.layer in layers, rule.code
+        assert rule.layer in LAYERS, rule.code
         assert rule.title == rule.title.strip(), rule.code
         assert not rule.title.endswith("."), rule.code
 
@@ -70,5 +69,5 @@ def test_no_text_of_a_page_is_taken_for_emphasis() -> None:
 
 def test_symptoms_come_last_of_their_layer() -> None:
     for layer in LAYERS:
-        symptoms = [rule.symptom for rule in BY_CODE.values() if rule.layer == layer.name and rule.check]
-        assert symptoms == sorted(symptoms), layer.name
+        symptoms = [rule.symptom for rule in BY_CODE.values() if rule.layer == layer and rule.check]
+        assert symptoms == sorted(symptoms), layer
