@@ -145,7 +145,7 @@ def _answer(found: Match) -> Answer:
         sections = next(((name,) for name, where in conditions if takes(*where)), ())
     for name in sections:
         known = known._replace(**variant(name))
-    said, line = found.source.lines_at(found.start, found.end)
+    said, number = found.source.lines_at(found.start, found.end)
     return Answer(
         known.code,
         known.role,
@@ -153,7 +153,7 @@ def _answer(found: Match) -> Answer:
         tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor),
         known.wrong.format_map(values),
         said[:_LONGEST],
-        line,
+        number,
         torch=known.torch,
         causes=known.doctor,
         values=tuple((name, value) for name, value in found.values.items() if value),

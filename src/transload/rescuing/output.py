@@ -36,7 +36,6 @@ from transload.rescuing.archive import (
 )
 from transload.rescuing.damaged_index import Unread, read_damaged_index
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
-from transload.writing.objects import PROGRAMS
 from transload.writing.to_torch import tensor_call
 
 _NOT_IN_FILE = "its bytes are not in the file"
