@@ -108,8 +108,8 @@ class FileObject:
 
 _MAX_NAME = 180  # bytes of the target's name in the hidden one: file systems allow 255
 _LARGE = 32 << 20  # bytes from which freeing a file is worth a thread
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+_OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
 
 
 def is_atomic(path: str) -> bool:
@@ -264,7 +264,7 @@ def _large_file_kept(target: str) -> Iterator[None]:
     with suppress(OSError):
         nbytes = os.stat(target).st_size
         if nbytes >= _LARGE and os.name != "nt":  # Windows cannot replace an open file
-            descriptor = os.open(target, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+            descriptor = os.open(target, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         yield
     finally:
@@ -332,7 +332,7 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
         if not match:
             continue
         try:
-            descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+            descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
         except OSError:
             continue
         try:

@@ -61,7 +61,7 @@ def undo_path(path: str) -> str:
     return journal_path(path).removesuffix("retag") + "undo"
 
 
-_CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0)
 _CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -329,7 +329,7 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
     or a pipe of that name, which would block all readers.
     """
     try:
-        names = ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
+        names = ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK")
         journal = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
     except OSError as error:
         if error.errno == ELOOP:  # a symbolic link
