@@ -26,6 +26,7 @@ from transload.errors import (
     NoTorchError,
     UsageError,
 )
+from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.frozen import NamedTuple
 from transload.io.memory import memory_at
@@ -102,10 +103,10 @@ def load(
     >>> transload.load("model.pt")                        # doctest: +SKIP
     """
     # torch's rule, with its two environment variables.
-    forced, freed = map(_is_set, ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"))
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    forced, freed = (os.environ.get(name, "0").lower() in ("1", "y", "yes", "true") for name in names)
     if forced and freed:
-        what = "TORCH_FORCE_WEIGHTS_ONLY_LOAD and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD are both set"
-        raise LoadError(what, fix="Unset one of them.")
+        raise LoadError(f"{' and '.join(names)} are both set", fix="Unset one of them.")
     if weights_only is None:
         weights_only = pickle_module is None and not freed
         if freed:
@@ -156,10 +157,6 @@ def load(
 
 
 # -- arguments
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "0").lower() in ("1", "y", "yes", "true")
 
 
 def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> None:
@@ -519,9 +516,7 @@ def _named(piece: Piece, storage: Storage) -> str:
 
         found = find_tensors(pickle.root, StorageTable(lambda _key, nbytes: Place(0, nbytes))).storages
         names = next((each.tensors for each in found if each.key == storage.key), names)
-    shown = ", ".join(name or "the root" for name in names[:4]) or f"storage {storage.key}"
-    more = len(names) - 4
-    return f"{shown} and {more} more" if more > 0 else shown
+    return join_names([name or "the root" for name in names], 4) or f"storage {storage.key}"
 
 
 def _mapping(piece: Piece) -> torch.UntypedStorage | None:

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -363,12 +363,9 @@ def read_ranges(
         if choice.direct:
             for file in files:
                 file.go_direct()
-        if choice.ring:
-            with cuda_lanes(transfer, choice) as lanes:
-                run_lanes(transfer.jobs(), lanes, report_progress)
-        else:
-            hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
-            run_lanes(transfer.jobs(), hosts, report_progress)
+        hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
+        with cuda_lanes(transfer, choice) if choice.ring else nullcontext(hosts) as lanes:
+            run_lanes(transfer.jobs(), lanes, report_progress)
     finally:
         for file in files:
             file.close()

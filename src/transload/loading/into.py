@@ -36,6 +36,7 @@ from transload.loading.handles import (
 )
 from transload.loading.jobs import Settings, ShortReadError
 from transload.nodes import Call, Dict
+from transload.render.words import plural
 
 if TYPE_CHECKING:
     import torch
@@ -544,10 +545,6 @@ class Difference(NamedTuple):
     model: str
 
 
-def _keys(count: int) -> str:
-    return "1 key" if count == 1 else f"{count:,} keys"
-
-
 Renamed = tuple[str, str, list[tuple[str, str]]]
 """A prefix in the file, the one in the model, and the pairs of keys that are equal after them."""
 
@@ -604,7 +601,7 @@ def _group(title: str, keys: Sequence[str]) -> list[str]:
         common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns)]
         words.append(group[0] if len(group) == 1 else f"{'.'.join(common)}.* ({len(group):,})")
     more = sum(map(len, shown[_MOST:]))
-    return [f"{title}, {_keys(len(keys))}: {', '.join(words)}" + (f" and {more:,} more" if more else "")]
+    return [f"{title}, {plural(len(keys), 'key')}: {', '.join(words)}" + (f" and {more:,} more" if more else "")]
 
 
 # -- one call of load_into
@@ -776,20 +773,20 @@ class _Loading:
         covered = {key for _, _, pairs in renames for pair in pairs for key in pair}
         if renames:
             lines.append("probably the same under other names:")
-            lines += [f"  {a}* in the file ↔ {b}* in the model: {_keys(len(pairs))}" for a, b, pairs in renames]
+            lines += [f"  {a}* in the file ↔ {b}* in the model: {plural(len(pairs), 'key')}" for a, b, pairs in renames]
         lines += _group("missing in the file", [key for key in missing if key not in covered])
         lines += _group("only in the file", [key for key in unexpected if key not in covered])
         if self.shapes:
             rows = [Difference("key", "file", "model"), *self.shapes[:_MOST]]
             wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines.append(f"of another shape, {_keys(len(self.shapes))}:")
+            lines.append(f"of another shape, {plural(len(self.shapes), 'key')}:")
             for row in rows:
                 lines.append("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip())
             if len(self.shapes) > _MOST:
                 lines.append(f"  and {len(self.shapes) - _MOST:,} more")
         pairs = Counter((each.file, each.model) for each in self.dtypes)
         for (file, model), count in pairs.most_common(_FEW):
-            lines.append(f"of another dtype, {_keys(count)}: {file} in the file, {model} in the model")
+            lines.append(f"of another dtype, {plural(count, 'key')}: {file} in the file, {model} in the model")
         if pairs:
             lines.append("cast=True converts them while they are read.")
         whole = next((theirs for theirs, ours, _ in renames if not ours), "")
@@ -829,7 +826,7 @@ class _Loading:
         words += ["strict=False"] if trial.missing or trial.unexpected else []
         words += ["ignore_mismatched_sizes=True"] if trial.shapes else []
         words += ["cast=True"] if trial.dtypes else []
-        return f"{', '.join(words)} loads {len(after) - len(trial.shapes):,} of {_keys(len(self._slots))}."
+        return f"{', '.join(words)} loads {len(after) - len(trial.shapes):,} of {plural(len(self._slots), 'key')}."
 
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
         match, path = self._match, self._opened.checkpoint.path
@@ -847,7 +844,7 @@ class _Loading:
         notes = match.notes
         if self._ignored:
             differing = [f"{key} ({file} in the file, {model} in the model)" for key, file, model in self._ignored]
-            count = _keys(len(differing))
+            count = plural(len(differing), "key")
             notes += (f"left {count} of another shape as in the model: {join_names(differing, _SHOWN, 1000)}",)
         if notes:
             warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=user_stacklevel())

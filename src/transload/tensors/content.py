@@ -607,7 +607,7 @@ class _Gather:
         width = self._itemsize
         outer = max(axes, key=lambda axis: axis.step, default=_ONE)
         rest = [axis for axis in axes if axis is not outer]
-        inner = _span(rest)
+        inner = 1 + sum((axis.size - 1) * axis.step for axis in rest)  # elements from the first of a row to its last
         # Where gaps are large, only the needed part of each row is read.
         scattered = outer.step * width >= _PAGE and inner * _SPARSE_RATIO <= outer.step
         step = inner + _LINE // width if scattered else outer.step
@@ -664,11 +664,6 @@ def numpy_or_none() -> Any:
     except Exception:  # noqa: BLE001 - an installation can be broken in any way
         return None
     return np
-
-
-def _span(axes: list[Axis]) -> int:
-    """The number of storage elements from the first of a view to its last, inclusive."""
-    return 1 + sum((axis.size - 1) * axis.step for axis in axes)
 
 
 # -- compressed storages
