@@ -19,6 +19,7 @@ from transload.checking.torch_says import InstalledTorch, Prediction, torch_says
 from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.devices import Device, Devices, local_rank, split
 from transload.diagnose import doctor, judge_machine
+from transload.diagnose.tables import numbers_of
 from transload.errors import LoadError
 from transload.findings import Finding, Problem, Severity, join_names, quoted
 from transload.formats.arrays import NUMPY_CALLS, is_plain
@@ -267,8 +268,7 @@ def _findings(result: Check) -> Iterator[Finding]:
     if (first is None or torch.shadow) and isinstance(torch.installs, tuple) and cause is not None:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)
-    found = re.match(r"(\d{1,4})\.(\d{1,4})", first.version if first else "", re.ASCII)
-    release = (int(found[1]), int(found[2])) if found else None
+    release = numbers_of(first.version)[:2] if first else ()
     dtypes = {storage.dtype for storage in checkpoint.storages} | {tensor.dtype for tensor in checkpoint.tensors}
     unknown = [name for name, last in _WITHOUT.items() if release and release <= last and name in dtypes]
     if unknown and first:

@@ -13,6 +13,7 @@ from typing import Any
 from transload.checkpoint import Checkpoint
 from transload.diagnose.tables import cuda_text, numbers_of, runs_on
 from transload.errors import TransloadError
+from transload.findings import join_names
 from transload.frozen import Plain
 from transload.io.sources import open_source
 from transload.judge import inspect
@@ -226,9 +227,7 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     by_codes: dict[tuple[str, ...], list[str]] = {}
     for name, codes, _ in kernels:
         by_codes.setdefault(codes, []).append(name)
-    evidence = []
-    for codes, names in by_codes.items():
-        evidence.append(f"{', '.join(codes)}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}")
+    evidence = [f"{', '.join(codes)}: {join_names(names, 1)}" for codes, names in by_codes.items()]
     able = []
     for gpu, card in machine.capabilities.items():
         fits = ((name, any(runs_on(code, card) for code in codes), cuda) for name, codes, cuda in kernels)

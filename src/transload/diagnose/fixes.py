@@ -310,13 +310,12 @@ def wheel_choice(machine: Machine, torch: str = "") -> tables.WheelChoice:
     """The torch build for the driver, the cards, the Python and the platform of this machine."""
     reported = set(machine.capabilities.values())
     chips = (tables.chip_of(gpu.device) for gpu in machine.hardware.gpus)
-    python = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
     return tables.choose_wheel(
         driver=machine.driver.nvml.driver or machine.kernel.version,
         driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0),
         capabilities=tuple(sorted(reported or {chip.capability for chip in chips if chip and chip.capability})),
         platform=wheel_platform(machine),
-        python=(int(python[1]), int(python[2])) if python else (3, 12),
+        python=tables.numbers_of(machine.python.version)[:2] or (3, 12),
         torch=torch,
         driver_sees_cards=bool(reported),
     )
