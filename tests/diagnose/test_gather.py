@@ -69,7 +69,7 @@ def test_a_rank_with_a_broken_torch_reports_and_one_that_never_starts_is_named(
     script = f"""
         [ "$RANK" = {broken} ] && export PYTHONPATH="{broken_torch(tmp_path)}:$PYTHONPATH"
         [ "$RANK" = 3 ] && exit 0
-        exec {{doctor}} --gather --no-torch --timeout {10 if absent else 60} --json
+        exec {{doctor}} --gather --no-torch --timeout {15 if absent else 60} --json
     """
     begun, before = time.monotonic(), {*tmp_path.iterdir(), tmp_path / "rank.sh", tmp_path / "tmp"}
     agents = torchrun(tmp_path, nodes, 2 if absent else 3, script)
