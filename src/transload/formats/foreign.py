@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from transload.findings import is_named, packaged, quoted, rescue_command
 from transload.formats.torch_legacy import MAGIC_PICKLE, members
 from transload.frozen import NamedTuple
-from transload.io.packed import packed_as, unpack
+from transload.io.packed import UNWRAPPED, packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 
 # Only these few bytes are read, so that a terabyte takes no longer than a small file.
@@ -210,9 +210,6 @@ def _tar(view: View) -> Foreign | None:
     return Foreign("tar", "a tar archive", _records(names), (f"Unpack it: tar xf {view.file}",))
 
 
-_RESCUED_FROM = ("gzip", "bzip2", "xz", "zstd")  # what ``rescue`` unpacks itself
-
-
 def _packed(view: View) -> Foreign | None:
     """A compressed file, and what its decompressed beginning is."""
     packers = (row for row in _rows("compressed files", 3) if _at_start(row[1], view.head))
@@ -234,7 +231,7 @@ def _packed(view: View) -> Foreign | None:
     if view.depth < DEEPEST:
         content = identify(BytesSource(inner, view.path + ".unpacked"), depth=view.depth + 1, whole=False)
     fix = (*fix, *content.fix[:1])
-    if content.holds and format_ in _RESCUED_FROM:
+    if content.holds and format_ in UNWRAPPED:
         fix = rescue_advice(view.path, content.holds)
     return Foreign(format_, f"{format_} around {content.title}", content.details, fix, content.holds)
 

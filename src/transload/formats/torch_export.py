@@ -318,9 +318,8 @@ HEADER = 64
 """Bytes to read for ``read_elf``: the longer, 64-bit header."""
 
 _CUDA = 190
-_NAMES = "3=i386 21=ppc64 22=s390x 40=arm 62=x86_64 183=aarch64 243=riscv 258=loongarch"
-_MACHINES = {int(number): name for number, _, name in (pair.partition("=") for pair in _NAMES.split())}
-_MACHINES |= {_CUDA: "NVIDIA GPU", 224: "AMD GPU"}
+_MACHINES = {3: "i386", 21: "ppc64", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv"}
+_MACHINES |= {258: "loongarch", _CUDA: "NVIDIA GPU", 224: "AMD GPU"}
 
 # EI_ABIVERSION 7 has the SM number in the low byte of e_flags and the "a" of sm_90a in bit 11. From 8 on (Blackwell,
 # and everything CUDA 13 compiles) they are the second byte and bit 3; CUDA 13 does not set the bit, so that its sm_90a

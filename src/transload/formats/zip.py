@@ -151,16 +151,11 @@ class Payload(NamedTuple):
 
 
 class ZipIndex(NamedTuple):
-    """The records of an archive by name below the common folder, in directory order.
-
-    ``root`` is that folder, as torch takes it from the first entry. ``unsummed`` is whether all checksums are zero:
-    torch can be configured to write none.
-    """
+    """The records of an archive by name below ``root``, the folder of the first entry, in directory order."""
 
     root: str
     records: dict[str, Record]
     problems: tuple[Problem, ...]
-    unsummed: bool = False
     ok: bool = True
 
     @property
@@ -202,12 +197,11 @@ def read_index(source: Source) -> ZipIndex:
         return ZipIndex("", {}, tuple(problems), ok=False)
     check_names(entries, problems)
     root = find_root(entries, problems)
-    unsummed = not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries)
     records = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
-    if unsummed:
+    if not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries):
         problems.add("no-checksums", detail="every checksum in it is zero: it was saved with checksums switched off")
         records = {name: record._replace(crc32=None) for name, record in records.items()}
-    return ZipIndex(root or "", records, tuple(problems), unsummed)
+    return ZipIndex(root or "", records, tuple(problems))
 
 
 class _NoDirectoryError(Exception):

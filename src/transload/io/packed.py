@@ -22,6 +22,9 @@ _FORMATS: dict[str, tuple[tuple[bytes, ...], str, str, dict[str, int]]] = {
     "zstd": ((b"\x28\xb5\x2f\xfd",), "compression.zstd backports.zstd zstandard", "ZstdDecompressor", {}),
 }
 
+UNWRAPPED = ("gzip", "bzip2", "xz", "zstd")
+"""What ``rescue`` decompresses. A damaged file may begin like one of the others by chance."""
+
 
 class Unpacked(BytesSource):
     """The content of a compressed file, in memory; ``kind`` is its format, ``packed`` its compressed size."""

@@ -104,7 +104,8 @@ def read_damaged_index(data: bytes) -> Found:
         entry = _run_alone(vm, data[start:behind])
         if len(entry) == 2 and entry[0] == name and type(entry[1]) is Call:
             start = behind  # noqa: PLW2901 - the entry is read
-            key = _last_key(vm)
+            storage: Any = vm.out.persistent[-1].id  # a tuple: ``_run_alone`` has checked it
+            key = storage[2] if type(storage[2]) is str else ""
             if vm.stack is gap and not _is_continued(vm, name, last_key, key):
                 doubtful = vm.stack
             gap, last_key = [], key
@@ -174,14 +175,6 @@ def _entry_end(data: bytes, start: int) -> int:
         depth += (code == ord("(")) - (code == ord("t"))
         called = called or (code == ord("R") and not depth)
     return len(data)
-
-
-def _last_key(vm: Machine) -> str:
-    """The key of the storage that was named last."""
-    match vm.out.persistent[-1:]:
-        case [Persistent(id=(_, _, str() as key, *_))]:
-            return key
-    return ""
 
 
 def _read_ids(vm: Machine, part: bytes) -> None:

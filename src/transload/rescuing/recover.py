@@ -24,7 +24,7 @@ from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import journal_of, state_of
-from transload.io.packed import decompressor, packed_as
+from transload.io.packed import UNWRAPPED, decompressor, packed_as
 from transload.io.sources import (
     Assembly,
     BytesSource,
@@ -350,7 +350,7 @@ def _unpacked_limit(source: Source) -> int:
 def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
     """Decompress a source into a temporary file, and return whether that is all; ``None`` if not compressed."""
     kind = packed_as(source.read(0, 8))
-    if kind in ("", "zlib", "lzma"):  # too short a signature for a file that may be damaged
+    if kind not in UNWRAPPED:
         return None
     file = _temporary_file(stack)
     try:
