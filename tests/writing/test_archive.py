@@ -14,7 +14,7 @@ import pytest
 from tests.each import each
 
 from transload.formats import zip_writer as archive
-from transload.formats.zip_writer import Chunk, Record, checksum_threads, write_archive
+from transload.formats.zip_writer import Chunk, Record, write_archive
 from transload.io.atomic import DescriptorFile, FileObject
 
 
@@ -137,14 +137,17 @@ def test_progress_is_told() -> None:
     assert sum(counts) == sum(SIZES)
 
 
-def test_no_thread_reads_when_the_checksums_are_left() -> None:
+def test_no_thread_reads_when_the_writer_is_interrupted() -> None:
     import threading
 
+    class Interrupted:
+        def write(self, buffers: Sequence[Any]) -> None:
+            raise KeyboardInterrupt(len(buffers))
+
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), checksum_threads(3) as start:  # noqa: PT012 - the interrupt is the test's own
-        for _ in range(20):
-            start([Chunk(noise(100_000))])
-        raise KeyboardInterrupt
+    data = noise(3_000_000)
+    with pytest.raises(KeyboardInterrupt):
+        write_archive(Interrupted(), b"a", [Record(b"x", len(data), Parts(data, 100_000))], lambda _: [], threads=3)
     assert threading.active_count() == before
 
 

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from threading import Thread
+from typing import Any
 from zlib import crc32
 
 import pytest
 
-from transload.formats.zip_writer import Chunk, checksum_threads
+from transload.formats.zip_writer import Chunk, Record, write_archive
 
 PARTS = [b"trans", b"load" * 1000, b"", b"\0" * 70_000]
 
 
+class Nowhere:
+    def write(self, buffers: Sequence[Any]) -> None:
+        pass
+
+
 def computed(threads: int) -> list[int]:
-    with checksum_threads(threads) as start:
-        begun = [start([Chunk(memoryview(part))]) for part in PARTS]
-        return [value for result in begun for value in result()]
+    found: list[int] = []
+
+    def closing(checksums: list[int]) -> list[Record]:
+        found.extend(checksums)
+        return []
+
+    records = [Record(b"%d" % len(part), len(part), partial(iter, [Chunk(memoryview(part))])) for part in PARTS]
+    write_archive(Nowhere(), b"a", records, closing, threads=threads)
+    return found
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
@@ -35,12 +49,14 @@ def test_without_a_thread_to_be_had_they_are_computed_all_the_same(monkeypatch: 
 
 LATE = """
 import threading, time
-from transload.formats.zip_writer import Chunk, checksum_threads
+from transload.formats.zip_writer import Chunk, Record, write_archive
+class Nowhere:
+    def write(self, buffers): pass
 def late():
     while threading.main_thread().is_alive():
         time.sleep(0.001)
-    with checksum_threads(2) as start:
-        print(start([Chunk(b"x")])())
+    records = [Record(b"x", 1, lambda: iter([Chunk(b"x")]))]
+    write_archive(Nowhere(), b"a", records, lambda checksums: print(checksums) or [], threads=2)
 threading.Thread(target=late).start()
 """
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Protocol
@@ -281,8 +281,8 @@ def write_archive(
 ) -> None:
     """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and returns the last ones.
 
-    With an empty ``root`` there is no folder. ``report_progress`` is called with the number of bytes of records in each
-    write, without the last ones.
+    With an empty ``root`` there is no folder. Up to ``threads`` threads compute checksums, none of which is left
+    afterwards. ``report_progress`` is called with the number of bytes of records in each write, without the last ones.
     """
     archive = _Archive(root, alignment)
     waiting: deque[_Write] = deque()
@@ -297,15 +297,27 @@ def write_archive(
         if report_progress is not None:
             report_progress(write.contents)
 
-    with checksum_threads(threads) as start:
+    pool: Any = None
+    with suppress(RuntimeError):  # raised by the import while the interpreter shuts down
+        if threads:
+            from concurrent.futures import ThreadPoolExecutor
+
+            pool = ThreadPoolExecutor(threads, "transload checksums")
+    try:
         for write in archive.writes(records):
-            if write.parts:
-                write.sums = start([chunk for _, chunk, _ in write.parts])
+            chunks = [chunk for _, chunk, _ in write.parts]
+            write.sums = partial(_sums, chunks)
+            if pool is not None and chunks:
+                with suppress(RuntimeError):  # no thread can be started while the interpreter shuts down
+                    write.sums = pool.submit(_sums, chunks).result
             waiting.append(write)
             if len(waiting) > AHEAD:
                 write_first()
         while waiting:
             write_first()
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
     for write in archive.writes(closing(archive.checksums)):
         sink.write([b"".join(write.buffers)])
     sink.write([archive.directory()])
@@ -336,32 +348,6 @@ def _sums(chunks: Sequence[Chunk]) -> list[int]:
             chunk.ready()
         sums.append(compute(memoryview(chunk.view), 0))
     return sums
-
-
-@contextmanager
-def checksum_threads(count: int) -> Iterator[Callable[[Sequence[Chunk]], Callable[[], list[int]]]]:
-    """A function that starts computing the checksums of some chunks, and returns another one that waits for them.
-
-    Without threads, that one computes them. No thread is left after the ``with`` block.
-    """
-    pool: Any = None
-    with suppress(RuntimeError):  # raised by the import while the interpreter shuts down
-        if count:
-            from concurrent.futures import ThreadPoolExecutor
-
-            pool = ThreadPoolExecutor(count, "transload checksums")
-
-    def start(chunks: Sequence[Chunk]) -> Callable[[], list[int]]:
-        if pool is not None:
-            with suppress(RuntimeError):  # no thread can be started while the interpreter shuts down
-                return pool.submit(_sums, chunks).result  # type: ignore[no-any-return]
-        return partial(_sums, chunks)
-
-    try:
-        yield start
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
 
 
 # -- an archive as torch.save writes it
