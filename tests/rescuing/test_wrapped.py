@@ -21,8 +21,7 @@ from transload import RescueError, rescue
 from transload.errors import TransloadError
 from transload.io.journal import Change, Changes, Journal
 from transload.io.sources import FileSource, journal_path
-from transload.retagging import tag_map_of
-from transload.retagging.plan import plan_of
+from transload.retagging.plan import plan_of, tag_map_of
 
 DATA = (ROOT / "h200" / "train_cuda0.ckpt").read_bytes()
 LEGACY = (ROOT / "h200" / "state_dict_cuda0_legacy.pth").read_bytes()

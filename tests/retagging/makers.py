@@ -12,8 +12,7 @@ import torch
 
 from transload.io.journal import Changes
 from transload.io.sources import FileSource
-from transload.retagging import tag_map_of
-from transload.retagging.plan import plan_of
+from transload.retagging.plan import plan_of, tag_map_of
 
 Tag = str | Callable[[Any], str]
 

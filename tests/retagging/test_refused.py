@@ -24,9 +24,9 @@ import transload
 from transload.cli.main import main
 from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, TransloadError, UsageError
 from transload.io import journal
-from transload.io.journal import apply
+from transload.io.journal import apply, recover
 from transload.io.sources import has_journal
-from transload.retagging import recover, retag, undo
+from transload.retagging import retag, undo
 
 H200 = Path(__file__).parent.parent / "data" / "h200"
 

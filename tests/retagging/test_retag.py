@@ -20,9 +20,10 @@ from tests.retagging.power import journals
 
 from transload.checkpoint import Checkpoint
 from transload.errors import RetagError, UsageError
+from transload.io.journal import recover
 from transload.io.sources import has_journal
 from transload.judge import inspect
-from transload.retagging import recover, retag, undo
+from transload.retagging import retag, undo
 
 DATA = Path(__file__).parent.parent / "data"
 FILES = [

@@ -13,7 +13,7 @@ from tests.each import each
 from tests.retagging.makers import fresh
 
 from transload.formats.pickle_machine import run
-from transload.retagging import TagMap, tag_map_of
+from transload.retagging.plan import OTHERS, TagMap, tag_map_of
 from transload.retagging.tags import find_sites, same_but_tags, spliced, tag_edits
 
 
@@ -149,7 +149,7 @@ def test_whatever_there_is_only_the_tags_change(
     shared = {tag: fresh(tag) for tag in TAGS}
     held = [Held(shared[t] if one else fresh(t), str(key), numel) for key, (t, numel, one) in enumerate(tags)]
     obj = [[str(i) for i in range(before)], *(shared[u] for u in users), *held, {shared[u]: shared[u] for u in users}]
-    wish = TagMap(tuple(named.items()), others)
+    wish = TagMap({**named, OTHERS: others} if others else named)
     data = written(obj, protocol)
     _, new = retagged(data, wish)
     assert loaded(new) == expected(obj, wish)

@@ -15,14 +15,11 @@ from transload.errors import ForbiddenWriteError, UsageError
 from transload.formats import gc_paused
 from transload.frozen import Frozen, Reported
 from transload.io import journal
-from transload.io.journal import recover
 from transload.io.sources import FileSource
 from transload.judge import inspect
 from transload.render.lines import Block, Prose, Table, Words, as_text, heading, row
 from transload.render.words import plural, printable, size
-from transload.retagging.plan import OTHERS, TagChange, TagMap, plan_of, refuse_file, tag_map_of
-
-__all__ = ["OTHERS", "Retag", "TagMap", "recover", "report", "retag", "several", "tag_map_of", "undo"]
+from transload.retagging.plan import TagChange, plan_of, refuse_file, tag_map_of
 
 
 class Retag(Frozen, Reported):
@@ -99,7 +96,7 @@ def retag(
         journal.refuse_in_place(path, hard_links=hard_links)
     if several:
         refuse_file(inspect(path), to if isinstance(to, str) else "cpu")
-    recovered = recover(path)
+    recovered = journal.recover(path)
     if recovered == "stale":
         raise journal.stale_journal(path)
     source, how = FileSource(path), ""
@@ -142,7 +139,7 @@ def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
     """
     path = _path(path)
     journal.refuse_in_place(path, hard_links=True)
-    recovered = recover(path, anywhere=True)
+    recovered = journal.recover(path, anywhere=True)
     if recovered == "stale":
         raise journal.stale_journal(path, tried=True)
     if recovered == "restored":

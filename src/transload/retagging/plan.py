@@ -21,7 +21,7 @@ from transload.findings import Problems, quoted, rescue_command
 from transload.formats import read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.frozen import Frozen, Plain
+from transload.frozen import Plain
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source
 from transload.judge import judge
@@ -40,22 +40,16 @@ _NEVER = {
 }
 
 
-class TagMap(Frozen):
-    """The new tags: ``named`` by old tag, and ``others`` for all other tags; empty keeps them."""
-
-    named: tuple[tuple[str, str], ...] = ()
-    others: str = ""
+class TagMap(dict[str, str]):
+    """The new tags, by old tag or ``OTHERS``."""
 
     def new(self, tag: str) -> str:
         """The new tag for an old one. ``meta`` is kept unless it is named: such a storage has no bytes.
 
-        >>> TagMap((("cuda:1", "cuda:0"),)).new("cuda:1"), TagMap(others="cpu").new("meta")
+        >>> TagMap({"cuda:1": "cuda:0"}).new("cuda:1"), TagMap({OTHERS: "cpu"}).new("meta")
         ('cuda:0', 'meta')
         """
-        for old, new in self.named:
-            if tag == old:
-                return new
-        return self.others if self.others and tag != "meta" else tag
+        return self.get(tag) or (tag if tag == "meta" else self.get(OTHERS, tag))
 
 
 def tag_map_of(to: str | Mapping[str, str]) -> TagMap:
@@ -65,14 +59,13 @@ def tag_map_of(to: str | Mapping[str, str]) -> TagMap:
     ('cpu', 'cpu')
     """
     if isinstance(to, str):
-        return TagMap(others=_device(to))
+        return TagMap({OTHERS: _device(to)})
     if not isinstance(to, Mapping):
         raise UsageError(f"expected a device or a mapping of devices, not {type(to).__name__}")
-    pairs = tuple((_tag(old), _device(new)) for old, new in to.items() if old != OTHERS)
-    others = to.get(OTHERS, "")
-    if not pairs and not others:
+    tags = TagMap({_tag(old): _device(new) for old, new in to.items() if new or old != OTHERS})
+    if not tags:
         raise UsageError("no device is named to change the tags to")
-    return TagMap(pairs, _device(others) if others else "")
+    return tags
 
 
 def _device(name: object) -> str:
@@ -330,7 +323,7 @@ def _find_record(source: Source, record: Record) -> tuple[list[int], bytes, int,
 def _warnings(checkpoint: Checkpoint, wanted: TagMap, tags: tuple[TagChange, ...]) -> Iterator[str]:
     """Warn about named tags that do not exist, devices that stay as they are, and dangerous files."""
     existing = [tag.old for tag in tags]
-    missing = [old for old, _ in wanted.named if old not in existing]
+    missing = [old for old in wanted if old != OTHERS and old not in existing]
     if missing:
         yield f"nothing is tagged {', '.join(missing)}; the file has {', '.join(existing) or 'no tags'}"
     objects = [leaf.name for leaf in checkpoint.leaves if leaf.kind == "torch.device" and leaf.text != "cpu"]
