@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 from functools import cache, cached_property
 
@@ -348,16 +349,18 @@ def as_text(head: bytes) -> str:
     encoding = "utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     if b"\0" in head and encoding != "utf-16":
         return ""
-    try:
-        found = head.decode(encoding)
-    except UnicodeDecodeError as error:
-        # The last character may be incomplete, because only the first bytes were read.
-        if error.start < len(head) - 4:
-            return ""
-        found = head[: error.start].decode(encoding, "ignore")
+    found = _decoded(head, encoding)
     if encoding == "utf-16" and 2 * len(found.encode("latin-1", "ignore")) < len(found):
         return ""  # almost any bytes decode to Chinese in UTF-16
     return "" if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", found) else found
+
+
+def _decoded(head: bytes, encoding: str) -> str:
+    """Text whose last character may be incomplete, because only the first bytes were read; empty if it is not text."""
+    try:
+        return getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return ""
 
 
 def _advice(said: str) -> tuple[str, ...]:
@@ -525,14 +528,8 @@ def mangled(view: View) -> Foreign | None:
         title = "a checkpoint copied in text mode: every line feed has become CR LF"
         seen = f"{head.count(bytes((13, 10))):,} CR LF and no bare LF"
         return Foreign("crlf", title, (seen,), (_BINARY, *_UNDONE, rescue_command(view.path)), ".pt")
-    decoded = ""
-    if head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80")):
-        valid = len(head)  # bytes that decode as UTF-8: of binary data only a few would
-        try:
-            head.decode("utf-8")
-        except UnicodeDecodeError as error:
-            valid = error.start if len(head) > 8 else 0
-        decoded = head[:-4].decode("utf-8", "replace") if valid >= len(head) - 4 else ""
+    may_be = head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80"))
+    decoded = _decoded(head, "utf-8") if may_be else ""  # of binary data only a few bytes would decode
     if decoded.count("\ufffd") >= 4:
         title = "a binary file that was read and written as text: its bytes above 127 are lost"
         return Foreign("utf8-lossy", title, (f"{decoded.count(chr(0xFFFD)):,} replacement characters",), (_BINARY,))
