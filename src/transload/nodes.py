@@ -234,7 +234,7 @@ REBUILDS: dict[str, Rebuild] = {
     "torch._utils._rebuild_parameter_with_state": Rebuild(4, 4, 1, 2, state=3),
     "torch._utils._rebuild_qtensor": Rebuild(7, 7, 5, 6),
     "torch._utils._rebuild_sparse_tensor": Rebuild(2, 2),
-    "torch._utils._rebuild_sparse_csr_tensor": Rebuild(4, 5),
+    "torch._utils._rebuild_sparse_csr_tensor": Rebuild(2, 2),
     "torch._utils._rebuild_nested_tensor": Rebuild(4, 4),
     "torch._utils._rebuild_meta_tensor_no_storage": Rebuild(4, 4, 3),
     "torch._utils._rebuild_wrapper_subclass": Rebuild(8, 8, 7, device=6),

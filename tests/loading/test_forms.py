@@ -14,7 +14,9 @@ from tests import forge
 from tests.loading.equal import same
 from tests.loading.zoo import QUIET
 
+from transload.converting import convert
 from transload.errors import LandingWarning, LoadError, UnsafeError
+from transload.judge import inspect
 from transload.loading import load
 
 DATA = Path(__file__).parents[1] / "data"
@@ -46,6 +48,23 @@ def test_an_archive_that_was_zipped_again(tmp_path: Path, handled: dict[str, Any
     """torch.load maps deflated bytes as if they were numbers, and refuses an archive without its version."""
     path = rezipped(NEWEST / "train_cuda0.ckpt", tmp_path / "again.pt", **handled)
     same(torch.load(NEWEST / "train_cuda0.ckpt", map_location="cpu"), load(path, "cpu", **options))
+
+
+def test_a_sparse_csr_tensor_as_torch_saved_it_up_to_1_13(tmp_path: Path) -> None:
+    """By a function of its own, with the same arguments as that of today."""
+    torch.save({"csr": torch.eye(3).to_sparse_csr()}, tmp_path / "new.pt")
+    old = tmp_path / "old.pt"
+    with ZipFile(tmp_path / "new.pt") as archive, ZipFile(old, "w") as renamed:
+        for name in archive.namelist():
+            data = archive.read(name).replace(b"_rebuild_sparse_tensor\n", b"_rebuild_sparse_csr_tensor\n")
+            renamed.writestr(name, data)
+    (found,) = inspect(old).tensors
+    assert (found.kind, found.shape, len(found.parts)) == ("sparse_csr", (3, 3), 3)
+    expected = torch.load(tmp_path / "new.pt")
+    for weights_only in (True, False):
+        same(expected, load(old, weights_only=weights_only))
+    convert(old, tmp_path / "again.pt")
+    same(expected, torch.load(tmp_path / "again.pt"))
 
 
 def test_an_extension_that_lies(tmp_path: Path) -> None:

@@ -699,8 +699,7 @@ class _Walk:
             raise BadTensor("its sparse parts are missing")
         return self._composite(args[1], at, layout, names, sized=True)
 
-    def rebuild_sparse_csr_tensor(self, args: _Args, at: _Place) -> Tensor:
-        return self._composite(args, at, "sparse_csr", _COMPRESSED, sized=True)
+    rebuild_sparse_csr_tensor = rebuild_sparse_tensor
 
     def rebuild_nested_tensor(self, args: _Args, at: _Place) -> Tensor:
         return self._composite(args, at, "nested", ("buffer", "sizes", "strides", "offsets"))

@@ -110,10 +110,6 @@ def _sparse(maker: Rebuilder, layout: Any, data: Any) -> Any:
     return made
 
 
-def _sparse_csr(maker: Rebuilder, rows: object, columns: object, values: object, size: Any, _: object = None) -> Any:
-    return _sparse(maker, maker.torch.sparse_csr, (rows, columns, values, size))
-
-
 # -- nested
 
 
@@ -485,7 +481,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch.nn.parameter.Parameter": _plain_parameter,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_sparse_csr_tensor": _sparse_csr,
+    "torch._utils._rebuild_sparse_csr_tensor": _sparse,
     "torch._utils._rebuild_nested_tensor": _nested,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,

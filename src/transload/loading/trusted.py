@@ -94,7 +94,7 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
                 module = "torch._tensor"
             if (module, name) == LOADER and self.held is not None:
                 return self.held
-            if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
+            if module == "torch._utils" and name in ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"):
                 return _sparse
             found = _imported(super().find_class, module, name)
             at = _DEVICE_AT.get(f"{module}.{name}")

@@ -31,7 +31,7 @@ from transload.formats.tensors import (
     short_key,
     with_slots,
 )
-from transload.nodes import Call, Dict, Global, Set
+from transload.nodes import REBUILDS, Call, Dict, Global, Set
 
 
 class Omission(NamedTuple):
@@ -42,11 +42,9 @@ class Omission(NamedTuple):
     lost: bool = False
 
 
-class _Nothing:
-    """In place of what is not kept here: a tensor, which is stored by itself, or something that was listed."""
+NOTHING: Any = object()
+"""In place of what is not kept here: a tensor, which is stored by itself, or something that was listed."""
 
-
-NOTHING = _Nothing()
 KEY_TYPES = (str, int, float, bool, type(None))
 
 
@@ -82,17 +80,13 @@ def is_module(state: Dict) -> bool:
     return all(state.get(key) is not None for key in MODULE_KEYS)
 
 
-_WITH_STATE = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
-
-
 def tensor_attributes(node: Any) -> Dict:
     """Python attributes that somebody set on a tensor, which ``torch.save`` saves with it."""
-    args = node.args if type(node) is Call and called(node) in _WITH_STATE else ()
-    state = args[3] if type(args) is tuple and len(args) == 4 else None
+    rebuild = REBUILDS.get(called(node)) if type(node) is Call and type(node.args) is tuple else None
+    state = node.args[rebuild.state] if rebuild and rebuild.state < len(node.args) else None
     items: list[Any] = []
     for key, value in state.pairs() if type(state) is Dict else ():
-        tensor = type(value) is Call and called(value).startswith(("torch._utils._rebuild", "torch._tensor._rebuild"))
-        if not tensor:
+        if type(value) is not Call or called(value) not in REBUILDS:  # not a tensor
             items += [key, value]
     return Dict(items)
 
@@ -231,7 +225,7 @@ class Leftovers(BoundedWalk):
         if self._unlisted:
             self.listed.append(Omission("…", f"and {self._unlisted:,} more, too many to name"))
 
-    def _list(self, path: tuple[Key, ...], node: object, why: str = "") -> _Nothing:
+    def _list(self, path: tuple[Key, ...], node: object, why: str = "") -> Any:
         name = "/".join(map(str, path))
         self._names_left -= len(name)
         if len(self.listed) < _MAX_LISTED and self._names_left >= 0:

@@ -46,6 +46,7 @@ _CARRIED_CALLS = frozenset(  # functions that weights_only allows and our reader
         *(f"torch._utils._rebuild_{kind}" for kind in ("parameter", "qtensor", "tensor", "tensor_v2", "tensor_v3")),
     }
 )
+_OLD_CSR = "torch._utils._rebuild_sparse_csr_tensor"  # up to torch 1.13; with the arguments of today's function
 _UNQUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 
@@ -326,7 +327,9 @@ class TensorCalls:
         if type(node) is tuple:
             return tuple(self._carry(part) for part in node)
         if type(node) is Call:
-            made = Call(node.callee, self._carry(node.args), node.kind, 0)
+            old = called(node) == _OLD_CSR
+            callee = self._global("torch._utils", "_rebuild_sparse_tensor") if old else node.callee
+            made = Call(callee, self._carry(node.args), node.kind, 0)
             made.items = [self._carry(part) for part in node.items] if node.items else None
             return made
         if type(node) is not Persistent:
