@@ -1,15 +1,15 @@
 """``transload.open``: the tensors of a checkpoint, read one by one when they are asked for.
 
-``Handle`` is what users see. ``read_one`` makes a tensor, ``fill`` reads into an existing one; both read ``Elements``,
-which say where a strided tensor's bytes are. Other tensors are made from their parts, or as ``load`` would make them
-(``build_node``). ``load_into`` uses the same functions.
+``Handle`` is what users see. ``Opened.read`` makes a tensor, ``Opened.fill`` reads into an existing one; both read
+``Elements``, which say where a strided tensor's bytes are. Other tensors are made from their parts, or as ``load``
+would make them (``build_node``). ``load_into`` uses the same methods.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -35,7 +35,7 @@ from transload.io.memory import memory_at
 from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
-from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
+from transload.loading.jobs import ReadRequest, Settings, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.tensors import OpenCheckpoint, Piece
@@ -134,9 +134,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
 
     def _read(self, tensor: Tensor, index: Index) -> torch.Tensor:
         self._opened.check_open()
-        return read_one(
-            self._opened, tensor, index=index, device=self._destinations.device(tensor.device), dtype=self._dtype
-        )
+        return self._opened.read(tensor, index, self._destinations.device(tensor.device), self._dtype)
 
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:
         self._opened.check_open()
@@ -240,6 +238,137 @@ class Opened(OpenCheckpoint):
         weak = proxy(self)  # a reference cycle would keep the file open until the garbage collector runs
         return Content(self.checkpoint, lambda name: weak.file(name))  # noqa: PLW0108 - weak.file is a strong reference
 
+    def read(
+        self,
+        tensor: Tensor,
+        index: Index = (),
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor, or the part that ``index`` selects, onto a device.
+
+        ``dtype`` casts floating-point tensors. Strides without gaps are kept; else the result is contiguous.
+        ``LoadError`` names a tensor whose bytes are missing.
+        """
+        if tensor.kind != "strided":
+            return self._read_composite(tensor, index, device, dtype)
+        import torch
+
+        where = torch.device(device)
+        elements, own = self._elements(tensor, index)
+        view = elements.view
+        wanted = dtype if dtype is not None and own.is_floating_point else own
+        if where.type == "meta" or is_fake_mode():
+            return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
+        straight = (
+            can_read_to(where.type) and wanted == own and not _needs_conversion(elements) and view.extent <= view.numel
+        )
+        try:
+            stride = view.stride if straight else contiguous(view.shape)
+            target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
+        except RuntimeError as error:  # torch has no OutOfMemoryError for the CPU
+            short = "the CPU" if where.type == "cpu" else str(where)
+            what = f"{short} has no memory for its {view.numel * elements.itemsize:,} bytes: {error}"
+            raise DoesNotFitError(what, where=self._place(tensor)) from error
+        _read_into(target, elements, own, self._place(tensor), straight=straight)
+        return target
+
+    def fill(self, tensor: Tensor, target: torch.Tensor, index: Index = ()) -> None:
+        """Read a tensor into an existing one of the same shape, in place; cast if the dtypes differ."""
+        import torch
+
+        with torch.no_grad():
+            if tensor.kind == "sharded" and index == ():
+                for part in tensor.parts:
+                    self.fill(part, target[box_of(part, len(tensor.shape)).slices])
+                return
+            if tensor.kind != "strided" or not _has_plain_memory(target):
+                target.copy_(self.read(tensor, index))
+                return
+            elements, dtype = self._elements(tensor, index)
+            inner, place = target.detach(), self._place(tensor)
+            _read_into(inner, elements, dtype, place, straight=_has_same_bytes(elements, dtype, inner))
+            increment_version(target)
+
+    def straight(self, tensor: Tensor, target: torch.Tensor, index: Index) -> Elements | None:
+        """The elements of a tensor, if ``read_straight`` can read them into the memory of ``target``.
+
+        ``None`` if they have to be converted or reordered, or are not in a file that several threads can read.
+        """
+        if tensor.kind != "strided" or not _has_plain_memory(target):
+            return None
+        elements, dtype = self._elements(tensor, index)
+        is_file = getattr(elements.source, "descriptor", -1) >= 0
+        return elements if elements.nbytes and is_file and _has_same_bytes(elements, dtype, target) else None
+
+    def check(self, tensor: Tensor) -> None:
+        """``LoadError`` if it is known, before a byte is read, that a tensor or one of its parts cannot be read."""
+        if tensor.kind == "strided":
+            self._elements(tensor, ())
+            return
+        if tensor.kind == "sharded" and not is_covered(tensor):  # no element may keep what was in memory before
+            raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=self.checkpoint.path)
+        if tensor.kind != "meta" and not (tensor.kind in ("device", "sharded") and tensor.parts):
+            found = self.node(tensor.path)
+            if found is None or type(found[1]) is not Call:
+                kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
+                what = f"{tensor.name or 'the tensor'} is {kind}, which cannot be read alone"
+                raise LoadError(what, where=self.checkpoint.path, fix="Load the whole file instead.")
+        for part in tensor.parts:
+            self.check(part)
+
+    def _read_composite(
+        self, tensor: Tensor, index: Index, device: str | torch.device, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """Read a tensor that is not strided; all of it, even if only a part is wanted."""
+        import torch
+
+        self.check(tensor)
+        if tensor.kind == "meta":
+            made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype), device="meta")
+        elif tensor.kind == "device" and tensor.parts:
+            made = self.read(tensor.parts[0]).to(getattr(torch, tensor.dtype))
+        elif tensor.kind == "sharded":
+            made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
+            self.fill(tensor, made)
+        else:  # by the call in the pickle, as load() would
+            found = self.node(tensor.path)
+            if found is None:
+                raise LoadError(f"{tensor.name} cannot be read alone", where=self.checkpoint.path)
+            made = build_node(*found)
+            if not isinstance(made, torch.Tensor):
+                raise BrokenFileError(f"{tensor.name} is not a tensor", where=self.checkpoint.path)
+            made = made.detach() if made.requires_grad else made
+        if type(index) is not tuple or index:
+            try:
+                made = made[index]
+            except (NotImplementedError, RuntimeError) as error:
+                what = f"torch cannot take a part of {tensor.name or 'the tensor'}, which is {tensor.kind}: {error}"
+                raise LoadError(what, where=self.checkpoint.path, fix="Read the whole tensor.") from error
+        wanted = dtype if dtype is not None and made.dtype.is_floating_point else made.dtype
+        # A subclass may not support ``.to``, even to where it is already.
+        stays = made.is_meta or (made.device, made.dtype) == (torch.device(device), wanted)
+        return made if stays else made.to(device, wanted)
+
+    def _elements(self, tensor: Tensor, index: Index) -> tuple[Elements, torch.dtype]:
+        """The elements of a strided tensor, and its dtype; ``LoadError`` if it is known that they cannot be read."""
+        import torch
+
+        dtype = getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            what = (
+                f"{tensor.name or 'the tensor'} has the dtype {tensor.dtype}, which torch {torch.__version__} does not"
+            )
+            raise LoadError(f"{what} have", where=self.checkpoint.path, fix="A newer torch may have it.")
+        view = select(View(tensor.shape, tensor.stride, tensor.offset), index)
+        try:
+            return self.content.elements(tensor, view), dtype
+        except ContentError as error:
+            raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
+
+    def _place(self, tensor: Tensor) -> str:
+        return f"{self.checkpoint.path} › {tensor.name or 'the tensor'}"
+
 
 def open_checkpoint(f: SourceLike) -> Opened:
     """Open, read and judge a path, bytes or a file object.
@@ -332,57 +461,6 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     return build_object(alone, read_storages(alone, device_map), device_map, pickle=part)
 
 
-def _read_composite(
-    opened: Opened, tensor: Tensor, index: Index, device: str | torch.device, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """Read a tensor that is not strided; all of it, even if only a part is wanted."""
-    import torch
-
-    check_one(opened, tensor)
-    if tensor.kind == "meta":
-        made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype), device="meta")
-    elif tensor.kind == "device" and tensor.parts:
-        made = read_one(opened, tensor.parts[0]).to(getattr(torch, tensor.dtype))
-    elif tensor.kind == "sharded":
-        made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
-        fill(opened, tensor, made)
-    else:  # by the call in the pickle, as load() would
-        found = opened.node(tensor.path)
-        if found is None:
-            raise LoadError(f"{tensor.name} cannot be read alone", where=opened.checkpoint.path)
-        made = build_node(*found)
-        if not isinstance(made, torch.Tensor):
-            raise BrokenFileError(f"{tensor.name} is not a tensor", where=opened.checkpoint.path)
-        made = made.detach() if made.requires_grad else made
-    if type(index) is not tuple or index:
-        try:
-            made = made[index]
-        except (NotImplementedError, RuntimeError) as error:
-            what = f"torch cannot take a part of {tensor.name or 'the tensor'}, which is {tensor.kind}: {error}"
-            raise LoadError(what, where=opened.checkpoint.path, fix="Read the whole tensor.") from error
-    wanted = dtype if dtype is not None and made.dtype.is_floating_point else made.dtype
-    # A subclass may not support ``.to``, even to where it is already.
-    stays = made.is_meta or (made.device, made.dtype) == (torch.device(device), wanted)
-    return made if stays else made.to(device, wanted)
-
-
-def check_one(opened: Opened, tensor: Tensor) -> None:
-    """``LoadError`` if it is known, before a byte is read, that a tensor or one of its parts cannot be read."""
-    if tensor.kind == "strided":
-        _elements(opened, tensor, ())
-        return
-    if tensor.kind == "sharded" and not is_covered(tensor):  # no element may keep what was in memory before
-        raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=opened.checkpoint.path)
-    if tensor.kind != "meta" and not (tensor.kind in ("device", "sharded") and tensor.parts):
-        found = opened.node(tensor.path)
-        if found is None or type(found[1]) is not Call:
-            kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
-            what = f"{tensor.name or 'the tensor'} is {kind}, which cannot be read alone"
-            raise LoadError(what, where=opened.checkpoint.path, fix="Load the whole file instead.")
-    for part in tensor.parts:
-        check_one(opened, part)
-
-
 # -- strided tensors
 
 STAGE = 16 << 20
@@ -391,103 +469,12 @@ STAGE = 16 << 20
 _PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 
 
-def read_one(
-    opened: Opened,
-    tensor: Tensor,
-    *,
-    index: Index = (),
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Read a tensor of a checkpoint, or the part that ``index`` selects, onto a device.
-
-    ``dtype`` casts floating-point tensors. Strides without gaps are kept; else the result is contiguous. ``LoadError``
-    names a tensor whose bytes are missing.
-    """
-    if tensor.kind != "strided":
-        return _read_composite(opened, tensor, index, device, dtype)
-    import torch
-
-    where = torch.device(device)
-    elements, own = _elements(opened, tensor, index)
-    view = elements.view
-    wanted = dtype if dtype is not None and own.is_floating_point else own
-    if where.type == "meta" or is_fake_mode():
-        return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
-    straight = (
-        can_read_to(where.type) and wanted == own and not _needs_conversion(elements) and view.extent <= view.numel
-    )
-    try:
-        stride = view.stride if straight else contiguous(view.shape)
-        target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
-    except RuntimeError as error:  # torch has no OutOfMemoryError for the CPU
-        short = "the CPU" if where.type == "cpu" else str(where)
-        what = f"{short} has no memory for its {view.numel * elements.itemsize:,} bytes: {error}"
-        raise DoesNotFitError(what, where=_place(opened, tensor)) from error
-    _read_into(target, elements, own, _place(opened, tensor), straight=straight)
-    return target
-
-
-def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> None:
-    """Read a tensor into an existing one of the same shape, in place; cast if the dtypes differ."""
-    import torch
-
-    with torch.no_grad():
-        if tensor.kind == "sharded" and index == ():
-            for part in tensor.parts:
-                fill(opened, part, target[box_of(part, len(tensor.shape)).slices])
-            return
-        if tensor.kind != "strided" or not _has_plain_memory(target):
-            target.copy_(read_one(opened, tensor, index=index))
-            return
-        elements, dtype = _elements(opened, tensor, index)
-        inner, place = target.detach(), _place(opened, tensor)
-        _read_into(inner, elements, dtype, place, straight=_has_same_bytes(elements, dtype, inner))
-        increment_version(target)
-
-
-def straight(
-    opened: Opened, tensor: Tensor, target: torch.Tensor, index: Index
-) -> tuple[Source, ReadRequest, int] | None:
-    """The file, the request and the address for reading a tensor straight into the memory of ``target``.
-
-    ``None`` if the bytes have to be converted or reordered, or are not in a file that several threads can read.
-    """
-    if tensor.kind != "strided" or not _has_plain_memory(target):
-        return None
-    elements, dtype = _elements(opened, tensor, index)
-    inner = target.detach()
-    is_file = getattr(elements.source, "descriptor", -1) >= 0
-    if not elements.nbytes or not is_file or not _has_same_bytes(elements, dtype, inner):
-        return None
-    return elements.source, ReadRequest(0, elements.offset, elements.nbytes, str(inner.device)), inner.data_ptr()
-
-
 def increment_version(target: torch.Tensor) -> None:
     """Increment autograd's version counter, as an in-place operation would: torch did not see the write."""
     from torch.autograd import graph
 
     if not target.is_inference() and hasattr(graph, "increment_version"):
         graph.increment_version(target)
-
-
-def _elements(opened: Opened, tensor: Tensor, index: Index) -> tuple[Elements, torch.dtype]:
-    """The elements of a strided tensor, and its dtype; ``LoadError`` if it is known now that they cannot be read."""
-    import torch
-
-    dtype = getattr(torch, tensor.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        what = f"{tensor.name or 'the tensor'} has the dtype {tensor.dtype}, which torch {torch.__version__} does not"
-        raise LoadError(f"{what} have", where=opened.checkpoint.path, fix="A newer torch may have it.")
-    view = select(View(tensor.shape, tensor.stride, tensor.offset), index)
-    try:
-        return opened.content.elements(tensor, view), dtype
-    except ContentError as error:
-        raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
-
-
-def _place(opened: Opened, tensor: Tensor) -> str:
-    return f"{opened.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
 def _needs_conversion(elements: Elements) -> bool:
@@ -511,17 +498,26 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     return not (target.is_conj() or target.is_neg())  # the numbers in memory are not yet the values
 
 
+def read_straight(reads: Sequence[tuple[Elements, torch.Tensor]], settings: Settings) -> None:
+    """Read elements straight into the memory of tensors; ``ShortReadError`` has the index of the one that is cut."""
+    from transload.loading import read_ranges
+
+    numbers: dict[Source, int] = {}
+    requests = [
+        ReadRequest(numbers.setdefault(each.source, len(numbers)), each.offset, each.nbytes, str(target.device))
+        for each, target in reads
+    ]
+    read_ranges([*numbers], requests, lambda index: reads[index][1].data_ptr(), settings)
+
+
 def _read_into(target: torch.Tensor, elements: Elements, dtype: torch.dtype, place: str, *, straight: bool) -> None:
     """Read a whole view into a tensor: ``straight`` into its memory, else through a buffer.
 
     ``BrokenFileError`` names the tensor if the file is too short.
     """
-    from transload.loading import read_ranges
-
     try:
         if straight:
-            request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
-            read_ranges([elements.source], [request], lambda _: target.data_ptr())
+            read_straight([(elements, target)], Settings())
         else:
             _read_staged(elements, dtype, target)
     except (ShortReadError, MissingBytesError) as end:

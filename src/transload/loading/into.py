@@ -22,16 +22,13 @@ from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
 from transload.findings import join_names
 from transload.formats import gc_paused
-from transload.loading import check_settings, read_ranges
+from transload.loading import check_settings
 from transload.loading.handles import (
     Destinations,
     build_node,
-    check_one,
-    fill,
     increment_version,
     open_checkpoint,
-    read_one,
-    straight,
+    read_straight,
     user_stacklevel,
 )
 from transload.loading.jobs import Settings, ShortReadError
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
     from transload.io.sources import SourceLike
     from transload.loading.handles import Opened
     from transload.tensors import Piece
+    from transload.tensors.content import Elements
 
 
 class MismatchError(LoadError):
@@ -506,7 +504,7 @@ class _State(UserDict[str, Any]):
             return build_node(value.piece, value.node, self._destinations.device_map)
         if not isinstance(value, Tensor):
             return value
-        return read_one(self._opened, value, device=self._destinations.device(value.device) if self.lands else "cpu")
+        return self._opened.read(value, device=self._destinations.device(value.device) if self.lands else "cpu")
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self.data))  # a hook may remove entries meanwhile
@@ -702,7 +700,7 @@ class _Loading:
         if self.shapes or self.dtypes or keys_differ or nothing:
             raise self._error()
         for task in self._tasks:
-            check_one(opened, task.tensor)
+            opened.check(task.tensor)
 
     def _list_tasks(self, custom: tuple[str, ...]) -> set[int]:
         """List one task per parameter, in file order; of two tensors for one parameter the last counts, as in torch.
@@ -897,7 +895,7 @@ class _Loading:
         done = before = len(tasks) - len(rest)
         try:
             for done, index in enumerate(rest, before):  # noqa: B007 - used below
-                fill(self._opened, tasks[index].tensor, targets[index], index=tasks[index].part)
+                self._opened.fill(tasks[index].tensor, targets[index], tasks[index].part)
         except TransloadError as error:
             error.fix = f"{_partly_filled(done, len(tasks))}{error.fix}".rstrip()
             raise
@@ -911,24 +909,23 @@ class _Loading:
 
     def _fill_straight(self, targets: list[Any], settings: Settings) -> list[int]:
         """Fill all parameters whose bytes need no conversion in one read; the indexes of the others."""
-        found = [
-            straight(self._opened, task.tensor, target, task.part)
-            for task, target in zip(self._tasks, targets, strict=True)
-        ]
-        ready = [(index, *way) for index, way in enumerate(found) if way is not None]
-        numbers: dict[Any, int] = {}
-        requests = [want._replace(file=numbers.setdefault(source, len(numbers))) for _, source, want, _ in ready]
+        ready: dict[int, tuple[Elements, Any]] = {}
+        for index, (task, target) in enumerate(zip(self._tasks, targets, strict=True)):
+            elements = self._opened.straight(task.tensor, target, task.part)
+            if elements is not None:
+                ready[index] = elements, target
         try:
-            if requests:
-                read_ranges(list(numbers), requests, lambda index: ready[index][3], settings)
+            if ready:
+                read_straight([*ready.values()], settings)
         except ShortReadError as end:
-            key = self._tasks[ready[end.request][0]].key
-            what = f"the file ends {requests[end.request].nbytes - end.received:,} bytes before {key} does"
+            index = [*ready][end.request]
+            missing = ready[index][0].nbytes - end.received
+            what = f"the file ends {missing:,} bytes before {self._tasks[index].key} does"
             fix = f"Some of the {len(targets):,} tensors are in the model already."
             raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
-        for index, _, _, _ in ready:
+        for index in ready:
             increment_version(targets[index])
-        return [index for index, way in enumerate(found) if way is None]
+        return [index for index in range(len(targets)) if index not in ready]
 
     def _target_of(self, task: _Task) -> Any:
         """The parameter to fill; a new one for one on the meta device."""
