@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint, Key, Tensor
-from transload.contents import PROGRAMS, byte_span
+from transload.contents import PROGRAMS
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
@@ -509,17 +509,12 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
 
 def _separated_views(plan: Plan) -> list[str]:
     """Tensors that overlap in the source, and no longer do in the target."""
-    by_storage: dict[str, list[Entry]] = {}
-    for entry in plan.entries:
-        if entry.tensor.kind == "strided" and entry.tensor.storage is not None and entry.nbytes:
-            by_storage.setdefault(entry.tensor.storage, []).append(entry)
+    stored = (each for each in plan.entries if each.tensor.kind == "strided" and each.tensor.storage is not None)
     separated: list[str] = []
-    for entries in by_storage.values():
-        spans = ((*byte_span(entry.tensor), entry) for entry in entries)
-        for group in overlapping(spans) if len(entries) > 1 else ():
-            # Only in a torch zip can several tensors be in one storage.
-            if len({entry.name if entry.storage < 0 else entry.storage for _, _, entry in group}) > 1:
-                separated += [entry.name for _, _, entry in group]
+    for group in overlapping(entry for entry in stored if entry.nbytes):
+        # Only in a torch zip can several tensors be in one storage.
+        if len({entry.name if entry.storage < 0 else entry.storage for entry in group}) > 1:
+            separated += [entry.name for entry in group]
     return separated
 
 

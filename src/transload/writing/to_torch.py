@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
@@ -29,7 +30,6 @@ from transload.writing.objects import (
 from transload.writing.transfer import Entry
 
 Path = tuple[Key, ...]
-Span = tuple[int, int, Any]
 _MAX_PARTS = 10_000  # parts of a call that are examined
 _ORDERED_DICT = "collections.OrderedDict"
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
@@ -209,31 +209,35 @@ def tie_of(tensor: Tensor) -> Any:
     return (tensor.storage, tensor.offset, tensor.shape, tuple(steps), tensor.dtype, tensor.flags)
 
 
-def overlapping(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Groups of spans (start, end, anything) that overlap, directly or through others."""
-    group: list[Span] = []
-    reached = 0
-    for span in sorted(spans, key=lambda span: span[:2]):
-        if group and span[0] >= reached:
-            yield group
-            group, reached = [], 0
-        group.append(span)
-        reached = max(reached, span[1])
-    yield group
+def overlapping(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Groups of entries whose bytes overlap in a storage of the source, directly or through others."""
+    storages: dict[str | None, list[tuple[int, int, Entry]]] = {}
+    for entry in entries:
+        storages.setdefault(entry.tensor.storage, []).append((*byte_span(entry.tensor), entry))
+    for spans in storages.values():
+        group: list[Entry] = []
+        reached = 0
+        for low, high, entry in sorted(spans, key=itemgetter(0, 1)):
+            if group and low >= reached:
+                yield group
+                group = []
+            group.append(entry)
+            reached = max(reached, high)
+        yield group
 
 
 def lay_out(entries: Iterable[Entry], content: Content) -> list[Entry]:
     """The storages of an object: tensors that overlap share one, every other tensor gets its own."""
     allowance = Allowance(content.checkpoint)
     storages: list[Entry] = []
-    spans: dict[str, list[tuple[int, int, Entry]]] = {}
+    sharing: list[Entry] = []
     alone: dict[Any, int] = {}
     for entry in entries:
         if entry.call is not None:
             continue
         tensor = entry.tensor
         if not entry.is_cast and _shares_storage(tensor, content):
-            spans.setdefault(tensor.storage or "", []).append((*byte_span(tensor), entry))
+            sharing.append(entry)
             continue
         tie = tie_of(tensor) or id(entry)
         if tie not in alone:
@@ -241,20 +245,19 @@ def lay_out(entries: Iterable[Entry], content: Content) -> list[Entry]:
             alone[tie] = len(storages)
             storages.append(entry)
         entry.storage, entry.stride = alone[tie], contiguous(tensor.shape)
-    for storage_spans in spans.values():
-        for group in overlapping(storage_spans):
-            first: Entry = group[0][2]
-            dtypes = {entry.dtype for _, _, entry in group}
-            dtype = first.dtype if len(dtypes) == 1 else "uint8"
-            width = ITEMSIZE[dtype]
-            low = group[0][0] if len(dtypes) == 1 else group[0][0] // _WIDEST * _WIDEST
-            size = (max(high for _, high, _ in group) - low) // width
-            whole = Tensor((), first.name, dtype, (size,), (1,), "cpu", first.tensor.storage, low // width)
-            for _, _, entry in group:
-                entry.storage = len(storages)
-                entry.offset = entry.tensor.offset - low // ITEMSIZE[entry.dtype]
-                entry.stride = entry.tensor.stride
-            storages.append(Entry(first.name, whole, dtype))
+    for group in overlapping(sharing):
+        first, same = group[0], len({entry.dtype for entry in group}) == 1
+        dtype = first.dtype if same else "uint8"
+        width = ITEMSIZE[dtype]
+        low = byte_span(first.tensor)[0]
+        low -= 0 if same else low % _WIDEST
+        size = (max(byte_span(entry.tensor)[1] for entry in group) - low) // width
+        whole = Tensor((), first.name, dtype, (size,), (1,), "cpu", first.tensor.storage, low // width)
+        for entry in group:
+            entry.storage = len(storages)
+            entry.offset = entry.tensor.offset - low // ITEMSIZE[entry.dtype]
+            entry.stride = entry.tensor.stride
+        storages.append(Entry(first.name, whole, dtype))
     return storages
 
 
