@@ -90,8 +90,8 @@ class _Search(BoundedWalk):
         self.ancestors.discard(id(node))
 
 
-def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> tuple[Content, tuple[Tensor, ...]]:
-    """The source with the numpy arrays in its pickles as tensors, each named after its path; and these tensors.
+def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> tuple[Content, set[Path]]:
+    """The source with the numpy arrays in its pickles as tensors, each named after its path; and these paths.
 
     Not those in pickled modules: they are not in a state dict. ``into_objects``: also those in the attributes of
     objects, and in mappings of other classes.
@@ -101,7 +101,7 @@ def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> 
     named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
     # Where several shards fill one dictionary, a path does not identify the shard.
     if not named or checkpoint.format in PROGRAMS or len({pickle.path for pickle in main}) != len(main):
-        return content, ()
+        return content, set()
     search = _Search({tensor.path for tensor in checkpoint.tensors}, modules, into_objects=into_objects)
     for pickle in main:
         search.visit(pickle.root, pickle.path, 0)
@@ -134,4 +134,4 @@ def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> 
         tensors=(*checkpoint.tensors, *added),
         storages=(*checkpoint.storages, *storages.values()),
     )
-    return Content(extended, open_file, content.parts), tuple(added)
+    return Content(extended, open_file, content.parts), {tensor.path for tensor in added}

@@ -153,8 +153,8 @@ class Plan:
     the names of tensors that became several entries, ``omitted`` the tensors that are left out, and ``others`` how many
     are outside the key. ``renamed`` pairs names in the source with new names; ``unmatched`` are prefixes to strip that
     no name begins with. ``metadata`` is the metadata of safetensors files, without aliases. ``dropped`` is everything
-    that is not a tensor, by path. ``arrays`` are tensors that are numpy arrays in the source, and ``content`` is the
-    source with these tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
+    that is not a tensor, by path. ``arrays`` are the paths of numpy arrays in the source, and ``content`` is the source
+    with these as tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
 
     For a torch zip, ``opening`` are the records of the object, ``placed`` the tensors in their order there, and
     ``storages`` the bytes to write.
@@ -214,9 +214,8 @@ class Plan:
             fix = f"There is {', '.join(near)}; --list shows all." if near else "--list shows what there is."
             what = f"there is no tensor below the key {self.options.key!r}"
             raise ConvertError(what, where=checkpoint.path, fix=fix)
-        arrays = {tensor.path for tensor in self.arrays}
-        self.others = sum(each.path not in arrays for each in checkpoint.tensors)
-        self.others -= sum(each.path not in arrays for each in chosen)
+        self.others = sum(each.path not in self.arrays for each in checkpoint.tensors)
+        self.others -= sum(each.path not in self.arrays for each in chosen)
         self.omitted += [
             Omission(problem.where or "…", f"not all of it was searched: {problem.detail}", lost=True)
             for problem in checkpoint.problems
@@ -476,8 +475,7 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
         yield "the tensors of each rank are stored as they are: parts of one tensor are not put together"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
-    paths = {tensor.path for tensor in plan.arrays}
-    arrays = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in paths)
+    arrays = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in plan.arrays)
     if names := [*arrays, *(name for name, kept in plan.aliases if kept in arrays)]:
         yield f"numpy arrays in the source, now tensors: {join_names(names, _SHOWN)}"
     if plan.numbers:
