@@ -18,7 +18,7 @@ from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
 from transload.formats.tensors import READERS, Place, StorageTable, Tree, called, declared_storages, find_tensors
 from transload.io.sources import Assembly, Part, Source
-from transload.nodes import Call, Dict, walk_nodes
+from transload.nodes import Call, Dict, Global, Persistent, walk_nodes
 from transload.render.words import plural
 from transload.rescuing.archive import (
     ArchiveRecord,
@@ -36,7 +36,6 @@ from transload.rescuing.archive import (
 )
 from transload.rescuing.damaged_index import Unread, read_damaged_index
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
-from transload.writing.to_torch import tensor_call
 
 _NOT_IN_FILE = "its bytes are not in the file"
 _MAX_STORAGE = 1 << 45
@@ -211,8 +210,7 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
         if key not in used and record.stored:
             dtype = dtypes.get(key, "uint8")
             flat.append(f"storage-{key}")
-            whole = Tensor((), flat[-1], dtype, (record.stored // ITEMSIZE[dtype],), (1,), "cpu", key)
-            items += (flat[-1], tensor_call(whole, key, record.stored))
+            items += (flat[-1], _tensor_call(key, record.stored, dtype, 0, (record.stored // ITEMSIZE[dtype],), (1,)))
     if type(root) is Call:
         root.items = items
     try:
@@ -398,6 +396,17 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
     return Assembly([literal(len(header).to_bytes(PREFIX, "little") + header), *parts], source.name)
 
 
+def _tensor_call(
+    key: str, nbytes: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Call:
+    """The rebuild call of a tensor, over a storage of ``nbytes`` bytes."""
+    kind, numel = Global("torch", STORAGE_CLASSES[dtype], 0), nbytes // ITEMSIZE[dtype]
+    held = Persistent(("storage", kind, key, "cpu", numel), 0)
+    hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
+    args = (held, offset, shape, stride, False, hooks)
+    return Call(Global("torch._utils", "_rebuild_tensor_v2", 0), args, "reduce", 0)
+
+
 def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
     """An archive with a dictionary of tensors by name, on the CPU, which share storages as before."""
     storages = {storage.id: storage for storage in checkpoint.storages}
@@ -410,7 +419,8 @@ def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor
     items: list[object] = []
     for tensor in plain:
         storage = used[tensor.storage or ""]
-        items += (tensor.name, tensor_call(tensor, keys[storage.id], storage.nbytes))
+        view = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride)
+        items += (tensor.name, _tensor_call(keys[storage.id], storage.nbytes, *view))
     big_endian = any(storage.big_endian for storage in used.values())
     contents = {b"data.pkl": literal(dumps(Dict(items))), b"byteorder": literal(b"big" if big_endian else b"little")}
     for ident, storage in used.items():

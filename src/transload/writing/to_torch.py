@@ -9,7 +9,6 @@ quantized, nested) are carried over as the calls that rebuild them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -131,7 +130,7 @@ class Structure(BoundedWalk):
             return self._place(path, state=False)
         if path in self._modules:
             self.dropped.append((path, node))
-            made = _call("collections", "OrderedDict")
+            made = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
             made.items = []
             for inside, entry in self._entries.items():
                 if inside[: len(path)] == path:
@@ -275,29 +274,6 @@ def _shares_storage(tensor: Tensor, content: Content) -> bool:
 # -- the pickle
 
 
-@cache  # the same object each time, so that a pickle has every name once
-def _global(module: str, name: str) -> Global:
-    return Global(module, name, 0)
-
-
-def _call(module: str, name: str, *args: object) -> Call:
-    return Call(_global(module, name), args, "reduce", 0)
-
-
-def tensor_call(tensor: Tensor, key: str, nbytes: int, *, requires_grad: bool = False) -> Call:
-    """The call that rebuilds a tensor on the CPU, as a view of the storage ``key``, which has ``nbytes`` bytes."""
-    kind = STORAGE_CLASSES.get(tensor.dtype)
-    if kind is None:  # a dtype without a storage class
-        storage = (_global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
-    else:
-        storage = (_global("torch", kind), key, "cpu", nbytes // ITEMSIZE[tensor.dtype])
-    hooks = _call("collections", "OrderedDict")
-    args = (Persistent(("storage", *storage), 0), tensor.offset, tensor.shape, tensor.stride, requires_grad, hooks)
-    if kind is None:
-        return _call("torch._utils", "_rebuild_tensor_v3", *args, _global("torch", tensor.dtype))
-    return _call("torch._utils", "_rebuild_tensor_v2", *args)
-
-
 class TensorCalls:
     """Builds the call for each tensor. Storages of tensors that are carried over are added to ``storages``.
 
@@ -306,6 +282,7 @@ class TensorCalls:
 
     def __init__(self, storages: list[Entry], checkpoint: Checkpoint) -> None:
         self._storages = storages
+        self._globals: dict[str, Global] = {}
         self._keys: dict[int, str] = {}
         self._source_storages = {storage.key: storage for storage in checkpoint.storages}
         self._carried: dict[str, str] = {}
@@ -314,16 +291,31 @@ class TensorCalls:
         """The call that rebuilds a tensor."""
         if entry.call is not None:
             return self._carry(entry.call)
-        tensor = entry.tensor
+        tensor, dtype = entry.tensor, entry.dtype
         key = self._keys.setdefault(entry.storage, str(entry.storage))  # the same object, so that it is pickled once
         parameter = tensor.cls == "Parameter" and not entry.state
-        view = tensor._replace(dtype=entry.dtype, offset=entry.offset, stride=entry.stride)
-        grad = tensor.requires_grad and not entry.state and not parameter and entry.dtype in STORAGE_CLASSES
-        made = tensor_call(view, key, self._storages[entry.storage].nbytes, requires_grad=grad)
+        kind, nbytes = STORAGE_CLASSES.get(dtype), self._storages[entry.storage].nbytes
+        if kind is None:  # a dtype without a storage class
+            pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
+        else:
+            pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
+        grad = tensor.requires_grad and not entry.state and not parameter and kind is not None
+        hooks = self._call("collections", "OrderedDict")
+        args = (Persistent(pid, 0), entry.offset, tensor.shape, entry.stride, grad, hooks)
+        if kind is None:
+            made = self._call("torch._utils", "_rebuild_tensor_v3", *args, self._global("torch", dtype))
+        else:
+            made = self._call("torch._utils", "_rebuild_tensor_v2", *args)
         if parameter:
-            hooks = _call("collections", "OrderedDict")
-            return _call("torch._utils", "_rebuild_parameter", made, tensor.requires_grad, hooks)
+            hooks = self._call("collections", "OrderedDict")
+            return self._call("torch._utils", "_rebuild_parameter", made, tensor.requires_grad, hooks)
         return made
+
+    def _global(self, module: str, name: str) -> Global:
+        return self._globals.setdefault(f"{module} {name}", Global(module, name, 0))
+
+    def _call(self, module: str, name: str, *args: object) -> Call:
+        return Call(self._global(module, name), args, "reduce", 0)
 
     def _carry(self, node: Any) -> Any:
         """A copy of a call that refers to storages of the target. Only as deep as tensors our reader understands."""
