@@ -91,11 +91,6 @@ class Rule(NamedTuple):
         """What its page is called."""
         return pages.title(self.code)
 
-    @property
-    def fix(self) -> str:
-        """What its page says to do."""
-        return pages.fix(self.code)
-
     def finding(self, case: Case) -> Finding | None:
         """What it says about a machine."""
         match = case.found(self.check).get(self.code) if self.check else None

@@ -116,11 +116,11 @@ class Explanation(Plain, Reported):
 
 def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
     """The ``fix`` for an answer without one: the advice of the doctor's pages on its ``causes``."""
-    from transload.diagnose.rules import BY_CODE
+    from transload.diagnose.pages import fix, title
 
     if len(codes) == 1:
-        return (BY_CODE[codes[0]].fix,)
-    steps = (f"If {BY_CODE[code].title} [{code}]: {BY_CODE[code].fix}" for code in codes)
+        return (fix(codes[0]),)
+    steps = (f"If {title(code)} [{code}]: {fix(code)}" for code in codes)
     return ("Most often it is one of these; transload doctor shows which:", *steps)
 
 
