@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from math import prod
 from zlib import crc32
 
-from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Draft, Record, Storage, Tensor, contiguous
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.findings import LimitedProblems, Problem
 from transload.formats.torch_zip import Archive
-from transload.formats.zip import DEFLATED
+from transload.formats.zip import DEFLATED, full_name
 from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
 
@@ -42,30 +42,24 @@ def read_npy(source: Source) -> Checkpoint | None:
     head, noted = source.read(0, _MAX_HEADER), LimitedProblems()
     if not _split(head)[0]:
         return None
-    record = Record("", 0, source.size, source.size)
-    tensor, storage = _array((), record, head, noted)
-    storages = () if storage is None else (storage,)
-    return Checkpoint(source.name, "npy", source.size, tensors=(tensor,), storages=storages, problems=noted.problems())
+    out = Draft(source.name, "npy", source.size)
+    _add_array(out, (), Record("", 0, source.size, source.size), head, noted)
+    return out.checkpoint(problems=noted.problems())
 
 
 def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
     """Read the arrays of an archive; each has the name of its member."""
     noted = LimitedProblems()
-    tensors: list[Tensor] = []
-    storages: list[Storage] = []
-    for record in archive.records.values():
-        # The names of records are relative to the first folder, or begin with a slash if they are outside it.
-        inside = archive.root and not record.name.startswith("/")
-        member = f"{archive.root}/{record.name}" if inside else record.name.removeprefix("/")
+    # Only torch needs a folder around the records.
+    out = Draft(path, "npz", nbytes, [problem for problem in problems if problem.code not in _ONLY_FOR_TORCH])
+    out.records = tuple(archive.records.values())
+    for record in out.records:
+        member = full_name(archive.root, record.name)
         name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), member.removesuffix(".npy"))
         head = archive.head(record, _MAX_HEADER) if member.endswith(".npy") else b""
-        tensor, storage = _array((name,), record, head, noted)
-        tensors.append(tensor)
-        storages += [] if storage is None else [storage]
-    records = tuple(archive.records.values())
-    # Only torch needs a folder around the records.
-    found = (*(each for each in problems if each.code not in _ONLY_FOR_TORCH), *noted.problems())
-    return Checkpoint(path, "npz", nbytes, "", tuple(tensors), tuple(storages), records=records, problems=found)
+        _add_array(out, (name,), record, head, noted)
+    out.problems += noted.problems()
+    return out.checkpoint()
 
 
 def _split(head: bytes) -> tuple[bytes, int]:
@@ -77,8 +71,8 @@ def _split(head: bytes) -> tuple[bytes, int]:
     return text if whole else b"", start
 
 
-def _array(path: tuple[str, ...], record: Record, head: bytes, noted: LimitedProblems) -> tuple[Tensor, Storage | None]:
-    """The array in a record, which begins with ``head``."""
+def _add_array(out: Draft, path: tuple[str, ...], record: Record, head: bytes, noted: LimitedProblems) -> None:
+    """Add the array in a record, which begins with ``head``."""
     name = "".join(path)
     text, start = _split(head)
     match = _HEADER.fullmatch(text)
@@ -97,20 +91,17 @@ def _array(path: tuple[str, ...], record: Record, head: bytes, noted: LimitedPro
         shown = f"{dtype} {list(shape)[:8]} has {prod(shape) * width:,} bytes, and {max(held, 0):,} are there"
     if problem or not match or dtype is None:
         noted.add(problem, name, shown)
-        return Tensor(path, name, "uint8", (0,), (1,), "cpu", None, kind=kind), None
+        out.tensors.append(Tensor(path, name, "uint8", (0,), (1,), "cpu", None, kind=kind))
+        return
     stride = contiguous(shape[::-1])[::-1] if match[3] == b"True" else contiguous(shape)
+    offset, nbytes, crc, first = record.offset, record.size, record.crc32, 0
     packed = record.method == DEFLATED
-    offset, nbytes, crc = record.offset, record.size, record.crc32
-    if not packed and offset is not None:  # the numbers alone, and their checksum
+    if packed:
+        offset, first = None, start // width
+    elif offset is not None:  # the numbers alone, and their checksum
         offset, nbytes = offset + start, held
         crc = None if crc is None else crc32_combine(crc32(head[:start]), 0, held) ^ crc
-    key = record.name or "0"
-    first = start // width if packed else 0
-    return (
-        Tensor(path, name, dtype, shape, stride, "cpu", key, first, file_offset=None if packed else offset),
-        Storage(
-            *(key, key, "cpu", dtype, nbytes, nbytes, None if packed else offset, record.name, "", crc, packed),
-            big_endian=match[1] == b">",
-            tensors=(name,),
-        ),
-    )
+    key, big_endian = record.name or "0", match[1] == b">"
+    storage = (key, key, "cpu", dtype, nbytes, nbytes, offset, record.name, "", crc, packed, big_endian, (name,))
+    out.tensors.append(Tensor(path, name, dtype, shape, stride, "cpu", key, first, file_offset=offset))
+    out.storages.append(Storage(*storage))

@@ -142,6 +142,11 @@ def names_below(raw_names: list[bytes], prefix: str) -> list[str]:
     return [name[len(prefix) :] if name.startswith(prefix) else f"/{name}" for name in names]
 
 
+def full_name(root: str, name: str) -> str:
+    """The whole path of a record, whose ``name`` is relative to the folder ``root`` unless it begins with a slash."""
+    return f"{root}/{name}" if root and name[:1] != "/" else name.removeprefix("/")
+
+
 class Payload(NamedTuple):
     """The bytes of a record, or why there are none. ``intact`` is whether the checksum agrees."""
 
@@ -161,8 +166,7 @@ class ZipIndex(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The full names of the records."""
-        lead = f"{self.root}/" if self.root else ""
-        return [name[1:] if name[:1] == "/" else f"{lead}{name}" for name in self.records]
+        return [full_name(self.root, name) for name in self.records]
 
 
 def starts_like_zip(source: Source) -> bool:
