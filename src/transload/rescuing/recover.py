@@ -59,7 +59,6 @@ _LEGACY_OPENING = MAGIC_PICKLE + b"\x80\x02M\xe9\x03."
 """The magic number and the protocol version, as torch writes them."""
 
 _MAX_FLIPPED = 2  # bits in which the opening, or a count, may differ
-_PICKLES = 5
 _COUNT = 8
 
 
@@ -177,11 +176,11 @@ def _recover_legacy(source: Source) -> Recovered | None:
     opened = Assembly(repaired(source, 0, source.size, repairs), source.name)
     pickles: list[Pickle] = []
     first = 0
-    while len(pickles) < _PICKLES and not (pickles and pickles[-1].broken):
-        pickle, first = run_at(opened, first, f"part {len(pickles) + 1}")
+    for number in range(1, 6):
+        pickle, first = run_at(opened, first, f"part {number}")
+        if pickle.broken:
+            return None
         pickles.append(pickle)
-    if len(pickles) < _PICKLES or pickles[-1].broken:
-        return None
     root = pickles[4].root if type(pickles[4].root) is list else []
     keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
     known = declared_storages(pickles[3])
