@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -32,10 +32,10 @@ from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
 from transload.io.memory import memory_at
-from transload.io.sources import Source, SourceLike
+from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
-from transload.loading.jobs import ReadRequest, Settings, ShortReadError, can_read_to
+from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.tensors import OpenCheckpoint, Piece
@@ -291,7 +291,7 @@ class Opened(OpenCheckpoint):
             increment_version(target)
 
     def straight(self, tensor: Tensor, target: torch.Tensor, index: Index) -> Elements | None:
-        """The elements of a tensor, if ``read_straight`` can read them into the memory of ``target``.
+        """The elements of a tensor, if they can be read straight into the memory of ``target``.
 
         ``None`` if they have to be converted or reordered, or are not in a file that several threads can read.
         """
@@ -498,26 +498,17 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     return not (target.is_conj() or target.is_neg())  # the numbers in memory are not yet the values
 
 
-def read_straight(reads: Sequence[tuple[Elements, torch.Tensor]], settings: Settings) -> None:
-    """Read elements straight into the memory of tensors; ``ShortReadError`` has the index of the one that is cut."""
-    from transload.loading import read_ranges
-
-    numbers: dict[Source, int] = {}
-    requests = [
-        ReadRequest(numbers.setdefault(each.source, len(numbers)), each.offset, each.nbytes, str(target.device))
-        for each, target in reads
-    ]
-    read_ranges([*numbers], requests, lambda index: reads[index][1].data_ptr(), settings)
-
-
 def _read_into(target: torch.Tensor, elements: Elements, dtype: torch.dtype, place: str, *, straight: bool) -> None:
     """Read a whole view into a tensor: ``straight`` into its memory, else through a buffer.
 
     ``BrokenFileError`` names the tensor if the file is too short.
     """
+    from transload.loading import read_ranges
+
     try:
         if straight:
-            read_straight([(elements, target)], Settings())
+            request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
+            read_ranges([elements.source], [request], lambda _: target.data_ptr())
         else:
             _read_staged(elements, dtype, target)
     except (ShortReadError, MissingBytesError) as end:

@@ -22,16 +22,9 @@ from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
 from transload.findings import join_names
 from transload.formats import gc_paused
-from transload.loading import check_settings
-from transload.loading.handles import (
-    Destinations,
-    build_node,
-    increment_version,
-    open_checkpoint,
-    read_straight,
-    user_stacklevel,
-)
-from transload.loading.jobs import Settings, ShortReadError
+from transload.loading import check_settings, read_ranges
+from transload.loading.handles import Destinations, build_node, increment_version, open_checkpoint, user_stacklevel
+from transload.loading.jobs import ReadRequest, Settings, ShortReadError
 from transload.nodes import Call, Dict
 from transload.render.words import plural
 
@@ -39,10 +32,9 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key
-    from transload.io.sources import SourceLike
+    from transload.io.sources import Source, SourceLike
     from transload.loading.handles import Opened
     from transload.tensors import Piece
-    from transload.tensors.content import Elements
 
 
 class MismatchError(LoadError):
@@ -909,23 +901,26 @@ class _Loading:
 
     def _fill_straight(self, targets: list[Any], settings: Settings) -> list[int]:
         """Fill all parameters whose bytes need no conversion in one read; the indexes of the others."""
-        ready: dict[int, tuple[Elements, Any]] = {}
+        numbers: dict[Source, int] = {}
+        ready: list[int] = []
+        requests: list[ReadRequest] = []
         for index, (task, target) in enumerate(zip(self._tasks, targets, strict=True)):
-            elements = self._opened.straight(task.tensor, target, task.part)
-            if elements is not None:
-                ready[index] = elements, target
+            found = self._opened.straight(task.tensor, target, task.part)
+            if found is not None:
+                ready.append(index)
+                number = numbers.setdefault(found.source, len(numbers))
+                requests.append(ReadRequest(number, found.offset, found.nbytes, str(target.device)))
         try:
-            if ready:
-                read_straight([*ready.values()], settings)
+            if requests:
+                read_ranges([*numbers], requests, lambda index: targets[ready[index]].data_ptr(), settings)
         except ShortReadError as end:
-            index = [*ready][end.request]
-            missing = ready[index][0].nbytes - end.received
-            what = f"the file ends {missing:,} bytes before {self._tasks[index].key} does"
+            key, missing = self._tasks[ready[end.request]].key, requests[end.request].nbytes - end.received
+            what = f"the file ends {missing:,} bytes before {key} does"
             fix = f"Some of the {len(targets):,} tensors are in the model already."
             raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
         for index in ready:
             increment_version(targets[index])
-        return [index for index in range(len(targets)) if index not in ready]
+        return sorted({*range(len(targets))}.difference(ready))
 
     def _target_of(self, task: _Task) -> Any:
         """The parameter to fill; a new one for one on the meta device."""
