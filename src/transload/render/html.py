@@ -95,16 +95,12 @@ def _twigs(twig: Twig, *, mixed: bool, is_open: bool) -> Iterator[str]:
         name = _safe(child.name) or "&quot;&quot;"
         if child.copies > 1:
             name += " " + _dim(f"×{child.copies:,}", "span")
-        tensor = child.tensor
-        if tensor is None:
-            each = f"{size(child.nbytes // child.copies)} each" if child.copies > 1 else plural(child.tensors, "tensor")
-            line = _line(name, "", _dim(each, "span"), size(child.nbytes))
-        else:
+        if (tensor := child.tensor) is not None:
             kind = f"{_safe(tensor.dtype, 40)} {_safe(tensor.device, 40)}" if mixed else _safe(tensor.dtype, 40)
-            line = _line(name, kind, escape(shape_text(tensor.shape)), size(child.nbytes))
-        if tensor is not None:
-            yield line
+            yield _line(name, kind, escape(shape_text(tensor.shape)), size(child.nbytes))
             continue
+        each = f"{size(child.nbytes // child.copies)} each" if child.copies > 1 else plural(child.tensors, "tensor")
+        line = _line(name, "", _dim(each, "span"), size(child.nbytes))
         yield f"<details{' open' if is_open else ''}><summary>{line}</summary><div class='tl-below'>"
         yield from _twigs(child, mixed=mixed, is_open=is_open and len(child.children) + child.hidden == 1)
         yield "</div></details>"
