@@ -197,7 +197,7 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
 
     _prune(found.root, locate, lambda tree: any(slot.nbytes and slot.offset is None for slot in tree.storages))
     root = found.root if type(found.root) is Dict or _is_ordered(found.root) else Dict([])
-    items = root.items if type(root) is Dict else (root.items or [])
+    items = root.items = root.items or []
     if root is not found.root and found.root is not None:
         items += ("object", found.root)
     tree = find_tensors(root, StorageTable(locate))
@@ -211,8 +211,6 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
             dtype = dtypes.get(key, "uint8")
             flat.append(f"storage-{key}")
             items += (flat[-1], _tensor_call(key, record.stored, dtype, 0, (record.stored // ITEMSIZE[dtype],), (1,)))
-    if type(root) is Call:
-        root.items = items
     try:
         data = dumps(root, expand=(Unread, lambda _: None))
     except CannotPickleGraphError:
