@@ -35,13 +35,6 @@ def _drop_library(m: Case, lib: Library) -> Lines:
     return m.steps("Remove a library", path=quote(lib.path))
 
 
-def _better(m: Case, lib: Library | None) -> str:
-    """Where the driver's own library is, as evidence that dropping the other one leaves a good one."""
-    found = m.driver.libraries.cuda if lib else ()
-    others = (each for each in found or () if each != lib and each.kind in ("driver", "wsl"))
-    return next((f"the driver's own is {each.path}" for each in others if not each.problem), "")
-
-
 def _search(m: Case, folder: str, file: str) -> Lines:
     """Let the loader search a folder; on NixOS, which has no file for that, in this shell only."""
     value = ":".join(filter(None, (folder, m.env("LD_LIBRARY_PATH"))))
@@ -98,7 +91,10 @@ def wrong_library(m: Case) -> Found:
     if not m.fails or m.no_gpu or m.withheld:
         return
     lib, kernel, answer = m.libcuda, m.kernel.version, m.driver.cuda.answer
-    kind, line, better = lib.kind if lib else "", _library_line(lib), _better(m, lib)
+    kind, line = lib.kind if lib else "", _library_line(lib)
+    # evidence that dropping this library leaves a good one
+    others = (each for each in m.driver.libraries.cuda or () if each != lib and each.kind in ("driver", "wsl"))
+    better = next((f"the driver's own is {each.path}" for each in others if lib and not each.problem), "")
     both = lib and lib.version and kernel
     versions = f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and both else ""
     drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
@@ -211,12 +207,10 @@ def sandboxed(m: Case) -> Found:
     It belongs to this layer, after the nodes: a faulty node explains the error better.
     """
     sandbox = m.surroundings.sandbox
-    if not sandbox or (m.kernel.loaded and sandbox != "gvisor"):
-        return
-    if not m.broken or m.no_gpu or m.code not in (100, 304, 999):
-        return
-    fix = m.steps("C11 gvisor" if sandbox == "gvisor" else "C11")
-    yield "C11", Match((f"the kernel is {sandbox}'s", m.answer), fix)
+    gvisor = sandbox == "gvisor"
+    without_driver = sandbox and (gvisor or not m.kernel.loaded)
+    if without_driver and m.broken and not m.no_gpu and m.code in (100, 304, 999):
+        yield "C11", Match((f"the kernel is {sandbox}'s", m.answer), m.steps("C11 gvisor" if gvisor else "C11"))
 
 
 # -- what connects or divides GPUs: NVSwitch, confidential computing, MPS, vGPU, MIG

@@ -68,20 +68,19 @@ def container(m: Case) -> Found:
     if not m.broken:
         return
 
-    without: set[str] = set()  # the rules that say why it was started without a GPU
-    if kind in _APPTAINER and missing and m.host_has_gpu:
-        without.add("C08")
+    apptainer = kind in _APPTAINER and missing and m.host_has_gpu
+    pod = around.kubernetes and m.without_nodes and m.host_has_gpu
+    if apptainer:
         yield "C08", Match((inside, *host, m.answer), give, severity=severity)
-    if around.kubernetes and m.without_nodes and m.host_has_gpu:
-        without.add("C05")
+    if pod:
         yield "C05", Match(("this is a Kubernetes pod", "there is no /dev/nvidia*", *host), give, severity=severity)
     if not kind:
         return
 
     value = "all" if visible is None else visible.strip().lower()
     nodeless = m.nodes.found and not m.card_nodes
-    if value in ("", "void", "none") and m.host_has_gpu and nodeless and not around.kubernetes:
-        without.add("C04")
+    void = value in ("", "void", "none") and m.host_has_gpu and nodeless and not around.kubernetes
+    if void:
         origins = m.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
         where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
         fix = m.steps("C04", where=where)
@@ -103,7 +102,7 @@ def container(m: Case) -> Found:
         elif kind not in _APPTAINER:
             yield "C07", Match(evidence)
 
-    if without or m.matches("C11", "C09"):
+    if apptainer or pod or void or m.matches("C11", "C09"):
         return
     jetson = bool(m.hardware.tegra) and m.no_libcuda
     if around.wsl == 2 and not m.hardware.dxg:  # a note, since the card cannot be seen
@@ -296,6 +295,7 @@ def hidden_gpus(m: Case) -> Found:
     judged = gpus and m.has_nvidia and not (m.surroundings.slurm and not m.slurm_granted)
     seen = visible_devices(value, gpus, mig) if judged else Visible()
     is_cut = seen.known and seen.why != ""
+    correct = m.steps(f"{CVD} in Slurm" if m.surroundings.slurm else CVD)
     if is_cut and not (seen.error and m.works):
         code, why = _WHY[seen.why]
         hides = "an empty value hides every GPU"
@@ -307,23 +307,19 @@ def hidden_gpus(m: Case) -> Found:
             found = f"without {CVD} the driver {finds}"
         evidence = (f"{CVD} is {value!r}", why, answer, found)
         if seen.error:
-            yield code, Match(evidence, _correct(m))
+            yield code, Match(evidence, correct)
         elif seen.why != "negative":  # -1 at the end of a list is a known way to end it
             rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
             severity: Severity = "warning" if rest.count > 0 else "note"  # a warning if that hides a GPU
             left = f"{seen.count} of {len(gpus)} GPUs are visible"
             cut = f"= {CVD} is cut off at {seen.token!r}"
-            yield code, Match((*evidence, left), (cut, *_correct(m)), severity)
+            yield code, Match((*evidence, left), (cut, *correct), severity)
     if run.count == 0 and run.cuda_works:
         counted = "torch.cuda.device_count() is 0, and a kernel ran on the GPU"
-        yield "E13", Match((f"{CVD} is {value!r}", counted), _correct(m), severity="warning")
+        yield "E13", Match((f"{CVD} is {value!r}", counted), correct, severity="warning")
     places = m.variables.origins.get(CVD, ())
     if places and not m.works and is_cut:
         yield "E07", Match(tuple(f"{CVD} is set in {place}" for place in places), severity="note")
-
-
-def _correct(m: Case) -> Lines:
-    return m.steps(f"{CVD} in Slurm" if m.surroundings.slurm else CVD)
 
 
 @rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")
