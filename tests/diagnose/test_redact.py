@@ -253,7 +253,7 @@ def with_cards(value: str) -> Machine:
 
 def chosen(machine: Machine) -> object:
     visible = visible_devices(
-        machine.variables.values.get("CUDA_VISIBLE_DEVICES"), tuple(gpu.uuid for gpu in machine.driver.nvml.gpus)
+        machine.variables.values["CUDA_VISIBLE_DEVICES"], tuple(gpu.uuid for gpu in machine.driver.nvml.gpus)
     )
     return visible.indices, visible.why, visible.error
 

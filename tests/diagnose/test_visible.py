@@ -59,10 +59,6 @@ def test_an_id_twice_is_an_error(value: str) -> None:
     assert visible_devices(value, (UUID,)).error == 101
 
 
-def test_unset_means_all() -> None:
-    assert visible_devices(None, TWO, (MIG,)).count == 3
-
-
 @each(
     ("value", "indices", "why"),
     [

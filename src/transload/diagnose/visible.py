@@ -44,7 +44,7 @@ class Visible(Frozen):
         return len(self.indices) + len(self.mig)
 
 
-def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] = ()) -> Visible:
+def visible_devices(value: str, gpus: Sequence[str], mig: Sequence[str] = ()) -> Visible:
     """Which of the GPUs with these UUIDs a value of CUDA_VISIBLE_DEVICES shows; an empty UUID is unknown.
 
     The first element decides whether it is a list of numbers or of UUIDs. Reading stops at the first element that is of
@@ -57,8 +57,6 @@ def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] =
     >>> visible_devices("GPU-77", gpus).indices, visible_devices("", gpus).error, visible_devices("0,0", gpus).error
     ((1,), 100, 101)
     """
-    if value is None:
-        return Visible(indices=tuple(range(len(gpus))), mig=tuple(range(len(mig))))
     tokens = value.split(",")
     uuids = [_hex(uuid[4:]) for uuid in (*gpus, *mig)]
     by_uuid = value.startswith(("GPU-", "MIG-"))
