@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from transload.checkpoint import Checkpoint
-from transload.diagnose.tables import cuda_text, numbers_of, runs_on
+from transload.diagnose.tables import cuda_text, driver_runs, numbers_of, runs_on
 from transload.errors import TransloadError
 from transload.findings import join_names
 from transload.frozen import Plain
@@ -240,14 +240,13 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     processor = _PROCESSORS.get(machine.platform.machine.lower(), machine.platform.machine)
     libraries = (dict(part.facts) for part in checkpoint.parts if part.kind == "library")
     other = sorted({library.get("machine", processor) for library in libraries} - {processor})
-    # A driver does not run code that was compiled for a later major version of CUDA.
     build = re.search(r"\+cu(\d{2})(\d)", dict(recorded).get("torch", ""))
     named = re.match(r"\d{1,2}\.\d", dict(recorded).get("cuda", ""))
     cuda = named[0] if named else f"{build[1]}.{build[2]}" if build else ""
     obstacle = ""
     if other:
         obstacle = f"its library is for {other[0]} processors, not {processor}"
-    elif cuda and 0 < driver.version // 1000 < numbers_of(cuda)[0]:
+    elif cuda and driver.version > 0 and not driver_runs(driver.version, numbers_of(cuda)):
         obstacle = f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(driver.version)}"
     elif not (machine.capabilities and driver.works):
         obstacle = "there is no NVIDIA GPU here that works"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from transload.diagnose.host import Host, int_or, memory, pairs, reason
-from transload.diagnose.tables import sections, shown_variables, table
+from transload.diagnose.tables import cuda_text, sections, shown_variables, table
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
 # Chassis types of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
@@ -153,7 +153,7 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     targets = (host.uname[2], "sbsa") if host.uname[2] == "aarch64" else (host.uname[2],)  # Jetson, Arm servers
     for folder in (f"{home}/include", *(f"{home}/targets/{each}-linux/include" for each in targets), *debian):
         for number in host.findall(_HEADER, f"{folder}/cuda.h", 1 << 16):
-            yield f"{int(number) // 1000}.{int(number) % 1000 // 10}"
+            yield cuda_text(int(number))
     yield from _FOLDER.findall(home)
 
 

@@ -18,17 +18,6 @@ _NO_CODE = rf"{_NO_KERNEL}|not compatible with the current PyTorch|which is of (
 # -- the driver
 
 
-def _enough(driver: int, wheel: tuple[int, ...]) -> bool:
-    """Whether a driver runs what was built with a CUDA version: from 11 on the same major version suffices.
-
-    >>> _enough(12000, (12, 8)), _enough(12080, (13, 0)), _enough(10010, (10, 2)), _enough(11040, (10, 2))
-    (True, False, False, True)
-    """
-    if wheel[0] >= 11:
-        return driver // 1000 >= wheel[0]
-    return driver >= wheel[0] * 1000 + wheel[1] * 10
-
-
 @rules("fit", "V05", "V01", "V02", "V03", likely=("V05",))
 def driver_for_build(m: Case) -> Found:
     """The driver against the CUDA version that torch was built with."""
@@ -39,7 +28,7 @@ def driver_for_build(m: Case) -> Found:
     complaint = m.complaint(_TOO_OLD.pattern)
     too_old = _TOO_OLD.search(complaint)
 
-    if too_old and wheel and _enough(int(too_old[1]), wheel) and not m.computes:  # it is new enough
+    if too_old and wheel and tables.driver_runs(int(too_old[1]), wheel) and not m.computes:  # it is new enough
         loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
         preload = m.env("LD_PRELOAD") or " ".join(m.driver.libraries.preload)
         named = tables.cuda_text(int(too_old[1]))
@@ -50,7 +39,7 @@ def driver_for_build(m: Case) -> Found:
         )
         yield "V05", Match(evidence, fixes.unset(m, "LD_PRELOAD") if preload else None)
 
-    if driver and wheel and not _enough(driver, wheel) and not m.torch_run.cuda_works:
+    if driver and wheel and not tables.driver_runs(driver, wheel) and not m.torch_run.cuda_works:
         version = m.driver.nvml.driver or m.kernel.version
         needs = f", which needs driver {floor} or newer" if floor else ""
         evidence = (

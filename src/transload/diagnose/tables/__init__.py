@@ -9,7 +9,7 @@ import re
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, partial
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 from transload.findings import packaged
 
@@ -203,6 +203,16 @@ def branch_of(driver: str) -> int:
     return known[at - 1] if at else 0
 
 
+def driver_runs(driver_cuda: int, built_with: Version) -> bool:
+    """Whether a driver runs what was built with a CUDA version: from 11 on the same major version suffices.
+
+    >>> driver_runs(12000, (12, 8)), driver_runs(12080, (13, 0)), driver_runs(10010, (10, 2))
+    (True, False, False)
+    """
+    major, minor = built_with[:2]
+    return driver_cuda // 1000 >= major if major >= 11 else driver_cuda >= major * 1000 + minor * 10
+
+
 def cuda_text(number: int) -> str:
     """The result of ``cuDriverGetVersion`` as text.
 
@@ -281,7 +291,6 @@ def covers(codes: Iterable[str], capability: Capability, build_cuda: Version = (
 # -- the builds of each torch release, from PyPI and from the PyTorch index
 
 Platform = Literal["linux-x86_64", "linux-aarch64", "windows", "macos-arm64", "macos-x86_64"]
-PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 
 
 class Build(NamedTuple):
@@ -399,7 +408,7 @@ def choose_wheel(
     driver: str,
     driver_cuda: int = 0,
     capabilities: tuple[Capability, ...],
-    platform: str,
+    platform: Platform,
     python: Version,
     torch: str = "",
     driver_sees_cards: bool = False,
@@ -407,9 +416,9 @@ def choose_wheel(
     """The newest torch that has code for every card, runs with the driver, and has wheels for Python and platform.
 
     ``driver`` is its version and ``driver_cuda`` what ``cuDriverGetVersion`` returned, which wins; the driver is
-    unknown if that is 0 and ``driver`` is not a version. ``torch`` limits the choice to a release (``2.13.0``, or
-    ``2.13`` for any of its patches). ``driver_sees_cards`` means that the driver itself listed the cards, so that it
-    supports them whatever the tables say.
+    unknown if that is 0 and ``driver`` is not a version. ``torch`` limits the choice to one of ``releases()``.
+    ``driver_sees_cards`` means that the driver itself listed the cards, so that it supports them whatever the tables
+    say.
 
     >>> from functools import partial
     >>> choose = partial(choose_wheel, platform="linux-x86_64", python=(3, 12))
@@ -441,8 +450,8 @@ def choose_wheel(
         """Whether the driver runs a build on these cards; an unknown driver is assumed to."""
         if not known or too_old or too_new:
             return not known
-        if driver_cuda:  # the CUDA runtime requires no more than the driver's major version
-            return driver_cuda // 1000 >= numbers_of(build.cuda)[0]
+        if driver_cuda:
+            return driver_runs(driver_cuda, numbers_of(build.cuda))
         return numbers_of(driver) >= numbers_of(floor(build))
 
     def merit(build: Build, supports: str = supports) -> tuple[Version, bool, bool, bool, Version]:
@@ -452,21 +461,15 @@ def choose_wheel(
         same = usual is not None and usual.build == build.build
         return numbers_of(build.torch), build.on_pypi, native, same, cuda
 
-    numbers = numbers_of(torch)
-    wanted = [each for each in releases() if not torch or (numbers and numbers_of(each)[: len(numbers)] == numbers)]
+    wanted = (torch,) if torch else releases()
     here = [build for release in wanted for build in index_builds(release, platform) if build.archs]
     with_code = [build for build in here if all(build.supports_card(card) for card in cards)]
     usable = [build for build in with_code if build.supports_python(python)]
     # no driver runs a build that is too new for one card and too old for another
     possible = [build for build in usable if not last or branch_of(floor(build)) <= last]
     fitting = [build for build in usable if runs(build)]
-    if not wanted:
-        return WheelChoice(f"torch {torch} is not in the table, which goes from {releases()[0]} to {releases()[-1]}.")
-    if not here and platform.startswith("macos"):
-        return WheelChoice("There is no CUDA on macOS: torch uses the GPU there as the device mps.")
     if not here:
-        others = "" if platform in PLATFORMS else f"; wheels are for {', '.join(PLATFORMS)}"
-        return WheelChoice(f"There is no CUDA build of {f'torch {torch}'.strip()} for {platform}{others}.")
+        return WheelChoice(f"There is no CUDA build of {f'torch {torch}'.strip()} for {platform}.")
     since = f"of torch {torch}" if torch else f"of torch since {releases()[0]}"
     if not with_code and len(cards) > 1:
         hint = "Show torch one kind of card with CUDA_VISIBLE_DEVICES, with an environment for each kind."
