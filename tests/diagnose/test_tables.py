@@ -568,6 +568,11 @@ def test_the_python_limits_the_release(python: tuple[int, int], torch: str) -> N
     assert choose(driver="580.65.06", capabilities=[(8, 6)], python=python).torch_version == torch
 
 
+def test_a_free_threaded_python_gets_a_release_with_wheels_for_it() -> None:
+    choice = choose(driver="580.65.06", capabilities=[(8, 6)], python=(3, 13), free_threaded=True)
+    assert choice.torch_version == "2.12.0"
+
+
 @each(
     ("facts", "reason"),
     [
@@ -576,7 +581,7 @@ def test_the_python_limits_the_release(python: tuple[int, int], torch: str) -> N
         ({"capabilities": [(99, 0)]}, "No build of torch since 1.13.0 has code for capability 99.0."),
         ({"python": (3, 16)}, "has wheels for Python 3.16. torch 2.15.0 has them for Python 3.11 to 3.15."),
         ({"platform": "macos-arm64"}, "There is no CUDA build of torch for macos-arm64."),
-        ({"platform": "linux-aarch64", "torch": "1.13.0"}, "There is no CUDA build of torch 1.13.0 for linux-aarch64."),
+        ({"python": (3, 12), "free_threaded": True}, "has wheels for Python 3.12t."),
     ],
 )
 def test_where_there_is_no_wheel_the_reason_names_what_stands_in_the_way(facts: dict[str, Any], reason: str) -> None:

@@ -316,6 +316,7 @@ def wheel_choice(machine: Machine, torch: str = "") -> tables.WheelChoice:
         capabilities=tuple(sorted(reported or {chip.capability for chip in chips if chip and chip.capability})),
         platform=wheel_platform(machine),
         python=tables.numbers_of(machine.python.version)[:2] or (3, 12),
+        free_threaded=machine.python.free_threaded,
         torch=torch,
         driver_sees_cards=bool(reported),
     )

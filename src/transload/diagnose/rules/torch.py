@@ -42,7 +42,10 @@ def which_torch(m: Case) -> Found:
         yield "P03", Match((f"import torch finds {torch.shadow}{through}", torch_says(m.import_error)), fix)
 
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith("GLIBC_")]
-    with_wheel = [each for each in releases() if _has_wheel(m, each)] if absent else []
+    version, cpython = numbers_of(python.version), python.implementation == "cpython"
+    builds = [index_builds(each)[0] for each in releases() if absent and cpython]  # one of each release
+    suited = (build for build in builds if build.supports_python(version, free_threaded=python.free_threaded))
+    with_wheel = [build.torch for build in suited]
     all_newer = all(numbers_of(each)[:2] >= _FIRST_MANYLINUX_2_28 for each in with_wheel)
     program = f"{python.executable or 'the examined Python'}{f' (Python {python.version})' if python.version else ''}"
     if re.search(r"version .GLIBC_[\d.]+. not found", m.import_error) or (lacking and m.torch_not_run):
@@ -56,9 +59,8 @@ def which_torch(m: Case) -> Found:
         needs = f"torch {with_wheel[0]}, the first for Python {python.version}, needs glibc 2.28"
         yield "P08", Match((f"the C library is {libc}", needs))
 
-    version = numbers_of(python.version)
     if absent and version and python.bits == 64 and not with_wheel:
-        newest, cpython = index_builds(releases()[-1])[0], python.implementation == "cpython"
+        newest = index_builds(releases()[-1])[0]
         kind = f"{'free-threaded ' if python.free_threaded else ''}{'CPython' if cpython else python.implementation}"
         low, high = (".".join(map(str, version)) for version in newest.python)
         evidence: Lines = (f"{program} is {kind}", f"torch {newest.torch} has wheels for CPython {low} to {high}")
@@ -107,16 +109,6 @@ def which_torch(m: Case) -> Found:
     arm = m.platform.machine.lower() in ("arm64", "aarch64")
     if m.platform.system == "Windows" and arm and torch.installs == ():
         yield "W02", Match((f"the processor is {m.platform.machine}",))
-
-
-def _has_wheel(m: Case, release: str) -> bool:
-    numbers = numbers_of(m.python.version)[:2]
-    builds = index_builds(release)
-    if m.python.implementation != "cpython" or not builds:
-        return False
-    if m.python.free_threaded:
-        return f"{'.'.join(map(str, numbers))}t" in builds[0].free_threaded
-    return builds[0].supports_python(numbers)
 
 
 # -- the build

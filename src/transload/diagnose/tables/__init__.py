@@ -310,8 +310,10 @@ class Build(NamedTuple):
     cudnn: str
     sure: Sure
 
-    def supports_python(self, python: Version) -> bool:
+    def supports_python(self, python: Version, *, free_threaded: bool = False) -> bool:
         """Whether the release has wheels for this version of CPython."""
+        if free_threaded:
+            return f"{_dotted(python[:2])}t" in self.free_threaded
         return self.python[0] <= python[:2] <= self.python[1]
 
     def supports_card(self, capability: Capability) -> bool:
@@ -410,6 +412,7 @@ def choose_wheel(
     capabilities: tuple[Capability, ...],
     platform: Platform,
     python: Version,
+    free_threaded: bool = False,
     torch: str = "",
     driver_sees_cards: bool = False,
 ) -> WheelChoice:
@@ -464,7 +467,7 @@ def choose_wheel(
     wanted = (torch,) if torch else releases()
     here = [build for release in wanted for build in index_builds(release, platform) if build.archs]
     with_code = [build for build in here if all(build.supports_card(card) for card in cards)]
-    usable = [build for build in with_code if build.supports_python(python)]
+    usable = [build for build in with_code if build.supports_python(python, free_threaded=free_threaded)]
     # no driver runs a build that is too new for one card and too old for another
     possible = [build for build in usable if not last or branch_of(floor(build)) <= last]
     fitting = [build for build in usable if runs(build)]
@@ -480,7 +483,8 @@ def choose_wheel(
     if not usable:
         newest = max(with_code, key=merit)
         has = f"torch {newest.torch} has them for Python {_dotted(newest.python[0])} to {_dotted(newest.python[1])}."
-        return WheelChoice(f"No torch with code for {_names(cards)} has wheels for Python {_dotted(python)}. {has}")
+        this = f"Python {_dotted(python)}{'t' if free_threaded else ''}"
+        return WheelChoice(f"No torch with code for {_names(cards)} has wheels for {this}. {has}")
     if not fitting and not possible:
         return WheelChoice(f"No driver supports all of {_names(cards)} and a torch with code for them.")
 
