@@ -137,7 +137,7 @@ def kernel(host: Host) -> Kernel:
         uvm_disable_hmm=host.line("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"),
         kaslr=line if isinstance(line, Unknown) else "nokaslr" not in line.split(),
         parameters=pairs(host.text(f"{_PROC}/params", 1 << 16) or "", ":"),
-        gpus=_gpus(host),
+        gpus=tuple(_gpus(host)),
         firmware=firmware,
         log=kernel_log(host),
         daemons=daemons,
@@ -163,24 +163,21 @@ def _built_for(host: Host) -> tuple[str, ...] | Unknown:
     return tuple(found)
 
 
-def _gpus(host: Host) -> tuple[ProcGpu, ...]:
+def _gpus(host: Host) -> Iterator[ProcGpu]:
     """The driver's own list. A broken driver may hang while it is read."""
     addresses = (host.listdir(f"{_PROC}/gpus") or ())[:_MOST]
     files = [f"{_PROC}/gpus/{address}/information" for address in addresses]
     questions = [lambda path=file: host.text(path, 1 << 14) or "" for file in files]
-    found = []
     for address, text in zip(addresses, in_fork(questions, DRIVER_PATIENCE), strict=True):
         values = pairs(text or "", ":")
         minor = values.get("Device Minor", "")
-        gpu = ProcGpu(
+        yield ProcGpu(
             address,
             model=values.get("Model", ""),
             minor=int(minor) if re.fullmatch(r"\d{1,6}", minor, re.ASCII) else None,
             firmware=values.get("GPU Firmware", ""),
             excluded=values.get("GPU Excluded") == "Yes",
         )
-        found.append(gpu)
-    return tuple(found)
 
 
 def _fabric_manager(host: Host) -> str:

@@ -123,14 +123,12 @@ def unsupported(m: Case) -> Found:
     found = re.match(r"[0-9]{3}(?![0-9])", kernel.version) or re.match(r"[0-9]{3}(?![0-9])", installed)
     branch = int(found[0]) if found else 0
     cards = []
-    for device in m.unseen_cards:
-        chip = chip_of(device.device)
+    for gpu in m.unseen_cards:
+        chip = chip_of(gpu.device)
         known = generation(chip.generation) if chip else None
-        if chip and known and device.driver != "vfio-pci":
-            sure = "judging by neighbouring ids " if chip.inferred else ""
-            words = (
-                f"{device.address} is 10de:{device.device:04x}, {sure}{chip.code} of the {chip.generation} generation"
-            )
+        if chip and known and gpu.driver != "vfio-pci":
+            which = f"{'judging by neighbouring ids ' if chip.inferred else ''}{chip.code}"
+            words = f"{gpu.address} is 10de:{gpu.device:04x}, {which} of the {chip.generation} generation"
             cards.append((words, chip, known))
     for card, chip, known in cards:
         if known.last_branch and branch > known.last_branch and (m.works or needs_driver):

@@ -142,7 +142,6 @@ def no_code_for_card(m: Case) -> Found:
 _COMPANIONS = ("torchvision", "torchaudio", "torchtext", "torchcodec")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
-_OF_DRIVER = ("libcuda.so", "libnvidia-")
 # Without dependencies: the installer might replace the torch build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
 # What compiling needs, and environments of uv lack, as do those of venv since Python 3.12.
@@ -201,9 +200,9 @@ def other_packages(m: Case) -> Found:
     examined = [each for each, of in libraries if each.package != "bitsandbytes" or not of or of["cuda"] == ours]
     lines, packages = [], set()
     for each in examined:
-        name, missing = each.library or _named(each), [lib for lib in each.missing if not lib.startswith(_OF_DRIVER)]
+        name = each.library or _named(each)
         what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
-        what += [f"{name} needs {lib}, which is not found anywhere" for lib in missing[:2]]
+        what += [f"{name} needs {lib}, which is not found anywhere" for lib in each.missing[:2]]
         lines += what
         packages |= {each.package} if what else set()
     if packages:
