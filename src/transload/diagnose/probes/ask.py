@@ -33,29 +33,23 @@ class Report:
 def begin() -> Report:
     """Make this process end if its parent is killed: by the lifeline, or as a backstop by an alarm.
 
-    The first two arguments are the seconds until the alarm, and the file descriptor of the lifeline.
+    The first two arguments are the seconds until the alarm, and the file descriptor of the lifeline: a pipe. When its
+    other end is closed, the kernel ends this process by SIGIO, even while it hangs in C.
     """
     try:
         from _signal import alarm  # type: ignore[import-not-found]  # signal itself would import enum
 
         alarm(int(sys.argv[1]))
-        end_with(int(sys.argv[2]))
-    except (ImportError, IndexError):  # Windows; by hand
-        pass
-    return Report()
-
-
-def end_with(lifeline: int) -> None:
-    """Have the kernel end this process by SIGIO when the other end of a pipe is closed, even while it hangs in C."""
-    try:
         from fcntl import F_SETFL, F_SETOWN, fcntl
 
+        lifeline = int(sys.argv[2])
         fcntl(lifeline, F_SETOWN, os.getpid())
         fcntl(lifeline, F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
         if not os.read(lifeline, 1):  # it was closed before we asked for the signal
             os._exit(1)
-    except Exception:  # noqa: BLE001, S110  a system without it, or a file of the user's that is called fcntl.py
+    except Exception:  # noqa: BLE001, S110  it is open; Windows; by hand; a file of the user's is called fcntl.py
         pass
+    return Report()
 
 
 def mapped() -> list[tuple[int, int, str]]:

@@ -39,7 +39,7 @@ def ask_torch() -> None:
         watch(report.out, faulthandler)
     except Exception:  # noqa: BLE001, S110  where a file of the user's is called warnings.py
         pass
-    imported = step(report, "import", load)
+    imported = step(report, "import", lambda: __import__("torch"))  # whatever module has that name
     if imported:
         examine(report, imported[0])
     report.done()
@@ -93,13 +93,6 @@ def clipped(words: object) -> str:
         return str(words)[:WORDS]
     except BaseException as error:  # noqa: BLE001  as above
         return "(its text cannot be made: " + type(error).__name__ + ")"
-
-
-def load() -> Any:
-    """Import torch, or whatever module has that name."""
-    import torch
-
-    return torch
 
 
 def examine(report: Report, torch: Any) -> None:
