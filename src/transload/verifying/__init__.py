@@ -240,15 +240,13 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
 # -- the report
 
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
-_TITLES = ("file", "format", "tensors", "size", "checksums", "bytes")
 _UNSUMMED = "none in this format, so a changed bit cannot be detected; --write keeps hashes to compare with next time"
 
 
 def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
     """Everything ``transload verify`` says of one file."""
     yield Prose(((printable(verification.path, None), "strong"),))
-    for line in _summary(verification):
-        yield row(*line)
+    yield from _summary(verification)
     yield from _details(verification, hashes=hashes)
 
 
@@ -294,39 +292,39 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
             yield note(f"{plural(left, 'further entry').replace('entrys', 'entries')} without elements of their own")
 
 
-def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
+def _summary(verification: Verification) -> Iterator[Block]:
     role, reason = INTEGRITY[verification.integrity]
-    yield "bytes", f"{verification.integrity}: {reason}", role
+    yield row("bytes", f"{verification.integrity}: {reason}", role)
     words = printable(FORMATS.get(verification.format, verification.format))
-    yield "file", f"{words}, {plural(verification.tensor_count, 'tensor')}, {size(verification.nbytes)}", ""
+    yield row("file", f"{words}, {plural(verification.tensor_count, 'tensor')}, {size(verification.nbytes)}")
     if verification.integrity == "not-a-checkpoint":
         return
-    yield "checksums", *_checksums(verification)
+    if verification.checksums:
+        bad = any(damage.kind == "checksum" for damage in verification.damaged)
+        records = f"{plural(verification.checksums, 'record')} compared"
+        if verification.unsummed:
+            records += f", {count(verification.unsummed)} have none"
+        if verification.integrity == "whole" or bad:
+            records += ", see below" if bad else ", all agree"
+        yield row("checksums", records, "bad" if bad else "")
+    elif verification.manifest or verification.sha256:
+        yield row("checksums", "none in this format")
+    else:
+        yield row("checksums", _UNSUMMED, "trust")
     read = size(verification.nbytes_read)
     if verification.seconds and verification.nbytes_read >= 1_000_000:
         read += f" in {verification.seconds:.2f} s, {size(round(verification.nbytes_read / verification.seconds))}/s"
-    yield "read", read, ""
+    yield row("read", read)
     if verification.sha256:
-        yield "sha256", verification.sha256, ""
+        yield row("sha256", verification.sha256)
     counted = [tensor for tensor in verification.tensors if tensor.nan is not None]
     if counted:
         odd = sum(bool(tensor.nan or tensor.inf) for tensor in counted)
-        yield "values", f"NaN or infinite in {odd:,} of {plural(len(counted), 'tensor')}", "trust" if odd else ""
+        words = f"NaN or infinite in {odd:,} of {plural(len(counted), 'tensor')}"
+        yield row("values", words, "trust" if odd else "")
     if verification.manifest:
         outcome = "all tensors match it" if not verification.differences else "not all tensors match it"
-        yield "manifest", f"{printable(verification.manifest, None)}: {outcome}", "" if verification.ok else "bad"
-
-
-def _checksums(verification: Verification) -> tuple[str, str]:
-    if not verification.checksums:
-        hashed = verification.manifest or verification.sha256
-        return ("none in this format" if hashed else _UNSUMMED), "" if hashed else "trust"
-    bad = sum(damage.kind == "checksum" for damage in verification.damaged)
-    records = f"{plural(verification.checksums, 'record')} compared"
-    if verification.unsummed:
-        records += f", {count(verification.unsummed)} have none"
-    agree = "all agree" if verification.integrity == "whole" else "see below" if bad else ""
-    return f"{records}, {agree}".removesuffix(", "), "bad" if bad else ""
+        yield row("manifest", f"{printable(verification.manifest, None)}: {outcome}", "" if verification.ok else "bad")
 
 
 def written(path: str, tensors: int) -> Block:
@@ -340,9 +338,16 @@ def _named(name: str) -> str:
 
 def several(results: Sequence[Verification], total: int, *, hashes: bool = True) -> Iterator[Block]:
     """A table of several files, then the details of those that have any."""
+    rows: list[tuple[Words, ...]] = []
+    for each in results:
+        verdict = "differs" if each.differences and each.integrity in ("whole", "unchecked") else each.integrity
+        role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
+        held = printable(FORMATS.get(each.format, each.format)), count(each.tensor_count), size(each.nbytes)
+        checksums: Words = count(each.checksums) if each.checksums else (("none", "dim"),)
+        rows.append((printable(each.path), *held, checksums, ((verdict, role),)))
     if results:
-        rows = [_cells(each) for each in results]
-        yield Table(rows, right=(2, 3, 4), dim=(1,), titles=_TITLES, drops=(1, 2), indent=0)
+        titles = ("file", "format", "tensors", "size", "checksums", "bytes")
+        yield Table(rows, right=(2, 3, 4), dim=(1,), titles=titles, drops=(1, 2), indent=0)
     for each in results:
         lists = list(_details(each, hashes=hashes))
         if lists:
@@ -350,16 +355,3 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
             yield from lists
     bad = sum(not each.ok for each in results)
     yield from tally(total, len(results), f"{bad:,} with a problem" if bad else "")
-
-
-def _cells(each: Verification) -> tuple[Words, ...]:
-    words = "differs" if each.differences and each.integrity in ("whole", "unchecked") else each.integrity
-    role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
-    return (
-        printable(each.path),
-        printable(FORMATS.get(each.format, each.format)),
-        count(each.tensor_count),
-        size(each.nbytes),
-        count(each.checksums) if each.checksums else (("none", "dim"),),
-        ((words, role),),
-    )
