@@ -12,7 +12,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import Any
 
-from transload.formats.pickle_state import CONSTANTS, LONG_FRAME, MAX_IRREGULAR, Broken, Cut, Held, Machine
+from transload.formats.pickle_state import CONSTANTS, LONG_FRAME, MAX_IRREGULAR, Broken, Cut, Machine
 from transload.io.sources import Source
 from transload.nodes import Call, Dict, Persistent, Pickle, Set
 
@@ -26,17 +26,18 @@ _F64 = Struct(">d").unpack_from
 _COMMON = frozenset(b"N\x88\x87G}]useac\x81b\x80\x8f\x8a")
 
 
-def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine], Held] | None = None) -> Pickle:
+def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine], object] | None = None) -> Pickle:
     r"""Read one pickle from ``start`` to its STOP, or to where it breaks.
 
-    Where a ``reader`` finds a storage in what ``LOADER`` is given, the storage stands in the place of the call.
+    A ``reader`` sets the functions of the machine that read the storages and arrays in a plain pickle.
 
     >>> run(b"\x80\x02cos\ngetcwd\n)R.").calls
     [Call(Global(os.getcwd), reduce)]
     """
     vm = Machine(data, start, name)
     out = vm.out
-    vm.held = reader(vm) if reader is not None else None
+    if reader is not None:
+        reader(vm)
     try:
         _execute(vm)
     except Broken as reason:
@@ -105,7 +106,7 @@ def run_at(
     name: str,
     window: int = 1 << 20,
     most: int = MAX_STREAM,
-    reader: Callable[[Machine], Held] | None = None,
+    reader: Callable[[Machine], object] | None = None,
 ) -> tuple[Pickle, int]:
     """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
 
@@ -216,8 +217,8 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                 push(items)
             elif op == 0x52:  # REDUCE
                 args = stack.pop()
-                if stack[-1] is loader and vm.held is not None and (held := vm.held.storage(args, pos)) is not None:
-                    stack[-1] = held
+                if stack[-1] is loader and (storage := vm.read_storage(args, pos)) is not None:
+                    stack[-1] = storage
                     continue
                 node = stack[-1] = Call(stack[-1], args, "reduce", pos)
                 calls.append(node)
@@ -305,7 +306,7 @@ def _common(vm: Machine, op: int) -> None:
             if target.states is None:
                 target.states = []
             target.states.append(state)
-            if vm.held is not None and (array := vm.held.array(target)) is not None:
+            if (array := vm.read_array(target)) is not None:
                 stack[-1] = array
         else:
             vm.out.built.append((target, state))

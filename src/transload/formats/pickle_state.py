@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, Set
 
@@ -59,7 +60,9 @@ class Machine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
 
     ``memo`` is a list while each entry is written once and in order, as all writers but Python 2's number them; then a
-    dictionary. ``loader`` is the global ``LOADER`` once it was met, if ``held`` reads what it is given.
+    dictionary. ``loader`` is the global ``LOADER`` once it was met. ``read_storage`` gets the arguments of a call of it
+    and where that ends, ``read_array`` a call whose result was given its state. What they return, unless it is
+    ``None``, takes the place of the call.
     """
 
     def __init__(self, data: bytes, start: int, name: str) -> None:
@@ -72,8 +75,9 @@ class Machine:
         self.frame_end = 0
         self.frames: list[int] = []
         self.given: set[int] = set()
-        self.held: Held | None = None
         self.loader: object = _NOBODY
+        self.read_storage: Callable[[Any, int], Persistent | None] = lambda _args, _end: None
+        self.read_array: Callable[[Call], Any] = lambda _made: None
         self.out = Pickle(name, start)
 
     # -- reading arguments
@@ -136,7 +140,7 @@ class Machine:
         node = self.out.globals.get((module, name))
         if node is None:
             node = self.out.globals[module, name] = Global(module, name, self.pos)
-            if self.held is not None and (module, name) == LOADER:
+            if (module, name) == LOADER:
                 self.loader = node
         else:
             node.count += 1
@@ -186,16 +190,6 @@ class Machine:
         items = self.stack
         self.stack = self.meta.pop()
         return items
-
-
-class Held(Protocol):
-    """Reads what a plain pickle holds beside its opcodes. Both give ``None`` for anything else."""
-
-    def storage(self, args: Any, end: int) -> Persistent | None:
-        """The storage in the arguments of a call of ``LOADER``, which ends there."""
-
-    def array(self, made: Call) -> Any:
-        """What joblib makes of an object that was given its state: an array, whose bytes follow and are passed over."""
 
 
 def _is_unhashable(key: object) -> bool:

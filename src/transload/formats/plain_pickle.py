@@ -168,13 +168,14 @@ class _EmbeddedData:
 
     def __init__(self, vm: Machine, offset: int, storages: _Storages) -> None:
         self._vm = vm
+        vm.read_storage, vm.read_array = self._storage, self._array
         self._offset = offset
         self._behind = 0  # the end of the last call of LOADER
         self._head = MAGIC_PICKLE  # the first three pickles of the last stream: they are nearly always the same
         storages.clear()  # each run starts again, with more of the data
         self.storages = storages
 
-    def array(self, made: Call) -> Any:
+    def _array(self, made: Call) -> Any:
         """The array whose bytes follow; ``None`` unless ``made`` is a wrapper of joblib that has got its state."""
         vm, args = self._vm, made.args
         kind: Any = made.callee
@@ -229,7 +230,7 @@ class _EmbeddedData:
         function = Global("numpy._core.numeric", "_frombuffer", begin)
         return Call(function, (data, state["dtype"], shape, order), "reduce", vm.pos)
 
-    def storage(self, args: Any, end: int) -> Persistent | None:
+    def _storage(self, args: Any, end: int) -> Persistent | None:
         """The storage in the arguments of a call whose opcode ends at ``end``; ``None`` if it is anything else."""
         node: Any = args[0] if type(args) is tuple and len(args) == 1 else None
         text = _encoded_text(node)

@@ -125,10 +125,7 @@ def _nested(maker: Rebuilder, buffer: object, sizes: object, strides: object, of
                     raise Malformed("a nested tensor that reaches beyond its buffer")
         except (TypeError, ValueError) as error:
             raise Malformed("a nested tensor whose parts do not fit together") from error
-    view: Any = getattr(maker.torch, "_nested_view_from_buffer", None)
-    if view is None:
-        raise LoadError("it holds a nested tensor, which this torch does not have", fix="A newer torch may have it.")
-    return view(held, *numbers)
+    return maker.torch._nested_view_from_buffer(held, *numbers)  # noqa: SLF001 - as torch.load does
 
 
 # -- other devices

@@ -47,12 +47,7 @@ class Allowed:
     @cached_property
     def _by_program(self) -> dict[str, Any]:
         """What was given to ``torch.serialization.add_safe_globals``, and dtypes newer than our list, by name."""
-        from importlib import import_module
-
-        try:
-            unpickler: Any = import_module("torch._weights_only_unpickler")
-        except ImportError:
-            return {}
+        from torch import _weights_only_unpickler as unpickler
         from torch import dtype
 
         own: dict[str, Any] = getattr(unpickler, "_get_allowed_globals", dict)()
