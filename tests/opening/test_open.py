@@ -679,6 +679,13 @@ def test_reading_from_many_threads(tmp_path: Path) -> None:
                 assert torch.equal(tensor, state[name])
 
 
+def test_a_sparse_tensor_under_any_key() -> None:
+    state: dict[Any, Any] = {("a", 1): torch.eye(3).to_sparse(), "n": {None: torch.eye(2).to_sparse()}}
+    with open_(file_of(state)) as handle:
+        assert torch.equal(handle["('a', 1)"].to_dense(), torch.eye(3))
+        assert torch.equal(handle["n/None"].to_dense(), torch.eye(2))
+
+
 @pytest.mark.parametrize("left", [12, 40, 100])
 def test_a_header_that_is_cut_off_is_not_an_empty_file(left: int) -> None:
     data = save({"weight": torch.ones(400), "bias": torch.zeros(300)})

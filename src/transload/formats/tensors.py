@@ -43,14 +43,25 @@ def text_of(node: object) -> str:
     return node if type(node) is str else "unknown"
 
 
-def short_key(key: object) -> Key:
+def short_key(key: object, longest: int = _MAX_KEY) -> Key:
     """A dictionary key as a step of a path: itself, or a short text where it is neither text nor number, or huge."""
     if type(key) is str:
-        return key if len(key) <= _MAX_KEY else short(key)
+        return key if len(key) <= longest else short(key)
     return key if type(key) is int and key.bit_length() < 64 else short(key)
 
 
-def members(node: Any) -> list[tuple[Any, object]]:
+def node_at(root: object, path: tuple[Key, ...], known: dict[int, dict[Key, Any]] | None = None) -> Any:
+    """The node at a path; ``None`` if there is none. ``known`` keeps the members of nodes for further calls."""
+    known = {} if known is None else known
+    node: Any = root
+    for step in path:
+        if id(node) not in known:  # the last of equal keys wins
+            known[id(node)] = {short_key(key): child for key, child in _members(node)}
+        node = known[id(node)].get(step)
+    return node
+
+
+def _members(node: Any) -> list[tuple[Any, object]]:
     """The children of an inert node that a path can name: entries, attributes, positions."""
     if type(node) is Dict:
         return node.pairs()
@@ -59,7 +70,7 @@ def members(node: Any) -> list[tuple[Any, object]]:
     if type(node) is not Call:
         return []
     items = _items(node)
-    found = members(node.states[-1]) if items is None and node.states else []
+    found = _members(node.states[-1]) if items is None and node.states else []
     return [*found, *Dict(node.items or [] if items is None else items).pairs(), *enumerate(node.appended or [])]
 
 
@@ -386,6 +397,7 @@ _MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names 
 _Children = Iterator[tuple[Any, Any, str | None]]
 _Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
 _Args = tuple[Any, ...]
+_Outside = dict[str, _Args] | None
 _Place = tuple[tuple[Key, ...], str]  # path and name
 
 
@@ -399,10 +411,9 @@ class _Walk:
     A frame is a container being walked: what is left of its children, its path and name, whether it was seen before.
     """
 
-    def __init__(
-        self, table: StorageTable, separator: str = "/", outside: dict[str, tuple[Any, ...]] | None = None
-    ) -> None:
+    def __init__(self, table: StorageTable, longest_key: int, separator: str = "/", outside: _Outside = None) -> None:
         self.table = table
+        self.longest_key = longest_key
         self.separator = separator
         self.outside = outside or {}
         self.tensors: list[Tensor] = []
@@ -427,8 +438,8 @@ class _Walk:
                 if label is not None:
                     steps: tuple[Key, ...] = (*path, *key)
                 else:
-                    if type(key) is not str or len(key) > _MAX_KEY:
-                        key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
+                    if type(key) is not str or len(key) > self.longest_key:
+                        key = short_key(key, self.longest_key)  # noqa: PLW2901 - the raw key is not needed any more
                     steps = (*path, key)
                     label = f"{name}/{key}" if name else key if type(key) is str else str(key)  # noqa: PLW2901
                 if self._visit(child, steps, label, again=again):
@@ -518,7 +529,7 @@ class _Walk:
         parts = [_items(state.get(key)) for key in MODULE_KEYS] if len(state.items) <= _MAX_ATTRIBUTES else [None]
         if None in parts:
             for child, key, _ in last_pairs(state.items):
-                step = short_key(key)
+                step = short_key(key, self.longest_key)
                 yield child, (step,), f"{name}{self.separator}{step}" if name else str(step)
             return
         # An ``nn.Module``: names as its ``state_dict()`` would give, joined by dots, ``None`` left out. The name so far
@@ -529,7 +540,7 @@ class _Walk:
         for where, items in zip(MODULE_KEYS, parts, strict=True):
             for child, raw, _ in last_pairs(items or []):
                 if child is not None:
-                    step = short_key(raw)
+                    step = short_key(raw, self.longest_key)
                     hidden = where == "_buffers" and step in unsaved
                     yield child, (where, step), f"{lead}{where}/{step}" if hidden else f"{lead}{step}"
         for child, key, _ in last_pairs(state.items):
@@ -606,7 +617,7 @@ class _Walk:
 
     def _search(self, node: object, at: _Place) -> tuple[Tensor, ...]:
         """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
-        walk = _Walk(self.table)
+        walk = _Walk(self.table, self.longest_key)
         walk.depth = self.depth
         walk.run(node, *at)
         for problem in walk.noted.problems():
@@ -764,15 +775,15 @@ READERS: dict[str, tuple[Callable[[_Walk, _Args, _Place], Tensor], int, int]] = 
 
 
 def find_tensors(
-    root: object, table: StorageTable, *, separator: str = "/", outside: dict[str, tuple[Any, ...]] | None = None
+    root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None, longest_key: int = _MAX_KEY
 ) -> Tree:
     """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
 
     ``separator`` joins attribute names of objects that are not modules. ``outside`` are tensors described elsewhere in
-    the container, by persistent id: storage, offset, size and stride. A tensor with impossible arguments becomes a
-    problem, with its name, and is left out.
+    the container, by persistent id: storage, offset, size and stride. Text keys beyond ``longest_key`` characters are
+    shortened. A tensor with impossible arguments becomes a problem, with its name, and is left out.
     """
-    walk = _Walk(table, separator, outside)
+    walk = _Walk(table, longest_key, separator, outside)
     try:
         walk.run(root)
     except TooMuch as reason:

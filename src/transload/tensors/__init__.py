@@ -106,18 +106,11 @@ class OpenCheckpoint:
 
     def node(self, path: tuple[Key, ...]) -> tuple[Piece, object] | None:
         """The piece that has a node at a path, and that node; ``None`` if there is none."""
-        for piece in self.pieces:
-            node = piece.checkpoint.root
-            for step in path:
-                known = self._members.get(id(node))
-                if known is None:  # list the members of each container once
-                    from transload.formats.tensors import members
+        from transload.formats.tensors import node_at
 
-                    known = self._members[id(node)] = dict(members(node))
-                if step not in known:
-                    break
-                node = known[step]
-            else:
+        for piece in self.pieces:
+            node = node_at(piece.checkpoint.root, path, self._members)
+            if node is not None:
                 return piece, node
         return None
 

@@ -22,11 +22,14 @@ from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
 from transload.formats.tensors import (
     MODULE_KEYS,
     RECONSTRUCTORS,
+    Budget,
+    Place,
+    StorageTable,
     call_items,
     called,
     device_text,
+    find_tensors,
     leaf_kind,
-    members,
     short,
     short_key,
     with_slots,
@@ -49,17 +52,6 @@ KEY_TYPES = (str, int, float, bool, type(None))
 
 
 # -- walking the object
-
-
-def node_at(root: object, path: tuple[Key, ...]) -> Any:
-    """The node at a path; ``None`` if there is none."""
-    node: Any = root
-    for step in path:
-        found = [child for key, child in members(node) if short_key(key) == step]
-        if not found:
-            return None
-        node = found[-1]  # the last of equal keys wins
-    return node
 
 
 def object_state(node: Call) -> Dict | None:
@@ -119,57 +111,31 @@ class BoundedWalk:
 
 # -- names that the reader truncated
 
-MAX_NAMES = 64 << 20
-"""Total characters of all restored names: any number of tensors can be below a key of a megabyte."""
-
 _CUT = re.compile(r".{200}… \([0-9]{4,} characters\)", re.DOTALL)  # as formats.tensors.short writes it
 
 
 def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with full tensor names; ``ConvertError`` if they are ambiguous or too long in total."""
+    """The checkpoint with full tensor names: its pickles are searched again. ``ConvertError`` if they are too long."""
     if not checkpoint.pickles or not any("… (" in tensor.name for tensor in checkpoint.tensors):
         return checkpoint
-    by_node: dict[int, dict[Key, dict[Key, Any]]] = {}
-
-    def children(node: Any, step: Key) -> Iterable[tuple[Key, Any]]:
-        """The keys that a path component can stand for, with their values; the last of equal keys wins."""
-        if id(node) not in by_node:
-            table = by_node[id(node)] = {}
-            for key, child in members(node):
-                name = short_key(key)
-                table.setdefault(name, {})[key if type(key) is str else name] = child
-        return by_node[id(node)].get(step, {}).items()
-
-    tensors = list(checkpoint.tensors)
-    places: dict[tuple[Key, ...], list[int]] = {}  # of the tensors with truncated names, by path
-    for place, tensor in enumerate(tensors):
+    full: dict[tuple[Key, ...], list[tuple[Key, ...]]] = {}  # the full paths for each path, in order
+    why = "a key is longer than 1,000 characters, and was not found again"
+    for pickle in (pickle for pickle in checkpoint.pickles if pickle.main):
+        table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
+        tree = find_tensors(pickle.root, table, longest_key=Budget.MAX_NAMES)
+        for tensor in tree.tensors:
+            full.setdefault((*pickle.path, *map(short_key, tensor.path)), []).append((*pickle.path, *tensor.path))
+        why = next((problem.detail for problem in tree.problems if problem.code == "tree-too-large"), why)
+    tensors: list[Tensor] = []
+    for tensor in checkpoint.tensors:
+        name = tensor.name
         if any(type(step) is str and _CUT.fullmatch(step) for step in tensor.path):
-            places.setdefault(tensor.path, []).append(place)
-    left = MAX_NAMES
-    for path, alike in places.items():
-        for pickle in checkpoint.pickles:
-            lead = len(pickle.path)
-            found: list[tuple[tuple[Key, ...], Any]] = [((), pickle.root)] if pickle.path == path[:lead] else []
-            for step in path[lead:] if pickle.main else ():
-                if len(found) <= len(tensors):  # more of them can only come from endless sharing
-                    found = [((*keys, key), child) for keys, node in found for key, child in children(node, step)]
-            if pickle.main and len(found) == len(alike):
-                break
-        else:
-            what = "a key is longer than 1,000 characters, and cannot be told apart from others"
-            fix = "Save it again with shorter keys."
-            raise ConvertError(f"{what}: {tensors[alike[0]].name[-60:]}", where=checkpoint.path, fix=fix)
-        for place, (keys, _) in zip(alike, found, strict=True):
-            tensor, at = tensors[place], 0
-            name = tensor.name
-            for step, key in zip(path[lead:], keys, strict=True):
-                if type(key) is str and type(step) is str and key != step and (at := name.find(step, at)) >= 0:
-                    name = f"{name[:at]}{key}{name[at + len(step) :]}"
-                    at += len(key)
-                    left -= len(key)
-                if left < 0:
-                    raise ConvertError(f"its names add up to more than {MAX_NAMES >> 20} MiB", where=checkpoint.path)
-            tensors[place] = _renamed(tensor, tensor.name, name)
+            if not full.get(tensor.path):
+                fix = "Save it again with shorter keys."
+                raise ConvertError(f"{why}: {name[-60:]}", where=checkpoint.path, fix=fix)
+            for step, key in zip(tensor.path, full[tensor.path].pop(0), strict=True):
+                name = name.replace(str(step), str(key), 1) if step != key else name
+        tensors.append(_renamed(tensor, tensor.name, name))
     return replace(checkpoint, tensors=tuple(tensors))
 
 

@@ -20,11 +20,12 @@ from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
 from transload.formats.pickle_writer import dumps
+from transload.formats.tensors import node_at
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
 from transload.writing.arrays import with_arrays
-from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
+from transload.writing.objects import Leftovers, Omission, with_full_names
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype

@@ -15,14 +15,13 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
-from transload.formats.tensors import call_items, called, last_pairs, short_key
+from transload.formats.tensors import call_items, called, last_pairs, node_at, short_key
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.tensors.content import Allowance, Content
 from transload.writing.objects import (
     KEY_TYPES,
     NOTHING,
     BoundedWalk,
-    node_at,
     numpy_number,
     tensor_attributes,
 )
