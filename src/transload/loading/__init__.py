@@ -315,12 +315,7 @@ class ReadOptions(NamedTuple):
     settings: Settings = Settings()
 
 
-DEFAULT = ReadOptions()
-
-
-def read_storages(
-    piece: Piece, device_map: DeviceMap, options: ReadOptions = DEFAULT
-) -> dict[str, torch.UntypedStorage]:
+def read_storages(piece: Piece, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
     """Every storage of a checkpoint on its device, by id."""
     reader = _Reader(piece, device_map, options)
     storages = piece.checkpoint.storages

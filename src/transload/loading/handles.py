@@ -239,11 +239,7 @@ class Opened(OpenCheckpoint):
         return Content(self.checkpoint, lambda name: weak.file(name))  # noqa: PLW0108 - weak.file is a strong reference
 
     def read(
-        self,
-        tensor: Tensor,
-        index: Index = (),
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, tensor: Tensor, index: Index = (), device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Read a tensor, or the part that ``index`` selects, onto a device.
 
@@ -333,9 +329,7 @@ class Opened(OpenCheckpoint):
             self.fill(tensor, made)
         else:  # by the call in the pickle, as load() would
             found = self.node(tensor.path)
-            if found is None:
-                raise LoadError(f"{tensor.name} cannot be read alone", where=self.checkpoint.path)
-            made = build_node(*found)
+            made = build_node(*found) if found else None
             if not isinstance(made, torch.Tensor):
                 raise BrokenFileError(f"{tensor.name} is not a tensor", where=self.checkpoint.path)
             made = made.detach() if made.requires_grad else made
@@ -438,7 +432,7 @@ def user_stacklevel() -> int:
 
 def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) -> Any:
     """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
-    from transload.loading import read_storages
+    from transload.loading import ReadOptions, read_storages
     from transload.loading.build import build_object
     from transload.loading.refusal import Allowed
 
@@ -458,7 +452,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     device_map = device_map or Destinations(piece.checkpoint, "cpu").device_map
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
-    return build_object(alone, read_storages(alone, device_map), device_map, pickle=part)
+    return build_object(alone, read_storages(alone, device_map, ReadOptions()), device_map, pickle=part)
 
 
 # -- strided tensors
