@@ -256,11 +256,8 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
     if strays:
         noted.add("shard-stray", "", f"{len(strays):,} files: {join_names(strays, 3)}")
     merger.parts.append(Part(index.name, "index", index.stat().st_size))
-    merger.facts += [
-        ("index", index.name),
-        ("shards", f"{len(shards):,}"),
-        ("tensors in the index", f"{len(weights):,}"),
-    ]
+    merger.facts += [("index", index.name), ("shards", f"{len(shards):,}")]
+    merger.facts.append(("tensors in the index", f"{len(weights):,}"))
     return replace(merger.merged(), path=index_path)
 
 
@@ -630,9 +627,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pt2", ".pth.tar", 
 MAX_DEPTH = 3
 _MAX_OTHERS = 20
 # The problems of a file beside the checkpoint that concern safety: whether its tensors are whole does not matter.
-_SAFETY_PROBLEMS = frozenset(
-    {"zip-shifted", "zip-duplicate-name", "zip-names-differ", "pickle-broken", "pickle-unreadable"}
-)
+_SAFETY_PROBLEMS = {"zip-shifted", "zip-duplicate-name", "zip-names-differ", "pickle-broken", "pickle-unreadable"}
 
 
 def _kind(listing: Listing) -> str:

@@ -189,9 +189,8 @@ class AtomicFile(InPlaceFile):
                 with suppress(FileExistsError):
                     self.descriptor = os.open(self._hidden, _OPEN, 0o666)
                     # Before it was locked, another writer may have removed it as a leftover.
-                    if try_lock(self.descriptor) is False or not (
-                        os.fstat(self.descriptor).st_nlink or os.name == "nt"
-                    ):
+                    locked = try_lock(self.descriptor) is not False
+                    if not locked or (os.name != "nt" and not os.fstat(self.descriptor).st_nlink):
                         os.close(self.descriptor)
                         self.descriptor = -1
             if before is not None and os.name != "nt":  # keep its permissions, and its owner if possible

@@ -156,19 +156,13 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         raise cannot_read(path, error) from None
     copy = f"Make a copy (transload retag {quote(path)} -o COPY …)"
     if stat.S_ISLNK(status.st_mode):
-        raise RetagError(
-            "it is a symbolic link, and what it leads to may be shared (a download cache, for one)",
-            where=path,
-            fix=f"{copy}, or name the file itself: {os.path.realpath(path)}",
-        )
+        what = "it is a symbolic link, and what it leads to may be shared (a download cache, for one)"
+        raise RetagError(what, where=path, fix=f"{copy}, or name the file itself: {os.path.realpath(path)}")
     if not stat.S_ISREG(status.st_mode):
         raise RetagError("it is not a regular file", where=path)
     if status.st_nlink > 1 and not hard_links:
-        raise RetagError(
-            f"the same file has {status.st_nlink} names (hard links), and would change under all of them",
-            where=path,
-            fix=f"{copy}, or pass --hard-links to change it under all of them.",
-        )
+        what = f"the same file has {status.st_nlink} names (hard links), and would change under all of them"
+        raise RetagError(what, where=path, fix=f"{copy}, or pass --hard-links to change it under all of them.")
     if not status.st_mode & 0o222:
         raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quote(path)}")
 
@@ -352,12 +346,9 @@ def stale_journal(path: str, *, tried: bool = False) -> RetagError:
         what = "the journal beside it is not the journal of this file"
         other = "or of a version of transload that is not this one"
         return RetagError(f"{what}, {other}", where=path, fix=f"If the file is as it should be, {remove}")
-    return RetagError(
-        "there is a journal of an interrupted retag, and the file has been replaced or copied since",
-        where=path,
-        fix=f"If it is the one that was interrupted, transload retag {quote(path)} --undo restores it; "
-        f"if it is as it should be, {remove}",
-    )
+    what = "there is a journal of an interrupted retag, and the file has been replaced or copied since"
+    undo = f"If it is the one that was interrupted, transload retag {quote(path)} --undo restores it"
+    return RetagError(what, where=path, fix=f"{undo}; if it is as it should be, {remove}")
 
 
 def undo_changes(path: str) -> tuple[Changes, os.stat_result]:

@@ -58,9 +58,8 @@ class FileSource(Source):
         if not stat.S_ISREG(status.st_mode):
             os.close(self._fd)
             self._fd = -1
-            raise CannotReadError(
-                "not a regular file (a device, pipe or socket)", where=self.name, fix="Copy the bytes to a file first."
-            )
+            fix = "Copy the bytes to a file first."
+            raise CannotReadError("not a regular file (a device, pipe or socket)", where=self.name, fix=fix)
         self.size = status.st_size
         self._stamp = _stamp(status)
 
@@ -185,11 +184,8 @@ class ObjectSource(Source):
             self.size = file.tell()  # seek() of some objects, such as mmap before Python 3.13, returns None
             file.seek(self.home)
         except (OSError, ValueError, AttributeError) as error:
-            raise CannotReadError(
-                f"the file object cannot seek ({error})",
-                where=self.name,
-                fix="Read it into io.BytesIO first and pass that.",
-            ) from error
+            fix = "Read it into io.BytesIO first and pass that."
+            raise CannotReadError(f"the file object cannot seek ({error})", where=self.name, fix=fix) from error
         if text:
             raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
 

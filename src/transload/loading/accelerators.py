@@ -52,9 +52,7 @@ def _card(module: Any, name: str) -> Device:
         return Device(name, label=label)
     try:
         free, total = module.mem_get_info(index)
-        reserve = module.memory_reserved(index) - module.memory_allocated(
-            index
-        )  # torch's cache is free for tensors, too
+        reserve = module.memory_reserved(index) - module.memory_allocated(index)  # torch's cache is free, too
     except RuntimeError:  # some devices do not say
         return Device(name, label=label)
     return Device(name, int(free + max(0, reserve)), int(total), label)

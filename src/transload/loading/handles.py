@@ -256,9 +256,8 @@ class Opened(OpenCheckpoint):
         wanted = dtype if dtype is not None and own.is_floating_point else own
         if where.type == "meta" or is_fake_mode():
             return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
-        straight = (
-            can_read_to(where.type) and wanted == own and not _needs_conversion(elements) and view.extent <= view.numel
-        )
+        same_bytes = wanted == own and not _needs_conversion(elements) and view.extent <= view.numel
+        straight = same_bytes and can_read_to(where.type)
         try:
             stride = view.stride if straight else contiguous(view.shape)
             target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
@@ -350,10 +349,12 @@ class Opened(OpenCheckpoint):
 
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            what = (
-                f"{tensor.name or 'the tensor'} has the dtype {tensor.dtype}, which torch {torch.__version__} does not"
+            absent = f"the dtype {tensor.dtype}, which torch {torch.__version__} does not have"
+            raise LoadError(
+                f"{tensor.name or 'the tensor'} has {absent}",
+                where=self.checkpoint.path,
+                fix="A newer torch may have it.",
             )
-            raise LoadError(f"{what} have", where=self.checkpoint.path, fix="A newer torch may have it.")
         view = select(View(tensor.shape, tensor.stride, tensor.offset), index)
         try:
             return self.content.elements(tensor, view), dtype

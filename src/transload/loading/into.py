@@ -625,9 +625,8 @@ class _Loading:
         self._user_rename: KeyFunction = user_rename or (lambda key: key)
         self._slots = _slots(model)
         self._custom = _custom_modules(model)
-        self._match = find(
-            opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix, user_rename
-        )
+        shapes = {key: slot.shape for key, slot in self._slots.items()}
+        self._match = find(opened.checkpoint, shapes, prefix, user_rename)
         names = Counter(map(self._user_rename, self._match.branch.tensors))
         if twice := [name for name, count in names.items() if name is not None and count > 1]:
             what = f"rename gives several keys of the file the same name: {join_names(twice, _SHOWN)}"

@@ -184,9 +184,8 @@ class _Save:
         self.byteorder = byteorder  # whether to write the record of this name
         self.copies: list[Record] | None = None  # of the storages, to write instead of them
         with gc_paused(user_objects=True):
-            portable = device == "cpu"
             self.data, self.storages = pickled(
-                obj, module, int(protocol), portable=portable, compact=compact, legacy=legacy
+                obj, module, int(protocol), portable=device == "cpu", compact=compact, legacy=legacy
             )
             bloat = "" if compact else bloat_warning(obj, self.storages)
             self.origin = b"" if legacy or origin in (False, None) else _origin_of(origin, self.storages)
@@ -230,6 +229,7 @@ class _Save:
             opening = opening_records(self.data, self.alignment, sys.byteorder)
             if not self.byteorder:
                 opening = [record for record in opening if record.name != b"byteorder"]
+            total = self.nbytes + sum(record.size for record in opening)
             write_checkpoint(
                 sink,
                 opening,
@@ -237,9 +237,7 @@ class _Save:
                 self.nbytes,
                 origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,
-                report_progress=progress_counter(
-                    self.progress, self.nbytes + sum(record.size for record in opening), "saving"
-                ),
+                report_progress=progress_counter(self.progress, total, "saving"),
             )
 
 

@@ -141,11 +141,8 @@ class Content:
             elements = self.elements(tensor)
         except ContentError:
             return None
-        if (
-            elements.needs_conversion
-            or not elements.view.is_contiguous
-            or elements.offset + elements.nbytes > elements.source.size
-        ):
+        is_cut = elements.offset + elements.nbytes > elements.source.size
+        if elements.needs_conversion or not elements.view.is_contiguous or is_cut:
             return None
         return FileRange(storage.file, storage.offset if elements.nbytes == 0 else elements.offset, elements.nbytes)
 
