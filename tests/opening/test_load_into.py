@@ -158,6 +158,13 @@ class TestWhereItIsFound:
         load_into(model, data / "h200" / "whole_module_cuda0.pt")
         assert_same(model, wanted)
 
+    def test_what_state_dict_leaves_out_of_a_pickled_module_is_not_expected(self) -> None:
+        wanted, model = made(1), made()  # with a buffer that is never saved
+        wanted.mask = torch.ones(3)
+        for value in (wanted, {"model": wanted}):
+            assert not load_into(model, file_of(value)).unexpected_keys
+        assert_same(model, wanted)
+
 
 class TestPrefixes:
     @pytest.mark.parametrize(

@@ -281,15 +281,24 @@ class Match:
 
 
 def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
-    """Every place of a checkpoint that has tensors below it.
-
-    The keys of a pickled module leave out ``_modules``, ``_parameters`` and ``_buffers``, as in ``state_dict()``.
-    """
+    """Every place of a checkpoint that has tensors below it; of a pickled module, the keys of its ``state_dict()``."""
     found: dict[tuple[Key, ...], Branch] = {}
+    # Where the path of a weight leaves the keys around its module. The reader names any others by their whole path.
+    leads = {
+        tensor.path: next(place for place, step in enumerate(tensor.path) if step in _MARKERS)
+        for tensor in checkpoint.tensors
+        if not (_MARKERS.isdisjoint(tensor.path) or "_parameters/" in tensor.name or "_buffers/" in tensor.name)
+    }
+    modules = {path[:lead] for path, lead in leads.items()}
     for tensor in checkpoint.tensors:
+        steps = tensor.path
         if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
             continue  # constants of the code
-        steps = _steps(tensor)
+        if steps in leads:  # what follows the module is one key
+            lead = leads[steps]
+            steps = (*steps[:lead], ".".join(str(step) for step in steps[lead:] if step not in _MARKERS))
+        elif modules and any(steps[:depth] in modules for depth in range(len(steps))):
+            continue  # an attribute, or a buffer that is never saved
         for depth in range(len(steps) or 1):
             branch = found.get(steps[:depth]) or found.setdefault(steps[:depth], Branch(steps[:depth]))
             key = ".".join(map(str, steps[depth:]))
@@ -297,17 +306,6 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
             if depth + 1 < len(steps):
                 branch.deep[key] = steps[depth]
     return found
-
-
-def _steps(tensor: Tensor) -> tuple[Key, ...]:
-    if _MARKERS.isdisjoint(tensor.path):
-        return tensor.path
-    if "_parameters/" in tensor.name or "_buffers/" in tensor.name:  # a buffer that state_dict() leaves out
-        return tensor.path
-    steps = tuple(step for step in tensor.path if step not in _MARKERS)
-    # A module: what follows its first marker is one key.
-    lead = next(i for i, step in enumerate(tensor.path) if step in _MARKERS)
-    return (*steps[:lead], ".".join(map(str, steps[lead:])))
 
 
 def find(
@@ -500,10 +498,6 @@ class _State(UserDict[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self.data))  # a hook may remove entries meanwhile
-
-    def copy(self) -> Any:
-        """A plain dictionary with all values read."""
-        return dict(self)
 
     def load(self, module: torch.nn.Module, prefix: str, versions: dict[str, dict[str, Any]], report: _Report) -> None:
         """Let a module and its children load their entries, as ``load_state_dict`` does."""
