@@ -969,6 +969,15 @@ class TestForms:
         for key, tensor in state.items():
             assert torch.equal(model.state_dict()[key], tensor)
 
+    def test_the_constants_of_a_program_are_not_expected(self) -> None:
+        model, wanted, program = nn.Linear(2, 2), nn.Linear(2, 2), io.BytesIO()
+        with zipfile.ZipFile(program, "w") as archive:
+            archive.writestr("serialized_exported_program.json", "{}")
+            archive.writestr("serialized_state_dict.pt", file_of(dict(wanted.state_dict())).getvalue())
+            archive.writestr("serialized_constants.pt", file_of({"k": torch.ones(2)}).getvalue())
+        assert not load_into(model, program).unexpected_keys
+        assert_same(model, wanted)
+
     def test_bytes(self) -> None:
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
         load_into(model, forge.checkpoint())

@@ -27,6 +27,7 @@ from transload.loading.handles import Destinations, build_node, increment_versio
 from transload.loading.jobs import ReadRequest, Settings, ShortReadError
 from transload.nodes import Call, Dict
 from transload.render.words import plural
+from transload.tensors.content import is_constant
 
 if TYPE_CHECKING:
     import torch
@@ -292,8 +293,8 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
     modules = {path[:lead] for path, lead in leads.items()}
     for tensor in checkpoint.tensors:
         steps = tensor.path
-        if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
-            continue  # constants of the code
+        if is_constant(checkpoint, tensor):
+            continue
         if steps in leads:  # what follows the module is one key
             lead = leads[steps]
             steps = (*steps[:lead], ".".join(str(step) for step in steps[lead:] if step not in _MARKERS))

@@ -266,6 +266,13 @@ def _not_there(tensor: Tensor) -> str:
     return f"the bytes of {_named(tensor)} are not all there: "
 
 
+def is_constant(checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Whether a tensor of a program is a constant of its code, not a weight."""
+    if checkpoint.format == "torchscript":
+        return tensor.name.startswith("CONSTANTS.")
+    return checkpoint.format == "torch-export" and "constants" in tensor.path[:2]
+
+
 def _stored(tensor: Tensor) -> Tensor:
     """The tensor in the file: the only part of one that is rebuilt on a device, unless that also converts it."""
     same = tensor.kind == "device" and len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype

@@ -23,7 +23,7 @@ from transload.formats.pickle_writer import dumps
 from transload.formats.tensors import node_at
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
-from transload.tensors.content import Allowance, Content
+from transload.tensors.content import Allowance, Content, is_constant
 from transload.writing.arrays import with_arrays
 from transload.writing.objects import Leftovers, Omission, with_full_names
 from transload.writing.output import SHARD, index_name, sibling_files
@@ -256,11 +256,10 @@ class Plan:
 
     def _why_omitted(self, tensor: Tensor, key: str) -> str:
         """Why a ``state_dict()`` would not contain a tensor; empty if it would."""
-        path, constant = tensor.path, "a constant of the program's code, not a weight"
-        if self.checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
-            return "" if key.startswith("CONSTANTS") else constant
-        if self.checkpoint.format == "torch-export" and "constants" in path[:2]:
-            return "" if "constants" in key.split(".") else constant
+        path = tensor.path
+        if is_constant(self.checkpoint, tensor):
+            wanted = {"CONSTANTS", "constants"}.intersection(key.split("."))
+            return "" if wanted else "a constant of the program's code, not a weight"
         module = next((path[:length] for length in range(len(path)) if path[:length] in self._modules), None)
         if module is None:
             return ""
