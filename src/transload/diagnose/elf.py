@@ -109,13 +109,12 @@ def _with_file(
 class Elf:
     """What the loader reads from a library or program. ``path`` is that of the real file.
 
-    Of a file that is not 64-bit and little-endian only ``machine``, ``bits`` and ``little`` are read.
+    Of a file that is not 64-bit and little-endian only ``machine`` and ``bits`` are read, and it has no ``segments``.
     """
 
     path: str
     machine: str  # As ``uname -m`` calls it.
     bits: int = 64
-    little: bool = True
     soname: str = ""
     needed: tuple[str, ...] = ()
     rpath: str = ""  # DT_RPATH, a list of folders for this file and for everything it loads.
@@ -151,7 +150,7 @@ def read_elf(path: str, file: _File) -> Elf:
     known = (name for name, row in table("machines")["machines"].items() if row["elf"] == number)
     machine = next(known, f"ELF machine {number}")
     if bits != 64 or not little:
-        return Elf(path, machine, bits, little, identity=file.identity)
+        return Elf(path, machine, bits, identity=file.identity)
     _, _, _, _, programs, sections, _, _, size, count, entry, many, names = _HEADER.unpack(head)
     if size != _PROGRAM.size or not 0 < count <= _MOST_PROGRAMS:
         raise _MalformedError("it has no program headers")
@@ -169,7 +168,7 @@ def read_elf(path: str, file: _File) -> Elf:
     if end > file.size:  # the loader maps it anyway, and touching the missing pages raises SIGBUS
         raise _MalformedError(f"cut off after {file.size} of {end} bytes")
     elf = Elf(
-        *(path, machine, bits, little),
+        *(path, machine),
         interpreter=next((file.c_string(offset) for kind, offset, *_ in kinds if kind == _INTERPRETER), ""),
         identity=file.identity,
         dynamic=dict(pairs),
