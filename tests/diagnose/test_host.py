@@ -112,7 +112,6 @@ def test_a_link_that_leads_nowhere_does_not_exist(host: Host, tmp_path: Path) ->
 def test_a_name_that_no_file_can_have_is_not_there(path: str) -> None:
     assert not Host().exists(path)
     assert not Host().is_dir(path)
-    assert Host().open_error(path)
 
 
 def test_opening_a_device_tells_the_errno_by_name(host: Host, tmp_path: Path) -> None:
