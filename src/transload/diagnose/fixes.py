@@ -244,8 +244,7 @@ class DriverChoice(NamedTuple):
 def driver_choice(machine: Machine, at_least: int = 0, exactly: int = 0) -> DriverChoice:
     """The driver for the cards of this machine; if no driver supports all of them, for the newest ones."""
     chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
-    known = ((tables.generation(chip.generation), tables.first_branch(chip.capability)) for chip in chips if chip)
-    cards = [(found, first) for found, first in known if found]
+    cards = [(tables.generation(chip.generation), tables.first_branch(chip.capability)) for chip in chips if chip]
     newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch), default=(None, 0))
     kept: set[tables.Generation] = set()
     dropped: set[tables.Generation] = set()

@@ -125,11 +125,10 @@ def unsupported(m: Case) -> Found:
     cards = []
     for gpu in m.unseen_cards:
         chip = chip_of(gpu.device)
-        known = generation(chip.generation) if chip else None
-        if chip and known and gpu.driver != "vfio-pci":
+        if chip and gpu.driver != "vfio-pci":
             which = f"{'judging by neighbouring ids ' if chip.inferred else ''}{chip.code}"
             words = f"{gpu.address} is 10de:{gpu.device:04x}, {which} of the {chip.generation} generation"
-            cards.append((words, chip, known))
+            cards.append((words, chip, generation(chip.generation)))
     for card, chip, known in cards:
         if known.last_branch and branch > known.last_branch and (m.works or needs_driver):
             said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")

@@ -223,9 +223,9 @@ def cuda_text(number: int) -> str:
 
 
 @cache
-def generation(name: str) -> Generation | None:
-    """A generation by its name."""
-    return next((Generation(**row) for row in table("drivers")["generations"] if row["name"] == name), None)
+def generation(name: str) -> Generation:
+    """A generation by its name, which is that of a ``Chip``."""
+    return next(Generation(**row) for row in table("drivers")["generations"] if row["name"] == name)
 
 
 @cache
@@ -240,8 +240,8 @@ def first_branch(capability: Capability) -> int:
 
 def last_branch(capability: Capability) -> int:
     """The last driver branch that supports cards of this capability; 0 if there is none, or it is unknown."""
-    found = generation(_capabilities().get(capability, {}).get("generation", ""))
-    return found.last_branch if found else 0
+    row = _capabilities().get(capability)
+    return generation(row["generation"]).last_branch if row else 0
 
 
 # -- which compiled code runs on which card
