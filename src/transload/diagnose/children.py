@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields
 from functools import cache
 from math import inf
 from time import monotonic
@@ -79,8 +78,7 @@ class Outcome(Frozen):
 
     def fields_of(self, kind: type) -> dict[str, Any]:
         """The facts that are fields of a dataclass."""
-        facts = self.facts
-        return {each.name: facts[each.name] for each in fields(kind) if each.name in facts}
+        return {name: value for name, value in self.facts.items() if name in kind.__annotations__}
 
     def values(self, name: str) -> list[Any]:
         """The value of ``name`` in every record that has it."""
