@@ -165,8 +165,9 @@ def test_bitsandbytes_without_a_library_for_this_cuda(tmp_path: Path) -> None:
     assert found.missing == ("libbitsandbytes_cuda132.so",)
 
 
-def test_bitsandbytes_beside_a_torch_without_cuda(tmp_path: Path) -> None:
-    found = one(tmp_path, bitsandbytes(126), TorchInstall(TORCH, "2.8.0+cpu"))
+@each("install", [TorchInstall(TORCH, "2.8.0+cpu"), None])
+def test_bitsandbytes_beside_a_torch_without_cuda_or_none(tmp_path: Path, install: TorchInstall | None) -> None:
+    found = one(tmp_path, bitsandbytes(126), install)
     assert (found.library, found.missing) == (f"{SITE}/bitsandbytes/libbitsandbytes_cpu.so", ())
 
 

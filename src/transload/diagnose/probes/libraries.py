@@ -457,9 +457,9 @@ def _extension(
     paths = [f"{dist.site}/{path}" for path in dist.files(r'[^",\n]+\.so')]
     if not host.data(f"{dist.path}/RECORD", 1):
         paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
-    if dist.name == "bitsandbytes" and install:
-        paths = _bitsandbytes_library(paths, install)
-        if not paths:
+    if dist.name == "bitsandbytes":
+        paths = _bitsandbytes_library(paths, install or TorchInstall(""))
+        if not paths and install:
             return replace(bare, missing=(f"libbitsandbytes_cuda{install.cuda.replace('.', '')}.so",))
     examined = ((path, process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
     elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}

@@ -141,7 +141,6 @@ def no_code_for_card(m: Case) -> Found:
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchtext", "torchcodec")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
-_BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 # Without dependencies: the installer might replace the torch build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
 # What compiling needs, and environments of uv lack, as do those of venv since Python 3.12.
@@ -194,12 +193,8 @@ def other_packages(m: Case) -> Found:
         yield "P05", Match(tuple(lines), with_torch({each.package for each in companions}), severity="warning")
 
     # symbols of torch, or libraries, that a package needs do not exist
-    libraries = ((each, _BITSANDBYTES.search(each.library)) for each in m.extensions)
-    # bitsandbytes has a library for each CUDA version, and loads the one of torch's
-    ours = m.torch_cuda.replace(".", "")
-    examined = [each for each, of in libraries if each.package != "bitsandbytes" or not of or of["cuda"] == ours]
     lines, packages = [], set()
-    for each in examined:
+    for each in m.extensions:
         name = each.library or _named(each)
         what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
         what += [f"{name} needs {lib}, which is not found anywhere" for lib in each.missing[:2]]
@@ -216,11 +211,8 @@ def other_packages(m: Case) -> Found:
 
     # none of a package's architectures runs on any card of this process
     cards = [card for card in m.cards if card.sure]
-    poor = [
-        each
-        for each in examined
-        if each.architectures and not any(tables.covers(each.architectures, card.capability, cuda) for card in cards)
-    ]
+    with_code = ((each, each.architectures) for each in m.extensions if each.architectures)
+    poor = [each for each, codes in with_code if not any(tables.covers(codes, card.capability, cuda) for card in cards)]
     if cards and cuda and poor:
         has = (f"{_named(each)} has code for {' '.join(each.architectures)}" for each in poor)
         names = sorted({each.package for each in poor})
