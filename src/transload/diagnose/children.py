@@ -308,15 +308,12 @@ def _work_done(session: int) -> int:
 def _status(code: int) -> str:
     """An exit code in words.
 
-    >>> _status(-11), _status(3), _status(0xC0000005)
-    ('SIGSEGV', 'exit status 3', 'exit status 0xc0000005')
+    >>> _status(-11), _status(-40), _status(3), _status(0xC0000005)
+    ('SIGSEGV', 'signal 40', 'exit status 3', 'exit status 0xc0000005')
     """
     if code >= 0:
         return f"exit status {code if code < 256 else hex(code)}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    return {each.value: each.name for each in signal.Signals}.get(-code, f"signal {-code}")
 
 
 # -- the scripts -------------------------------------------------------------------------------------------------------
