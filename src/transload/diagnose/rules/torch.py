@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from posixpath import dirname
 
 from transload.diagnose import fixes
@@ -210,9 +209,8 @@ _BEHIND = ("ld.so.cache", "default folder")
 
 def _line(lib: Resolved) -> str:
     """Which file the loader finds, and how."""
-    via = f", found through {lib.via}" if lib.via else ""
     version = f" ({lib.version})" if lib.version else ""
-    return f"{lib.name} is taken from {lib.path}{version}{via}"
+    return f"{lib.name} is taken from {lib.path}{version}, found through {lib.via}"
 
 
 def _drop(m: Case, lib: Resolved) -> Lines:
@@ -220,8 +218,7 @@ def _drop(m: Case, lib: Resolved) -> Lines:
     return fixes.drop_library(m, lib.path, lib.via) or _install_libraries(m, [lib])
 
 
-def _install_libraries(m: Case, blamed: Iterable[Resolved]) -> Lines:
-    blamed = list(blamed)
+def _install_libraries(m: Case, blamed: list[Resolved]) -> Lines:
     packages = sorted({lib.package for lib in blamed if lib.package})
     if not packages or "torch" in packages:
         return fixes.reinstall_conda_libraries(m, *(lib.name for lib in blamed)) or m.reinstall
@@ -334,8 +331,7 @@ def mixed_libraries(m: Case) -> Found:
         yield "L06", Match((*shared[:4], torch_says(error)), fix, severity="error" if error else "warning")
 
     # the loader did not find the wheel's own file, which it looks for before the system's
-    ours = [lib for lib in shadowed if is_nvidia_library(lib.name)]
-    if lost := [lib for lib in ours if lib.via in _BEHIND and lib not in from_conda]:
+    if lost := [lib for lib in shadowed if lib.via in _BEHIND and lib not in from_conda]:
         complaint = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_|undefined symbol|version .* not found")
         lines = (line for lib in lost[:4] for line in (_line(lib), f"{lib.expected} does not exist"))
         severity: Severity = "error" if complaint else "warning"
@@ -385,8 +381,7 @@ def other_libraries(m: Case) -> Found:
         if outside := [file for file in dlls if not file.startswith(first.location)]:
             yield "L11", Match(tuple(f"loaded: {file}" for file in outside[:4]))
 
-    reasons = tuple(reason for reason in m.driver.libraries.cwd_searched if "LD_LIBRARY_PATH" in reason)
-    if reasons and m.platform.system == "Linux":
+    if reasons := m.driver.libraries.cwd_searched:
         named = {each.rstrip("/") for each in path}
         taken = [lib for lib in m.torch_libraries.needed if lib.via == "LD_LIBRARY_PATH"]
         from_here = [lib for lib in taken if dirname(lib.path) not in named]
