@@ -257,6 +257,10 @@ def test_wsl_with_a_linux_driver_inside() -> None:
     gone = ("nvidia-driver-580-open", "libnvidia-compute-580", "nvidia-utils-580", "libcuda1")
     kept = ("nvidia-cuda-toolkit", "nvidia-container-toolkit", "libnvidia-container1")
     assert [bool(re.search(pattern, name)) for name in (*gone, *kept)] == [True] * 4 + [False] * 3
+    for via in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
+        by_variable = library("libcuda.so.1", "535.104.05", via, "/opt/driver")
+        loaded = changed(taking(machine, by_variable), variables__values={via: "/opt/driver"})
+        assert finding_of("U09", loaded).fix[0] == f"$ unset {via}"
     assert causes(taking(in_wsl(healthy()), library("libcuda.so.1", "535.104.05"))) == []
 
 

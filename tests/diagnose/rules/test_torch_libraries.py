@@ -236,6 +236,8 @@ def test_an_old_libstdcpp() -> None:
     assert cause(machine) == "L12"
     dropped = finding_of("L12", variables(machine, LD_LIBRARY_PATH="/opt/conda/lib")).fix
     assert dropped[0] == "$ unset LD_LIBRARY_PATH"
+    by_conda = changed(machine, python__environment="conda", python__prefix="")
+    assert finding_of("L12", by_conda).fix == ("$ conda install -c conda-forge libstdcxx-ng",)
     lacking = ("GLIBCXX_3.4.30 of libstdc++.so.6, needed by libtorch_cpu.so",)
     assert cause(changed(no_torch_run(healthy()), torch_libraries__unresolved=lacking)) == "L12"
     assert seen("L12", changed(healthy(), torch_libraries__unresolved=lacking)) is None

@@ -63,11 +63,10 @@ def under_wsl(m: Case) -> Found:
             "dnf": "dnf remove '*nvidia*'",
         }
         command = purge.get(m.platform.package_manager, f"rm {lib.path}")
-        fix: Lines = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
-        if lib.via == "LD_LIBRARY_PATH":
-            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", dirname(lib.path))
+        remove = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
         windows = f"the Windows driver's own is {own.path}" if own else ""
+        fix = fixes.drop_library(m, lib.path, lib.via) or remove
         yield "U09", Match((used, windows, m.answer, m.works_without_line), fix)
     elif m.broken and not m.surroundings.container:
         if m.no_libcuda and own:
