@@ -104,9 +104,6 @@ def _execute(words: list[str], *, module: bool) -> None:
     exec(code, vars(main))  # noqa: S102 - running the program is the purpose
 
 
-uncaught.runners.add(_execute.__code__)
-
-
 def _module(words: list[str]) -> _Found:
     import runpy
 

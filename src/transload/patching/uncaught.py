@@ -10,14 +10,12 @@ from transload.patching import devices
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CodeType, TracebackType
+    from types import TracebackType
 
     Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-runners: set[CodeType] = set()
-"""The code of functions that execute a program: tracebacks are shown from below them."""
-
 _HERE = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - pathlib costs more than all the rest
+_RUNNER = f"{_HERE}script.py"  # what is called from there is the program
 
 
 def explained(hook: Hook) -> Hook:
@@ -64,7 +62,7 @@ def remove_our_frames(error: BaseException) -> None:
         trace = this.__traceback__
         while trace is not None:
             entries.append(trace)
-            if trace.tb_frame.f_code in runners:
+            if trace.tb_frame.f_code.co_filename == _RUNNER:
                 entries.clear()
             trace = trace.tb_next
         linked: TracebackType | None = None
