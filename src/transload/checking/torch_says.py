@@ -21,7 +21,7 @@ from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.diagnose.tables import numbers_of
 from transload.findings import packaged
 from transload.frozen import Plain, replace
-from transload.judge.names import TORCH_DEFAULT, torch_spelling
+from transload.judge.names import TORCH_DEFAULT, tables, torch_spelling
 from transload.nodes import Pickle
 
 Version = tuple[int, ...]
@@ -98,25 +98,7 @@ _WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr
 """The opcodes that the ``weights_only`` unpickler knows in every release from 2.1 to 2.15."""
 _LISTED = (2, 13)
 """The release whose names ``TORCH_DEFAULT`` lists."""
-# Names that only some of the releases from 2.6 to 2.15 allow.
-_VARYING = frozenset(
-    {
-        *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-        *("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2", "torch.bcomplex32", "torch._utils._rebuild_nested_tensor"),
-        *(f"torch.nested._internal.nested_tensor.{name}" for name in ("NestedTensor", "_rebuild_njt")),
-        "torch._dynamo.decorators._DimRange",
-        *(f"torch.distributed._mesh_layout.{name}" for name in ("_FlatLayout", "_MeshLayout")),
-    }
-)
-_DTENSOR = frozenset(
-    {
-        "torch.distributed.device_mesh.DeviceMesh",
-        *(f"torch.distributed.tensor._dtensor_spec.{name}" for name in ("DTensorSpec", "TensorMeta")),
-        "torch.distributed.tensor.DTensor",
-        *(f"torch.distributed.tensor.placement_types.{name}" for name in ("Partial", "Replicate", "Shard")),
-    }
-)
-"""Names that ``torch.distributed.tensor`` allows when it is imported."""
+_VARYING, _DTENSOR = (tables("names")[title].keys() for title in ("not in every release", "distributed tensors"))
 _DIM_RANGE = "torch._dynamo.decorators._DimRange"
 """A name that ``torch._dynamo`` allows when it is imported; from 2.15 on it is not special."""
 # Before 2.11 torch accepted a tag that only begins like a device.
