@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from transload.checkpoint import Checkpoint
-from transload.diagnose.tables import cuda_text, driver_runs, numbers_of, runs_on
+from transload.diagnose.tables import cuda_text, driver_runs, numbers_of, runs_on, table
 from transload.errors import TransloadError
 from transload.findings import join_names
 from transload.frozen import Plain
@@ -36,35 +36,6 @@ def read_bytes(path: str, start: int, count: int) -> bytes:
 _MAIN_MODULES = frozenset({"__main__", "__mp_main__"})
 _NO_PACKAGE = frozenset({"__torch__", "__builtin__", "copy_reg", "torch"})
 _LONGEST_FINDER = 1 << 20
-
-# Packages whose classes occur in checkpoints. For any other package no pip command is shown: anybody may have
-# registered its name on PyPI.
-_ON_PYPI = frozenset(
-    {
-        *("accelerate", "bitsandbytes", "causal_conv1d", "deepspeed", "diffusers", "flash_attn", "lightning"),
-        *("lightning_fabric", "mamba_ssm", "numpy", "omegaconf", "pandas", "peft", "pytorch_lightning", "safetensors"),
-        *("scipy", "sentencepiece", "sklearn", "timm", "tokenizers", "torch_geometric", "torch_tensorrt", "torchao"),
-        *("torchaudio", "torchvision", "transformer_engine", "transformers", "triton", "ultralytics", "xformers"),
-        *("PIL", "addict", "cv2", "easydict", "gym", "gymnasium", "joblib", "skimage", "stable_baselines3"),
-        *("torchmetrics", "yacs", "yaml"),
-    }
-)
-# Names on PyPI; for the other packages they have hyphens instead of underscores.
-_PYPI_NAMES = {
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
-    "cv2": "opencv-python",
-    "PIL": "pillow",
-    "skimage": "scikit-image",
-}
-_CUDA_ONLY = frozenset(
-    {
-        *("apex", "auto_gptq", "awq", "bitsandbytes", "causal_conv1d", "cupy", "diff_gaussian_rasterization"),
-        *("exllamav2", "flash_attn", "flash_attn_interface", "flash_mla", "mamba_ssm", "MinkowskiEngine", "nvdiffrast"),
-        *("spconv", "tensorrt", "tinycudann", "torch_tensorrt", "torchsparse", "transformer_engine", "triton"),
-    }
-)
-"""Packages whose code runs only on NVIDIA GPUs."""
 
 
 class Package(Plain):
@@ -98,6 +69,7 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
             modules.setdefault(package, []).append((module, use.full_name.removeprefix(f"{module}.")))
     if checkpoint.path.endswith(".safetensors"):
         modules.setdefault("safetensors", []).append(("safetensors.torch", "load_file"))
+    known = table("packages")
     broken = {each.package.replace("-", "_"): each for each in reversed(machine.extensions)}
     result = []
     for name, uses in modules.items():
@@ -111,8 +83,8 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
                 tuple(f"{module}.{attribute}" for module, attribute in uses),
                 found=not missing and name not in _MAIN_MODULES,
                 missing=missing,
-                on_pypi=_PYPI_NAMES.get(name, name.replace("_", "-")) if name in _ON_PYPI else "",
-                cuda_only=name in _CUDA_ONLY,
+                on_pypi=known["imported_from_pypi"].get(name, ""),
+                cuda_only=name in known["cuda_only"].split(),
                 problem=f"it needs {lacks[0]}, which is not there" if lacks else "",
             )
         )
