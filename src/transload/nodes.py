@@ -168,12 +168,12 @@ class Pickle:
     everything before the break is here. ``cut``: it broke only because the data ended. ``irregular`` are things that
     some unpicklers refuse; ``ambiguous`` are things that make unpicklers read the same bytes differently. ``calls`` are
     all calls in the order in which an unpickler makes them, including those whose result is discarded; ``built`` are
-    targets of BUILD that are not calls. ``rare`` are the opcodes that ``weights_only`` does not know;
-    ``python2_texts`` are the ids of Python 2 strings, which may be meant as bytes, and ``undecoded`` counts those that
-    are not UTF-8. ``path`` leads to the root of this pickle in a checkpoint of several pickles. ``loader`` is the
-    function that loads storages from bytes in the pickle, if that is its only use: then it is not in ``globals``, and
-    the storages are in ``persistent``. ``wrapper`` is the same for the class that announces arrays in joblib files;
-    ``raw`` are the bounds of their bytes.
+    targets of BUILD that are not calls. ``rare`` are the opcodes that ``weights_only`` does not know, and where
+    each occurs first; ``python2_texts`` are the ids of Python 2 strings, which may be meant as bytes, and ``undecoded``
+    counts those that are not UTF-8. ``path`` leads to the root of this pickle in a checkpoint of several pickles.
+    ``loader`` is the function that loads storages from bytes in the pickle, if that is its only use: then it is not in
+    ``globals``, and the storages are in ``persistent``. ``wrapper`` is the same for the class that announces arrays in
+    joblib files; ``raw`` are the bounds of their bytes.
     """
 
     def __init__(self, name: str, start: int = 0) -> None:
@@ -195,7 +195,7 @@ class Pickle:
         self.built: list[tuple[object, object]] = []
         self.extensions: list[Extension] = []
         self.persistent: list[Persistent] = []
-        self.rare: set[str] = set()
+        self.rare: dict[str, int] = {}
         self.irregular: list[tuple[int, str]] = []
         self.ambiguous: list[tuple[int, str]] = []
         self.broken = ""

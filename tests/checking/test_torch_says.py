@@ -141,6 +141,7 @@ MADE: dict[str, bytes] = {
     "protocol 3": zipped(forge.ordered(), 3),
     "protocol 4": zipped(b"\x95" + bytes(8) + forge.ordered(), 4),
     "bytes of protocol 3": zipped(b"C\x01a", 3),
+    "an opcode in a compressed pickle": forge.checkpoint(forge.pickled(b"C\x01a", 3), method=8),
     "a missing record": forge.checkpoint(forge.pickled(forge.ordered({"w": forge.tensor("9")}))),
     "a stream": forge.legacy(),
     "a stream on a GPU": streamed(

@@ -135,7 +135,7 @@ def portrait(pickle: Pickle) -> list[str]:
     drawn = Portrait()
     for slot in vars(Pickle("")):
         value = getattr(pickle, slot)
-        drawn.add(sorted(value) if slot == "rare" else list(value.items()) if slot == "globals" else value)
+        drawn.add(list(value.items()) if slot in ("globals", "rare") else value)
     return drawn.lines
 
 

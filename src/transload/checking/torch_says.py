@@ -11,7 +11,6 @@ import errno
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -20,6 +19,7 @@ from transload.checking.needs import read_bytes
 from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.diagnose.tables import numbers_of
 from transload.findings import packaged
+from transload.formats.rare_opcodes import REFUSED, WEIGHTS_ONLY
 from transload.frozen import Plain, replace
 from transload.judge.names import TORCH_DEFAULT, tables, torch_spelling
 from transload.nodes import Pickle
@@ -94,8 +94,6 @@ def _texts() -> dict[str, list[tuple[Version, str]]]:
 
 # -- the prediction
 
-_WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a\x80.")
-"""The opcodes that the ``weights_only`` unpickler knows in every release from 2.1 to 2.15."""
 _LISTED = (2, 13)
 """The release whose names ``TORCH_DEFAULT`` lists."""
 _VARYING, _DTENSOR = (tables("names")[title].keys() for title in ("not in every release", "distributed tensors"))
@@ -105,7 +103,6 @@ _DIM_RANGE = "torch._dynamo.decorators._DimRange"
 _LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
 _SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
 """Device kinds that storages are restored to, and since which release."""
-_LONGEST_SCAN = 1 << 24
 _MAX_INDEX = 127  # torch keeps an index in a signed byte
 
 
@@ -165,11 +162,9 @@ class _Predictor:
             return self.unknown()
         byte = head[0]
         if self.weights_only:
-            opcodes, text = _WEIGHTS_ONLY, self.words("unsupported", message=f"Unsupported operand {byte}")
+            opcodes, text = WEIGHTS_ONLY, self.words("unsupported", message=f"Unsupported operand {byte}")
         else:
-            import pickletools
-
-            opcodes = frozenset(ord(each.code) for each in pickletools.opcodes)
+            opcodes = WEIGHTS_ONLY.union(REFUSED)
             shown = chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
             text = f"invalid load key, '{shown}'."
         return self.unknown() if byte in opcodes else self.raises("UnpicklingError", text)
@@ -220,7 +215,9 @@ class _Predictor:
                 missing = self.raises("ModuleNotFoundError", f"No module named '{package}'")
                 yield node.position, missing if package in self.torch.absent else self.unknown()
         if self.weights_only and main.rare:
-            yield self.unknown_opcode(main)
+            name, position = next(iter(main.rare.items()))
+            operand = next(code for code, known in REFUSED.items() if known == name)
+            yield position, self.refused(self.words("unsupported", message=f"Unsupported operand {operand}"))
 
     def refused_name(self, full: str, name: str) -> str:
         """The message with which weights_only refuses a name; empty if it allows the name."""
@@ -285,26 +282,6 @@ class _Predictor:
             name, values["index"] = "no-index", number
         error = "AssertionError" if release < (2, 4) and kind == "hpu" else "RuntimeError"
         return self.raises(error, self.words(name, **values))
-
-    def unknown_opcode(self, main: Pickle) -> tuple[int, Prediction]:
-        """The first opcode that weights_only does not know; its message if the pickle is not compressed."""
-        import pickletools
-
-        data = b""
-        if self.checkpoint.format != "torch-zip":  # one pickle after another
-            before = self.checkpoint.pickles[: self.checkpoint.pickles.index(main)]
-            start = sum(pickle.end for pickle in before) + main.start
-            data = read_bytes(self.checkpoint.path, start, min(main.end - main.start, _LONGEST_SCAN))
-        else:
-            record = self.records.get(main.name)
-            if record is not None and record.offset is not None and not record.method:
-                data = read_bytes(self.checkpoint.path, record.offset, min(record.size, _LONGEST_SCAN))
-        with suppress(ValueError):  # the pickle is cut off
-            for _, _, at in pickletools.genops(data):
-                if at is not None and data[at] not in _WEIGHTS_ONLY:
-                    text = self.words("unsupported", message=f"Unsupported operand {data[at]}")
-                    return main.start + at, self.refused(text)
-        return main.start, self.raises("UnpicklingError", "", exact=False)
 
     def refused(self, text: str) -> Prediction:
         """The error of weights_only; its message is known from 2.6 on, where it is the default."""

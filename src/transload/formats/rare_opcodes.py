@@ -20,14 +20,15 @@ MAX_INT_BYTES = 1024
 MAX_TEXT_DIGITS = 4300
 """The same for integers written as text; CPython has the same limit."""
 
-# The opcodes that weights_only accepts (torch/_weights_only_unpickler.py, 2.13).
-_WEIGHTS_ONLY = frozenset(b"\x80.cR\x81baesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr")
+WEIGHTS_ONLY = frozenset(b"\x80.cR\x81baesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr")
+"""The opcodes that weights_only accepts in torch 2.1 to 2.15 (torch/_weights_only_unpickler.py)."""
+
 # The other opcodes, with their names in pickletools.
 _NAMES = """\
 POP POP_MARK DUP BINBYTES SHORT_BINBYTES FLOAT INT LONG PERSID STRING BINSTRING UNICODE DICT GET INST LIST OBJ
 PUT EXT1 EXT2 EXT4 LONG4 SHORT_BINUNICODE BINUNICODE8 BINBYTES8 ADDITEMS FROZENSET NEWOBJ_EX STACK_GLOBAL MEMOIZE FRAME
 BYTEARRAY8 NEXT_BUFFER READONLY_BUFFER"""
-_REFUSED = dict(
+REFUSED = dict(
     zip((*b"012BCFILPSTVdgilop\x82\x83\x84\x8b\x8c\x8d\x8e", *range(0x90, 0x99)), _NAMES.split(), strict=True)
 )
 
@@ -40,7 +41,7 @@ _WIDTHS = {
     **dict.fromkeys(b"BTX\x8bJjr\x84", 4),
     **dict.fromkeys(b"\x8d\x8e\x96\x95G", 8),
 }
-_STEPS = {code: 1 + _WIDTHS.get(code, 0) for code in (_WEIGHTS_ONLY | {*_REFUSED}) - {*b".", *_LINES, *_COUNTED}}
+_STEPS = {code: 1 + _WIDTHS.get(code, 0) for code in (WEIGHTS_ONLY | {*REFUSED}) - {*b".", *_LINES, *_COUNTED}}
 """The distance to the next opcode, where it is fixed."""
 
 _MARKED = frozenset(b"1dlo\x90\x91")
@@ -138,8 +139,8 @@ def read_by_frames(data: bytes, start: int) -> bytes:
 
 def run_opcode(vm: Machine, op: int) -> None:
     """Run an opcode that the machine itself does not handle; the more frequent ones come first."""
-    if op in _REFUSED:
-        vm.out.rare.add(_REFUSED[op])
+    if op in REFUSED:
+        vm.out.rare.setdefault(REFUSED[op], vm.pos - 1)
     items = vm.pop_mark() if op in _MARKED else []
     stack = vm.stack
     if op == 0x94:  # MEMOIZE

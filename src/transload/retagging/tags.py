@@ -397,7 +397,7 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
 
     Everything an unpickler would do is compared, in order, including which objects are shared.
     """
-    before, after = ((*_PLAIN_FIELDS(each), each.rare - _LENGTH_FORMS, list(each.globals)) for each in (old, new))
+    before, after = ((*_PLAIN_FIELDS(each), {*each.rare} - _LENGTH_FORMS, list(each.globals)) for each in (old, new))
     if before != after or len(old.irregular) != len(new.irregular):
         return False
     twins: dict[int, int] = {}  # the nodes of new by those of old
