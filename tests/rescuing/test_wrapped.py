@@ -39,6 +39,7 @@ WRAPPED = {
     "gzip": gzip.compress(DATA),
     "bzip2": bz2.compress(DATA),
     "xz": lzma.compress(DATA),
+    "gzip, then zeros": gzip.compress(DATA) + bytes(600),
     "gzip in two runs": gzip.compress(DATA[:999]) + gzip.compress(DATA[999:]),
     "zip": zipped({"readme.txt": b"weights", "model.pt": DATA}),
     "compressed zip": zipped({"model.pt": DATA}, zipfile.ZIP_DEFLATED),

@@ -104,6 +104,35 @@ def test_it_says_which() -> None:
     assert damage == ("s", "broken", "an index is 65537, and axis 1 has 3 places")
 
 
+class Forged:
+    """Pickled as a call that makes a sparse tensor of any parts."""
+
+    def __init__(self, layout: str, *parts: torch.Tensor) -> None:
+        self.args = LAYOUTS[layout], (*parts, torch.Size(SIZE))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_sparse_tensor, self.args
+
+
+def ones(*size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.int64)
+
+
+@each(
+    ("forged", "words"),
+    [
+        (Forged("coo", torch.ones(2, 3), torch.ones(3)), "its indices are not integers"),
+        (Forged("coo", ones(3), torch.ones(3)), "its indices have the shape (3,), and it the shape (4, 6)"),
+        (Forged("coo", ones(2, 3), torch.ones(2)), "it has 3 indices, and values of the shape (2,)"),
+        (Forged("csr", ones(5), ones(3), torch.ones(2)), "its parts do not fit together"),
+        (Forged("csr", ones(3), ones(2), torch.ones(2)), "it has 4 rows, and their ends have the shape (3,)"),
+    ],
+)
+def test_parts_that_do_not_fit_together(forged: Forged, words: str) -> None:
+    (damage,) = verify(saved({"s": forged})).damaged
+    assert damage == ("s", "broken", words)
+
+
 def test_a_claim_of_endless_indices_is_not_followed() -> None:
     indices = torch.zeros(1, 1, dtype=torch.int64).expand(1, 1 << 40)
     huge = torch.sparse_coo_tensor(indices, torch.ones(1).expand(1 << 40), (1,), check_invariants=False)

@@ -71,7 +71,6 @@ _MIN_SEARCH = 256 << 20
 _MAX_SEARCH = 4
 """Bytes searched for the ends of records, in one file together: ``_MIN_SEARCH``, and so many times its size."""
 
-_MAX_INDEX = 512 << 20
 _MAX_INFLATED = 256 << 20
 _MIN_ZEROS = 512
 
@@ -416,7 +415,7 @@ class Scan:
             return local is None and self._skip()
         self.records.append(record)
         is_index = any(name.rpartition(b"/")[2] == b"data.pkl" for name in record.names)
-        if is_index and record.present == record.stored <= _MAX_INDEX:
+        if is_index and record.present == record.stored <= MAX_PAYLOAD:
             copy = entry or record.descriptor
             self._index = (record.payload, record.stored, copy.crc32 if copy else None)
         self._position = record.payload if record.endless else record.end
@@ -579,7 +578,7 @@ class Scan:
                 size = at + found - local.end
                 if found + form.size > len(window):  # the file ends within it: its checksum must be right
                     crc = window[found + 4 : found + 8]
-                    known = len(crc) == 4 and size <= _MAX_INDEX
+                    known = len(crc) == 4 and size <= MAX_PAYLOAD
                     content = self._source.read(local.end, size) if known else b""
                     return size if known and zlib.crc32(content) == int.from_bytes(crc, "little") else None
                 _, _, stored, whole = form.unpack_from(window, found)

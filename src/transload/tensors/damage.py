@@ -163,9 +163,8 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
                 out[last.id] = Damage("", "broken", detail)
     for storage in content.checkpoint.storages:
         name = storage.record or storage.key
-        key = packed.get((storage.file, name)) if storage.compressed else (storage.file, name, storage.offset or 0)
-        if key is None:
-            continue
+        here = storage.file, name, storage.offset or 0
+        key = packed.get(here[:2], here) if storage.compressed else here
         problem, record, where = bad.get(key), records.get(key), _where(storage, name)
         if problem is not None:
             kind = "unreadable" if problem.code == "record-unreadable" else "checksum"
