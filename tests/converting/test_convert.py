@@ -11,6 +11,7 @@ from struct import pack
 from typing import Any
 
 import pytest
+from tests import forge
 from tests.each import each, for_each
 from tests.release import RELEASE, SAVES_NEW_DTYPES
 
@@ -568,6 +569,20 @@ def test_only_a_torch_zip_stores_sparse_and_quantized(tmp_path: Path) -> None:
     assert not other.complete
     assert [each.name for each in other.left] == ["quantized"]
     assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {"w", "sparse/indices", "sparse/values"}
+
+
+def test_a_sparse_tensor_over_a_part_of_a_storage(tmp_path: Path) -> None:
+    """Only the oldest files have parts of storages, and nothing that is written has: its tensors are stored alone."""
+    layout = forge.call(forge.name("torch.serialization", "_get_layout"), "torch.sparse_coo")
+    part = forge.storage_id("0", 4, "FloatStorage", "cpu", forge.tuple_of("9", 1, 3))
+    whole = forge.storage_id("1", 3, "LongStorage", "cpu", None)
+    parts = (forge.tensor(storage=whole, shape=(1, 3), stride=(3, 1)), forge.tensor(storage=part, shape=(3,)), (3,))
+    sparse = forge.call(forge.name("torch._utils", "_rebuild_sparse_tensor"), layout, forge.tuple_of(*parts))
+    held = forge.pickled(forge.ordered({"s": sparse})), forge.pickled(forge.listing("0", "1"))
+    storages = (pack("<q", 4) + forge.FLOATS, pack("<4q", 3, 0, 1, 2))
+    (tmp_path / "a.pt").write_bytes(forge.legacy(object=held[0], keys=held[1], storages=storages))
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert load(tmp_path / "b.pt")["s/values"].tolist() == load(tmp_path / "a.pt")["s"].to_dense().tolist() == [2, 3, 4]
 
 
 def test_a_tensor_that_claims_too_much(tmp_path: Path) -> None:

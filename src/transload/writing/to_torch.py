@@ -16,7 +16,7 @@ from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.tensors import call_items, called, last_pairs, node_at, short_key
-from transload.nodes import Call, Dict, Global, Persistent
+from transload.nodes import Call, Dict, Global, Persistent, storage_id
 from transload.tensors.content import Allowance, Content
 from transload.writing.objects import (
     KEY_TYPES,
@@ -87,10 +87,11 @@ def _is_made_of(
 
 
 def _storage_key(node: Persistent) -> str:
-    """The key of a storage in the file; empty if the persistent id has another form."""
-    pid: Any = node.id
-    known = type(pid) is tuple and len(pid) >= 5 and pid[0] == "storage" and type(pid[1]) is Global
-    return pid[2] if known and type(pid[2]) is str else ""
+    """The key of a storage in the file; empty if the persistent id has another form, or is that of a part of one."""
+    match storage_id(node):
+        case (_, Global(), str() as key, _, _) | (_, Global(), str() as key, _, _, None):
+            return key
+    return ""
 
 
 # -- the object
