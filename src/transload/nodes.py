@@ -207,11 +207,11 @@ class Pickle:
         return self.loader is not None or self.wrapper is not None
 
 
-_ABSENT = 99
+_ABSENT = 99  # a position beyond all arguments
 
 
 class Rebuild(NamedTuple):
-    """How many arguments a function takes at least and at most, and the positions of some of them.
+    """A function of torch that rebuilds a tensor: how many arguments it takes, and the positions of some of them.
 
     ``metadata`` are flags such as ``{"conj": True}``, ``state`` the attributes of the tensor.
     """
