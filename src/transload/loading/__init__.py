@@ -451,7 +451,7 @@ class _Reader:
             return made
         if self._skips or not storage.nbytes:
             return self._device_map.put(self._empty(storage), storage.device)
-        held = self._mapped(storage) if self._map is not None else None
+        held = self._mapped(storage)
         if held is None:
             if not storage.compressed and (storage.offset is None or storage.stored < storage.nbytes):
                 raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
@@ -490,9 +490,9 @@ class _Reader:
 
     def _mapped(self, storage: Storage) -> torch.UntypedStorage | None:
         """A part of the mapped file; ``None`` if the bytes there are not those in memory."""
-        if storage.offset is None or storage.compressed or storage.offset % _ALIGNED or self._is_swapped(storage):
+        if self._map is None or storage.offset is None or storage.offset % _ALIGNED or storage.stored < storage.nbytes:
             return None
-        if storage.stored < storage.nbytes or self._map is None:
+        if storage.compressed or self._is_swapped(storage):
             return None
         part: torch.UntypedStorage = self._map[storage.offset : storage.offset + storage.nbytes]
         if self._options.verify:

@@ -297,18 +297,14 @@ class DirectFile(File):
         super().__init__(source)
         self._direct_descriptor = -1
 
-    def go_direct(self) -> bool:
-        """Bypass the page cache from now on; false if the file or the system does not support that."""
+    def go_direct(self) -> None:
+        """Bypass the page cache from now on, if the file and the system support that."""
         flag = getattr(os, "O_DIRECT", 0)
-        if not flag or self.descriptor < 0:
-            return False
-        try:
-            # Through its descriptor: the path may lead to another file by now.
-            self._direct_descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | flag)
-        except OSError:
-            return False
-        self.direct = True
-        return True
+        if flag and self.descriptor >= 0:
+            with suppress(OSError):
+                # Through its descriptor: the path may lead to another file by now.
+                self._direct_descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | flag)
+                self.direct = True
 
     def close(self) -> None:
         """Close the second descriptor."""
