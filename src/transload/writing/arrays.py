@@ -129,9 +129,7 @@ def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> 
     def open_file(file: str) -> Source:
         return in_memory(file) if file in raw else content.open_file(file)
 
-    extended = replace(
-        checkpoint,
-        tensors=(*checkpoint.tensors, *added),
-        storages=(*checkpoint.storages, *storages.values()),
-    )
-    return Content(extended, open_file, content.parts), {tensor.path for tensor in added}
+    tensors, found = (*checkpoint.tensors, *added), (*checkpoint.storages, *storages.values())
+    return Content(replace(checkpoint, tensors=tensors, storages=found), open_file, content.parts), {
+        tensor.path for tensor in added
+    }

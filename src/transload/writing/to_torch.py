@@ -18,13 +18,7 @@ from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.tensors import call_items, called, last_pairs, node_at, short_key
 from transload.nodes import Call, Dict, Global, Persistent, storage_id
 from transload.tensors.content import Allowance, Content
-from transload.writing.objects import (
-    KEY_TYPES,
-    NOTHING,
-    BoundedWalk,
-    numpy_number,
-    tensor_attributes,
-)
+from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, numpy_number, tensor_attributes
 from transload.writing.transfer import Entry
 
 Path = tuple[Key, ...]
