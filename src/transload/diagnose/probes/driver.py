@@ -28,10 +28,9 @@ def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
 
 def cuda(host: Host, outcome: Outcome) -> Cuda:
     """What CUDA answered."""
-    found = Cuda(_answer(host, outcome, "cuda"), **outcome.fields_of(Cuda))
-    return replace(
-        found, library=host.host_path(found.library), gpus=tuple(CudaGpu(**gpu) for gpu in outcome.values("gpu"))
-    )
+    gpus = tuple(CudaGpu(**gpu) for gpu in outcome.values("gpu"))
+    found = Cuda(_answer(host, outcome, "cuda"), **outcome.fields_of(Cuda), gpus=gpus)
+    return replace(found, library=host.host_path(found.library))
 
 
 def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
@@ -102,7 +101,6 @@ def experiments(host: Host, answered: Cuda, seconds: float) -> tuple[Experiment,
         asked = []
         for change in changes:
             rest = {name: value for name, value in host.environ.items() if name not in change}
-            asked.append(children.enter_context(Child(question(replace(host, environ=rest), "cuda"), seconds)))
-        return tuple(
-            Experiment(change, cuda(host, child.outcome())) for change, child in zip(changes, asked, strict=True)
-        )
+            child = children.enter_context(Child(question(replace(host, environ=rest), "cuda"), seconds))
+            asked.append((change, child))
+        return tuple(Experiment(change, cuda(host, child.outcome())) for change, child in asked)

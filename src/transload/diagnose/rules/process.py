@@ -206,7 +206,7 @@ def faulty_node(m: Case) -> Found:
         major = m.nodes.majors.get(name, 0 if uvm else _NVIDIA_MAJOR)
         should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
         what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
-        if container in ("lxc", "nspawn"):
+        if container in _SYSTEM_CONTAINERS:
             majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
             fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {each}:* rwm" for each in majors))
         else:
