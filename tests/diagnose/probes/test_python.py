@@ -354,7 +354,7 @@ def test_others_are_found_by_their_files_alone(host: Host) -> None:
     (Path(host.root) / "usr/bin/python3").symlink_to("python3.11")
     environ = {**host.environ, "VIRTUAL_ENV": "/opt/active", "PATH": "/opt/empty/bin::/usr/bin:/nowhere:/usr/bin"}
     host = replace(host, environ=environ)
-    assert others(host, "/opt/examined", ()) == (
+    assert tuple(others(host, "/opt/examined", ())) == (
         "/opt/active/bin/python: torch 2.8.0+cu128",
         f"{project}/.venv/bin/python: torch 2.9.0+cpu",
         "/usr/bin/python3: torch 1.13.1",
@@ -413,7 +413,7 @@ def test_behind_the_scripts_of_pyenv(host: Host) -> None:
 def test_no_home_no_path_no_current_folder() -> None:
     host = Host(root="/nowhere-at-all", environ={}, cwd="")
     assert prefixes(host) == []
-    assert others(host, "", ("", "/x")) == ()
+    assert not tuple(others(host, "", ("", "/x")))
 
 
 # -- which one to take -------------------------------------------------------------------------------------------------

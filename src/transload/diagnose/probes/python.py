@@ -66,7 +66,7 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
         pip=any(host.exists(f"{entry}/pip/__main__.py") for entry in path),
         externally_managed=prefix == base_prefix and host.exists(f"{stdlib}/EXTERNALLY-MANAGED"),
         why=why,
-        others=others(host, prefix, path),
+        others=tuple(others(host, prefix, path)),
         packages=dict(sorted(packages.items())),
     )
 
@@ -206,19 +206,17 @@ class Interpreter(NamedTuple):
     torch: str
 
 
-def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
+def others(host: Host, prefix: str, path: Sequence[str]) -> Iterator[str]:
     """Interpreters with another torch than the one of ``prefix``, whose import path is ``path``.
 
     One for each torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
     """
     seen = {host.target(f"{entry}/torch") for entry in path}
-    found = []
     paths = chain((path for path, _ in likely(host)), _more(host, prefix))
     for each in islice(filter(None, (interpreter(host, path) for path in paths)), _MANY):
         if each.torch and each.prefix != prefix and host.target(each.torch) not in seen:
             seen.add(host.target(each.torch))
-            found.append(f"{each.executable}: torch {build(host, each.torch).version or 'of unknown version'}")
-    return tuple(found)
+            yield f"{each.executable}: torch {build(host, each.torch).version or 'of unknown version'}"
 
 
 def _more(host: Host, prefix: str) -> Iterator[str]:
