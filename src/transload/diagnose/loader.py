@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from struct import Struct, unpack_from
 from typing import Any, NamedTuple
 
@@ -141,12 +142,8 @@ class Loader:
             return ()
         flags = re.search(r"^flags\s*:(.*)", self.host.text("/proc/cpuinfo", 1 << 14) or "", re.MULTILINE)
         has = set(flags[1].split()) if flags else set()
-        reached: list[str] = []
-        for level, required in table("machines")["hwcaps"].items():
-            if not has.issuperset(required.split()):
-                break
-            reached.insert(0, level)
-        return tuple(reached)
+        levels = takewhile(lambda level: has.issuperset(level[1].split()), table("machines")["hwcaps"].items())
+        return tuple(name for name, _ in levels)[::-1]
 
     @cached_property
     def cache(self) -> dict[str, tuple[str, ...]]:

@@ -227,13 +227,10 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
             break
     if isinstance(log, Unknown):
         return log
-    messages: dict[str, None] = {}  # the last one of equal messages is kept
-    for line in log.split("\n"):
-        if any(word in line for word in _WORDS) and not _NOISE.search(line):
-            message = _BEFORE.sub("", line[:_LINE].strip(), count=1)
-            messages.pop(message, None)
-            messages[message] = None
-    return tuple(messages)[-_LINES:]
+    lines = (line for line in log.split("\n") if any(word in line for word in _WORDS) and not _NOISE.search(line))
+    messages = [_BEFORE.sub("", line[:_LINE].strip(), count=1) for line in lines]
+    newest = tuple(dict.fromkeys(reversed(messages)))[:_LINES]  # the last one of equal messages is kept
+    return newest[::-1]
 
 
 def _ring() -> str | Unknown:
