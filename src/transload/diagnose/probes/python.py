@@ -54,10 +54,8 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     stdlib, prefix, base_prefix = report.pop("stdlib"), report["prefix"], report["base_prefix"]
     kind, tool = environment(host, prefix, base_prefix)
     relevant = tuple(table("packages")["relevant"].split())
-    packages: dict[str, str] = {}  # the first on the path counts, as for an import
-    for each in installed(host, path):
-        if each.name.startswith(relevant) and each.name not in packages:
-            packages[each.name] = each.stated or each.version
+    found = [each for each in installed(host, path) if each.name.startswith(relevant)]
+    packages = {each.name: each.stated or each.version for each in reversed(found)}  # the first on the path counts
     return Python(
         **{**report, "executable": report["executable"] or executable, "path": path},
         environment=kind,
