@@ -60,11 +60,8 @@ def container(m: Case) -> Found:
 
     # on a host, a note if its CDI file names another release
     if not kind and around.cdi and kernel.version and kernel.version not in around.cdi:
-        evidence: Lines = (
-            f"CDI files name driver {', '.join(around.cdi)}",
-            f"the loaded kernel driver is {kernel.version}",
-        )
-        yield "C07", Match(evidence, m.steps("C07 host"), "note")
+        other = f"CDI files name driver {', '.join(around.cdi)}"
+        yield "C07", Match((other, f"the loaded kernel driver is {kernel.version}"), m.steps("C07 host"), "note")
     if not m.broken:
         return
 
@@ -84,8 +81,8 @@ def container(m: Case) -> Found:
         origins = m.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
         where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
         fix = m.steps("C04", where=where)
-        evidence = (inside, f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
-        yield "C04", Match((*evidence, *host), fix, severity=severity, likely=value == "void")
+        seen = (f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
+        yield "C04", Match((inside, *seen, *host), fix, severity=severity, likely=value == "void")
 
     named = {each.strip().lower() for each in (capabilities or "").split(",")}
     here = m.nodes.at(CONTROL).exists or m.driver.nvml.answer.answered
