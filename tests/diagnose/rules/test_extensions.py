@@ -89,6 +89,7 @@ def test_what_is_compiled_needs_the_toolkit_of_torchs_cuda() -> None:
 
 def test_a_package_that_needs_a_missing_library() -> None:
     assert alarms(beside("xformers", missing=("libcudart.so.12",))) == ["P06"]
+    assert alarms(beside("xformers", missing=("libcuda.so.1",))) == []  # the driver's
 
 
 @each(
@@ -111,11 +112,12 @@ def test_code_of_a_package_for_the_card(architectures: tuple[str, ...], poor: bo
         assert "NVIDIA H200 has compute capability 9.0" in found.evidence
 
 
-@each("library", ["libbitsandbytes_cuda130.so", "libbitsandbytes_cuda126.so"])
-def test_bitsandbytes_is_judged_by_the_library_it_loads(library: str) -> None:
-    """Which may be that of an older CUDA: the probe finds the one that is loaded."""
-    machine = beside("bitsandbytes", "0.50.2", library=library, architectures=("sm_75",), missing=("libcublas.so.12",))
-    assert alarms(machine) == ["P06", "A03"]
+@each(("cuda", "judged"), [(130, True), (129, False), (128, False), (132, True)])
+def test_bitsandbytes_is_judged_by_the_library_it_loads(cuda: int, judged: bool) -> None:
+    """That of torch's CUDA, 13.0, or the nearest of the same major version."""
+    library, missing = f"libbitsandbytes_cuda{cuda}.so", ("libcublas.so.12",)
+    machine = beside("bitsandbytes", "0.50.2", library=library, architectures=("sm_75",), missing=missing)
+    assert alarms(machine) == (["P06", "A03"] if judged else [])
 
 
 def test_without_a_card_nothing_is_said_of_code() -> None:

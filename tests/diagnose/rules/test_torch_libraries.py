@@ -219,7 +219,7 @@ def test_an_empty_element_of_the_path_is_only_mentioned() -> None:
     assert finding_of("L09", machine, "note").fix[0] == "$ export LD_LIBRARY_PATH=/usr/local/lib"
     assert alarms(machine) == []
     own = ("libcusparseLt.so.0: RUNPATH has an empty element",)
-    assert seen("L09", changed(healthy(), torch_libraries__cwd_searched=own)) is None
+    assert seen("L09", changed(healthy(), driver__libraries__cwd_searched=own)) is None
 
 
 def test_a_library_out_of_the_current_directory() -> None:

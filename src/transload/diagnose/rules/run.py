@@ -140,7 +140,9 @@ def no_code_for_card(m: Case) -> Found:
 # -- other packages: torch works without them, so these are warnings
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchtext", "torchcodec")
+_OF_DRIVER = ("libcuda.so", "libnvidia-")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
+_BITSANDBYTES = re.compile(r"bitsandbytes_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 # Without dependencies: the installer might replace the torch build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
 # What compiling needs, and environments of uv lack, as do those of venv since Python 3.12.
@@ -193,11 +195,15 @@ def other_packages(m: Case) -> Found:
         yield "P05", Match(tuple(lines), with_torch({each.package for each in companions}), severity="warning")
 
     # symbols of torch, or libraries, that a package needs do not exist
+    libraries = ((each, _BITSANDBYTES.search(each.library)) for each in m.extensions)
+    # bitsandbytes has a library for each CUDA version, and loads one of torch's major version
+    ours = m.torch_cuda.partition(".")[0] or "no CUDA"
+    examined = [each for each, of in libraries if not of or of["cuda"].startswith(ours)]
     lines, packages = [], set()
-    for each in m.extensions:
-        name = each.library or _named(each)
+    for each in examined:
+        name, missing = each.library or _named(each), [lib for lib in each.missing if not lib.startswith(_OF_DRIVER)]
         what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
-        what += [f"{name} needs {lib}, which is not found anywhere" for lib in each.missing[:2]]
+        what += [f"{name} needs {lib}, which is not found anywhere" for lib in missing[:2]]
         lines += what
         packages |= {each.package} if what else set()
     if packages:
@@ -211,7 +217,7 @@ def other_packages(m: Case) -> Found:
 
     # none of a package's architectures runs on any card of this process
     cards = [card for card in m.cards if card.sure]
-    with_code = ((each, each.architectures) for each in m.extensions if each.architectures)
+    with_code = ((each, each.architectures) for each in examined if each.architectures)
     poor = [each for each, codes in with_code if not any(tables.covers(codes, card.capability, cuda) for card in cards)]
     if cards and cuda and poor:
         has = (f"{_named(each)} has code for {' '.join(each.architectures)}" for each in poor)

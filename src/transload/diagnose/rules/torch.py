@@ -381,7 +381,7 @@ def other_libraries(m: Case) -> Found:
         if outside := [file for file in dlls if not file.startswith(first.location)]:
             yield "L11", Match(tuple(f"loaded: {file}" for file in outside[:4]))
 
-    if reasons := m.driver.libraries.cwd_searched:
+    if reasons := tuple(reason for reason in m.driver.libraries.cwd_searched if "LD_LIBRARY_PATH" in reason):
         named = {each.rstrip("/") for each in path}
         taken = [lib for lib in m.torch_libraries.needed if lib.via == "LD_LIBRARY_PATH"]
         from_here = [lib for lib in taken if dirname(lib.path) not in named]
