@@ -184,13 +184,22 @@ def test_a_file_of_another_error_does_not_say_the_same(tmp_path: Path) -> None:
     assert not answer.file.same
 
 
+def test_a_file_is_checked_like_transload_check_does(tmp_path: Path) -> None:
+    path = tmp_path / "outside.pt"
+    torch.save(torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False), path)
+    (answer,) = explained(f"{NO_CUDA} from '{path}'", bare()).answers
+    assert answer.file is not None
+    assert not answer.file.ok
+    assert "sparse" in answer.file.verdict
+
+
 def test_without_checks_nothing_is_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(HTML)
-    with mock.patch("transload.diagnose.doctor") as doctor, mock.patch("transload.judge.inspect") as inspect:
+    with mock.patch("transload.diagnose.doctor") as doctor, mock.patch("transload.checking.check_here") as check:
         (answer,) = transload.explain(f"{NO_CUDA} '{path}'", checks=False).answers
     assert not doctor.called
-    assert not inspect.called
+    assert not check.called
     assert answer.machine is None
     assert answer.file is None
 
