@@ -67,6 +67,14 @@ def test_a_sparse_csr_tensor_as_torch_saved_it_up_to_1_13(tmp_path: Path) -> Non
     same(expected, torch.load(tmp_path / "again.pt"))
 
 
+def test_a_tensor_of_a_device_without_storages() -> None:
+    """It is saved as a tensor on the CPU, with the name of its device and the dtype it had there."""
+    function = forge.name("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+    made = forge.call(function, forge.tensor("0"), forge.name("torch", "float16"), "xla:0", True)
+    loaded = load(forge.checkpoint(forge.pickled(forge.ordered({"w": made})), {"0": forge.FLOATS}), "cpu")["w"]
+    assert (loaded.tolist(), loaded.dtype, loaded.requires_grad) == ([1, 2, 3, 4], torch.float16, True)
+
+
 def test_an_extension_that_lies(tmp_path: Path) -> None:
     shutil.copy(STATE_DICT, tmp_path / "model.safetensors")
     same(torch.load(STATE_DICT), load(tmp_path / "model.safetensors"))
