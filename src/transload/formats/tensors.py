@@ -50,14 +50,16 @@ def short_key(key: object, longest: int = _MAX_KEY) -> Key:
     return key if type(key) is int and key.bit_length() < 64 else short(key)
 
 
-def node_at(root: object, path: tuple[Key, ...], known: dict[int, dict[Key, Any]] | None = None) -> Any:
-    """The node at a path; ``None`` if there is none. ``known`` keeps the members of nodes for further calls."""
+def node_at(
+    root: object, path: tuple[Key, ...], known: dict[int, dict[Key, Any]] | None = None, absent: object = None
+) -> Any:
+    """The node at a path; ``absent`` if there is none. ``known`` keeps the members of nodes for further calls."""
     known = {} if known is None else known
     node: Any = root
     for step in path:
         if id(node) not in known:  # the last of equal keys wins
             known[id(node)] = {short_key(key): child for key, child in _members(node)}
-        node = known[id(node)].get(step)
+        node = known[id(node)].get(step, absent)
     return node
 
 

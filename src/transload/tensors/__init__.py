@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key
 
 
+_ABSENT = object()  # no node: a node may be None
 _STREAM = "\0"
 """The key, which no file has as its name, of a file object that is read from its position on."""
 
@@ -109,8 +110,8 @@ class OpenCheckpoint:
         from transload.formats.tensors import node_at
 
         for piece in self.pieces:
-            node = node_at(piece.checkpoint.root, path, self._members)
-            if node is not None:
+            node = node_at(piece.checkpoint.root, path, self._members, _ABSENT)
+            if node is not _ABSENT:
                 return piece, node
         return None
 
