@@ -262,11 +262,7 @@ class Origin(Frozen):
         if self.oldest and self.newest:
             span = self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
             return f"torch {span}{self.note}"
-        if self.oldest:
-            return f"torch {self.oldest} or later{self.note}"
-        if self.newest:
-            return f"torch {self.newest} or earlier{self.note}"
-        return self.note or "unknown"
+        return f"torch {self.oldest} or later" if self.oldest else "unknown"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
