@@ -164,6 +164,24 @@ def test_a_child_that_hangs_is_ended_at_its_deadline(text: str) -> None:
     assert not alive(child.pid)
 
 
+@each(
+    "begun",
+    [
+        "",
+        "Timeout (0:0",
+        "Timeout (0:00:01)!\n",
+        "Timeout (0:00:01)!\nThread 0x7 (most recent call first):\n  File ",
+    ],
+)
+def test_a_child_that_is_killed_while_it_prints_its_stack_keeps_its_place(begun: str) -> None:
+    stack = 'hello\nTimeout (0:00:01)!\nThread 0x7 (most recent call first):\n  File "/x/torch/a.py", line 3 in f\n'
+    printed = f"{stack}{children.MARK.decode()}{{'doing': 'import'}}\n{begun}"
+    text = f"os.write(1, {printed.encode()!r}); time.sleep(600)"
+    with Child(question(text), LONG) as child:
+        seen = hangs_in(child, {"doing": "import"})
+    assert (seen.place, seen.noise) == ("/x/torch/a.py:3", "hello")
+
+
 def test_it_ends_with_its_process_though_another_holds_the_pipe() -> None:
     text = """
 import subprocess

@@ -44,6 +44,8 @@ _STACK = re.compile(
     rb"(Fatal Python error: .*|Timeout \([\d:.]+\)!|(?:Stack|(?:Current t|T)hread 0x.*) \(most recent call first\):)$"
 )
 """What faulthandler prints before the stack of each thread, the main thread last."""
+_CUT_OFF = (b"  File ", b"Timeout (", b"Thread 0x", b"Current thread 0x", b"Stack (")
+"""How a line of it begins, if the child is killed while it prints it."""
 _FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'File "([^"<][^"]*)", line (\d+)')
 _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
@@ -123,6 +125,7 @@ class Child(AbstractContextManager["Child"]):
         self._done = False
         self._noise = self._rest = b""
         self._frames: list[bytes] = []
+        self._place = ""  # the innermost line of the stack before them
         self._in_stack = False
         self._finished = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -168,7 +171,7 @@ class Child(AbstractContextManager["Child"]):
             self._finished.wait(min(left, 0.05))
             if (now := monotonic()) - checked < _POLL:
                 continue
-            checked, here = now, _innermost_line(self._frames)
+            checked, here = now, _innermost_line(self._frames) or self._place
             done = _work_done(process.pid) if patience < inf else -1
             if now - self.begun > _SLOW:
                 doing = [record["doing"] for record in list(self.records) if "doing" in record]
@@ -190,8 +193,11 @@ class Child(AbstractContextManager["Child"]):
         seconds = (monotonic() if state == "hung" else self._last_output) - self.begun
         if not self.close():
             end += ", and could not be killed,"
-        noise = (self._noise + self._rest).decode("utf-8", "replace").strip()
-        place = _innermost_line(self._frames) if state == "hung" or _FATAL in noise else ""
+        rest = b"" if self._rest.startswith(_CUT_OFF) else self._rest
+        noise = (self._noise + rest).decode("utf-8", "replace").strip()
+        place = ""
+        if state == "hung" or _FATAL in noise:
+            place = _innermost_line(self._frames) or self._place  # it may have been killed while it printed a stack
         return Outcome(state, tuple(self.records), noise, end, seconds, idle if state == "hung" else 0.0, place)
 
     def close(self) -> bool:
@@ -269,6 +275,7 @@ class Child(AbstractContextManager["Child"]):
         """The line, or what is left of it without Python's stack, whose last frames go to ``_frames``."""
         begins = _STACK.search(line)
         if begins:
+            self._place = _innermost_line(self._frames) or self._place
             self._frames, self._in_stack = [], True
             return line + b"\n" if begins[1].startswith(b"Fatal") else line[: begins.start()]
         self._in_stack = self._in_stack and (not line or line.startswith(b"  "))
