@@ -134,16 +134,13 @@ def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
     """The pickle by a module's ``Pickler``, which decides about everything but tensors."""
     base: Any = (pickle_module or pickle).Pickler
     inherited = getattr(base, "reducer_override", None)
-    # Not looked up on the reducer: persistent_id is called for each part of each tensor.
-    storage_classes, legacy = reducer.storage_classes, reducer.legacy
+    with_id = reducer.with_id  # not looked up on the reducer: persistent_id is called for each part of each tensor
 
     class Pickler(base):  # type: ignore[misc]
         __slots__ = ("transload",)
 
         def persistent_id(self, obj: Any) -> Any:
-            if type(obj) in storage_classes:
-                return self.transload.persistent_id(obj)
-            return self.transload.class_id(obj) if legacy and isinstance(obj, type) else None
+            return self.transload.persistent_id(obj) if type(obj) in with_id else None
 
     def reducer_override(self: Any, obj: Any) -> Any:
         reduced = self.transload.reduce(obj)
@@ -231,21 +228,25 @@ class _Reducer:
         self._torch: Any = torch
         self.tensor, self._strided, self._kinds = torch.Tensor, torch.strided, _kinds()
         self._rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
-        self.storage_classes: set[type] = {_Ref, Stored}
-        todo: list[type] = [torch.storage.TypedStorage, torch.storage.UntypedStorage]
+        # The classes of objects that may have a persistent id: storages, in the legacy form also classes.
+        self.with_id: set[type] = {_Ref, Stored}
+        todo = [torch.storage.TypedStorage, torch.storage.UntypedStorage, *([type] if legacy else [])]
         while todo:
             kind = todo.pop()
-            self.storage_classes.add(kind)
-            todo += kind.__subclasses__()
+            self.with_id.add(kind)
+            todo += type.__subclasses__(kind)
 
-    def persistent_id(self, obj: Any) -> tuple[Any, ...]:
-        """The persistent id of a storage."""
-        ref = obj if isinstance(obj, _Ref) else self._use_of_torch(obj, None)[0]
-        tag = "cpu" if self._portable else self._torch.serialization.location_tag(ref.storage)
-        stored = ("storage", ref.kind, ref.key, tag, ref.numel)
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        """The persistent id of a storage, or of a module class in the legacy form."""
+        if not isinstance(obj, _Ref):
+            if isinstance(obj, type):
+                return self._class_id(obj)
+            obj = self._use_of_torch(obj, None)[0]
+        tag = "cpu" if self._portable else self._torch.serialization.location_tag(obj.storage)
+        stored = ("storage", obj.kind, obj.key, tag, obj.numel)
         return (*stored, None) if self.legacy else stored  # None: it is not a part of another storage
 
-    def class_id(self, kind: type) -> tuple[Any, ...] | None:
+    def _class_id(self, kind: type) -> tuple[Any, ...] | None:
         """The persistent id of a module class at its first use, in the legacy form: the class, its file and its source.
 
         torch.load compares the source with that of the class it finds, and warns if it has changed. The file name is
