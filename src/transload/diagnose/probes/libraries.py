@@ -286,17 +286,23 @@ class _TorchImport:
     def unresolved(self) -> Iterator[str]:
         """Symbols of NVIDIA's libraries, and versions of other libraries, that are needed and not defined."""
         names = self.process.names
+        needs: list[tuple[str, str, list[UndefinedSymbol]]] = []  # the name of the asker, the file, what it needs of it
+        wanted: dict[str, set[UndefinedSymbol]] = {}
         for asker in self.process.opened:
             own = asker.path.startswith(self.install.location)
             of_nvidia = [name for name in asker.elf.needed if NVIDIA.fullmatch(name)]
-            wanted: dict[str, list[UndefinedSymbol]] = {}
+            by_file: dict[str, list[UndefinedSymbol]] = {}
             for each in (undefined(asker.elf, of_nvidia) or ()) if own or of_nvidia else ():
                 if each.file in names and (each.name if each.file in of_nvidia else own):
-                    wanted.setdefault(each.file, []).append(each)
-            for file, symbols in wanted.items():
-                lost = [each.name or each.version for each in not_defined(names[file].elf, symbols) or ()]
-                lost = lost[:_MOST_SYMBOLS] if file in of_nvidia else lost
-                yield from (f"{name} of {file}, needed by {os.path.basename(asker.path)}" for name in lost)
+                    by_file.setdefault(each.file, []).append(each)
+            for file, symbols in by_file.items():
+                needs.append((os.path.basename(asker.path), file, symbols))
+                wanted.setdefault(file, set()).update(symbols)
+        lost = {file: {*(not_defined(names[file].elf, symbols) or ())} for file, symbols in wanted.items()}
+        for asking, file, symbols in needs:
+            absent = [each for each in symbols if each in lost[file]]
+            absent = absent[:_MOST_SYMBOLS] if symbols[0].name else absent  # versions are few
+            yield from (f"{each.name or each.version} of {file}, needed by {asking}" for each in absent)
 
     def split_cudnn(self) -> Iterator[str]:
         """Parts of cuDNN that would be loaded from another folder, in another release than cuDNN's own."""
