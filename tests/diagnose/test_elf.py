@@ -194,6 +194,14 @@ def test_symbols_as_a_real_linker_writes_them() -> None:
     assert not_defined(torch_library("libc10.so"), stranger) == stranger
 
 
+@each("name", ["libtorch_python.so", "libtorch_cpu.so"])
+def test_the_hash_table_hides_no_undefined_symbol(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    elf = torch_library(name)
+    found = undefined(elf)
+    monkeypatch.setattr(elf_module, "_GNU_HASH", -1)  # as if it had none
+    assert undefined(elf) == found
+
+
 # -- code for cards
 
 

@@ -241,11 +241,12 @@ def _symbols(
     if not start:
         raise _MalformedError("it has no table of symbols")
     count = min(size // _SYMBOL.size, _MOST_SYMBOLS)
-    # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit. Those that
-    # are not defined come before ``first``, which is 1 in an empty table. Without it, a check takes 10 % longer.
+    # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit; an empty
+    # table has 1 there. A library has its undefined symbols before, a program may have them anywhere. Without it, a
+    # check takes 10 % longer.
     table = elf.offset(_GNU_HASH)
     buckets, first, words, _ = unpack("<4I", file.read_exactly(table, 16)) if table >= 0 else (0, 0, 0, 0)
-    if not defined and first > 1:
+    if not defined and first > 1 and not elf.interpreter:
         count = min(count, first)
     at = elf.offset(_VERSIONS)
     numbers = unpack(f"<{count}H", file.read_exactly(at, 2 * count)) if at >= 0 else (_ANY,) * count
