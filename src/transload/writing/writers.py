@@ -15,6 +15,7 @@ from struct import unpack
 from typing import Any
 
 from transload.checkpoint import Record as Stored
+from transload.checkpoint import Tensor
 from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record, write_archive, write_checkpoint
@@ -66,8 +67,8 @@ def _write_torch(job: Job, plan: Plan) -> None:
         raise _not_as_written(source.name)
     for tensor, entry in zip(read.tensors, plan.placed, strict=True):
         before = entry.tensor
-        if entry.call is not None:
-            same = (tensor.kind, tensor.dtype, tensor.shape) == (before.kind, before.dtype, before.shape)
+        if entry.call is not None:  # carried over with its storages
+            same = _geometry(tensor) == _geometry(before)
         else:
             found = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
             same = found == (entry.dtype, entry.offset, before.shape, entry.stride, str(entry.storage))
@@ -78,6 +79,11 @@ def _write_torch(job: Job, plan: Plan) -> None:
         pairs = [(entry, written[str(number)]) for number, entry in enumerate(storages) if entry.nbytes]
         records = [Stored(entry.name, at.offset, at.nbytes, at.stored, at.crc32) for entry, at in pairs]
         read_back(source, records, nbytes, job)
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    parts = tuple(_geometry(part) for part in tensor.parts)
+    return tensor.kind, tensor.dtype, tensor.offset, tensor.shape, tensor.stride, parts
 
 
 # -- safetensors: one file, or shards with the index that Hugging Face's loaders expect
