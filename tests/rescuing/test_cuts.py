@@ -13,7 +13,7 @@ from tests.rescuing.makers import ARCHIVES, ROOT, hashes, ident, index_end, ther
 
 from transload import inspect, rescue
 from transload.checkpoint import Checkpoint
-from transload.errors import TransloadError
+from transload.errors import RescueError, TransloadError
 from transload.formats.zip_scan import find_directory
 from transload.io.sources import BytesSource
 
@@ -63,6 +63,11 @@ def test_a_generated_file() -> None:
     data = out.getvalue()
     rng = random.Random(3)  # noqa: S311 - no secret
     assert wrong_cuts(data, sorted(rng.randrange(1, len(data)) for _ in range(20 * FUZZ))) == []
+
+
+def test_a_cut_in_the_index_is_not_taken_for_another_format() -> None:
+    with pytest.raises(RescueError, match="the part of the file that names its tensors is lost"):
+        rescue(STATE[: index_end(inspect(STATE)) // 2], dry_run=True)
 
 
 @pytest.mark.parametrize("fill", [None, "zeros", "nan"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Literal
 
@@ -120,7 +120,7 @@ def _rescue_file(
         with gc_paused():
             recovered, checkpoint = completed(recovered, fill=fill is not None)
             if checkpoint.format not in FORMATS:
-                raise _nothing_to_rescue(checkpoint, checkpoint.path)
+                raise _nothing_to_rescue(checkpoint, checkpoint.path, recovered.lost_records)
             if checkpoint.format in ("gguf", "npz", "npy"):
                 what = f"a rescue does not take files of this format ({FORMATS[checkpoint.format]})"
                 raise RescueError(what, where=checkpoint.path, fix="transload.open reads the tensors that are whole.")
@@ -214,10 +214,10 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes:
     return source, recovered._replace(nbytes=inner.size)
 
 
-def _nothing_to_rescue(checkpoint: Checkpoint, where: str) -> RescueError:
+def _nothing_to_rescue(checkpoint: Checkpoint, where: str, lost: Sequence[LostRecord] = ()) -> RescueError:
     what = "nothing can be recovered: the part of the file that names its tensors is lost"
     problem = next((problem for problem in checkpoint.problems if problem.code == "not-a-checkpoint"), None)
-    if problem is not None and problem.title:
+    if problem is not None and problem.title and all(record.name != "data.pkl" for record in lost):
         what = f"the file is not a checkpoint: it is {problem.title}"
     return RescueError(what, where=where, fix=next((fix for each in checkpoint.problems for fix in each.fix), ""))
 
