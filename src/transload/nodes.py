@@ -63,7 +63,7 @@ class Call:
 
 
 def is_empty_call(node: object, callee: object) -> bool:
-    """Whether a node is a call of ``callee`` without arguments, into whose result nothing is put."""
+    """Whether a node is a call of ``callee`` without arguments, whose result does not change later."""
     if type(node) is not Call or node.callee is not callee or node.args != () or node.kwargs is not None:
         return False
     return not (node.states or node.items or node.appended)

@@ -45,7 +45,7 @@ _STACK = re.compile(
 )
 """What faulthandler prints before the stack of each thread, the main thread last."""
 _CUT_OFF = (b"  File ", b"Timeout (", b"Thread 0x", b"Current thread 0x", b"Stack (")
-"""How a line of it begins, if the child is killed while it prints it."""
+"""The beginnings of its lines: the last one is incomplete if the child was killed while it printed the stack."""
 _FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'File "([^"<][^"]*)", line (\d+)')
 _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
@@ -125,7 +125,7 @@ class Child(AbstractContextManager["Child"]):
         self._done = False
         self._noise = self._rest = b""
         self._frames: list[bytes] = []
-        self._place = ""  # the innermost line of the stack before them
+        self._place = ""  # the innermost line of the previous stack
         self._in_stack = False
         self._finished = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None

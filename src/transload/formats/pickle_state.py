@@ -60,9 +60,9 @@ class Machine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
 
     ``memo`` is a list while each entry is written once and in order, as all writers but Python 2's number them; then a
-    dictionary. ``loader`` is the global ``LOADER`` once it was met. ``read_storage`` gets the arguments of a call of it
-    and where that ends, ``read_array`` a call whose result was given its state. What they return, unless it is
-    ``None``, takes the place of the call.
+    dictionary. ``loader`` is the global ``LOADER``, once the pickle has named it. ``read_storage`` is called with the
+    arguments of each call of it and the position where the call ends, ``read_array`` with each call whose result gets a
+    state. What they return replaces the call, unless it is ``None``.
     """
 
     def __init__(self, data: bytes, start: int, name: str) -> None:

@@ -12,7 +12,7 @@ from transload.io.sources import BytesSource, Source, decompressed
 _LZMA_MEMORY = 128 << 20
 """The most memory a stream may ask for: 1 KiB of xz can ask for 4 GiB."""
 
-# By format: how files begin, the modules that may have its decompressor, and what that is called with which arguments.
+# By format: the first bytes of a file, the modules that may have a decompressor, its name there, and its arguments.
 _FORMATS: dict[str, tuple[tuple[bytes, ...], str, str, dict[str, int]]] = {
     "gzip": ((b"\x1f\x8b\x08",), "zlib", "decompressobj", {"wbits": 31}),
     "bzip2": ((b"BZh",), "bz2", "BZ2Decompressor", {}),

@@ -284,7 +284,8 @@ class Match:
 def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
     """Every place of a checkpoint that has tensors below it; of a pickled module, the keys of its ``state_dict()``."""
     found: dict[tuple[Key, ...], Branch] = {}
-    # Where the path of a weight leaves the keys around its module. The reader names any others by their whole path.
+    # How many steps of a weight's path lead to the pickled module that has it. The names of attributes and of buffers
+    # that are not saved contain their whole path.
     leads = {
         tensor.path: next(place for place, step in enumerate(tensor.path) if step in _MARKERS)
         for tensor in checkpoint.tensors

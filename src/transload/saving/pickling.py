@@ -230,11 +230,10 @@ class _Reducer:
         self._rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
         # The classes of objects that may have a persistent id: storages, in the legacy form also classes.
         self.with_id: set[type] = {_Ref, Stored}
-        todo = [torch.storage.TypedStorage, torch.storage.UntypedStorage, *([type] if legacy else [])]
-        while todo:
-            kind = todo.pop()
+        kinds = [torch.storage.TypedStorage, torch.storage.UntypedStorage, *([type] if legacy else [])]
+        for kind in kinds:  # which grows by their subclasses
             self.with_id.add(kind)
-            todo += type.__subclasses__(kind)
+            kinds += type.__subclasses__(kind)
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         """The persistent id of a storage, or of a module class in the legacy form."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from ctypes import c_char, string_at
+from ctypes import string_at
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -117,12 +117,9 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
         device = storage.device
         at += 1
         if device == cpu:
-            address = storage.data_ptr() + stored.start
-            if nbytes <= SMALL:  # with string_at and _name, saving 20,000 small tensors would take 2 % longer
-                content: Any = (c_char * nbytes).from_address(address).raw if nbytes else b""
-            else:
-                content = partial(_host_chunks, address, nbytes)
-            yield _new(Record, (b"data/" + stored.key.encode(), nbytes, content))
+            address = storage.data_ptr() + stored.start if nbytes else 0
+            content = string_at(address, nbytes) if nbytes <= SMALL else partial(_host_chunks, address, nbytes)
+            yield _new(Record, (_name(stored.key), nbytes, content))
             continue
         ring = rings.get(str(device))
         if ring is None or nbytes > SMALL:

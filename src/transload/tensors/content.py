@@ -274,7 +274,7 @@ def is_constant(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """The tensor in the file: the only part of one that is rebuilt on a device, unless that also converts it."""
+    """The tensor that the file stores: for one that torch rebuilds on a device, its part, unless that is converted."""
     same = tensor.kind == "device" and len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
     return _stored(tensor.parts[0]) if same else tensor
 

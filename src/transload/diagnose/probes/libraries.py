@@ -286,7 +286,7 @@ class _TorchImport:
     def unresolved(self) -> Iterator[str]:
         """Symbols of NVIDIA's libraries, and versions of other libraries, that are needed and not defined."""
         names = self.process.names
-        needs: list[tuple[str, str, list[UndefinedSymbol]]] = []  # the name of the asker, the file, what it needs of it
+        needs: list[tuple[str, str, list[UndefinedSymbol]]] = []  # the library that needs them, the file, the symbols
         wanted: dict[str, set[UndefinedSymbol]] = {}
         for asker in self.process.opened:
             own = asker.path.startswith(self.install.location)
