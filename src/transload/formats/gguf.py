@@ -15,10 +15,10 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Leaf
+from transload.checkpoint import Checkpoint, Draft, Leaf
 from transload.dtypes import BLOCKS, GGML, itemsize
 from transload.findings import LimitedProblems, join_names
-from transload.formats.safetensors import MAX_HEADER, Entry, check_layout, tensor_of
+from transload.formats.safetensors import MAX_HEADER, Entry, add_tensor, check_layout
 from transload.formats.tensors import short
 from transload.io.sources import Source
 
@@ -175,18 +175,13 @@ def read_gguf(source: Source) -> Checkpoint | None:
         names = join_names([each.name for each in quantized])
         noted.add("gguf-quantized", "", f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {names}")
     big = header.order == ">"
-    made = [tensor_of(entry, entry.dtype, entry.shape, start, source.size, big_endian=big) for entry in ordered]
-    version = int.from_bytes(source.read(4, 4), "big" if big else "little")
-    return Checkpoint(
-        path=source.name,
-        format="gguf",
-        nbytes=source.size,
-        tensors=tuple([tensor for tensor, _ in made]),
-        storages=tuple([storage for _, storage in made if storage is not None]),
-        leaves=tuple(leaves.values()),
-        facts=(("GGUF", f"version {version}"), ("byteorder", "big" if big else "little"), ("alignment", str(align))),
-        problems=noted.problems(),
-    )
+    order: Any = "big" if big else "little"
+    version = int.from_bytes(source.read(4, 4), order)
+    out = Draft(source.name, "gguf", source.size, noted.problems())
+    out.facts += [("GGUF", f"version {version}"), ("byteorder", order), ("alignment", str(align))]
+    for entry in ordered:
+        add_tensor(out, entry, entry.dtype, entry.shape, start, big_endian=big)
+    return out.checkpoint(leaves=tuple(leaves.values()))
 
 
 def header_values(source: Source) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Draft, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, SAFETENSORS
 from transload.findings import LimitedProblems, join_names
 from transload.frozen import NamedTuple
@@ -73,7 +73,7 @@ def read_safetensors(source: Source) -> Checkpoint:
     Never raises for bad content. For a truncated file, too, all tensors are listed; those that are not complete have
     ``storage.stored < storage.nbytes``.
     """
-    noted = LimitedProblems()
+    out, noted = Draft(source.name, "safetensors", source.size), LimitedProblems()
     length = int.from_bytes(source.read(0, PREFIX), "little")
     left = max(source.size - PREFIX, 0)
     header = b""
@@ -88,12 +88,12 @@ def read_safetensors(source: Source) -> Checkpoint:
         elif not header.startswith(b"{"):
             noted.add("safetensors-odd-header", "header", "it does not begin with {")
     table = _parse(header, noted) if header else {}
-    facts = [("header", f"{length:,} bytes")]
+    out.facts.append(("header", f"{length:,} bytes"))
     metadata = table.pop("__metadata__", None)
     if isinstance(metadata, dict) and all(type(value) is str for value in metadata.values()):
-        facts.append(("metadata", "1 entry" if len(metadata) == 1 else f"{len(metadata):,} entries"))
+        out.facts.append(("metadata", "1 entry" if len(metadata) == 1 else f"{len(metadata):,} entries"))
         shown = list(metadata.items())[:MAX_METADATA_SHOWN]
-        facts += [(f"metadata.{_cut(key)}", _cut(value)) for key, value in shown]
+        out.facts += [(f"metadata.{_cut(key)}", _cut(value)) for key, value in shown]
     elif metadata is not None:
         noted.add("safetensors-metadata-invalid", "header › __metadata__", "it must map text to text")
     read = (_entry(name, raw, noted) for name, raw in table.items())
@@ -101,16 +101,9 @@ def read_safetensors(source: Source) -> Checkpoint:
     start = PREFIX + length
     if header and not noted.has("safetensors-header-invalid"):
         check_layout(entries, source.size - start, noted)
-    pairs = [tensor_of(entry, *_as_torch(entry, noted), start, source.size) for entry in entries]
-    return Checkpoint(
-        path=source.name,
-        format="safetensors",
-        nbytes=source.size,
-        tensors=tuple([tensor for tensor, _ in pairs]),
-        storages=tuple([storage for _, storage in pairs if storage is not None]),
-        facts=tuple(facts),
-        problems=noted.problems(),
-    )
+    for entry in entries:
+        add_tensor(out, entry, *_as_torch(entry, noted), start)
+    return out.checkpoint(problems=noted.problems())
 
 
 def header_metadata(source: Source) -> dict[str, str]:
@@ -282,22 +275,20 @@ def _as_torch(entry: Entry, noted: LimitedProblems) -> tuple[str, tuple[int, ...
     return kind, shape
 
 
-def tensor_of(
-    entry: Entry, dtype: str, shape: tuple[int, ...], start: int, size: int, *, big_endian: bool = False
-) -> tuple[Tensor, Storage | None]:
-    """The tensor of an entry, with torch's dtype and shape, and its storage.
-
-    The file has ``size`` bytes; its data begin at ``start``.
-    """
+def add_tensor(
+    out: Draft, entry: Entry, dtype: str, shape: tuple[int, ...], start: int, *, big_endian: bool = False
+) -> None:
+    """Add the tensor of an entry, with torch's dtype and shape, and its storage. The data begin at ``start``."""
     name, _, _, begin, end, broken = entry
     stride = (1,) if len(shape) == 1 else contiguous(shape)
     path = (name,)
     if broken:
-        return Tensor(path, name, dtype, shape, stride, "cpu", None), None
+        out.tensors.append(Tensor(path, name, dtype, shape, stride, "cpu", None))
+        return
     nbytes, offset = end - begin, start + begin
-    stored = nbytes if offset + nbytes <= size else max(0, size - offset)
+    stored = nbytes if offset + nbytes <= out.nbytes else max(0, out.nbytes - offset)
     place = offset if stored or not nbytes else None
-    return (
-        _new(Tensor, (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, ())),
-        _new(Storage, (name, name, "cpu", dtype, nbytes, stored, place, "", "", None, False, big_endian, path)),
-    )
+    tensor = (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, ())
+    out.tensors.append(_new(Tensor, tensor))
+    storage = (name, name, "cpu", dtype, nbytes, stored, place, "", "", None, False, big_endian, path)
+    out.storages.append(_new(Storage, storage))
