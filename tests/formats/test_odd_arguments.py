@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tests.each import each
 
+from transload.checkpoint import Record
 from transload.formats import tensors
-from transload.formats.tensors import Budget, Place, StorageTable
+from transload.formats.tensors import Budget, StorageTable
 from transload.nodes import Call, Dict, Global, Persistent
 
 V2 = Global("torch._utils", "_rebuild_tensor_v2", 0)
@@ -58,7 +59,7 @@ def tree_of(pid: Any, args: tuple[Any, ...], times: int = 2) -> tensors.Tree:
     held = [Persistent(pid, 0), Persistent(pid, 9), Persistent(("storage", HALF, "0", "cpu", 11), 9)]
     calls = [Call(V2, (node, *args, hooks), "reduce", 0) for node in held]
     items: list[Any] = [part for index, call in enumerate(calls * times) for part in (f"name{index}", call)]
-    table = StorageTable(lambda key, nbytes: Place(64, nbytes, f"data/{key}", 7))
+    table = StorageTable(lambda key, nbytes: Record(f"data/{key}", 64, nbytes, nbytes, 7))
     table.enter(held)
     return tensors.find_tensors(Dict([*items, "sub", Dict(items)]), table)
 

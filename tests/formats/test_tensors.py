@@ -16,7 +16,7 @@ from tests.forge import call, name, number, ordered, pickled, rebuilt, storage_i
 from tests.release import RELEASE, SAVES_NEW_DTYPES, needs_torch
 from torch import nn
 
-from transload.checkpoint import Checkpoint, Tensor
+from transload.checkpoint import Checkpoint, Record, Tensor
 from transload.formats import tensors as walks
 from transload.judge import inspect
 from transload.nodes import Call, Global, Persistent
@@ -539,7 +539,7 @@ def test_the_shortcut_for_ordinary_tensors_agrees_with_the_general_way(monkeypat
         return some if draw.random() < 0.05 else tuple(some)
 
     def found(node: Call) -> tuple[Any, ...]:
-        table = walks.StorageTable(lambda _key, nbytes: walks.Place(100, nbytes, "data/0", 1))
+        table = walks.StorageTable(lambda _key, nbytes: Record("data/0", 100, nbytes, nbytes, 1))
         tree = walks.find_tensors([node], table)
         return [repr(tensor) for tensor in tree.tensors], tree.storages, tree.problems
 

@@ -24,7 +24,7 @@ from transload.findings import Problem
 from transload.formats.arrays import dtype_of, shape_of
 from transload.formats.pickle_machine import MAX_STREAM, add_uses, run, run_at
 from transload.formats.pickle_state import LOADER, Broken, Cut, Machine
-from transload.formats.tensors import MAX_SIZE, Place, StorageTable, called, dotted, find_tensors
+from transload.formats.tensors import MAX_SIZE, StorageTable, called, dotted, find_tensors
 from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
@@ -125,15 +125,15 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     if ends_like_zip(source):
         out.problems.add("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it")
     if readable:
-        tree = read_tree(first, StorageTable(lambda key, _: storages[key][0]))
+        tree = read_tree(first, StorageTable(lambda key, _: storages[key]))
         out.add_tree(*tree)
-        out.records = tuple(record for _, record in storages.values() if record)
+        out.records = tuple(record for record in storages.values() if record.method)
         for storage in tree.storages:
             if storage.stored < storage.nbytes:
                 detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
                 out.problems.add("storage-cut", f"storage {storage.key}", detail)
     else:
-        tree = find_tensors(root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
+        tree = find_tensors(root, StorageTable())
         out.add_tree(tree.tensors, (), tree.leaves, tree.problems)
     out.facts += [("pickle protocol", str(first.protocol)), ("top object", kind)]
     return out.checkpoint(pickles=tuple(pickles))
@@ -155,8 +155,8 @@ def _is_pickle(pickle: Pickle, size: int) -> bool:
 # -- storages in a pickle
 
 
-_Storages = dict[str, tuple[Place, Record | None]]
-"""The storages in a pickle, by key; one has a record if its bytes are written as text."""
+_Storages = dict[str, Record]
+"""The storages in a pickle, by key."""
 
 
 class _EmbeddedData:
@@ -252,14 +252,12 @@ class _EmbeddedData:
         if text and self._vm.out.calls[-1] is node:
             self._vm.out.calls.pop()  # the call that encodes the text
         key = str(len(self.storages))
-        name, stored, record = f"storage {key}", max(0, len(data) - start), None
+        name, stored, place = f"storage {key}", max(0, len(data) - start), self._offset + at
+        record = Record(name, None if text else place + start, stored, stored)
         if text and stored:
             before = len(_TEXTS[method](text[:start]))
-            record = Record(name, self._offset + at + before, stored, len(raw) - before, None, method)
-            place = Place(None, stored, name, compressed=True)
-        else:
-            place = Place(None if text else self._offset + at + start, stored, name)
-        self.storages[key] = place, record
+            record = Record(name, place + before, stored, len(raw) - before, None, method)
+        self.storages[key] = record
         storage = Persistent(("storage", self._vm.find(kind.module, kind.name), key, tag, numel), end)
         self._vm.out.persistent.append(storage)
         return storage

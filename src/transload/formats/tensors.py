@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
 
-from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
+from transload.checkpoint import Key, Leaf, Record, Storage, Tensor, contiguous
 from transload.dtypes import BLOCKS, ITEMSIZE, STORAGES, itemsize
 from transload.findings import LimitedProblems, Problem
 from transload.frozen import NamedTuple
@@ -122,16 +123,6 @@ MAX_SIZE = 1 << 63
 """torch counts bytes in 64 signed bits; Python would go on multiplying for ever."""
 
 
-class Place(NamedTuple):
-    """Where a container keeps a storage. ``offset`` is ``None`` when the bytes cannot be read in place."""
-
-    offset: int | None
-    stored: int
-    record: str = ""
-    crc32: int | None = None
-    compressed: bool = False
-
-
 _MAX_SHOWN = 120
 
 
@@ -178,17 +169,21 @@ class Budget:
             raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
 
 
-class StorageTable:
-    """The storages met so far, by key. ``locate`` asks the container where one lies.
+Locate = Callable[[str, int], Record | None]
 
-    Each key counts once: torch restores a storage the first time it meets it and shares it afterwards.
+
+class StorageTable:
+    """The storages met so far, by key. ``locate`` finds the record of one by its key and size; ``None`` if it has none.
+
+    Each key counts once: torch restores a storage the first time it meets it and shares it afterwards. Without
+    ``locate`` all bytes count as stored, at no known place.
     """
 
-    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False) -> None:
-        self._locate = locate
+    def __init__(self, locate: Locate | None = None, *, big_endian: bool = False) -> None:
+        self._locate = locate or (lambda _, nbytes: Record("", None, nbytes, nbytes))
         self._big_endian = big_endian
         self.storages: dict[str, Storage] = {}
-        self.users: dict[str, list[str]] = {}  # the names of the tensors over each
+        self.users: defaultdict[str, list[str]] = defaultdict(list)  # the names of the tensors over each
         self.noted = LimitedProblems()
         self.budget = Budget()
         self._seen: dict[int, tuple[Storage, int, str] | None] = {}
@@ -196,8 +191,44 @@ class StorageTable:
 
     def enter(self, nodes: Iterable[Persistent]) -> None:
         """Take in the storages of a pickle, in the order it names them."""
+        storages, locate, seen = self.storages, self._locate, self._seen
         for node in nodes:
-            self._seen[id(node)] = self._parse(node.id)
+            pid: Any = node.id
+            seen[id(node)] = None
+            if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
+                continue
+            _, kind, key, device, numel = pid[:5]
+            dtype = STORAGES.get(kind.name.rpartition(".")[2]) if type(kind) is Global else None
+            if type(key) is int:
+                key = str(key)
+            if dtype is None or type(key) is not str or type(device) is not str or type(numel) is not int:
+                self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
+                continue
+            nbytes = numel * ITEMSIZE[dtype]
+            storage = storages.get(key)
+            if storage is None:
+                if 0 <= nbytes < MAX_SIZE:
+                    record = locate(key, nbytes)
+                else:
+                    detail = f"{scalar(nbytes)} bytes are claimed"
+                    self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
+                    nbytes, record = 0, None
+                name, offset, size, stored, crc, method = record or _NO_RECORD
+                packed = method != 0
+                if packed:
+                    offset, stored = None, size
+                elif not stored == size == nbytes:
+                    stored = min(stored, size, nbytes)
+                fields = (key, key, device, dtype, nbytes, stored, offset, name, "", crc, packed, self._big_endian, ())
+                storage = storages[key] = _new(Storage, fields)
+            elif storage.nbytes != nbytes or storage.device != device or (nbytes and storage.dtype != dtype):
+                # torch keeps to the first of them. An empty storage may be seen as several dtypes.
+                detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
+                detail += f"first with {storage.nbytes} of {storage.dtype} on {storage.device[:_MAX_SHOWN]}"
+                self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
+            first = self._first(pid[5], key, numel) if len(pid) == 6 else 0
+            if first >= 0:
+                seen[id(node)] = storage, first, dtype
 
     def resolve(self, node: object) -> tuple[Storage, int, str] | None:
         """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
@@ -206,38 +237,6 @@ class StorageTable:
         if id(node) not in self._seen:
             self.enter((node,))
         return self._seen[id(node)]
-
-    def _parse(self, pid: object) -> tuple[Storage, int, str] | None:
-        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
-            return None
-        _, kind, key, device, numel = pid[:5]
-        dtype = STORAGES.get(kind.name.rpartition(".")[2]) if type(kind) is Global else None
-        if type(key) is int:
-            key = str(key)
-        if dtype is None or type(key) is not str or type(device) is not str or type(numel) is not int:
-            self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
-            return None
-        nbytes = numel * ITEMSIZE[dtype]
-        storage = self.storages.get(key)
-        if storage is None:
-            if 0 <= nbytes < MAX_SIZE:
-                offset, stored, record, crc, packed = self._locate(key, nbytes)
-            else:
-                detail = f"{scalar(nbytes)} bytes are claimed"
-                self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
-                nbytes, (offset, stored, record, crc, packed) = 0, Place(None, 0)
-            if stored > nbytes and not packed:
-                stored = nbytes
-            fields = (key, key, device, dtype, nbytes, stored, offset, record, "", crc, packed, self._big_endian, ())
-            storage = self.storages[key] = _new(Storage, fields)
-            self.users[key] = []
-        elif storage.nbytes != nbytes or storage.device != device or (nbytes and storage.dtype != dtype):
-            # torch keeps to the first of them. An empty storage may be seen as several dtypes.
-            detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
-            detail += f"first with {storage.nbytes} of {storage.dtype} on {storage.device[:_MAX_SHOWN]}"
-            self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
-        first = self._first(pid[5], key, numel) if len(pid) == 6 else 0
-        return None if first < 0 else (storage, first, dtype)
 
     def _first(self, view: object, key: str, numel: int) -> int:
         """The element a view begins at: (key, offset, size) of a part of the storage, ``None`` for all; -1 if odd."""
@@ -255,16 +254,17 @@ class StorageTable:
 
     def finish(self) -> tuple[Storage, ...]:
         """All storages, each with the names of its tensors."""
-        pairs = zip(self.storages.values(), self.users.values(), strict=True)
-        return tuple([_new(Storage, (*held[:-1], tuple(names))) for held, names in pairs])
+        users = self.users
+        return tuple([_new(Storage, (*held[:-1], tuple(users[key]))) for key, held in self.storages.items()])
 
 
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+_NO_RECORD = Record("", None, 0, 0)
 
 
 def declared_storages(pickle: Pickle) -> dict[str, Storage]:
     """The storages a pickle names, by key, with the sizes it claims."""
-    table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
+    table = StorageTable()
     table.enter(pickle.persistent)
     return table.storages
 

@@ -26,7 +26,7 @@ from transload.formats.programs import (
     tensor_call,
     text,
 )
-from transload.formats.tensors import Place, StorageTable, find_tensors, moved_storage, moved_tensor
+from transload.formats.tensors import StorageTable, find_tensors, moved_storage, moved_tensor
 from transload.formats.torch_zip import (
     Archive,
     check_storages,
@@ -37,7 +37,7 @@ from transload.formats.torch_zip import (
     record_text,
     storage_table,
 )
-from transload.formats.zip import read_index, starts_like_zip
+from transload.formats.zip import DEFLATED, read_index, starts_like_zip
 from transload.frozen import replace
 from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Dict
@@ -472,12 +472,13 @@ def _read_views(out: _Package, configs: list[str]) -> None:
             model += [name, tensor_call(out.archive, record, dtype, device, (offset, sizes, strides), nbytes=nbytes)]
         root.items += [config[len(FOLDER) :].rpartition("/")[0], Dict(model)] if len(configs) > 1 else model
 
-    def locate(key: str, _: int) -> Place:
+    def locate(key: str, _: int) -> Record | None:
         base = bases.get(key)
         if base is None or not base.storages:
-            return Place(None, 0)
-        storage = base.storages[0]
-        return Place(storage.offset, storage.stored, storage.record, storage.crc32, storage.compressed)
+            return None
+        held = base.storages[0]
+        method = DEFLATED if held.compressed else 0
+        return Record(held.record, held.offset, held.stored, held.stored, held.crc32, method)
 
     tree = find_tensors(root, StorageTable(locate))
     lost = [storage for storage in tree.storages if not storage.record]

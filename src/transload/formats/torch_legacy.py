@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from transload.checkpoint import Checkpoint, Draft
+from transload.checkpoint import Checkpoint, Draft, Record
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.formats.pickle_machine import run_at
-from transload.formats.tensors import Place, StorageTable, declared_storages, find_tensors
+from transload.formats.tensors import StorageTable, declared_storages, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
@@ -26,7 +26,8 @@ from transload.io.sources import Slice, Source
 from transload.nodes import Dict, Global, Persistent, Pickle
 
 if TYPE_CHECKING:
-    from transload.formats.zip_writer import Record, Sink
+    from transload.formats.zip_writer import Record as NewRecord
+    from transload.formats.zip_writer import Sink
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -86,7 +87,7 @@ def read_legacy(source: Source) -> Checkpoint:
         text = key.decode("latin-1") if type(key) is bytes else key
         keys.append(str(text) if type(text) in (str, int) else "")  # a key that nothing uses
     # Find each storage as torch does: the count before the bytes must agree with the object.
-    known, places, end = declared_storages(main), dict[str, Place](), position
+    known, places, end = declared_storages(main), dict[str, Record](), position
     for key in keys:
         storage, raw = known.get(key), source.read(end, 8)
         count = int.from_bytes(raw, "little", signed=True)
@@ -100,12 +101,12 @@ def read_legacy(source: Source) -> Checkpoint:
         else:
             start = end + 8
             present = max(0, min(storage.nbytes, source.size - start))
-            places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
+            places[key] = Record(f"storage {key}", start if start <= source.size else None, present, present)
             end = start + storage.nbytes
             continue
         end = source.size
         break
-    tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
+    tree = read_tree(main, StorageTable(lambda key, _: places.get(key)))
     out.add_tree(*tree)
     if not any(pickle.broken for pickle in pickles):
         listed_keys = set(keys)
@@ -136,7 +137,7 @@ def write_legacy(
     pickled: bytes,
     protocol: int,
     numels: Sequence[int],
-    storages: Iterable[Record],
+    storages: Iterable[NewRecord],
     report_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write a stream; the keys of the storages count from 0, and ``numels`` are their element counts."""
@@ -274,7 +275,7 @@ def read_tar(source: Source) -> Checkpoint | None:
     if pickle.globals or pickle.extensions or not pickle.broken:
         reader.add_pickle(pickle)
         reader.problems.add("tar-ambiguous", pickle.name, "it is a pickle as well as a tar header")
-    table = StorageTable(lambda key, _: reader.places.get(key, Place(None, 0)))
+    table = StorageTable(lambda key, _: reader.places.get(key))
     table.enter(reader.storage_ids.values())
     reader.add_tree(*find_tensors(main.root, table, outside=reader.tensor_args))
     return reader.checkpoint(pickles=(main, *(p for p in reader.pickles if p is not main)))
@@ -290,7 +291,7 @@ class TarReader(Draft):
         self.listed, problems = members(source)
         self.problems += problems
         self.found = {member.name.removeprefix("./"): member for member in self.listed}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, Record] = {}
         self.storage_ids: dict[str, Persistent] = {}
         self.tensor_args: dict[str, tuple[Any, ...]] = {}
 
@@ -337,7 +338,7 @@ class TarReader(Draft):
                 detail = f"{nbytes} bytes do not fit into what is left of the member"
                 self.problems.add("storage-cut", f"storage {key}", detail)
                 return
-            self.places[key] = Place(self.found["storages"].offset + start, nbytes, "storages")
+            self.places[key] = Record("storages", self.found["storages"].offset + start, nbytes, nbytes)
             self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), self._position)
             self._position = start + nbytes
         views = self._next(part)

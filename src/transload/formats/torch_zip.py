@@ -7,68 +7,27 @@ tensors, and compares every storage with its record. It also reads the origin th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Origin, Record, Storage
-from transload.dtypes import ITEMSIZE, STORAGES
+from transload.dtypes import STORAGES
 from transload.findings import Problem, Problems, join_names
 from transload.formats import pickle_machine
 from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.frozen import replace
 from transload.io.sources import Source
-from transload.nodes import Global, Pickle
+from transload.nodes import Pickle
 
 if TYPE_CHECKING:
-    from transload.formats.tensors import Place, StorageTable, Tree
+    from transload.formats.tensors import StorageTable, Tree
 
 RECORD = ".transload/origin.json"
-_PLAIN_CALLS = frozenset(
-    {("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")}
-)
-
-
-def list_plain_storages(
-    records: Mapping[str, Record], small: Collection[str], pickle: Pickle
-) -> tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]] | None:
-    """The storages, and how many tensors have each device tag, of an archive that contains only plain tensors.
-
-    ``None`` if anything is unusual: every record must be used, or be one of the ``small`` ones.
-    """
-    kinds: dict[object, tuple[str, int]] = {}  # dtype and element size of each storage class
-    for (module, name), global_ in pickle.globals.items():
-        if module == "torch" and name in STORAGES:
-            kinds[global_] = STORAGES[name], ITEMSIZE[STORAGES[name]]
-        elif (module, name) not in _PLAIN_CALLS:
-            return None
-    found: dict[str, Storage] = {}
-    ids: dict[str, Any] = {}
-    tags: list[str] = []
-    for node in pickle.persistent:
-        pid: Any = node.id
-        if type(pid) is not tuple or len(pid) != 5:
-            return None
-        mark, kind, key, tag, numel = pid
-        known = kinds.get(kind) if type(kind) is Global else None
-        if known is None or mark != "storage" or not (type(key) is type(tag) is str and type(numel) is int):
-            return None
-        tags.append(tag)
-        if key in found:
-            if ids[key] != pid:  # the same key with other values
-                return None
-            continue
-        record = records.get(f"data/{key}")
-        if record is None:
-            return None
-        name, offset, size, stored, crc, method = record
-        dtype, width = known
-        if offset is None or method or numel * width != size or size != stored or (not crc and size):
-            return None
-        ids[key] = pid
-        found[key] = _new(Storage, (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ()))
-    others = 1 + sum(name in records for name in small)  # the index, and the small records
-    return (tuple(found.values()), tuple(Counter(tags).items())) if len(records) == len(found) + others else None
-
+_PLAIN_GLOBALS = {("torch", name) for name in STORAGES} | {
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+}
 
 MAX_TEXT_RECORD = 4096
 """Records such as ``version`` have a few bytes; a deflated one can unpack to gigabytes."""
@@ -172,10 +131,15 @@ def read_torch_zip(
     known = (*_TEXT_RECORDS, RECORD) if recorded else _TEXT_RECORDS
     records = tuple(archive.records.values())
     held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=Origin(recorded=recorded))
-    if not (tree or found or big_endian):
-        light = list_plain_storages(archive.records, known, pickle)
-        if light is not None:
-            return replace(held, pickles=(pickle,), storages=light[0], counted=light[1])
+    if not (tree or found or big_endian) and pickle.globals.keys() <= _PLAIN_GLOBALS:
+        table = storage_table(archive)
+        table.enter(pickle.persistent)
+        storages = tuple(table.storages.values())
+        others = len(archive.records) - len(storages) - sum(name in archive.records for name in known)
+        if others == 1 and not table.noted.problems() and not check_storages(storages, archive):  # data.pkl
+            pids: list[Any] = [node.id for node in pickle.persistent]
+            counted = tuple(Counter(pid[3] for pid in pids).items())
+            return replace(held, pickles=(pickle,), storages=storages, counted=counted)
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
     if found:  # add which tensors need the storage that a problem is about
         users = {storage.record: needed_by(storage) for storage in whole.storages if storage.record}
@@ -290,27 +254,15 @@ def storage_table(
     big_endian: bool = False,
 ) -> StorageTable:
     """A table that finds storages among the records of an archive. ``forms`` are prefixes and suffixes around a key."""
-    from transload.formats.tensors import Place, StorageTable
+    from transload.formats.tensors import StorageTable
 
-    lead, end = forms[0]
-    records = archive.records
-
-    def locate(key: str, nbytes: int) -> Place:  # noqa: ARG001 - other containers need the size
-        record = records.get(f"{lead}{key}{end}")
-        if record is None:
-            found = (archive.find(f"{prefix}{key}{suffix}") for prefix, suffix in forms)
-            record = next((each for each in found if each is not None), None)
-        if record is None:
-            return Place(None, 0)
-        name, offset, size, stored, crc, method = record
-        if method:
-            return Place(None, size, name, crc, compressed=True)
-        return _new(Place, (offset, min(stored, size), name, crc, False))
+    def locate(key: str, nbytes: int) -> Record | None:  # noqa: ARG001 - other containers need the size
+        for prefix, suffix in forms:
+            if (record := archive.find(f"{prefix}{key}{suffix}")) is not None:
+                return record
+        return None
 
     return StorageTable(locate, big_endian=big_endian)
-
-
-_new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 
 
 def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Problem]:
@@ -319,23 +271,20 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
     packed = 0
     records = archive.records
     for storage in storages:
-        _, _, _, _, nbytes, stored, _, name, _, crc, compressed, _, _ = storage
-        if name and not compressed and records[name].size == nbytes == stored and (crc != 0 or not nbytes):
+        _, key, _, _, nbytes, stored, _, name, _, crc, compressed, _, _ = storage
+        packed += compressed
+        detail = ""
+        if not name:
+            code = "storage-missing" if nbytes else "storage-empty-missing"
+        elif records[name].size != nbytes:
+            code, detail = "storage-size", f"its record has {records[name].size} bytes, the index needs {nbytes}; "
+        elif stored < nbytes and not compressed:
+            code, detail = "storage-cut", f"{stored} of {nbytes} bytes are in the file; "
+        elif crc == 0 and nbytes:  # no real checksum is zero, bar one in four billion
+            code, detail = "storage-skipped", "its checksum is zero; "
+        else:
             continue
-        where = f"storage {storage.key}"
-        users = needed_by(storage)
-        if not storage.record:
-            out.add("storage-missing" if storage.nbytes else "storage-empty-missing", where, users)
-            continue
-        record = records[storage.record]
-        packed += storage.compressed
-        if record.size != storage.nbytes:
-            detail = f"its record has {record.size} bytes, the index needs {storage.nbytes}; {users}"
-            out.add("storage-size", where, detail)
-        elif not storage.compressed and storage.stored < storage.nbytes:
-            out.add("storage-cut", where, f"{storage.stored} of {storage.nbytes} bytes are in the file; {users}")
-        elif storage.crc32 == 0 and storage.nbytes:  # no real checksum is zero, bar one in four billion
-            out.add("storage-skipped", where, f"its checksum is zero; {users}")
+        out.add(code, f"storage {key}", detail + needed_by(storage))
     if packed:
         out.add("zip-compressed", detail=f"{packed} storages are compressed; torch never does that")
     return out

@@ -507,9 +507,9 @@ class _Reader:
 def _named(piece: Piece, storage: Storage) -> str:
     names = storage.tensors
     for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():  # its tensors were only counted
-        from transload.formats.tensors import Place, StorageTable, find_tensors
+        from transload.formats.tensors import StorageTable, find_tensors
 
-        found = find_tensors(pickle.root, StorageTable(lambda _key, nbytes: Place(0, nbytes))).storages
+        found = find_tensors(pickle.root, StorageTable()).storages
         names = next((each.tensors for each in found if each.key == storage.key), names)
     return join_names([name or "the root" for name in names], 4) or f"storage {storage.key}"
 

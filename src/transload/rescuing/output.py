@@ -9,14 +9,14 @@ from math import nan
 from struct import pack
 from typing import TypeGuard
 
-from transload.checkpoint import Checkpoint, Storage, Tensor
+from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.contents import PROGRAMS, byte_span, with_parts
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES, itemsize
 from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import READERS, Place, StorageTable, Tree, called, declared_storages, find_tensors
+from transload.formats.tensors import READERS, Locate, StorageTable, Tree, called, declared_storages, find_tensors
 from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, walk_nodes
 from transload.render.words import plural
@@ -191,9 +191,9 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
     found = read_damaged_index(Assembly(index.content, "").read(0, index.stored))
     stored = _storage_records(recovered.records)
 
-    def locate(key: str, nbytes: int) -> Place:
+    def locate(key: str, nbytes: int) -> Record | None:
         fits = key in stored and stored[key].stored == nbytes
-        return Place(0, nbytes, key) if fits else Place(None, 0)
+        return Record(key, 0, nbytes, nbytes) if fits else None
 
     _prune(found.root, locate, lambda tree: any(slot.nbytes and slot.offset is None for slot in tree.storages))
     root = found.root if type(found.root) is Dict or _is_ordered(found.root) else Dict([])
@@ -312,9 +312,9 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
         raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.")
     by_key = {storage.key: storage for storage in checkpoint.storages}
 
-    def locate(key: str, _: int) -> Place:
-        storage = by_key.get(key)
-        return Place(None, 0) if storage is None else Place(storage.offset, storage.stored, storage.record)
+    def locate(key: str, _: int) -> Record | None:
+        held = by_key.get(key)
+        return None if held is None else Record(held.record, held.offset, held.stored, held.stored)
 
     try:
         _prune(pickle.root, locate, lambda tree: any(outcomes.of(each).state == "lost" for each in tree.tensors))
@@ -347,7 +347,7 @@ def _realigned(record: ArchiveRecord) -> ArchiveRecord:
     return record._replace(padding=None, before=())
 
 
-def _prune(root: object, locate: Callable[[str, int], Place], is_lost: Callable[[Tree], bool]) -> None:
+def _prune(root: object, locate: Locate, is_lost: Callable[[Tree], bool]) -> None:
     """Replace lost tensors in a graph by ``Unread``, in place, and remove them from its dictionaries."""
     every = {id(node): node for node in walk_nodes([root]) if type(node) in (Call, Dict)}.values()
     for node in every:

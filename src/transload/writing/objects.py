@@ -23,7 +23,6 @@ from transload.formats.tensors import (
     MODULE_KEYS,
     RECONSTRUCTORS,
     Budget,
-    Place,
     StorageTable,
     call_items,
     called,
@@ -121,8 +120,7 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
     full: dict[tuple[Key, ...], list[tuple[Key, ...]]] = {}  # the full paths for each path, in order
     why = "a key is longer than 1,000 characters, and was not found again"
     for pickle in (pickle for pickle in checkpoint.pickles if pickle.main):
-        table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
-        tree = find_tensors(pickle.root, table, longest_key=Budget.MAX_NAMES)
+        tree = find_tensors(pickle.root, StorageTable(), longest_key=Budget.MAX_NAMES)
         for tensor in tree.tensors:
             full.setdefault((*pickle.path, *map(short_key, tensor.path)), []).append((*pickle.path, *tensor.path))
         why = next((problem.detail for problem in tree.problems if problem.code == "tree-too-large"), why)
