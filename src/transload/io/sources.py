@@ -33,7 +33,14 @@ class Source(Protocol):
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
-        return copied(self, offset, buffer)
+        done = 0
+        while done < len(buffer):
+            part = self.read(offset + done, min(_PIECE, len(buffer) - done))  # in pieces to keep the extra copy small
+            if not part:
+                break
+            buffer[done : done + len(part)] = part
+            done += len(part)
+        return done
 
     def close(self) -> None:
         """Release what was opened here."""
@@ -51,13 +58,13 @@ class FileSource(Source):
         try:
             # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
             flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-            self._fd = os.open(self.name, flags) if opened < 0 else os.dup(opened)
+            self.descriptor = os.open(self.name, flags) if opened < 0 else os.dup(opened)
         except (OSError, ValueError) as error:
             raise cannot_read(self.name, error) from error
-        status = os.fstat(self._fd)
+        status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
-            os.close(self._fd)
-            self._fd = -1
+            os.close(self.descriptor)
+            self.descriptor = -1
             fix = "Copy the bytes to a file first."
             raise CannotReadError("not a regular file (a device, pipe or socket)", where=self.name, fix=fix)
         self.size = status.st_size
@@ -65,20 +72,15 @@ class FileSource(Source):
 
     def is_changed(self) -> bool:
         """Whether the file was written to since it was opened; false once it is closed."""
-        return self._fd >= 0 and _stamp(os.fstat(self._fd)) != self._stamp
+        return self.descriptor >= 0 and _stamp(os.fstat(self.descriptor)) != self._stamp
 
     def is_same_file(self, path: str) -> bool:
         """Whether a path leads to this file, and the file has not become shorter."""
         try:
-            status, own = os.stat(path), os.fstat(self._fd)  # noqa: PTH116 - pathlib costs ten milliseconds
+            status, own = os.stat(path), os.fstat(self.descriptor)  # noqa: PTH116 - pathlib costs ten milliseconds
         except OSError:  # it is gone, or closed here
             return False
         return os.path.samestat(own, status) and status.st_size >= self.size
-
-    @property
-    def descriptor(self) -> int:
-        """The file descriptor."""
-        return self._fd
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -86,7 +88,7 @@ class FileSource(Source):
         if count <= 0:
             return b""
         try:
-            return read_at(self._fd, offset, count)
+            return read_at(self.descriptor, offset, count)
         except OSError as error:
             raise cannot_read(self.name, error) from error
 
@@ -94,7 +96,7 @@ class FileSource(Source):
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
         wanted = max(0, min(len(buffer), self.size - offset))
         try:
-            return read_into(self._fd, buffer[:wanted], offset)
+            return read_into(self.descriptor, buffer[:wanted], offset)
         except OSError as error:
             raise cannot_read(self.name, error) from error
 
@@ -102,12 +104,12 @@ class FileSource(Source):
 
     def close(self) -> None:
         """Close the descriptor. May be called twice."""
-        if self._fd >= 0:
-            self._close(self._fd)
-            self._fd = -1
+        if self.descriptor >= 0:
+            self._close(self.descriptor)
+            self.descriptor = -1
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
+        if getattr(self, "descriptor", -1) >= 0:
             self.close()
 
 
@@ -212,7 +214,7 @@ class ObjectSource(Source):
                     done += count
         except (OSError, ValueError):
             into = None
-        return done if into else copied(self, offset, buffer)  # which raises our errors
+        return done if into else super().readinto(offset, buffer)  # which raises our errors
 
     def close(self) -> None:
         """Restore the position; the object stays open."""
@@ -236,18 +238,6 @@ class Slice(Source):
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
         return self.base.readinto(self.offset + offset, buffer[: max(0, self.size - offset)])
-
-
-def copied(source: Source, offset: int, buffer: memoryview) -> int:
-    """``readinto`` for sources that only have ``read``, in pieces to keep the extra copy small."""
-    done = 0
-    while done < len(buffer):
-        part = source.read(offset + done, min(_PIECE, len(buffer) - done))
-        if not part:
-            break
-        buffer[done : done + len(part)] = part
-        done += len(part)
-    return done
 
 
 def open_source(f: SourceLike) -> Source:
