@@ -138,23 +138,17 @@ def checksums(
 
 
 def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Iterator[_Task]:
-    """Deflated records first, since they cannot be divided; then large ones, in parts; then adjacent small ones.
+    """Each large record, in parts; deflated ones whole, since they cannot be divided; adjacent small ones together.
 
     A larger gap between small ones is not read: other tasks read the large record there.
     """
-    for place in places:
-        if records[place[2]].method == DEFLATED:
-            yield (place[0], place[1], [place])
-    stored = [place for place in places if records[place[2]].method != DEFLATED]
-    for place in stored:
-        start, size, _ = place
-        if size > _SMALL:
-            yield from ((start + at, min(_PART, size - at), [place]) for at in range(0, size, _PART))
     held: list[tuple[int, int, int]] = []
     first = reach = 0
-    for place in stored:
-        start, size, _ = place
-        if size > _SMALL:
+    for place in places:
+        start, size, index = place
+        if size > _SMALL or records[index].method == DEFLATED:
+            step = max(size, 1) if records[index].method == DEFLATED else _PART
+            yield from ((start + at, min(step, size - at), [place]) for at in range(0, max(size, 1), step))
             continue
         end = start + size
         if held and (end - first > _BUFFER or start - reach > _SMALL):
