@@ -76,10 +76,6 @@ class View:
         """The path, quoted for a shell."""
         return quoted(self.path)
 
-    def with_suffix(self, suffix: str) -> str:
-        """The path with a suffix appended, quoted for a shell."""
-        return quoted(self.path + suffix)
-
 
 def rescue_advice(path: str, ending: str, member: str = "") -> tuple[str, ...]:
     """How to extract a checkpoint from something else."""
@@ -223,7 +219,7 @@ def _packed(view: View) -> Foreign | None:
     inner = b"".join(unpack(BytesSource(head), kind, UNPACKED)) if kind else b""
     if format_ == "zlib" and not inner:  # its two bytes occur by chance, so the data must decompress
         return None
-    fix: tuple[str, ...] = (f"Unpack it first: {command} {view.file} > {view.with_suffix('.unpacked')}",)
+    fix: tuple[str, ...] = (f"Unpack it first: {command} {view.file} > {quoted(view.path + '.unpacked')}",)
     if not inner:
         if format_ == "zstd" and CHECKPOINT_INSIDE.search(view.path):
             fix = rescue_advice(view.path, ".safetensors" if ".safetensors" in view.path else ".pt")
@@ -514,7 +510,7 @@ def _http(view: View) -> Foreign | None:
     rest = Slice(view.source, body, view.size - body, view.source.name)
     inner = identify(rest, depth=view.depth + 1, whole=view.whole)
     title = f"an HTTP response ({clean(status[1])}) with its header in front of {inner.title}"
-    cut = f"Cut the first {body:,} bytes off: tail -c +{body + 1} {view.file} > {view.with_suffix('.cut')}"
+    cut = f"Cut the first {body:,} bytes off: tail -c +{body + 1} {view.file} > {quoted(view.path + '.cut')}"
     fix = (cut,) if inner.format in ("torch-tar", "pickle") else inner.fix
     fix = rescue_advice(view.path, inner.holds) if inner.holds else fix
     return Foreign("http", title, inner.details, fix, inner.holds)
@@ -537,7 +533,7 @@ def mangled(view: View) -> Foreign | None:
         title = "a binary file that was re-encoded from Latin-1 to UTF-8"
         code = "import sys; d = open(sys.argv[1], 'rb').read(); "
         code += "open(sys.argv[2], 'xb').write(d.decode().encode('latin-1'))"
-        undo = f'Or try to undo it: python -c "{code}" {view.file} {view.with_suffix(".repaired")}'
+        undo = f'Or try to undo it: python -c "{code}" {view.file} {quoted(view.path + ".repaired")}'
         return Foreign("utf8", title, (), (_BINARY, undo))
     return None
 

@@ -35,7 +35,7 @@ class Cut(Broken):
 
 
 class Sparse(dict[Any, Any]):
-    """A memo whose indexes are far apart: kept by their bytes, which Python hashes with a secret."""
+    """A memo whose indexes are far apart: kept as text, which Python hashes with a secret."""
 
     def __init__(self, dense: dict[int, Any]) -> None:
         super().__init__()
@@ -43,17 +43,13 @@ class Sparse(dict[Any, Any]):
             self[index] = value
 
     def __setitem__(self, index: int, value: object) -> None:
-        super().__setitem__(_bytes_of(index), value)
+        super().__setitem__(hex(index), value)
 
     def __getitem__(self, index: int) -> Any:
         try:
-            return super().__getitem__(_bytes_of(index))
+            return super().__getitem__(hex(index))
         except KeyError:
             raise KeyError(index) from None
-
-
-def _bytes_of(index: int) -> bytes:
-    return index.to_bytes(index.bit_length() // 8 + 1, "little", signed=True)
 
 
 class Machine:
