@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from transload.findings import Problem, Problems
+from transload.findings import Problem
 from transload.frozen import replace
 
 if TYPE_CHECKING:
@@ -188,14 +188,13 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
         from transload.formats.npz import read_npz
 
         reader = read_npz
-    problems = Problems(index.problems)
     # The first bytes of a zip archive can be the header length of a safetensors file, which torch detects by its name.
     if b"{" in source.read(8, 64):
         from transload.formats.safetensors import looks_like_safetensors
 
         if looks_like_safetensors(source):
-            problems.add("zip-inside", detail="it is also a safetensors file, and torch goes by the name")
-    checkpoint = reader(archive, problems, path=source.name, nbytes=source.size)
+            archive.problems.add("zip-inside", detail="it is also a safetensors file, and torch goes by the name")
+    checkpoint = reader(archive)
     if not verify or all(record.crc32 is None for record in index.records.values()):
         return checkpoint
     from transload.formats.verify import new_problems, verify_records
@@ -206,7 +205,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     return replace(checkpoint, problems=found, checksummed=checksummed)
 
 
-def _zip_reader(archive: Archive, *, tree: bool) -> Callable[..., Checkpoint] | None:
+def _zip_reader(archive: Archive, *, tree: bool) -> Callable[[Archive], Checkpoint] | None:
     """The reader for an archive with such records; only its module is imported. ``None`` if there is none."""
     has_pickle = archive.find("data.pkl")
     if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # model.json in 1.0 to 1.2

@@ -22,7 +22,7 @@ from transload.findings import LimitedProblems, Problems, join_names
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
-from transload.formats.zip import Payload
+from transload.formats.zip import Payload, ZipIndex
 from transload.frozen import NamedTuple, replace
 from transload.io.sources import FileSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Pickle
@@ -799,9 +799,9 @@ def read_unzipped(path: str) -> Checkpoint:
     # Unzipping makes a folder for the records; the path may be that folder, or the one around it.
     inside = len(listing.folders) == 1 and not listing.files and not Path(path, listing.folders[0]).is_symlink()
     lead = f"{listing.folders[0]}/" if inside else ""
-    problems = Problems()
-    archive = open_directory(str(Path(path, lead)), problems)
-    reader: Callable[..., Checkpoint] = read_torch_zip
+    archive = open_directory(str(Path(path, lead)))
+    archive.path = path
+    reader: Callable[[Archive], Checkpoint] = read_torch_zip
     if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
         from transload.formats.programs import read_torchscript
 
@@ -810,16 +810,15 @@ def read_unzipped(path: str) -> Checkpoint:
         from transload.formats.programs import read_package
 
         reader = read_package
-    nbytes = sum(record.size for record in archive.records.values())
-    found = reader(archive, problems, path=path, nbytes=nbytes)
+    found = reader(archive)
     storages = tuple(s._replace(file=f"{lead}{s.record}" if s.record else "") for s in found.storages)
     kind = "torch-directory" if found.format == "torch-zip" else found.format
     return replace(found, format=kind, storages=storages, facts=(*found.facts, ("unpacked", "yes")))
 
 
-def open_directory(path: str, problems: Problems) -> Archive:
+def open_directory(path: str) -> Archive:
     """The files of a directory as the records of an archive; problems are noted for those that cannot be."""
-    top = Path(os.path.realpath(path))
+    top, problems = Path(os.path.realpath(path)), Problems()
     records: dict[str, Record] = {}
     for count, file in enumerate(_files_below(top, problems)):
         if count >= MAX_UNPACKED_FILES:
@@ -848,7 +847,8 @@ def open_directory(path: str, problems: Problems) -> Archive:
         except CannotReadError as error:
             return Payload(b"", intact=False, problem=error.what)
 
-    return Archive(records, read, top.name)
+    nbytes = sum(record.size for record in records.values())
+    return Archive(path, nbytes, ZipIndex(top.name, records, tuple(problems)), read)
 
 
 def _files_below(top: Path, problems: Problems) -> Iterator[Path]:

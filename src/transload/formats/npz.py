@@ -7,15 +7,14 @@ problem, without a storage. An array of Python objects is a pickle, which is not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from math import prod
 from zlib import crc32
 
 from transload.checkpoint import Checkpoint, Draft, Record, Storage, Tensor, contiguous
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
-from transload.findings import LimitedProblems, Problem
+from transload.findings import LimitedProblems
 from transload.formats.torch_zip import Archive
-from transload.formats.zip import DEFLATED, full_name
+from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, full_name
 from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
 
@@ -34,7 +33,6 @@ _NO_OBJECTS = re.compile(
     rb"'fortran_order': (?:True|False), 'shape': \([\d, ]*\), \} *\n"
 )
 _ESCAPED = re.compile(r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])")  # what writing.plan.member_name writes
-_ONLY_FOR_TORCH = ("zip-no-folder", "zip-two-folders")
 
 
 def read_npy(source: Source) -> Checkpoint | None:
@@ -47,11 +45,11 @@ def read_npy(source: Source) -> Checkpoint | None:
     return out.checkpoint(problems=noted.problems())
 
 
-def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+def read_npz(archive: Archive) -> Checkpoint:
     """Read the arrays of an archive; each has the name of its member."""
     noted = LimitedProblems()
-    # Only torch needs a folder around the records.
-    out = Draft(path, "npz", nbytes, [problem for problem in problems if problem.code not in _ONLY_FOR_TORCH])
+    problems = [problem for problem in archive.problems if problem.code not in FOLDER_PROBLEMS]
+    out = Draft(archive.path, "npz", archive.nbytes, problems)
     out.records = tuple(archive.records.values())
     for record in out.records:
         member = full_name(archive.root, record.name)

@@ -46,11 +46,11 @@ MAX_CODE = 32 << 20
 class Program(Draft):
     """A checkpoint while its archive is read: of the records no more bytes than the file has, and ``ALLOWANCE``."""
 
-    def __init__(self, archive: Archive, format_: str, problems: Iterable[Problem], path: str, nbytes: int) -> None:
-        super().__init__(path, format_, nbytes, problems)
+    def __init__(self, archive: Archive, format_: str) -> None:
+        super().__init__(archive.path, format_, archive.nbytes, archive.problems)
         self.archive = archive
         self.records = tuple(archive.records.values())
-        self.left = {"records": nbytes + ALLOWANCE, "code": MAX_CODE}  # bytes that may still be read
+        self.left = {"records": archive.nbytes + ALLOWANCE, "code": MAX_CODE}  # bytes that may still be read
 
     def affords(self, record: Record, budget: str = "records") -> bool:
         """Whether to read a record. After the first that is too large, which is noted, no other is read."""
@@ -259,9 +259,9 @@ _MAIN = ("data.pkl", "constants.pkl", "attributes.pkl")
 _SCRIPT_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with the view of another storage, always None
 
 
-def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+def read_torchscript(archive: Archive) -> Checkpoint:
     """Read a TorchScript archive. Its code is searched, never run."""
-    out = Program(archive, "torchscript", problems, path, nbytes)
+    out = Program(archive, "torchscript")
     found = out.problems
     notes = container_facts(archive, ("version", "byteorder", ".data/serialization_id"), found)
     out.facts += [("operator version" if name == "version" else name, value) for name, value in notes]
@@ -449,9 +449,9 @@ _SCRIPT = ".data/ts_code/"
 _PACKAGE_IDS: dict[str, tuple[int, ...]] = {"storage": (5,), "reduce_package": (3, 4)}
 
 
-def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+def read_package(archive: Archive) -> Checkpoint:
     """Read a package. The names of tensors begin with that of their pickle: ``model/model.pkl/fc.weight``."""
-    out = Program(archive, "torch-package", problems, path, nbytes)
+    out = Program(archive, "torch-package")
     notes = container_facts(archive, _PACKAGE_TEXT_RECORDS, out.problems)
     out.facts += [fact for fact in notes if fact != ("folder", "")]
     payload = archive.get(".data/extern_modules", MAX_LIST)

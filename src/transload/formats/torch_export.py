@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record
@@ -37,7 +37,7 @@ from transload.formats.torch_zip import (
     record_text,
     storage_table,
 )
-from transload.formats.zip import DEFLATED, read_index, starts_like_zip
+from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, read_index, starts_like_zip
 from transload.frozen import replace
 from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Dict
@@ -133,8 +133,6 @@ def _walk(program: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 _TEXT_RECORDS = ("archive_version", ".data/version", "version", "byteorder", ".data/serialization_id")
 _OLD_PROGRAM = "serialized_exported_program.json"
-# Python's zipfile wrote the old form, without a folder.
-_FINE_IN_OLD = frozenset({"zip-no-folder", "zip-two-folders"})
 
 _WEIGHTS, _CONSTANTS, _SAMPLES = "data/weights/", "data/constants/", "data/sample_inputs/"
 
@@ -158,8 +156,8 @@ MAX_PACKED = 64 << 20
 class _Package(Program):
     """The content of all programs of an archive; ``known`` are the names of the records that were read."""
 
-    def __init__(self, archive: Archive, format_: str, problems: Iterable[Problem], path: str, nbytes: int) -> None:
-        super().__init__(archive, format_, problems, path, nbytes)
+    def __init__(self, archive: Archive, format_: str) -> None:
+        super().__init__(archive, format_)
         # The old form has no folder.
         self.facts = [fact for fact in container_facts(archive, _TEXT_RECORDS, self.problems) if fact != ("folder", "")]
         self.recorded: list[tuple[str, str]] = []
@@ -191,9 +189,7 @@ class _Package(Program):
             return None
         source = self.open(record)
         if starts_like_zip(source):
-            index = read_index(source)
-            inner = Archive.of_zip(source, index)
-            found = read_torch_zip(inner, index.problems, path=record.name, nbytes=source.size)
+            found = read_torch_zip(Archive.of_zip(source, read_index(source)))
         else:
             data = source.read(0, MAX_PACKED)
             bare = Draft(source.name, "pickle", source.size)
@@ -220,11 +216,12 @@ class _Package(Program):
             self.add_tree(inner.tensors, inner.storages, (), ())
 
 
-def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+def read_export(archive: Archive) -> Checkpoint:
     """Read an exported program: weights by their names in ``state_dict()``, constants below ``constants``."""
+    out = _Package(archive, "torch-export")
     old = archive.find(_OLD_PROGRAM) is not None
-    found = [problem for problem in problems if not (old and problem.code in _FINE_IN_OLD)]
-    out = _Package(archive, "torch-export", found, path, nbytes)
+    if old:  # Python's zipfile wrote it, without a folder
+        out.problems = Problems(problem for problem in out.problems if problem.code not in FOLDER_PROBLEMS)
     _read_programs(out)
     if not out.models and not old:
         out.problems.add("export-no-program", "models/", "no program is in the archive")
@@ -400,9 +397,9 @@ _METADATA: dict[str, str] = {
 }
 
 
-def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+def read_aotinductor(archive: Archive) -> Checkpoint:
     """Read a compiled package: what it was compiled for, and the weights outside its library."""
-    out = _Package(archive, "aotinductor", problems, path, nbytes)
+    out = _Package(archive, "aotinductor")
     compiled = [name for name in archive.records if name.startswith(FOLDER) and not name.endswith("/")]
     _read_views(out, [name for name in compiled if name.endswith("/weights_config.json")])
     first_facts, out.facts = out.facts, []

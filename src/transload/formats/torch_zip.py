@@ -54,25 +54,25 @@ can be a pickle of half a billion dictionaries; the index of 160,000 tensors tak
 
 
 class Archive:
-    """The records of a zip file (``source``) or of an unpacked directory by name, and how to read them."""
+    """The records of a zip file (``source``) or of an unpacked directory by name, and how to read them.
 
-    def __init__(
-        self,
-        records: dict[str, Record],
-        read: Callable[[Record, int], Payload],
-        root: str = "",
-        source: Source | None = None,
-    ) -> None:
-        self.records = records
+    ``problems`` are those of the container.
+    """
+
+    def __init__(self, path: str, nbytes: int, index: ZipIndex, read: Callable[[Record, int], Payload]) -> None:
+        self.path, self.nbytes = path, nbytes
+        self.root, self.records = index.root, index.records
+        self.problems = Problems(index.problems)
         self.read = read
-        self.root = root
-        self.source = source
+        self.source: Source | None = None
         self._folded: dict[str, Record] | None = None
 
     @classmethod
     def of_zip(cls, source: Source, index: ZipIndex) -> Archive:
         """The records of a zip file."""
-        return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root, source)
+        made = cls(source.name, source.size, index, lambda record, limit: read_payload(source, record, limit))
+        made.source = source
+        return made
 
     def find(self, name: str) -> Record | None:
         """The record that torch would read for a name: it ignores case."""
@@ -97,11 +97,9 @@ class Archive:
         return self.read(record._replace(size=size, stored=min(record.stored, size + spare)), count + spare).data
 
 
-def read_torch_zip(
-    archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int, tree: bool = True
-) -> Checkpoint:
+def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
     """Read the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
-    found = Problems(problems)
+    found = archive.problems
     facts = tuple(container_facts(archive, _TEXT_RECORDS, found))
     # The small records that torch.load checks before it reads anything else.
     texts = dict(facts)
@@ -130,7 +128,8 @@ def read_torch_zip(
         recorded = read_recorded(payload.data) if payload is not None and not payload.problem else ()
     known = (*_TEXT_RECORDS, RECORD) if recorded else _TEXT_RECORDS
     records = tuple(archive.records.values())
-    held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=Origin(recorded=recorded))
+    written_by = Origin(recorded=recorded)
+    held = Checkpoint(archive.path, "torch-zip", archive.nbytes, records=records, facts=facts, written_by=written_by)
     if not (tree or found or big_endian) and pickle.globals.keys() <= _PLAIN_GLOBALS:
         table = storage_table(archive)
         table.enter(pickle.persistent)

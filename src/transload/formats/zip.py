@@ -61,6 +61,9 @@ _WIDE_WINDOW = 256 << 10
 _NARROW = 8 << 10  # if there are fewer bytes between headers, many are read at a time
 _new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 
+FOLDER_PROBLEMS = ("zip-no-folder", "zip-two-folders")
+"""Only torch's own readers need a folder around the records."""
+
 ALIGNMENT = 64
 """torch's default, with which every vector unit reads the tensors of a mapped file at full speed."""
 
@@ -132,14 +135,10 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
     return text_of(folder)
 
 
-def names_below(raw_names: list[bytes], prefix: str) -> list[str]:
-    """The path of each record below ``prefix``; outside it, the whole path after a slash."""
-    joined = b"\n".join([b"", *raw_names])
-    names = text_of(joined).split(f"\n{prefix}")
-    if joined.count(b"\n") == len(raw_names) == len(names) - 1:  # as nearly always
-        return names[1:]
-    names = [text_of(raw) for raw in raw_names]
-    return [name[len(prefix) :] if name.startswith(prefix) else f"/{name}" for name in names]
+def name_below(raw_name: bytes, prefix: str) -> str:
+    """The path of a record below ``prefix``; outside it, the whole path after a slash."""
+    name = raw_name.decode("utf-8", "backslashreplace")
+    return name[len(prefix) :] if name.startswith(prefix) else f"/{name}"
 
 
 def full_name(root: str, name: str) -> str:
@@ -373,8 +372,7 @@ def _read_locals(
 ) -> dict[str, Record]:
     """Each record, with its offset from its local header.
 
-    Records have the names of ``names_below``. Most headers begin with the same bytes as the one before, which agreed
-    with the directory.
+    Most headers begin with the same bytes as the one before, which agreed with the directory.
     """
     window, base = b"", 0
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
@@ -382,8 +380,9 @@ def _read_locals(
     spans: list[tuple[int, int, str]] = []
     file_size = source.size
     plain, plain_flags, plain_method = b"", -1, -1
-    for entry, name in zip(entries, names_below([entry[0] for entry in entries], prefix), strict=True):
+    for entry in entries:
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
+        name = name_below(raw_name, prefix)
         need = 30 + len(raw_name)
         at = header - base
         if at < 0 or at + need > len(window):

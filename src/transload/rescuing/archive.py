@@ -15,7 +15,6 @@ from struct import pack_into
 from zlib import crc32
 
 from transload.errors import RescueError
-from transload.findings import Problems
 from transload.formats.zip import ALIGNMENT, LOCAL, text_of
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
@@ -592,13 +591,13 @@ def recover_directory(path: str) -> Recovered:
     from transload.formats.directory import open_directory
     from transload.tensors import ReopenedFile
 
-    problems = Problems()
-    files = open_directory(path, problems).records.values()
+    opened = open_directory(path)
+    files = opened.records.values()
     needed = ("data.pkl", "constants.pkl", "model.json", "archive_format", ".data/extern_modules")
     if not any(file.name.rpartition("/")[2] in needed or file.name in needed for file in files):
         what = "this directory is neither a checkpoint of several files nor an unzipped archive"
         raise RescueError(what, where=path, fix="Rescue its files one by one.")
-    notes = [f"{problem.where}: {problem.detail}" for problem in problems[:8]]
+    notes = [f"{problem.where}: {problem.detail}" for problem in opened.problems[:8]]
     top = os.path.realpath(path)
     records: list[ArchiveRecord] = []
     # The index first, as torch writes it, so that a truncated file loses as little as possible.
