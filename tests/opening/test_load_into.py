@@ -690,7 +690,7 @@ class TestMismatches:
     def test_reading_that_fails_half_way_is_told(self) -> None:
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
         records = forge.remade(forge.entries(method=8), "data/1", raw=b"\xff" * 20)
-        with pytest.raises(BrokenFileError, match=r"1 of 2 tensors are in the model already"):
+        with pytest.raises(BrokenFileError, match="The model may be partly filled"):
             load_into(model, forge.archive(records))
 
     def test_no_checkpoint(self, tmp_path: Path) -> None:

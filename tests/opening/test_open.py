@@ -325,18 +325,20 @@ class TestIndices:
     def lazy(self) -> Any:
         return open_(file_of({"a": torch.arange(12).view(3, 4), "n": torch.tensor(1)})).slice("a")
 
-    @pytest.mark.parametrize("index", [[0, 1], torch.tensor([0, 1]), True, "a", 1.0, torch.tensor([True, False, True])])
+    @pytest.mark.parametrize(
+        "index", [[0, 1], torch.tensor([0, 1]), True, torch.tensor(True), "a", 1.0, torch.tensor([True, False, True])]
+    )
     def test_only_basic_ones(self, lazy: Any, index: Any) -> None:
         with pytest.raises(TypeError, match=r"only numbers, slices, \.\.\. and None can be read from a file, not "):
             lazy[index]
 
-    @pytest.mark.parametrize("index", [3, -4, (0, 4), (0, 0, 0), (..., ...)])
+    @pytest.mark.parametrize("index", [3, -4, (0, 4), (0, 0, 0)])
     def test_outside(self, lazy: Any, index: Any) -> None:
         with pytest.raises(IndexError):
             lazy[index]
 
     def test_backwards(self, lazy: Any) -> None:
-        with pytest.raises(ValueError, match="a step must be positive, as in torch"):
+        with pytest.raises(ValueError, match="step must be greater than zero"):
             lazy[::-1]
 
     def test_numbers_of_other_libraries(self, lazy: Any) -> None:

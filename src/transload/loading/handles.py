@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from transload.errors import (
     DoesNotFitError,
     LandingWarning,
     LoadError,
+    TransloadError,
     UnsafeError,
     UsageError,
 )
@@ -32,20 +33,25 @@ from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
 from transload.io.memory import memory_at
-from transload.io.sources import SourceLike
+from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
-from transload.loading.build import is_fake_mode
-from transload.loading.jobs import ReadRequest, ShortReadError, can_read_to
+from transload.loading import ReadOptions, read_ranges, read_storages
+from transload.loading.build import build_object, is_fake_mode
+from transload.loading.jobs import ReadRequest, Settings, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.tensors import OpenCheckpoint, Piece
-from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, is_covered, select
+from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, is_covered
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key, Tensor
-    from transload.tensors.content import Index
+
+Index = Any
+"""A basic index: an integer, a slice, ``...`` or ``None``, or a tuple of them."""
+
+_DEFAULT = Settings()
 
 
 def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  # noqa: A001 - as torch has load
@@ -265,36 +271,45 @@ class Opened(OpenCheckpoint):
             short = "the CPU" if where.type == "cpu" else str(where)
             what = f"{short} has no memory for its {view.numel * elements.itemsize:,} bytes: {error}"
             raise DoesNotFitError(what, where=self._place(tensor)) from error
-        _read_into(target, elements, own, self._place(tensor), straight=straight)
+        if straight:
+            self._read_straight([(tensor, elements, target)])
+        else:
+            self._read_staged(tensor, elements, own, target)
         return target
 
-    def fill(self, tensor: Tensor, target: torch.Tensor, index: Index = ()) -> None:
-        """Read a tensor into an existing one of the same shape, in place; cast if the dtypes differ."""
+    def fill(self, items: Iterable[tuple[Tensor, torch.Tensor, Index]], settings: Settings = _DEFAULT) -> None:
+        """Read tensors, or the parts that indices select, into existing ones of the same shape; cast if dtypes differ.
+
+        All that is in files, and can be read straight into memory, is read in one call.
+        """
         import torch
 
-        with torch.no_grad():
-            if tensor.kind == "sharded" and index == ():
-                for part in tensor.parts:
-                    self.fill(part, target[box_of(part, len(tensor.shape)).slices])
-                return
-            if tensor.kind != "strided" or not _has_plain_memory(target):
-                target.copy_(self.read(tensor, index))
-                return
-            elements, dtype = self._elements(tensor, index)
-            inner, place = target.detach(), self._place(tensor)
-            _read_into(inner, elements, dtype, place, straight=_has_same_bytes(elements, dtype, inner))
-            increment_version(target)
-
-    def straight(self, tensor: Tensor, target: torch.Tensor, index: Index) -> Elements | None:
-        """The elements of a tensor, if they can be read straight into the memory of ``target``.
-
-        ``None`` if they have to be converted or reordered, or are not in a file that several threads can read.
-        """
-        if tensor.kind != "strided" or not _has_plain_memory(target):
-            return None
-        elements, dtype = self._elements(tensor, index)
-        is_file = getattr(elements.source, "descriptor", -1) >= 0
-        return elements if elements.nbytes and is_file and _has_same_bytes(elements, dtype, target) else None
+        waiting = list(items)
+        straight: list[tuple[Tensor, Elements, torch.Tensor]] = []
+        try:
+            with torch.no_grad():
+                for tensor, target, index in waiting:  # the list grows meanwhile
+                    if tensor.kind == "sharded" and index == ():
+                        rank = len(tensor.shape)
+                        waiting += [(part, target[box_of(part, rank).slices], ()) for part in tensor.parts]
+                    elif tensor.kind != "strided" or not _has_plain_memory(target):
+                        target.copy_(self.read(tensor, index))
+                    else:
+                        elements, dtype = self._elements(tensor, index)
+                        if not _has_same_bytes(elements, dtype, target):
+                            self._read_staged(tensor, elements, dtype, target.detach())
+                        elif getattr(elements.source, "descriptor", -1) >= 0:
+                            straight.append((tensor, elements, target))
+                        else:
+                            self._read_straight([(tensor, elements, target)])
+                        increment_version(target)
+        except TransloadError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            what = f"{tensor.name or 'the tensor'} does not take what was read for it: {error}"
+            raise LoadError(what, where=self.checkpoint.path) from error
+        if straight:
+            self._read_straight(straight, settings)
 
     def check(self, tensor: Tensor) -> None:
         """``LoadError`` if it is known, before a byte is read, that a tensor or one of its parts cannot be read."""
@@ -325,7 +340,7 @@ class Opened(OpenCheckpoint):
             made = self.read(tensor.parts[0]).to(getattr(torch, tensor.dtype))
         elif tensor.kind == "sharded":
             made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
-            self.fill(tensor, made)
+            self.fill([(tensor, made, ())])
         else:  # by the call in the pickle, as load() would
             found = self.node(tensor.path)
             made = build_node(*found) if found else None
@@ -355,11 +370,81 @@ class Opened(OpenCheckpoint):
                 where=self.checkpoint.path,
                 fix="A newer torch may have it.",
             )
-        view = select(View(tensor.shape, tensor.stride, tensor.offset), index)
+        view = View(tensor.shape, tensor.stride, tensor.offset)
+        if type(index) is not tuple or index:
+            view = self._selected(tensor, index)
         try:
             return self.content.elements(tensor, view), dtype
         except ContentError as error:
             raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
+
+    def _selected(self, tensor: Tensor, index: Index) -> View:
+        """The part that a basic index selects, as torch does; its errors are torch's."""
+        import torch
+
+        steps = []
+        for step in index if isinstance(index, tuple) else (index,):
+            # Anything with ``__index__`` is a number, except True and False, which are masks to torch.
+            mask = isinstance(step, bool) or getattr(step, "dtype", None) is torch.bool
+            number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not mask
+            if not (number or step is None or step is ... or isinstance(step, slice)):
+                what = f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}"
+                raise TypeError(what)
+            steps.append(step.__index__() if number else step)
+        try:
+            whole = torch.empty_strided(tensor.shape, tensor.stride, dtype=torch.uint8, device="meta")
+        except RuntimeError as error:
+            raise BrokenFileError(f"torch cannot have it: {error}", where=self._place(tensor)) from error
+        part = whole[tuple(steps)]
+        return View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
+
+    def _read_straight(
+        self, parts: Sequence[tuple[Tensor, Elements, torch.Tensor]], settings: Settings = _DEFAULT
+    ) -> None:
+        """Read elements straight into the memory of tensors."""
+        numbers: dict[Source, int] = {}
+        requests = [
+            ReadRequest(numbers.setdefault(each.source, len(numbers)), each.offset, each.nbytes, str(target.device))
+            for _, each, target in parts
+        ]
+        try:
+            read_ranges([*numbers], requests, lambda index: parts[index][2].data_ptr(), settings)
+        except ShortReadError as end:
+            tensor, elements, _ = parts[end.request]
+            raise self._cut(tensor, elements.nbytes - end.received) from end
+
+    def _read_staged(self, tensor: Tensor, elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
+        """Read elements into a tensor through a buffer."""
+        import torch
+
+        width = elements.itemsize
+        # Rows that do not fit the buffer are split, but elements never are.
+        most = max(1, STAGE // width)
+        largest = min(most, elements.view.numel) * width
+        pinned = target.device.type == "cuda" and largest >= _PIN
+        buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        if target.dtype == dtype:
+            # Copy as integers of the same size: not every dtype supports copies on every device.
+            integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+            dtype = integers[width]
+            target = target.view(dtype)
+        for box in boxes(elements.view.shape, most) if elements.view.numel else ():
+            held = buffer[: prod(box.shape) * width]
+            out = memory_at(held.data_ptr(), len(held))
+            try:
+                done = elements.read(box, out)
+            except MissingBytesError as end:
+                raise self._cut(tensor, elements.offset + elements.nbytes - end.position) from end
+            if done is not out:
+                held = torch.frombuffer(done, dtype=torch.uint8)
+            if sys.byteorder == "big":  # torch's numbers are in native byte order
+                component = width // 2 if elements.dtype.startswith("complex") else width
+                held = held.view(-1, component).flip(1).contiguous().view(-1)
+            target[box.slices].copy_(held.view(dtype).view(box.shape))
+
+    def _cut(self, tensor: Tensor, missing: int) -> BrokenFileError:
+        what = f"the file ends {missing:,} bytes before this tensor does"
+        return BrokenFileError(what, where=self._place(tensor))
 
     def _place(self, tensor: Tensor) -> str:
         return f"{self.checkpoint.path} › {tensor.name or 'the tensor'}"
@@ -433,8 +518,6 @@ def user_stacklevel() -> int:
 
 def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) -> Any:
     """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
-    from transload.loading import ReadOptions, read_storages
-    from transload.loading.build import build_object
     from transload.loading.refusal import Allowed
 
     main = next(pickle for pickle in piece.checkpoint.pickles if pickle.main)
@@ -491,48 +574,3 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     if not plain or target.layout is not torch.strided or target.is_quantized:
         return False
     return not (target.is_conj() or target.is_neg())  # the numbers in memory are not yet the values
-
-
-def _read_into(target: torch.Tensor, elements: Elements, dtype: torch.dtype, place: str, *, straight: bool) -> None:
-    """Read a whole view into a tensor: ``straight`` into its memory, else through a buffer.
-
-    ``BrokenFileError`` names the tensor if the file is too short.
-    """
-    from transload.loading import read_ranges
-
-    try:
-        if straight:
-            request = ReadRequest(0, elements.offset, elements.nbytes, str(target.device))
-            read_ranges([elements.source], [request], lambda _: target.data_ptr())
-        else:
-            _read_staged(elements, dtype, target)
-    except (ShortReadError, MissingBytesError) as end:
-        received = end.received if isinstance(end, ShortReadError) else end.position - elements.offset
-        missing = elements.nbytes - received
-        raise BrokenFileError(f"the file ends {missing:,} bytes before this tensor does", where=place) from end
-
-
-def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
-    import torch
-
-    width = elements.itemsize
-    # Rows that do not fit the buffer are split, but elements never are.
-    most = max(1, STAGE // width)
-    largest = min(most, elements.view.numel) * width
-    pinned = target.device.type == "cuda" and largest >= _PIN
-    buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    if target.dtype == dtype:
-        # Copy as integers of the same size: not every dtype supports copies on every device.
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-        dtype = integers[width]
-        target = target.view(dtype)
-    for box in boxes(elements.view.shape, most) if elements.view.numel else ():
-        held = buffer[: prod(box.shape) * width]
-        out = memory_at(held.data_ptr(), len(held))
-        done = elements.read(box, out)
-        if done is not out:
-            held = torch.frombuffer(done, dtype=torch.uint8)
-        if sys.byteorder == "big":  # torch's numbers are in native byte order
-            component = width // 2 if elements.dtype.startswith("complex") else width
-            held = held.view(-1, component).flip(1).contiguous().view(-1)
-        target[box.slices].copy_(held.view(dtype).view(box.shape))

@@ -19,12 +19,12 @@ from itertools import accumulate, product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
-from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
+from transload.errors import LandingWarning, LoadError, TransloadError, UsageError
 from transload.findings import join_names
 from transload.formats import gc_paused
-from transload.loading import check_settings, read_ranges
-from transload.loading.handles import Destinations, build_node, increment_version, open_checkpoint, user_stacklevel
-from transload.loading.jobs import ReadRequest, Settings, ShortReadError
+from transload.loading import check_settings
+from transload.loading.handles import Destinations, build_node, open_checkpoint, user_stacklevel
+from transload.loading.jobs import Settings
 from transload.nodes import Call, Dict
 from transload.render.words import plural
 from transload.tensors.content import is_constant
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key
-    from transload.io.sources import Source, SourceLike
+    from transload.io.sources import SourceLike
     from transload.loading.handles import Opened
     from transload.tensors import Piece
 
@@ -875,47 +875,18 @@ class _Loading:
                 slot.table[slot.name] = new
 
     def _fill(self, settings: Settings) -> None:
-        """Fill every parameter. An error says how many were filled before it."""
-        tasks, path = self._tasks, self._opened.checkpoint.path
-        targets = [self._target_of(task) for task in tasks]
-        rest = self._fill_straight(targets, settings)
-        done = before = len(tasks) - len(rest)
+        """Fill every parameter."""
+        targets = [self._target_of(task) for task in self._tasks]
         try:
-            for done, index in enumerate(rest, before):  # noqa: B007 - used below
-                self._opened.fill(tasks[index].tensor, targets[index], tasks[index].part)
+            items = [(task.tensor, target, task.part) for task, target in zip(self._tasks, targets, strict=True)]
+            self._opened.fill(items, settings)
         except TransloadError as error:
-            error.fix = f"{_partly_filled(done, len(tasks))}{error.fix}".rstrip()
+            error.fix = f"The model may be partly filled. {error.fix}".rstrip()
             raise
-        except (RuntimeError, NotImplementedError) as error:
-            what = f"{tasks[index].key} does not take what was read for it: {error}"
-            raise LoadError(what, where=path, fix=_partly_filled(done, len(tasks))) from error
-        for task, target in zip(tasks, targets, strict=True):
+        for task, target in zip(self._tasks, targets, strict=True):
             for slot in task.places:
                 if slot.tensor is not target:
                     slot.table[slot.name] = target
-
-    def _fill_straight(self, targets: list[Any], settings: Settings) -> list[int]:
-        """Fill all parameters whose bytes need no conversion in one read; the indexes of the others."""
-        numbers: dict[Source, int] = {}
-        ready: list[int] = []
-        requests: list[ReadRequest] = []
-        for index, (task, target) in enumerate(zip(self._tasks, targets, strict=True)):
-            found = self._opened.straight(task.tensor, target, task.part)
-            if found is not None:
-                ready.append(index)
-                number = numbers.setdefault(found.source, len(numbers))
-                requests.append(ReadRequest(number, found.offset, found.nbytes, str(target.device)))
-        try:
-            if requests:
-                read_ranges([*numbers], requests, lambda index: targets[ready[index]].data_ptr(), settings)
-        except ShortReadError as end:
-            key, missing = self._tasks[ready[end.request]].key, requests[end.request].nbytes - end.received
-            what = f"the file ends {missing:,} bytes before {key} does"
-            fix = f"Some of the {len(targets):,} tensors are in the model already."
-            raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
-        for index in ready:
-            increment_version(targets[index])
-        return sorted({*range(len(targets))}.difference(ready))
 
     def _target_of(self, task: _Task) -> Any:
         """The parameter to fill; a new one for one on the meta device."""
@@ -929,7 +900,3 @@ class _Loading:
             made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
         vars(made).update(vars(target))
         return made
-
-
-def _partly_filled(done: int, count: int) -> str:
-    return f"{done:,} of {count:,} tensors are in the model already. " if done else ""

@@ -281,9 +281,6 @@ def _stored(tensor: Tensor) -> Tensor:
 
 # -- views and boxes: which elements
 
-Index = Any
-"""A basic index: an integer, a slice, ``...`` or ``None``, or a tuple of them."""
-
 
 class View(NamedTuple):
     """Sizes, strides and storage offset of a tensor, in elements."""
@@ -323,53 +320,10 @@ class View(NamedTuple):
             expected *= size
         return self.shape == shape
 
-
-def select(view: View, index: Index) -> View:
-    """The part of a view that a basic index selects, as torch would.
-
-    >>> select(View((10, 4), (4, 1)), (slice(2, 4), ..., 3))
-    View(shape=(2,), stride=(4,), offset=11)
-
-    ``IndexError`` for an index that is out of range or has too many dimensions, ``TypeError`` for one that is not
-    basic, ``ValueError`` for a step that is not positive, which torch does not support.
-    """
-    if type(index) is tuple and not index:
-        return view
-    given = list(index) if isinstance(index, tuple) else [index]
-    for step in given:
-        # Anything with ``__index__`` is a number, except True and False, which are masks to torch.
-        number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not isinstance(step, bool)
-        if not (number or step is None or step is ... or isinstance(step, slice)):
-            raise TypeError(f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}")
-    rank = len(view.shape)
-    named = sum(step is not None and step is not ... for step in given)
-    dots = [place for place, step in enumerate(given) if step is ...]
-    if named > rank or len(dots) > 1:
-        raise IndexError(f"too many indices: {named} for {rank} dimensions")
-    # ``...`` and omitted dimensions are full slices.
-    at = dots[0] if dots else len(given)
-    shape: list[int] = []
-    stride: list[int] = []
-    offset, dim = view.offset, 0
-    for step in (*given[:at], *[slice(None)] * (rank - named), *given[at + 1 :]):
-        if step is None:
-            shape.append(1)
-            stride.append(0)
-            continue
-        size, jump = view.shape[dim], view.stride[dim]
-        if isinstance(step, slice):
-            first, last, every = step.indices(size)
-            if every < 1:
-                raise ValueError("a step must be positive, as in torch")
-            shape.append(max(0, -(-(last - first) // every)))
-            stride.append(jump * every)
-            offset += jump * first if shape[-1] else 0
-        elif -size <= (number := step.__index__()) < size:
-            offset += jump * (number % size)
-        else:
-            raise IndexError(f"index {number} is out of range for dimension {dim} of size {size}")
-        dim += 1
-    return View(tuple(shape), tuple(stride), offset)
+    def part(self, box: Box) -> View:
+        """The part of it in a box."""
+        first = sum(start * step for start, step in zip(box.start, self.stride, strict=True))
+        return View(box.shape, self.stride, self.offset + first)
 
 
 class Box(NamedTuple):
@@ -502,7 +456,7 @@ class Elements(NamedTuple):
 
         They are read into ``out``, which has their size in bytes. The result is ``out``, unless they need conversion.
         """
-        view = self.view if box.shape == self.view.shape else select(self.view, box.slices)
+        view = self.view.part(box)
         if view.is_contiguous:
             _read_all(self.source, self.start + view.offset * self.itemsize, out)
         else:
