@@ -159,8 +159,6 @@ def write_legacy(
             if chunk.ready:
                 chunk.ready()
             sink.write([chunk.view])
-            if chunk.done:
-                chunk.done()
         if report_progress:
             report_progress(size)
     sink.write([b"".join(waiting)])

@@ -126,17 +126,16 @@ def _wide(size: int, stored: int, offset: int) -> bytes:
 
 
 class Chunk(NamedTuple):
-    """Some bytes of a record. ``ready`` is called in a thread and waits for them; ``done`` is called once written."""
+    """Some bytes of a record. ``ready`` is called in a thread and waits for them. A chunk lives until it is written."""
 
     view: Buffer
     ready: Callable[[], object] | None = None
-    done: Callable[[], object] | None = None
 
 
 class Record(NamedTuple):
     """A record: its name without the folder, and its bytes, or a function that yields them in order.
 
-    Chunks have ``PIECE`` bytes at most. A write ends after a chunk with ``done``.
+    Chunks have ``PIECE`` bytes at most.
     """
 
     name: bytes
@@ -240,7 +239,7 @@ class _Archive:
                 write.parts.append((number, chunk, -1 if left else len(write.buffers)))
                 if not left:
                     write.buffers.append(b"")  # for the descriptor
-                if write.nbytes >= PIECE or len(write.parts) >= _MANY or chunk.done is not None:
+                if write.nbytes >= PIECE or len(write.parts) >= _MANY:
                     yield write
                     write = _Write()
             if left:
@@ -291,9 +290,6 @@ def write_archive(
         write = waiting.popleft()
         archive.complete(write)
         sink.write(_coalesced(write.buffers))
-        for _, chunk, _ in write.parts:
-            if chunk.done is not None:
-                chunk.done()
         if report_progress is not None:
             report_progress(write.contents)
 

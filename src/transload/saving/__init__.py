@@ -33,7 +33,7 @@ from transload.formats.zip_writer import Record, Sink, opening_records, write_ch
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic
 from transload.io.pool import progress_counter
 from transload.saving.pickling import Stored, pickled
-from transload.saving.storages import bloat_warning, records_of, rings_for
+from transload.saving.storages import bloat_warning, fetchers_for, records_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -215,13 +215,13 @@ class _Save:
             raise
 
     def _write_into(self, sink: Sink) -> None:
-        rings = rings_for(self.storages)
+        fetchers = fetchers_for(self.storages)
         with ExitStack() as last:
             if self.copies is None:  # the program is waiting, and creates no garbage meanwhile
                 last.enter_context(gc_paused(user_objects=True))
-            for ring in rings.values():
-                last.callback(ring.fetcher.finish)
-            records = records_of(self.storages, rings) if self.copies is None else self.copies
+            for fetcher in fetchers.values():
+                last.callback(fetcher.finish)
+            records = records_of(self.storages, fetchers) if self.copies is None else self.copies
             if self.legacy_protocol is not None:
                 report_progress = progress_counter(self.progress, self.nbytes, "saving")
                 write_legacy(sink, self.data, self.legacy_protocol, self.numels, records, report_progress)

@@ -1,12 +1,11 @@
 """The records of storages in an archive, and copies of storages.
 
 ``records_of`` gives the records of storages where they are: CPU memory is written in place, CUDA memory passes through
-a ``Ring`` of pinned memory. ``snapshot_of`` copies all storages now, to be written later.
+pinned memory. ``snapshot_of`` copies all storages now, to be written later.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import string_at
@@ -16,7 +15,7 @@ from typing import Any
 
 from transload.errors import SaveError
 from transload.findings import join_names
-from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Chunk, Record
+from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record
 from transload.io.cuda_driver import DriverError, cuda_driver
 from transload.io.memory import Pages, copy, memory_at
 from transload.io.pool import cores, each
@@ -42,71 +41,25 @@ def _host_chunks(address: int, nbytes: int, ready: Callable[[], object] | None =
 
 
 def _copied_chunks(stored: Stored) -> Iterator[Chunk]:
-    """The bytes of a storage on a device that only copies whole storages. The copy lives until all is written."""
+    """The bytes of a storage on a device that only copies whole storages. The chunks keep the copy alive."""
     copied = stored.storage.cpu()
-    for chunk in _host_chunks(copied.data_ptr() + stored.start, stored.nbytes):
-        yield chunk._replace(done=lambda copied=copied: copied)  # type: ignore[misc]
+    yield from _host_chunks(copied.data_ptr() + stored.start, stored.nbytes, partial(id, copied))
 
 
-class Ring:
-    """Slots of pinned memory for bytes of a device, fetched while earlier ones are written."""
-
-    def __init__(self, fetcher: CudaFetcher, slots: int = AHEAD + 1, nbytes: int = PIECE) -> None:
-        self.fetcher = fetcher
-        self._nbytes = nbytes
-        self._room = slots
-        self._free: deque[tuple[Any, int]] = deque()
-
-    def chunks(self, stored: Stored) -> Iterator[Chunk]:
-        """The bytes of a storage. Each chunk has a slot until it is written; the writer never needs more slots.
-
-        The thread that computes a chunk's checksum fetches it, while the writing thread waits for the disk.
-        """
-        for start in range(0, stored.nbytes, self._nbytes):
-            count = min(self._nbytes, stored.nbytes - start)
-            taken = self._take()
-            span = (stored.storage, stored.start + start, count)
-            fetch = partial(self._fetch, taken[0], [span])
-            yield Chunk(memory_at(taken[1], count), fetch, partial(self._free.append, taken))
-
-    def _fetch(self, slot: Any, spans: Sequence[_Span]) -> None:
-        self.fetcher.fetch(slot, spans)()
-
-    def gathered(self, small: Sequence[Stored]) -> list[Record]:
-        """The records of storages that fit into one slot, fetched together."""
-        slot, address = taken = self._take()
-        self._fetch(slot, [(one.storage, one.start, one.nbytes) for one in small if one.nbytes])
-        records = []
-        for one in small:
-            data = string_at(address, one.nbytes) if one.nbytes else b""
-            records.append(Record(_name(one.key), one.nbytes, data))
-            address += one.nbytes
-        self._free.append(taken)
-        return records
-
-    def _take(self) -> tuple[Any, int]:
-        if self._free:
-            return self._free.popleft()
-        if not self._room:
-            raise RuntimeError("every slot is waiting to be written")
-        self._room -= 1
-        return self.fetcher.slot(self._nbytes)
-
-
-def rings_for(storages: Sequence[Stored]) -> dict[str, Ring]:
-    """A ring for each CUDA device that has storages here."""
+def fetchers_for(storages: Sequence[Stored]) -> dict[str, CudaFetcher]:
+    """A fetcher for each CUDA device that has storages here."""
     import torch
 
     cpu = torch.device("cpu")
     devices = {stored.storage.device for stored in storages if stored.storage.device != cpu}
-    return {str(device): Ring(CudaFetcher(device)) for device in devices if device.type == "cuda"}
+    return {str(device): CudaFetcher(device) for device in devices if device.type == "cuda"}
 
 
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 
 
-def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[Record]:
-    """A record for each storage. ``rings`` has those of the CUDA devices."""
+def records_of(storages: Sequence[Stored], fetchers: dict[str, CudaFetcher]) -> Iterator[Record]:
+    """A record for each storage. ``fetchers`` has those of the CUDA devices."""
     import torch
 
     cpu = torch.device("cpu")
@@ -121,9 +74,9 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
             content = string_at(address, nbytes) if nbytes <= SMALL else partial(_host_chunks, address, nbytes)
             yield _new(Record, (_name(stored.key), nbytes, content))
             continue
-        ring = rings.get(str(device))
-        if ring is None or nbytes > SMALL:
-            chunks = partial(ring.chunks, stored) if ring else partial(_copied_chunks, stored)
+        fetcher = fetchers.get(str(device))
+        if fetcher is None or nbytes > SMALL:
+            chunks = partial(fetcher.chunks, stored) if fetcher else partial(_copied_chunks, stored)
             yield Record(_name(stored.key), nbytes, chunks if nbytes else b"")
             continue
         # Fetch it together with the small ones that follow.
@@ -133,7 +86,11 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
             if total > PIECE or one.nbytes > SMALL or one.storage.device != device:
                 break
             small.append(one)
-        yield from ring.gathered(small)
+        slot, address = fetcher.slot(PIECE)
+        fetcher.fetch(slot, [(one.storage, one.start, one.nbytes) for one in small if one.nbytes])()
+        for one in small:
+            yield Record(_name(one.key), one.nbytes, string_at(address, one.nbytes) if one.nbytes else b"")
+            address += one.nbytes
         at += len(small) - 1
 
 
@@ -147,8 +104,21 @@ class CudaFetcher:
         self.stream = torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
 
+    def chunks(self, stored: Stored) -> Iterator[Chunk]:
+        """The bytes of a storage. Each chunk keeps its pinned memory alive until it is written.
+
+        The thread that computes a chunk's checksum fetches it, while the writing thread waits for the disk.
+        """
+        for start in range(0, stored.nbytes, PIECE):
+            count = min(PIECE, stored.nbytes - start)
+            slot, address = self.slot(count)
+            yield Chunk(memory_at(address, count), partial(self._fetch, slot, stored, start, count))
+
+    def _fetch(self, slot: Any, stored: Stored, start: int, nbytes: int) -> None:
+        self.fetch(slot, [(stored.storage, stored.start + start, nbytes)])()
+
     def slot(self, nbytes: int) -> tuple[Any, int]:
-        """Pinned memory, and its address. When it is freed, torch caches it for the next save."""
+        """Pinned memory, and its address. When it is freed, torch keeps it, and gives it out again at once."""
         import torch
 
         made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
