@@ -308,7 +308,7 @@ def test_from_four_threads(mixed: Path) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(engine._idle.lanes) <= engine.KEPT
+    assert len(engine._idle) <= engine.KEPT
 
 
 # -- when something goes wrong

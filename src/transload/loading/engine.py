@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from transload.errors import CannotReadError
@@ -577,17 +577,10 @@ class RingLane:
                 driver.destroy([stream], [event for key, event in self._events.items() if key[0] == device])
 
 
-class _Idle:
-    """Lanes that no transfer uses at the moment."""
-
-    def __init__(self) -> None:
-        self.lanes: list[RingLane] = []
-        self.lock = Lock()
-
-
-_idle = _Idle()
+_idle: list[RingLane] = []
+"""Lanes that no transfer uses at the moment."""
 if hasattr(os, "register_at_fork"):  # a forked child cannot use its parent's CUDA context
-    os.register_at_fork(after_in_child=_idle.__init__)  # type: ignore[misc] # in place, since others refer to it
+    os.register_at_fork(after_in_child=_idle.clear)
 
 
 @contextmanager
@@ -598,25 +591,23 @@ def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
     driver = cuda_driver()
     if driver is None:
         raise RuntimeError("there is no CUDA driver")
-    mapped: list[RingLane] = [MappedLane(driver)] if choice.mapped else []
-    count = choice.lanes - len(mapped)
-    with _idle.lock:
-        ring = [_idle.lanes.pop() for _ in range(min(count, len(_idle.lanes)))]
+    lanes: list[RingLane] = [MappedLane(driver)] if choice.mapped else []
     try:
-        while len(ring) < count:
-            ring.append(RingLane(driver))
-        for lane in (*ring, *mapped):
+        while len(lanes) < choice.lanes:
+            with suppress(IndexError):  # none is idle
+                lanes.append(_idle.pop())
+                continue
+            lanes.append(RingLane(driver))
+        for lane in lanes:
             lane.done, lane.transfer = 0, transfer
-        yield [*ring, *mapped]
+        yield lanes
     finally:
-        for lane in (*ring, *mapped):
+        for lane in lanes:
             vars(lane).pop("transfer", None)  # which refers to files and memory
-        reusable = [lane for lane in ring if lane.reusable]
-        with _idle.lock:
-            room = max(0, KEPT - len(_idle.lanes))
-            _idle.lanes += reusable[:room]
-        for lane in (*reusable[room:], *(lane for lane in mapped if lane.reusable)):
-            lane.close()
+            if lane.reusable and len(_idle) < KEPT and type(lane) is RingLane:
+                _idle.append(lane)
+            elif lane.reusable:
+                lane.close()
 
 
 _GROUP = 8

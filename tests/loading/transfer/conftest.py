@@ -47,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
     monkeypatch.setattr(driver, "cuda_driver", lambda: fake)
     monkeypatch.setattr(engine.Transfer, "_fence", fence)
-    monkeypatch.setattr(engine._idle, "lanes", [])
+    monkeypatch.setattr(engine, "_idle", [])
     yield fake
     left = fake.pending
     fake.close()

@@ -202,7 +202,7 @@ def test_a_call_that_fails(call: str, number: int, count: int, blob: bytes, blob
     source.close()
     assert cuda.pending == 0
     assert let_go(blob_path, cuda)
-    assert len(engine._idle.lanes) == count - 1
+    assert len(engine._idle) == count - 1
     cuda.fails.clear()
     brought(blob_path, blob, MIXED, cuda)
 

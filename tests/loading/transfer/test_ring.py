@@ -118,11 +118,11 @@ def test_the_thread_of_the_caller_keeps_its_device(
 
 def test_lanes_are_kept_and_used_again(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    kept = list(engine._idle.lanes)
+    kept = list(engine._idle)
     assert len(kept) == 3
     for _ in range(3):
         brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    assert set(engine._idle.lanes) == set(kept)
+    assert set(engine._idle) == set(kept)
     assert cuda.calls["pin"] <= 6
     assert (cuda.calls["unpin"], cuda.calls["destroy"]) == (0, 0)
     assert cuda.calls["create_stream"] <= 3
@@ -141,30 +141,17 @@ def test_a_kept_lane_holds_nothing_of_the_last_load(blob: bytes, blob_path: Path
     del source, goal
     gc.collect()
     assert [each() for each in held] == [None, None]
-    assert len(engine._idle.lanes) == 2
+    assert len(engine._idle) == 2
 
 
 def test_too_many_are_closed(blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "KEPT", 2)
     cuda.at(77)
     brought(blob_path, blob, LARGE, cuda, Settings(threads=5))
-    assert len(engine._idle.lanes) == 2
+    assert len(engine._idle) == 2
     assert pinned_slots(cuda) <= 4
     assert cuda.streams <= 2
     assert cuda.current_context() == 77
-
-
-def test_a_child_process_begins_with_none(cuda: FakeDriver, blob: bytes, blob_path: Path) -> None:
-    brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
-    engine._idle.lock.acquire()  # as if another thread had it at that moment
-    before = engine._idle.lock
-    try:
-        engine._idle.__init__()  # type: ignore[misc] # as in a child process
-        assert engine._idle.lanes == []
-        assert engine._idle.lock is not before
-        assert not engine._idle.lock.locked()
-    finally:
-        before.release()
 
 
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="needs os.fork")
@@ -175,10 +162,10 @@ def test_forking_says_so() -> None:
     program = (
         "import os\n"
         "from transload.loading import engine\n"
-        "engine._idle.lanes.append(object())\n"
+        "engine._idle.append(object())\n"
         "child = os.fork()\n"
-        "if not child: os._exit(len(engine._idle.lanes))\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(engine._idle.lanes))\n"
+        "if not child: os._exit(len(engine._idle))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(engine._idle))\n"
     )
     made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert made.stdout.split() == ["0", "1"], made.stderr
@@ -201,7 +188,7 @@ def test_several_loads_at_once(blob: bytes, blob_path: Path, cuda: FakeDriver) -
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(engine._idle.lanes) <= 8
+    assert len(engine._idle) <= 8
     assert pinned_slots(cuda) <= 16
 
 
@@ -228,17 +215,17 @@ def test_a_call_that_fails(
     assert cuda.pending == 0
     cuda.fails.clear()
     brought(blob_path, blob, LARGE, cuda, Settings(threads=threads))
-    assert len(engine._idle.lanes) == threads
+    assert len(engine._idle) == threads
 
 
 def test_a_lane_that_cannot_tell_whether_it_is_done_is_given_up(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     cuda.fails["wait_stream"] = [1]
     with pytest.raises(DriverError, match="wait_stream"):
         brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
-    assert engine._idle.lanes == []
+    assert engine._idle == []
     cuda.fails.clear()
     brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
-    assert len(engine._idle.lanes) == 1
+    assert len(engine._idle) == 1
 
 
 def test_all_devices_are_waited_for_though_one_has_failed(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
@@ -255,7 +242,7 @@ def test_a_device_that_has_failed_keeps_nobody_from_going_on(
     monkeypatch.setattr(engine, "KEPT", 0)
     cuda.fails["unpin"] = range(1, 99)
     brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    assert engine._idle.lanes == []
+    assert engine._idle == []
 
 
 @pytest.mark.parametrize("refused", [range(1, 99), [1], [2]], ids=["all", "first", "second"])
@@ -281,7 +268,7 @@ def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path, cuda: Fak
     with pytest.raises(MemoryError, match="full"):
         read_ranges([source], requests, place, settings=Settings(threads=threads))
     assert cuda.pending == 0
-    assert len(engine._idle.lanes) == threads
+    assert len(engine._idle) == threads
     source.close()
     brought(blob_path, blob, requests, cuda, Settings(threads=threads))
 
@@ -317,7 +304,7 @@ def test_lanes_are_not_lost_when_there_is_no_memory_for_more(
     blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
-    kept = set(engine._idle.lanes)
+    kept = set(engine._idle)
 
     def full(_: int) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -325,7 +312,7 @@ def test_lanes_are_not_lost_when_there_is_no_memory_for_more(
     monkeypatch.setattr(engine, "Pages", full)
     with pytest.raises(OSError, match="Cannot allocate"):
         brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    assert set(engine._idle.lanes) == kept
+    assert set(engine._idle) == kept
     brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
 
 
