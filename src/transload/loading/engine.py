@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from transload.errors import CannotReadError
 from transload.frozen import Frozen
 from transload.io.cuda_driver import DriverError
-from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc, memory_at
+from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
 from transload.io.sources import FileSource
 from transload.loading.jobs import (
     CELL,
@@ -290,54 +290,6 @@ def _run_lane(jobs: Iterable[Job], lane: Lane, report_progress: ReportProgress |
 # -- the entry point
 
 
-class DirectFile(File):
-    """A source to read from; after ``go_direct``, through a second descriptor that bypasses the page cache."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        self._direct_descriptor = -1
-
-    def go_direct(self) -> None:
-        """Bypass the page cache from now on, if the file and the system support that."""
-        flag = getattr(os, "O_DIRECT", 0)
-        if flag and self.descriptor >= 0:
-            with suppress(OSError):
-                # Through its descriptor: the path may lead to another file by now.
-                self._direct_descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | flag)
-                self.direct = True
-
-    def close(self) -> None:
-        """Close the second descriptor."""
-        if self._direct_descriptor >= 0:
-            os.close(self._direct_descriptor)
-            self._direct_descriptor, self.direct = -1, False
-
-    def check(self, runs: Sequence[Run]) -> None:
-        """``ShortReadError`` if a file on disk is, or has become, too short for some runs."""
-        size = os.fstat(self.descriptor).st_size
-        if size < max(run.offset + run.nbytes for run in runs):
-            raise self.ended(runs, size)
-
-    def read_job(self, job: Job, slot: int) -> int:
-        """As ``File.read_job``; bypasses the page cache after ``go_direct``."""
-        start = slot - job.begin // CELL * CELL
-        return start if self.direct and self._read_direct(job, start) else super().read_job(job, slot)
-
-    def _read_direct(self, job: Job, start: int) -> bool:
-        """Read whole blocks; false if the file system refuses after all, or the file ends."""
-        position = job.begin // PAGE * PAGE
-        end = (job.end + PAGE - 1) // PAGE * PAGE
-        while position < job.end:
-            try:
-                count = os.preadv(self._direct_descriptor, [memory_at(start + position, end - position)], position)
-            except (OSError, OverflowError):
-                return False
-            position += count
-            if position < job.end and (not count or position % PAGE):
-                return False
-        return True
-
-
 def read_ranges(
     sources: Sequence[Source],
     requests: Sequence[ReadRequest],
@@ -352,7 +304,7 @@ def read_ranges(
     devices but ``cpu`` must be CUDA devices, with an index. ``ShortReadError`` names a request that its file is too
     short for. Even if this raises, no read or copy is in flight afterwards.
     """
-    files = [DirectFile(source) for source in sources]
+    files = [File(source) for source in sources]
     choice = choose(_facts(files, requests), settings)
     transfer = Transfer(files, requests, address_of, checksums, choice.huge)
     try:
@@ -372,7 +324,7 @@ def read_ranges(
 class Transfer:
     """What the lanes of one ``read_ranges`` share. ``addresses`` and ``fences`` grow while jobs are prepared."""
 
-    files: Sequence[DirectFile]
+    files: Sequence[File]
     requests: Sequence[ReadRequest]
     address_of: AddressOf
     checksums: Checksums | None
@@ -620,7 +572,7 @@ _IN_FLIGHT = 2
 class _Part:
     """Pages of a file, mapped read-only."""
 
-    def __init__(self, file: DirectFile, runs: Sequence[Run]) -> None:
+    def __init__(self, file: File, runs: Sequence[Run]) -> None:
         begin = runs[0].offset
         start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         end = max(run.offset + run.nbytes for run in runs)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from transload.frozen import NamedTuple
-from transload.io.memory import Pages, copy, memory_at
+from transload.io.memory import PAGE, Pages, copy, memory_at
 
 if TYPE_CHECKING:
     from transload.io.sources import Source
@@ -146,18 +147,40 @@ class ShortReadError(Exception):
 
 
 class File:
-    """A source to read from. ``engine.DirectFile`` can also bypass the page cache."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    """A source to read from; after ``go_direct``, through a second descriptor that bypasses the page cache."""
 
     direct = False
     """Whether reads bypass the page cache."""
+    _direct_descriptor = -1
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     @property
     def descriptor(self) -> int:
         """The file descriptor; -1 for a source that is not a file on disk."""
         return getattr(self._source, "descriptor", -1)
+
+    def go_direct(self) -> None:
+        """Bypass the page cache from now on, if the file and the system support that."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if flag and self.descriptor >= 0:
+            with suppress(OSError):
+                # Through its descriptor: the path may lead to another file by now.
+                self._direct_descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | flag)
+                self.direct = True
+
+    def close(self) -> None:
+        """Close the second descriptor."""
+        if self.direct:
+            os.close(self._direct_descriptor)
+            self.direct = False
+
+    def check(self, runs: Sequence[Run]) -> None:
+        """``ShortReadError`` if a file on disk is, or has become, too short for some runs."""
+        size = os.fstat(self.descriptor).st_size
+        if size < max(run.offset + run.nbytes for run in runs):
+            raise self.ended(runs, size)
 
     def read(self, run: Run, address: int) -> None:
         """Read a run to an address; ``ShortReadError`` if the file ends before."""
@@ -168,11 +191,27 @@ class File:
     def read_job(self, job: Job, slot: int) -> int:
         """Read a job into a slot of a cell's size; the difference between an address there and its file position."""
         start = slot - job.begin // CELL * CELL
+        if self.direct and self._read_direct(job, start):
+            return start
         begin, length = job.begin, job.end - job.begin
         received = self._source.readinto(begin, memory_at(start + begin, length))
         if received < length:
             raise self.ended(job.runs, begin + received)
         return start
+
+    def _read_direct(self, job: Job, start: int) -> bool:
+        """Read whole blocks; false if the file system refuses after all, or the file ends."""
+        position = job.begin // PAGE * PAGE
+        end = (job.end + PAGE - 1) // PAGE * PAGE
+        while position < job.end:
+            try:
+                count = os.preadv(self._direct_descriptor, [memory_at(start + position, end - position)], position)
+            except (OSError, OverflowError):
+                return False
+            position += count
+            if position < job.end and (not count or position % PAGE):
+                return False
+        return True
 
     def ended(self, runs: Sequence[Run], position: int) -> ShortReadError:
         """The error for the first run that reaches beyond ``position``, where the file ends."""

@@ -12,8 +12,7 @@ import pytest
 
 from transload.io.memory import PAGE, Pages, memory_at
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.loading.engine import DirectFile
-from transload.loading.jobs import CELL, Job, ReadRequest, Run, ShortReadError, jobs
+from transload.loading.jobs import CELL, File, Job, ReadRequest, Run, ShortReadError, jobs
 
 
 @pytest.fixture
@@ -30,10 +29,10 @@ def short(tmp_path: Path, blob: bytes) -> Path:
 
 
 @pytest.fixture
-def direct(blob_path: Path) -> Iterator[DirectFile]:
+def direct(blob_path: Path) -> Iterator[File]:
     """A file that is read past the page cache, where the file system of the tests knows that."""
     source = FileSource(blob_path)
-    file = DirectFile(source)
+    file = File(source)
     try:
         file.go_direct()
         if not file.direct:
@@ -44,7 +43,7 @@ def direct(blob_path: Path) -> Iterator[DirectFile]:
         source.close()
 
 
-def read(file: DirectFile, job: Job, slot: Pages) -> bytes:
+def read(file: File, job: Job, slot: Pages) -> bytes:
     start = file.read_job(job, slot.address)
     return bytes(memory_at(start + job.begin, job.end - job.begin))
 
@@ -65,16 +64,16 @@ class TestSpans:
     def test_buffered(self, offset: int, nbytes: int, blob: bytes, blob_path: Path, slot: Pages) -> None:
         (job,) = jobs([ReadRequest(0, offset, nbytes)])
         source = FileSource(blob_path)
-        assert read(DirectFile(source), job, slot) == blob[offset : offset + nbytes]
+        assert read(File(source), job, slot) == blob[offset : offset + nbytes]
         source.close()
 
-    def test_direct(self, offset: int, nbytes: int, blob: bytes, direct: DirectFile, slot: Pages) -> None:
+    def test_direct(self, offset: int, nbytes: int, blob: bytes, direct: File, slot: Pages) -> None:
         (job,) = jobs([ReadRequest(0, offset, nbytes)])
         assert direct.direct
         assert read(direct, job, slot) == blob[offset : offset + nbytes]
 
 
-def test_what_lies_beside_a_slot_is_not_touched(direct: DirectFile) -> None:
+def test_what_lies_beside_a_slot_is_not_touched(direct: File) -> None:
     both = Pages(3 * CELL)
     whole = memory_at(both.address, 3 * CELL)
     whole[:] = b"\xaa" * (3 * CELL)
@@ -85,17 +84,17 @@ def test_what_lies_beside_a_slot_is_not_touched(direct: DirectFile) -> None:
 
 def test_only_a_file_on_disk_has_a_descriptor(blob_path: Path) -> None:
     source = FileSource(blob_path)
-    assert DirectFile(source).descriptor == source.descriptor >= 0
+    assert File(source).descriptor == source.descriptor >= 0
     for other in (BytesSource(b"abc"), ObjectSource(io.BytesIO(b"abc")), Slice(source, 1, 2, "")):
-        file = DirectFile(other)
+        file = File(other)
         assert file.descriptor == -1
         file.go_direct()
         assert not file.direct
     source.close()
-    assert DirectFile(source).descriptor == -1
+    assert File(source).descriptor == -1
 
 
-def test_a_second_descriptor_is_closed(blob_path: Path, direct: DirectFile) -> None:
+def test_a_second_descriptor_is_closed(blob_path: Path, direct: File) -> None:
     descriptor = direct._direct_descriptor
     assert os.fstat(descriptor).st_size == blob_path.stat().st_size
     direct.close()
@@ -113,7 +112,7 @@ def test_the_file_that_was_opened_is_read_though_its_path_leads_to_another(
     source = FileSource(path)
     (tmp_path / "y").write_bytes(bytes(9000))
     (tmp_path / "y").replace(path)
-    file = DirectFile(source)
+    file = File(source)
     file.go_direct()
     (job,) = jobs([ReadRequest(0, 10, 8000)])
     assert read(file, job, slot) == blob[10:8010]
@@ -145,7 +144,7 @@ class Reading:
     ids=["refused", "slow", "refused later", "a small block", "a small block later", "nothing", "too far"],
 )
 def test_what_is_not_read_directly_is_read_all_the_same(
-    counts: list[Any], direct: DirectFile, blob: bytes, slot: Pages, monkeypatch: pytest.MonkeyPatch
+    counts: list[Any], direct: File, blob: bytes, slot: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (job,) = jobs([ReadRequest(0, PAGE + 100, 60_000)])
     Reading(monkeypatch, counts)
@@ -158,7 +157,7 @@ def test_what_is_not_read_directly_is_read_all_the_same(
 def ended(source: Source, run: Run) -> tuple[int, int]:
     """What is said of a part, read straight and as a job."""
     memory = Pages(CELL)
-    file = DirectFile(source)
+    file = File(source)
     with pytest.raises(ShortReadError) as straight:
         file.read(run, memory.address)
     with pytest.raises(ShortReadError) as slotted:
@@ -197,7 +196,7 @@ def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages)
     requests = [ReadRequest(0, CELL, 2000), ReadRequest(0, CELL + 4000, 2000), ReadRequest(0, CELL + 6500, 10)]
     (job,) = jobs(requests)
     with pytest.raises(ShortReadError) as raised:
-        DirectFile(source).read_job(job, slot.address)
+        File(source).read_job(job, slot.address)
     assert (raised.value.request, raised.value.received) == (1, 1000)
     source.close()
 
@@ -206,7 +205,7 @@ def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages)
 @pytest.mark.parametrize("straight", [True, False], ids=["direct", "buffered"])
 def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, straight: bool) -> None:
     source = FileSource(short)
-    file = DirectFile(source)
+    file = File(source)
     if straight:
         file.go_direct()
     (job, *_) = jobs([ReadRequest(0, offset, 10)])
@@ -220,7 +219,7 @@ def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, st
 @pytest.mark.parametrize("straight", [True, False], ids=["direct", "buffered"])
 def test_a_file_that_is_cut_after_it_was_opened(short: Path, slot: Pages, *, straight: bool) -> None:
     source = FileSource(short)
-    file = DirectFile(source)
+    file = File(source)
     if straight:
         file.go_direct()
     os.truncate(short, CELL + 100)
@@ -233,7 +232,7 @@ def test_a_file_that_is_cut_after_it_was_opened(short: Path, slot: Pages, *, str
 
 def test_a_file_is_long_enough_or_not(short: Path) -> None:
     source = FileSource(short)
-    file = DirectFile(source)
+    file = File(source)
     runs = [Run(0, 0, 0, 10), Run(CELL, 1, 0, 5000)]
     file.check(runs)
     os.truncate(short, CELL + 4000)
