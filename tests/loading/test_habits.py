@@ -130,6 +130,15 @@ def test_a_default_device_does_not_matter(wish: str) -> None:
         same(torch.load(STATE_DICT), load(STATE_DICT, wish))
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_nor_to_sparse_tensors(layout: torch.layout) -> None:
+    """torch.load puts them on the default device, where the meta device loses their values."""
+    data = saved(torch.eye(3).to_sparse(layout=layout))
+    with torch.device("meta"):
+        made = [load(data), load(data, weights_only=False), transload.open(data)[""]]
+    assert all(torch.equal(each.to_dense(), torch.eye(3)) for each in made)
+
+
 # -- arguments
 
 

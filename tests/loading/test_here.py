@@ -142,11 +142,12 @@ def test_the_host_tells_its_memory() -> None:
         ("auto", ["cuda:1", "cpu"]),
         (None, ["cuda:1", "cpu"]),
         ("cpu", ["cpu"]),
+        (b"cpu", ["cpu"]),
         (torch.device("cuda", 3), ["cuda:3"]),
         ({"cuda:1": "cuda:0"}, ["cuda:0", "cpu"]),
         (lambda storage, _: storage, []),
     ],
-    ids=["auto", "none", "text", "device", "mapping", "function"],
+    ids=["auto", "none", "text", "bytes", "device", "mapping", "function"],
 )
 def test_the_devices_a_wish_may_use(wish: Any, wanted: list[str]) -> None:
     assert wanted_devices(["cuda:1", "cpu"], wish) == wanted

@@ -396,10 +396,13 @@ def _is_function(map_location: MapLocation) -> bool:
     return callable(map_location) and not named
 
 
+def _name_of(device: Any) -> str:
+    return device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
+
+
 def _requested_device(tag: str, wanted: Mapping[Any, Any], devices: Devices, *, wide: bool) -> _Chosen:
     """The device wanted for a tag, or the tag itself; empty if that is not here."""
-    device = wanted.get(tag, tag)
-    name = device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
+    name = _name_of(wanted.get(tag, tag))
     found = None if name == "meta" else devices.get(name)
     if found is None and name != "meta":
         return "", "lost", name
@@ -565,6 +568,5 @@ def wanted_devices(tags: list[str], map_location: Any) -> list[str]:
     if map_location is None or (isinstance(map_location, str) and map_location == "auto"):
         return tags
     if isinstance(map_location, Mapping):
-        table = {str(tag): str(device) for tag, device in map_location.items()}
-        return [table.get(tag, tag) for tag in tags]
-    return [] if _is_function(map_location) else [str(map_location)]
+        return [_name_of(map_location.get(tag, tag)) for tag in tags]
+    return [] if _is_function(map_location) else [_name_of(map_location)]

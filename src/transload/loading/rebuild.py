@@ -494,15 +494,17 @@ def sparse_tensor(layout: Any, data: Any) -> Any:
     """What ``torch._utils._rebuild_sparse_tensor`` makes, without appending it to torch's global list.
 
     ``check_invariants`` is the program's setting. Any other value sets a global switch for the duration of the call,
-    which two loads at a time could leave set; without the argument, torch warns.
+    which two loads at a time could leave set; without the argument, torch warns. Without ``device``, the tensor would
+    go to the default device, and under ``torch.device("meta")`` lose its values.
     """
     import torch
 
-    switch = data[0].device.type != "meta" and torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    device = data[0].device
+    switch = device.type != "meta" and torch.sparse.check_sparse_tensor_invariants.is_enabled()
     if layout == torch.sparse_coo:
         coalesced = data[3] if len(data) > 3 else None
-        return torch.sparse_coo_tensor(*data[:3], check_invariants=switch, is_coalesced=coalesced)
-    return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=switch)
+        return torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=switch, is_coalesced=coalesced)
+    return torch.sparse_compressed_tensor(*data, device=device, layout=layout, check_invariants=switch)
 
 
 def validate_sparse(made: Any) -> None:
