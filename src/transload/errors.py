@@ -242,3 +242,15 @@ class CannotPickleError(
 
 class SaveWarning(UserWarning):
     """The file was saved, but not in the best possible way."""
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn at the user's line: the first frame outside torch and transload."""
+    import sys
+    import warnings
+
+    level, frame = 1, sys._getframe()  # noqa: SLF001 - warnings has no other way before Python 3.12
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "transload"):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, category, stacklevel=level)

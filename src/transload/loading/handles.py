@@ -8,7 +8,6 @@ would make them (``build_node``). ``load_into`` uses the same methods.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -27,6 +26,7 @@ from transload.errors import (
     TransloadError,
     UnsafeError,
     UsageError,
+    warn,
 )
 from transload.formats import gc_paused
 from transload.formats.arrays import raw_bytes
@@ -492,7 +492,7 @@ class Destinations:
         device = self.device_map.device(tag)
         if device != tag and self._warning:
             text, self._warning = f"{self._checkpoint.path}: {self._warning}", ""  # once
-            warnings.warn(text, LandingWarning, stacklevel=user_stacklevel())
+            warn(text, LandingWarning)
         return device
 
     @cached_property
@@ -501,16 +501,6 @@ class Destinations:
         plan = plan_here(self._checkpoint, self._map_location, 0, "device")
         self._warning = plan.warning
         return DeviceMap(plan, self._map_location, self._checkpoint.path)
-
-
-def user_stacklevel() -> int:
-    """The ``stacklevel`` for a warning that names the user's line: that of the first frame outside transload."""
-    level = 1
-    frame = sys._getframe(1)  # noqa: SLF001 - warnings has no other way before Python 3.12
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "transload":
-        frame = frame.f_back
-        level += 1
-    return level
 
 
 # -- tensors that are not strided

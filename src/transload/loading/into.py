@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,11 +18,11 @@ from itertools import accumulate, product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
-from transload.errors import LandingWarning, LoadError, TransloadError, UsageError
+from transload.errors import LandingWarning, LoadError, TransloadError, UsageError, warn
 from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.loading import check_settings
-from transload.loading.handles import Destinations, build_node, open_checkpoint, user_stacklevel
+from transload.loading.handles import Destinations, build_node, open_checkpoint
 from transload.loading.jobs import Settings
 from transload.nodes import Call, Dict
 from transload.render.words import plural
@@ -832,11 +831,11 @@ class _Loading:
             count = plural(len(differing), "key")
             notes += (f"left {count} of another shape as in the model: {join_names(differing, _SHOWN, 1000)}",)
         if notes:
-            warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=user_stacklevel())
+            warn(f"{path}: {'; '.join(notes)}", KeysWarning)
         if left := self._left_on_meta():
             note = f"still on the meta device, since the file has no values for them: {join_names(left, _SHOWN)}"
             fix = "Compute them as the model does when it is made: until then it cannot be run."
-            warnings.warn(f"{path}: {note}. {fix}", LandingWarning, stacklevel=user_stacklevel())
+            warn(f"{path}: {note}. {fix}", LandingWarning)
             notes += (note,)
         loaded.found, loaded.notes = match.branch.name, notes
         return loaded

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import CodeType, FrameType
+    from types import CodeType
     from typing import Any
 
 requested = ""
@@ -136,10 +135,8 @@ def _count(kind: str) -> int:
 
 
 def _warn(name: str, other: str, why: str) -> None:
-    """Warn once for each pair of devices, at the program's line: the first frame outside torch and transload."""
-    import warnings
-
-    from transload.errors import LandingWarning
+    """Warn once for each pair of devices."""
+    from transload.errors import LandingWarning, warn
 
     pair = f"{name.partition(':')[0]} to {other}"
     if pair in warned:
@@ -147,10 +144,4 @@ def _warn(name: str, other: str, why: str) -> None:
     warned.add(pair)
     because = f"; {why}" if why else ""
     text = f"there is no {name} here{because}. What was saved on such a device, or is sent to it, goes to {other}"
-    inside = tuple(f"{os.path.dirname(sys.modules[name].__file__ or '?')}{os.sep}" for name in ("torch", "transload"))  # noqa: PTH120
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
-    level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, LandingWarning, stacklevel=level)
+    warn(text, LandingWarning)
