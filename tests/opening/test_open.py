@@ -681,6 +681,12 @@ def test_reading_from_many_threads(tmp_path: Path) -> None:
                 assert torch.equal(tensor, state[name])
 
 
+def test_names_of_any_length_are_kept_whole() -> None:
+    names = ["x" * 1500, "x" * 1499 + "y"]
+    with open_(file_of({name: torch.full((2,), at) for at, name in enumerate(names)})) as handle:
+        assert [(name, int(handle[name][0])) for name in handle] == [(names[0], 0), (names[1], 1)]
+
+
 def test_a_sparse_tensor_under_any_key() -> None:
     state: dict[Any, Any] = {("a", 1): torch.eye(3).to_sparse(), "n": {None: torch.eye(2).to_sparse()}}
     with open_(file_of(state)) as handle:

@@ -18,7 +18,6 @@ from transload.frozen import NamedTuple
 from transload.nodes import REBUILDS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
 _MAX_TEXT = 200
-_MAX_KEY = 1000
 
 
 def called(node: Call) -> str:
@@ -44,11 +43,12 @@ def text_of(node: object) -> str:
     return node if type(node) is str else "unknown"
 
 
-def short_key(key: object, longest: int = _MAX_KEY) -> Key:
-    """A dictionary key as a step of a path: itself, or a short text where it is neither text nor number, or huge."""
-    if type(key) is str:
-        return key if len(key) <= longest else short(key)
-    return key if type(key) is int and key.bit_length() < 64 else short(key)
+def short_key(key: object) -> Key:
+    """A dictionary key as a step of a path: itself, or a short text where it is neither text nor number, or huge.
+
+    A text of any length is kept: ``Budget`` limits all names together.
+    """
+    return key if type(key) is str or (type(key) is int and key.bit_length() < 64) else short(key)
 
 
 def node_at(
@@ -413,9 +413,8 @@ class _Walk:
     A frame is a container being walked: what is left of its children, its path and name, whether it was seen before.
     """
 
-    def __init__(self, table: StorageTable, longest_key: int, separator: str = "/", outside: _Outside = None) -> None:
+    def __init__(self, table: StorageTable, separator: str = "/", outside: _Outside = None) -> None:
         self.table = table
-        self.longest_key = longest_key
         self.separator = separator
         self.outside = outside or {}
         self.tensors: list[Tensor] = []
@@ -440,8 +439,8 @@ class _Walk:
                 if label is not None:
                     steps: tuple[Key, ...] = (*path, *key)
                 else:
-                    if type(key) is not str or len(key) > self.longest_key:
-                        key = short_key(key, self.longest_key)  # noqa: PLW2901 - the raw key is not needed any more
+                    if type(key) is not str:
+                        key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
                     steps = (*path, key)
                     label = f"{name}/{key}" if name else key if type(key) is str else str(key)  # noqa: PLW2901
                 if self._visit(child, steps, label, again=again):
@@ -531,7 +530,7 @@ class _Walk:
         parts = [_items(state.get(key)) for key in MODULE_KEYS] if len(state.items) <= _MAX_ATTRIBUTES else [None]
         if None in parts:
             for child, key, _ in last_pairs(state.items):
-                step = short_key(key, self.longest_key)
+                step = short_key(key)
                 yield child, (step,), f"{name}{self.separator}{step}" if name else str(step)
             return
         # An ``nn.Module``: names as its ``state_dict()`` would give, joined by dots, ``None`` left out. The name so far
@@ -542,7 +541,7 @@ class _Walk:
         for where, items in zip(MODULE_KEYS, parts, strict=True):
             for child, raw, _ in last_pairs(items or []):
                 if child is not None:
-                    step = short_key(raw, self.longest_key)
+                    step = short_key(raw)
                     hidden = where == "_buffers" and step in unsaved
                     yield child, (where, step), f"{lead}{where}/{step}" if hidden else f"{lead}{step}"
         for child, key, _ in last_pairs(state.items):
@@ -619,7 +618,7 @@ class _Walk:
 
     def _search(self, node: object, at: _Place) -> tuple[Tensor, ...]:
         """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
-        walk = _Walk(self.table, self.longest_key)
+        walk = _Walk(self.table)
         walk.depth = self.depth
         walk.run(node, *at)
         for problem in walk.noted.problems():
@@ -776,16 +775,14 @@ READERS: dict[str, tuple[Callable[[_Walk, _Args, _Place], Tensor], int, int]] = 
 """The method for each function of torch, and how many arguments that takes at least and at most."""
 
 
-def find_tensors(
-    root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None, longest_key: int = _MAX_KEY
-) -> Tree:
+def find_tensors(root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None) -> Tree:
     """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
 
     ``separator`` joins attribute names of objects that are not modules. ``outside`` are tensors described elsewhere in
-    the container, by persistent id: storage, offset, size and stride. Text keys beyond ``longest_key`` characters are
-    shortened. A tensor with impossible arguments becomes a problem, with its name, and is left out.
+    the container, by persistent id: storage, offset, size and stride. A tensor with impossible arguments becomes a
+    problem, with its name, and is left out.
     """
-    walk = _Walk(table, longest_key, separator, outside)
+    walk = _Walk(table, separator, outside)
     try:
         walk.run(root)
     except TooMuch as reason:

@@ -3,31 +3,25 @@
 ``Leftovers`` turns what a target cannot store into numbers, strings, lists and dictionaries for
 ``DST.leftovers.json``. The classes of the file are never instantiated: an object becomes its attributes and the name of
 its class (``$class``), a module its parameters, buffers and children. What is not plain data is only listed, and so is
-what a hostile file shares or nests too often. ``with_full_names`` restores tensor names that the reader truncated.
+what a hostile file shares or nests too often.
 """
 
 from __future__ import annotations
 
-import re
 from base64 import b64encode
 from collections.abc import Iterable
-from dataclasses import replace
 from math import isfinite
 from struct import unpack
 from typing import Any, NamedTuple
 
-from transload.checkpoint import Checkpoint, Key, Tensor
-from transload.errors import ConvertError
+from transload.checkpoint import Key
 from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
 from transload.formats.tensors import (
     MODULE_KEYS,
     RECONSTRUCTORS,
-    Budget,
-    StorageTable,
     call_items,
     called,
     device_text,
-    find_tensors,
     leaf_kind,
     short,
     short_key,
@@ -106,41 +100,6 @@ class BoundedWalk:
         self._seen.add(id(node))
         too_much = depth >= _MAX_DEPTH or self._repeats > _MAX_REPEATS
         return "nested too deeply or shared too often" if too_much else ""
-
-
-# -- names that the reader truncated
-
-_CUT = re.compile(r".{200}… \([0-9]{4,} characters\)", re.DOTALL)  # as formats.tensors.short writes it
-
-
-def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with full tensor names: its pickles are searched again. ``ConvertError`` if they are too long."""
-    if not checkpoint.pickles or not any("… (" in tensor.name for tensor in checkpoint.tensors):
-        return checkpoint
-    full: dict[tuple[Key, ...], list[tuple[Key, ...]]] = {}  # the full paths for each path, in order
-    why = "a key is longer than 1,000 characters, and was not found again"
-    for pickle in (pickle for pickle in checkpoint.pickles if pickle.main):
-        tree = find_tensors(pickle.root, StorageTable(), longest_key=Budget.MAX_NAMES)
-        for tensor in tree.tensors:
-            full.setdefault((*pickle.path, *map(short_key, tensor.path)), []).append((*pickle.path, *tensor.path))
-        why = next((problem.detail for problem in tree.problems if problem.code == "tree-too-large"), why)
-    tensors: list[Tensor] = []
-    for tensor in checkpoint.tensors:
-        name = tensor.name
-        if any(type(step) is str and _CUT.fullmatch(step) for step in tensor.path):
-            if not full.get(tensor.path):
-                fix = "Save it again with shorter keys."
-                raise ConvertError(f"{why}: {name[-60:]}", where=checkpoint.path, fix=fix)
-            for step, key in zip(tensor.path, full[tensor.path].pop(0), strict=True):
-                name = name.replace(str(step), str(key), 1) if step != key else name
-        tensors.append(_renamed(tensor, tensor.name, name))
-    return replace(checkpoint, tensors=tuple(tensors))
-
-
-def _renamed(tensor: Tensor, old: str, new: str) -> Tensor:
-    """Rename a tensor and its parts, whose names begin with its name."""
-    parts = tuple(_renamed(part, old, new) for part in tensor.parts)
-    return tensor._replace(name=f"{new}{tensor.name[len(old) :]}", parts=parts)
 
 
 # -- plain data

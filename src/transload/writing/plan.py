@@ -25,7 +25,7 @@ from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content, is_constant
 from transload.writing.arrays import with_arrays
-from transload.writing.objects import Leftovers, Omission, with_full_names
+from transload.writing.objects import Leftovers, Omission
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
@@ -315,7 +315,7 @@ class Plan:
     def _plan_torch(self, selected: list[Entry]) -> None:
         """Plan a torch zip: keep the structure of the source's object if possible, else write a flat dictionary."""
         checkpoint = self.checkpoint
-        # The keys 1.0 and "1.0", or long keys with the same beginning, share a path. Then paths identify no tensor.
+        # The keys 1.0 and "1.0" share a path. Then paths identify no tensor.
         paths = frozenset(tensor.path for tensor in checkpoint.tensors)
         distinct = len(paths) == len(checkpoint.tensors)
         if distinct:
@@ -427,14 +427,14 @@ def _module_paths(tensors: Iterable[Tensor]) -> set[tuple[Key, ...]]:
 
 
 def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
-    """The source with full names and with tied tensors under every name, and the rest of its metadata.
+    """The source with tied tensors under every name, and the rest of its metadata.
 
     A safetensors file stores every tensor once; ``save_model`` records further names in the metadata.
     """
     from transload.formats.safetensors import header_metadata, looks_like_safetensors
     from transload.formats.zip import starts_like_zip
 
-    checkpoint = with_full_names(content.checkpoint)
+    checkpoint = content.checkpoint
     metadata: dict[str, str] = {}
     if checkpoint.format in ("safetensors", "sharded", "directory"):
         for file in dict.fromkeys(storage.file for storage in checkpoint.storages):
