@@ -47,7 +47,7 @@ PIECE = 2 << 20
 """Bytes of a write, about: few enough to be still in the cache when they are written, after they were summed."""
 
 SMALL = 16 << 10
-"""Adjacent buffers of up to this size are joined."""
+"""Records of up to this size are given as bytes, and adjacent ones are joined."""
 
 AHEAD = 7
 """Writes whose checksums are being computed while another is written."""
@@ -289,7 +289,7 @@ def write_archive(
     def write_first() -> None:
         write = waiting.popleft()
         archive.complete(write)
-        sink.write(_coalesced(write.buffers))
+        sink.write(write.buffers)
         if report_progress is not None:
             report_progress(write.contents)
 
@@ -317,23 +317,6 @@ def write_archive(
     for write in archive.writes(closing(archive.checksums)):
         sink.write([b"".join(write.buffers)])
     sink.write([archive.directory()])
-
-
-def _coalesced(buffers: list[Buffer]) -> list[Buffer]:
-    """The same bytes, with adjacent small buffers joined."""
-    out: list[Buffer] = []
-    small: list[Buffer] = []
-    for buffer in buffers:
-        if len(buffer) <= SMALL:
-            small.append(buffer)
-            continue
-        if small:
-            out.append(b"".join(small))
-            small = []
-        out.append(buffer)
-    if small:
-        out.append(b"".join(small))
-    return out
 
 
 def _sums(chunks: Sequence[Chunk]) -> list[int]:
