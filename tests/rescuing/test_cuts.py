@@ -146,6 +146,27 @@ def test_an_index_damaged_in_several_bits(tmp_path: Path) -> None:
     assert made.warnings
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns of quantized tensors, and of traces
+def test_the_tensors_of_a_damaged_program_have_any_dtype(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    others = {"f8": torch.ones(8).to(torch.float8_e4m3fn), "u16": torch.arange(6).to(torch.uint16)}
+    quantized = torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8)
+    for name, tensor in {**others, "quantized": quantized}.items():
+        model.register_buffer(name, tensor)
+    torch.jit.save(torch.jit.trace(model, torch.ones(2, 4)), tmp_path / "model.pt")
+    found = inspect(tmp_path / "model.pt")
+    damaged = bytearray((tmp_path / "model.pt").read_bytes())
+    at = next(each.offset or 0 for each in found.storages if "weight" in each.tensors)
+    damaged[at : at + 8] = b"XYZWXYZW"
+    made = rescue(bytes(damaged), tmp_path / "out.pt")
+    assert (made.how, {each.name for each in made.lost}) == ("weights", {"weight", "quantized"})
+    saved = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert saved.keys() == {"bias", *others}
+    for name, tensor in others.items():
+        assert saved[name].dtype == tensor.dtype
+        assert torch.equal(saved[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
 def test_an_archive_inside_a_record_is_not_taken_for_the_file() -> None:
     """An exported program keeps its sample inputs as an archive of their own."""
     data = (ROOT / "h200" / "export_cuda0.pt2").read_bytes()

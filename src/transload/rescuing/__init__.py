@@ -30,7 +30,16 @@ from transload.judge import inspect, judge
 from transload.judge.problems import SETS, rule_of
 from transload.rescuing.archive import METADATA, Recovered, recover_directory, repaired
 from transload.rescuing.bitflips import Claim, check_records
-from transload.rescuing.output import Outcomes, completed, filled, is_program, rebuilt, refuse_growth, without_lost
+from transload.rescuing.output import (
+    Outcomes,
+    completed,
+    filled,
+    is_plain,
+    is_program,
+    rebuilt,
+    refuse_growth,
+    without_lost,
+)
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome, doubts
 from transload.tensors.content import Content, open_content
@@ -42,6 +51,7 @@ __all__ = ["Rescue", "rescue"]
 _Progress = Callable[[int, int], object] | bool | None
 _PIECE = 4 << 20
 _SHOWN = 8
+_NOT_PLAIN = "it cannot be saved without its program"
 _REPORT = b'{\n "schema": 1,\n "path":'
 """How every report begins."""
 
@@ -146,6 +156,11 @@ def _rescue_file(
             elif incomplete or (lost and not fill):
                 out = without_lost(recovered, checkpoint, outcomes)
                 how = "weights" if is_program(checkpoint) else "left-out"
+                if how == "weights":
+                    tensors = tuple(
+                        outcome if is_plain(tensor) else outcome._replace(state="lost", checked=False, why=_NOT_PLAIN)
+                        for tensor, outcome in zip(checkpoint.tensors, tensors, strict=True)
+                    )
             elif lost and fill:
                 out, how = filled(recovered, checkpoint, fill), "filled"
             elif recovered.exact:

@@ -11,14 +11,14 @@ from typing import TypeGuard
 
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.contents import PROGRAMS, byte_span, with_parts
-from transload.dtypes import ITEMSIZE, STORAGE_CLASSES, itemsize
+from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
 from transload.formats.tensors import READERS, Locate, StorageTable, Tree, called, declared_storages, find_tensors
 from transload.io.sources import Assembly, Part, Source
-from transload.nodes import Call, Dict, Global, Persistent, walk_nodes
+from transload.nodes import Call, Dict, walk_nodes
 from transload.render.words import plural
 from transload.rescuing.archive import (
     ArchiveRecord,
@@ -36,6 +36,7 @@ from transload.rescuing.archive import (
 )
 from transload.rescuing.damaged_index import Unread, read_damaged_index
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
+from transload.writing.to_torch import TensorCalls
 
 _NOT_IN_FILE = "its bytes are not in the file"
 _MAX_STORAGE = 1 << 45
@@ -206,11 +207,13 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
     slots = filter(None, (StorageTable(locate).resolve(node) for node in found.persistent))
     dtypes = {slot.key: slot.dtype for slot, _, _ in slots if slot.record}
     flat: list[str] = []
+    calls = TensorCalls([], ())
     for key, record in stored.items():
         if key not in used and record.stored:
             dtype = dtypes.get(key, "uint8")
             flat.append(f"storage-{key}")
-            items += (flat[-1], _tensor_call(key, record.stored, dtype, 0, (record.stored // ITEMSIZE[dtype],), (1,)))
+            size = record.stored // ITEMSIZE[dtype]
+            items += (flat[-1], calls.strided(key, record.stored, dtype, 0, (size,), (1,)))
     try:
         data = dumps(root, expand=(Unread, lambda _: None))
     except CannotPickleGraphError:
@@ -394,31 +397,26 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
     return Assembly([literal(len(header).to_bytes(PREFIX, "little") + header), *parts], source.name)
 
 
-def _tensor_call(
-    key: str, nbytes: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> Call:
-    """The rebuild call of a tensor, over a storage of ``nbytes`` bytes."""
-    kind, numel = Global("torch", STORAGE_CLASSES[dtype], 0), nbytes // ITEMSIZE[dtype]
-    held = Persistent(("storage", kind, key, "cpu", numel), 0)
-    hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
-    args = (held, offset, shape, stride, False, hooks)
-    return Call(Global("torch._utils", "_rebuild_tensor_v2", 0), args, "reduce", 0)
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor can be saved without the program that it belongs to."""
+    return tensor.kind == "strided" and tensor.dtype in ITEMSIZE and not tensor.flags
 
 
 def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
     """An archive with a dictionary of tensors by name, on the CPU, which share storages as before."""
     storages = {storage.id: storage for storage in checkpoint.storages}
-    plain = [t for t in tensors if t.kind == "strided" and t.dtype in STORAGE_CLASSES and t.storage in storages]
+    plain = [tensor for tensor in tensors if is_plain(tensor) and tensor.storage in storages]
     if not plain:
         what = "none of its tensors can be saved by itself"
         raise RescueError(what, where=source.name, fix="Fill them: --fill zeros.")
     used = {ident: storages[ident] for ident in (tensor.storage or "" for tensor in plain)}
     keys = {ident: str(number) for number, ident in enumerate(used)}
     items: list[object] = []
+    calls = TensorCalls([], ())
     for tensor in plain:
         storage = used[tensor.storage or ""]
         view = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride)
-        items += (tensor.name, _tensor_call(keys[storage.id], storage.nbytes, *view))
+        items += (tensor.name, calls.strided(keys[storage.id], storage.nbytes, *view))
     big_endian = any(storage.big_endian for storage in used.values())
     contents = {b"data.pkl": literal(dumps(Dict(items))), b"byteorder": literal(b"big" if big_endian else b"little")}
     for ident, storage in used.items():

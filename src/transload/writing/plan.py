@@ -340,7 +340,7 @@ class Plan:
             self._drop_everything(selected)
         self.storages = lay_out(self.placed, self.content)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
-        expand = Entry, TensorCalls(self.storages, checkpoint).tensor
+        expand = Entry, TensorCalls(self.storages, checkpoint.storages).tensor
         self.opening = opening_records(dumps(made, expand=expand))
 
     def _drop_everything(self, selected: list[Entry]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Key, Storage, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.tensors import call_items, called, last_pairs, node_at, short_key
@@ -271,39 +271,51 @@ def _shares_storage(tensor: Tensor, content: Content) -> bool:
 class TensorCalls:
     """Builds the call for each tensor. Storages of tensors that are carried over are added to ``storages``.
 
-    A class, because nested functions that call one another would keep the checkpoint alive in a reference cycle.
+    ``source`` are the storages they have in the source. A class, because nested functions that call one another would
+    keep the checkpoint alive in a reference cycle.
     """
 
-    def __init__(self, storages: list[Entry], checkpoint: Checkpoint) -> None:
+    def __init__(self, storages: list[Entry], source: Iterable[Storage]) -> None:
         self._storages = storages
         self._globals: dict[str, Global] = {}
         self._keys: dict[int, str] = {}
-        self._source_storages = {storage.key: storage for storage in checkpoint.storages}
+        self._source_storages = {storage.key: storage for storage in source}
         self._carried: dict[str, str] = {}
 
     def tensor(self, entry: Entry) -> Any:
         """The call that rebuilds a tensor."""
         if entry.call is not None:
             return self._carry(entry.call)
-        tensor, dtype = entry.tensor, entry.dtype
+        tensor = entry.tensor
         key = self._keys.setdefault(entry.storage, str(entry.storage))  # the same object, so that it is pickled once
         parameter = tensor.cls == "Parameter" and not entry.state
-        kind, nbytes = STORAGE_CLASSES.get(dtype), self._storages[entry.storage].nbytes
-        if kind is None:  # a dtype without a storage class
-            pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
-        else:
-            pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
-        grad = tensor.requires_grad and not entry.state and not parameter and kind is not None
-        hooks = self._call("collections", "OrderedDict")
-        args = (Persistent(pid, 0), entry.offset, tensor.shape, entry.stride, grad, hooks)
-        if kind is None:
-            made = self._call("torch._utils", "_rebuild_tensor_v3", *args, self._global("torch", dtype))
-        else:
-            made = self._call("torch._utils", "_rebuild_tensor_v2", *args)
+        grad = tensor.requires_grad and not entry.state and not parameter
+        view = (entry.dtype, entry.offset, tensor.shape, entry.stride)
+        made = self.strided(key, self._storages[entry.storage].nbytes, *view, grad=grad)
         if parameter:
             hooks = self._call("collections", "OrderedDict")
             return self._call("torch._utils", "_rebuild_parameter", made, tensor.requires_grad, hooks)
         return made
+
+    def strided(
+        self,
+        key: str,
+        nbytes: int,
+        dtype: str,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        *,
+        grad: bool = False,
+    ) -> Call:
+        """The call that rebuilds a view of a storage of ``nbytes`` bytes."""
+        kind, hooks = STORAGE_CLASSES.get(dtype), self._call("collections", "OrderedDict")
+        if kind is None:  # a dtype without a storage class
+            pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
+            args = (Persistent(pid, 0), offset, shape, stride, False, hooks, self._global("torch", dtype))
+            return self._call("torch._utils", "_rebuild_tensor_v3", *args)
+        pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
+        return self._call("torch._utils", "_rebuild_tensor_v2", Persistent(pid, 0), offset, shape, stride, grad, hooks)
 
     def _global(self, module: str, name: str) -> Global:
         return self._globals.setdefault(f"{module} {name}", Global(module, name, 0))
