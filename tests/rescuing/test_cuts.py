@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import torch as safetensors_torch
 from tests.forge import FUZZ
 from tests.rescuing.makers import ARCHIVES, ROOT, hashes, ident, index_end, there
 
@@ -165,6 +166,30 @@ def test_the_tensors_of_a_damaged_program_have_any_dtype(tmp_path: Path) -> None
     for name, tensor in others.items():
         assert saved[name].dtype == tensor.dtype
         assert torch.equal(saved[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_tensor_of_an_unknown_dtype_is_not_called_whole_if_it_is_left_out(tmp_path: Path) -> None:
+    data = safetensors_torch.save({name: torch.ones(300) for name in ("a", "b", "c")})
+    made = rescue(data.replace(b"F32", b"V32", 1)[:-8], tmp_path / "out.safetensors")
+    assert [(each.name, each.state, each.checked) for each in made.tensors] == [
+        ("a", "lost", False),
+        ("b", "whole", False),
+        ("c", "lost", False),
+    ]
+    assert list(safetensors_torch.load_file(tmp_path / "out.safetensors")) == ["b"]
+
+
+@pytest.mark.parametrize("name", [".storage_alignment", ".data/serialization_id", "version"])
+def test_torch_loads_a_file_with_a_number_that_was_damaged(tmp_path: Path, name: str) -> None:
+    out = io.BytesIO()
+    torch.save({"w": torch.ones(4)}, out)
+    data = bytearray(out.getvalue())
+    record = next(record for record in inspect(bytes(data)).records if record.name == name)
+    at = record.offset or 0
+    data[at : at + record.size] = b"?" * record.size
+    made = rescue(bytes(data), tmp_path / "out.pt")
+    assert (made.exit_code, made.how) == (0, "rebuilt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["w"], torch.ones(4))
 
 
 def test_an_archive_inside_a_record_is_not_taken_for_the_file() -> None:

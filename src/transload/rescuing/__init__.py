@@ -30,16 +30,7 @@ from transload.judge import inspect, judge
 from transload.judge.problems import SETS, rule_of
 from transload.rescuing.archive import METADATA, Recovered, recover_directory, repaired
 from transload.rescuing.bitflips import Claim, check_records
-from transload.rescuing.output import (
-    Outcomes,
-    completed,
-    filled,
-    is_plain,
-    is_program,
-    rebuilt,
-    refuse_growth,
-    without_lost,
-)
+from transload.rescuing.output import Outcomes, completed, filled, is_program, rebuilt, refuse_growth, without_lost
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome, doubts
 from transload.tensors.content import Content, open_content
@@ -51,7 +42,6 @@ __all__ = ["Rescue", "rescue"]
 _Progress = Callable[[int, int], object] | bool | None
 _PIECE = 4 << 20
 _SHOWN = 8
-_NOT_PLAIN = "it cannot be saved without its program"
 _REPORT = b'{\n "schema": 1,\n "path":'
 """How every report begins."""
 
@@ -156,11 +146,6 @@ def _rescue_file(
             elif incomplete or (lost and not fill):
                 out = without_lost(recovered, checkpoint, outcomes)
                 how = "weights" if is_program(checkpoint) else "left-out"
-                if how == "weights":
-                    tensors = tuple(
-                        outcome if is_plain(tensor) else outcome._replace(state="lost", checked=False, why=_NOT_PLAIN)
-                        for tensor, outcome in zip(checkpoint.tensors, tensors, strict=True)
-                    )
             elif lost and fill:
                 out, how = filled(recovered, checkpoint, fill), "filled"
             elif recovered.exact:
@@ -168,8 +153,18 @@ def _rescue_file(
             else:
                 out = rebuilt(recovered, recovered.records) if recovered.records else recovered.source
                 how = "left-out" if recovered.index_rebuilt else "rebuilt"
+            new = checkpoint
             if out is not None:
                 refuse_growth(out.size, recovered)
+                new = checkpoint if out is recovered.source else read_source(out)
+                held = {tensor.name for tensor in new.tensors}
+                why = "the new file cannot hold it"
+                tensors = tuple(
+                    each
+                    if each.state == "lost" or each.name in held
+                    else each._replace(state="lost", checked=False, why=why)
+                    for each in tensors
+                )
         made = Rescue(
             path or source.name,
             target,
@@ -183,7 +178,7 @@ def _rescue_file(
             recovered.repairs,
             fill or "",
             (*notes, *recovered.notes),
-            (*_warnings(checkpoint, recovered, out), *doubts(recovered.repairs)),
+            (*_warnings(checkpoint, recovered, new if out else None), *doubts(recovered.repairs)),
         )
         if made.done and out is not None:
             report_progress = progress_counter(progress, out.size, "writing")
@@ -253,7 +248,7 @@ def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRec
     return tuple(lost)
 
 
-def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) -> list[str]:
+def _warnings(checkpoint: Checkpoint, recovered: Recovered, new: Checkpoint | None) -> list[str]:
     """What is uncertain, or wrong, in the new file."""
     found = [*recovered.warnings]
     if any(record.name == "data.pkl" for record in recovered.lost_records):
@@ -264,8 +259,8 @@ def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) 
     found += [f"{problem.where}: {problem.detail}" for problem in broken[:_SHOWN]]
     if len(broken) > _SHOWN:
         found.append(f"and {len(broken) - _SHOWN:,} more broken tensors")
-    if out is not None:
-        judged = judge(checkpoint if out is recovered.source else read_source(out))
+    if new is not None:
+        judged = judge(new)
         if judged.integrity in ("damaged", "not-a-checkpoint"):
             found += [finding.title for finding in judged.findings if finding.severity == "error"][:_SHOWN]
     return found

@@ -227,15 +227,15 @@ def lay_out(records: Iterable[ArchiveRecord], after: Iterable[Part] = ()) -> Lay
 
 # -- a damaged archive
 
-METADATA = frozenset({"version", ".data/serialization_id", ".data/version", ".transload/origin.json"})
+_NUMBERS = {"version": 3, ".data/version": 3, ".storage_alignment": 6, ".data/serialization_id": 40}
+"""Records that torch reads as a number of at most so many digits; it refuses the file where they are not one."""
+
+METADATA = frozenset({*_NUMBERS, ".transload/origin.json"})
 """Records that do not describe the content: ``version`` can be rebuilt, torch does not need the others."""
 
 _MAX_REPAIRS = 4096
 _MAX_DESCRIPTOR = 24
 _MAX_FLIPPED = 2  # bits in which two copies of a checksum may differ
-_NUMBERS = {"version": 3, ".data/version": 3, ".data/serialization_id": 40}
-"""Records that torch reads as a number of at most so many digits; it refuses the file where they are not one."""
-
 _BYTE_ORDERS = {3: b"big", 6: b"little"}
 """The record ``byteorder`` by its length, which is enough to rebuild it."""
 

@@ -89,12 +89,12 @@ class Outcomes:
 
     def of(self, tensor: Tensor) -> TensorOutcome:
         """What became of a tensor."""
-        repaired, checked = False, True
+        repaired, checked = False, not self._all_unchecked
         for part in with_parts(tensor):
             storage = self._storages.get(part.storage or "")
             if storage is None:
                 continue
-            checked = checked and not self._all_unchecked and storage.record not in self._unchecked
+            checked = checked and storage.record not in self._unchecked
             if not part.numel:
                 continue
             start, end = ((storage.offset or 0) + place for place in byte_span(part))
@@ -397,15 +397,12 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
     return Assembly([literal(len(header).to_bytes(PREFIX, "little") + header), *parts], source.name)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor can be saved without the program that it belongs to."""
-    return tensor.kind == "strided" and tensor.dtype in ITEMSIZE and not tensor.flags
-
-
 def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
     """An archive with a dictionary of tensors by name, on the CPU, which share storages as before."""
     storages = {storage.id: storage for storage in checkpoint.storages}
-    plain = [tensor for tensor in tensors if is_plain(tensor) and tensor.storage in storages]
+    plain = [
+        t for t in tensors if t.kind == "strided" and t.dtype in ITEMSIZE and not t.flags and t.storage in storages
+    ]
     if not plain:
         what = "none of its tensors can be saved by itself"
         raise RescueError(what, where=source.name, fix="Fill them: --fill zeros.")
