@@ -114,6 +114,16 @@ def test_it_is_opened_and_converted(compress: int, tmp_path: Path) -> None:
         assert torch.equal(made[key], torch.as_tensor(VALUE[key]))
 
 
+class Outer:
+    class Inner:
+        pass
+
+
+def test_an_object_of_a_nested_class() -> None:
+    kept = loaded(dumped({"of": Outer.Inner(), "a": np.arange(3)}), weights_only=False)
+    assert type(kept["of"]) is Outer.Inner
+
+
 def test_what_lz4_packed_is_named() -> None:
     with pytest.raises(NotACheckpointError, match="compressed with lz4"):
         loaded(b"\x04\x22\x4d\x18" + bytes(40))

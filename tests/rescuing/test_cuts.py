@@ -168,6 +168,22 @@ def test_the_tensors_of_a_damaged_program_have_any_dtype(tmp_path: Path) -> None
         assert torch.equal(saved[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
+class Outer:
+    class Inner:
+        pass
+
+
+def test_an_object_of_a_nested_class_is_kept(tmp_path: Path) -> None:
+    """Only a pickle that says that it has protocol 4 may name such a class."""
+    torch.save({"of": Outer.Inner(), "w": torch.ones(9), "v": torch.ones(9)}, tmp_path / "a.pt", pickle_protocol=4)
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    at = inspect(bytes(data)).storages[0].offset or 0
+    data[at : at + 4] = b"????"
+    rescue(bytes(data), tmp_path / "out.pt")
+    kept = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert (type(kept["of"]), list(kept)) == (Outer.Inner, ["of", "v"])
+
+
 def test_a_tensor_of_an_unknown_dtype_is_not_called_whole_if_it_is_left_out(tmp_path: Path) -> None:
     data = safetensors_torch.save({name: torch.ones(300) for name in ("a", "b", "c")})
     made = rescue(data.replace(b"F32", b"V32", 1)[:-8], tmp_path / "out.safetensors")

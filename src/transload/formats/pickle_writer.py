@@ -34,16 +34,16 @@ def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], o
 
     What is shared stays shared, and cycles stay cycles. ``bytes``, ``bytearray`` and sets are written as calls, as in
     protocol 2. Raises ``CannotPickleGraphError`` for an integer whose value is not known (``Big``), and for anything
-    but nodes. ``protocol`` is only the number that the pickle begins with: from 4 on, loaders find a nested class
-    (``A.B``) by its name. ``expand`` is a type, and a function that is called for each node of that type when it is
-    written; its result is written instead, and not kept.
+    but nodes. ``protocol`` is only the number that the pickle begins with, at least 2: from 4 on, loaders find a nested
+    class (``A.B``) by its name. ``expand`` is a type, and a function that is called for each node of that type when
+    it is written; its result is written instead, and not kept.
     """
     writers = _Writer.WRITERS
     if expand is not None:
         kind, expanded = expand
         writers = {**writers, kind: lambda writer, node: writer.expanded(expanded(node))}
     writer = _Writer(writers)
-    writer.out.extend(b"\x80%c" % protocol)
+    writer.out.extend(b"\x80%c" % max(protocol, 2))
     writer.run(root)
     writer.out.extend(b".")
     return bytes(writer.out)

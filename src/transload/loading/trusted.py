@@ -327,7 +327,7 @@ def load_trusted(
             if main.raw:  # pickle cannot read joblib's arrays, but the same calls in protocol 5
                 from transload.formats.pickle_writer import dumps
 
-                return unpickled(io.BytesIO(dumps(main.root)), find)
+                return unpickled(io.BytesIO(dumps(main.root, main.protocol)), find)
             if main.loader is not None:  # its calls give the storages in this order
                 ids = iter([node.id for node in main.persistent])
                 held = lambda _: find(next(ids))  # noqa: E731 - used by unpickled() above

@@ -321,7 +321,7 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
 
     try:
         _prune(pickle.root, locate, lambda tree: any(outcomes.of(each).state == "lost" for each in tree.tensors))
-        index = dumps(pickle.root, expand=(Unread, lambda _: None))
+        index = dumps(pickle.root, pickle.protocol, expand=(Unread, lambda _: None))
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
         raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.") from error
