@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import sys
 import types
 import zipfile
@@ -222,6 +223,14 @@ def test_an_interrupted_retag(part: str, tmp_path: Path) -> None:
     assert (tmp_path / "out.pt").read_bytes() == (changed if part == "all" else DATA)
     assert path.read_bytes() == changed
     assert journal.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_place_of_a_journal_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(DATA)
+    os.mkfifo(journal_path(str(path)))
+    assert rescue(path, dry_run=True).how == "exact"
 
 
 def test_a_journal_of_nonsense(tmp_path: Path) -> None:

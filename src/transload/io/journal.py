@@ -292,7 +292,7 @@ def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
         descriptor = os.open(os.path.realpath(path), _CHANGE)
         try:
             _lock(descriptor, path)
-            journal = _read_journal(journal_path(path), descriptor)
+            journal = read_journal(journal_path(path), descriptor)
             if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
                 return "stale"
             state = state_of(descriptor, journal.changes)
@@ -316,7 +316,7 @@ def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
         raise CannotWriteError(what, where=path, fix=fix, errno=error.errno) from error
 
 
-def _read_journal(path: str, descriptor: int) -> Journal | None:
+def read_journal(path: str, descriptor: int) -> Journal | None:
     """The journal of an open file; ``None`` if it is invalid, or not owned by the file's owner, root or this user.
 
     In a folder that everyone can write to, such as /tmp, an attacker could put a journal that changes the file at will;
@@ -362,7 +362,7 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
         raise cannot_read(path, error) from None
     try:
         kept = undo_path(path)
-        journal = _read_journal(kept, descriptor) if os.path.lexists(kept) else None
+        journal = read_journal(kept, descriptor) if os.path.lexists(kept) else None
         if journal is None:
             fix = "Only a retag with --keep-undo can be undone."
             raise RetagError("nothing was kept that would undo its last retag", where=path, fix=fix)

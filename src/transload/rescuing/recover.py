@@ -23,7 +23,7 @@ from transload.formats.tensors import declared_storages
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
-from transload.io.journal import journal_of, state_of
+from transload.io.journal import read_journal, state_of
 from transload.io.packed import UNWRAPPED, decompressor, packed_as
 from transload.io.sources import (
     Assembly,
@@ -275,9 +275,6 @@ _MAX_UNPACKED_RATIO = 200
 _MIN_UNPACKED_LIMIT = 4 << 30
 """A compressed file may decompress to so many times its size, or to this: a megabyte can become a gigabyte."""
 
-_MAX_JOURNAL = 1 << 30
-"""A journal contains an index and a directory twice. Anybody may have put one beside the file."""
-
 _INPUT = 1 << 10
 """Compressed bytes that are decompressed at a time: a kilobyte can become 32 MB."""
 
@@ -309,11 +306,8 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
     descriptor = getattr(source, "descriptor", -1)
     if not has_journal(path) or descriptor < 0:
         return None
-    from pathlib import Path  # which costs ten milliseconds
-
-    file = Path(journal_path(path))
     try:
-        journal = journal_of(file.read_bytes()) if file.stat().st_size <= _MAX_JOURNAL else None
+        journal = read_journal(journal_path(path), descriptor)
     except OSError:
         return None
     if journal is None or state_of(descriptor, journal.changes) != "between":  # it has not begun, or is done
