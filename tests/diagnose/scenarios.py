@@ -82,15 +82,11 @@ class ScenarioHost(TreeHost):
         usual = [*self.environ.get("LD_LIBRARY_PATH", "").split(":"), on(self.uname[2], LIB), WSL]
         return [f"{self.twins}{folder}" for folder in ([CURED] if cured else usual) if folder]
 
-    def dlopen(self, name: str) -> str:
-        paths = [f"{folder}/{name}" for folder in self.folders]
-        return next((path for path in paths if Path(path).exists()), f"{self.twins}/{name}")
-
-    def child_environ(self) -> dict[str, str]:
-        return {**self.environ, "LD_LIBRARY_PATH": ":".join(self.folders)}
-
-    def host_path(self, real: str) -> str:
-        return real.removeprefix(self.twins) if real.startswith(self.twins) else super().host_path(real)
+    def real(self, path: str) -> str:
+        if "/" in path:
+            return super().real(path)
+        paths = [f"{folder}/{path}" for folder in self.folders]
+        return next((each for each in paths if Path(each).exists()), f"{self.twins}/{path}")
 
 
 @dataclass(frozen=True)
@@ -170,12 +166,16 @@ def host_of(world: World, around: str, root: Path, machine: str) -> ScenarioHost
 
 def diagnose(world: World, around: str, root: Path, machine_name: str = "x86_64") -> Diagnosis:
     """The doctor's word on a world. Its Python and its torch are those of a healthy machine."""
-    machine = probe(torch=False, host=host_of(world, around, root, machine_name))
-    sound = healthy()
+    host = host_of(world, around, root, machine_name)
+    machine = probe(torch=False, host=host)
+    sound, driver = healthy(), machine.driver
+    nvml = replace(driver.nvml, library=driver.nvml.library.removeprefix(host.twins))
+    cuda = replace(driver.cuda, library=driver.cuda.library.removeprefix(host.twins))
     return judge_machine(
         world.change(
             replace(
                 machine,
+                driver=replace(driver, nvml=nvml, cuda=cuda),
                 python=sound.python,
                 torch=sound.torch,
                 torch_libraries=sound.torch_libraries,

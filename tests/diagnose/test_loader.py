@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.diagnose.trees import Content, Forged, Link, tree_host, write
+from tests.diagnose.trees import Content, Forged, Link, TreeHost, tree_host, write
 from tests.each import each
 from tests.elf_forge import LOADABLE, NATIVE, library
 
@@ -255,8 +255,8 @@ def test_a_machine_of_another_kind_has_folders_of_its_own(tmp_path: Path) -> Non
 def test_a_tree_that_does_not_state_its_machine_has_a_loader_that_tells(tmp_path: Path, machine: str) -> None:
     loaders = {"x86_64": LD_SO, "aarch64": "/lib/ld-linux-aarch64.so.1"}
     write(tmp_path, {loaders[machine]: FOLDERS})
-    assert Loader(Host(root=str(tmp_path))).machine == machine
-    stated = Host(root=str(tmp_path), uname=("Linux", "6.8", "ppc64le"))
+    assert Loader(TreeHost(root=str(tmp_path))).machine == machine
+    stated = TreeHost(root=str(tmp_path), uname=("Linux", "6.8", "ppc64le"))
     assert (Loader(stated).machine, Loader(stated).path) == ("ppc64le", "")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.diagnose.scenarios import World, host_of
+from tests.diagnose.trees import TreeHost
 from tests.elf_forge import LOADABLE
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
 
@@ -50,19 +51,19 @@ def test_this_machine() -> None:
 
 @loadable
 def test_a_tree_in_place_of_a_host(tmp_path: Path) -> None:
-    machine = probe(torch=False, host=host_of(World(""), "host", tmp_path, "aarch64"))
+    host = host_of(World(""), "host", tmp_path, "aarch64")
+    machine = probe(torch=False, host=host)
     assert machine.problems == {}
     assert machine.driver.cuda.works
-    assert machine.driver.cuda.library == "/usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04"
-    assert machine.driver.nvml.library == "/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.580.159.04"
+    assert machine.driver.cuda.library == f"{host.twins}/usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04"
+    assert machine.driver.nvml.library == f"{host.twins}/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.580.159.04"
     assert machine_from(machine.to_dict()) == machine
 
 
 def test_the_driver_of_this_machine_is_not_asked_about_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    machine = probe(torch=False, host=Host(root=str(tmp_path)))
-    why = f"the driver of the system under {tmp_path} cannot be asked from here"
-    assert machine.driver.cuda.answer == machine.driver.nvml.answer == Answer("unasked", why)
+    machine = probe(torch=False, host=TreeHost(root=str(tmp_path)))
+    assert machine.driver.cuda.answer.state == machine.driver.nvml.answer.state == "no-library"
     assert machine.driver.experiments == ()
     assert (machine.platform.system, machine.platform.machine, machine.platform.kernel) == ("Linux", "", "")
     assert not machine.platform.root

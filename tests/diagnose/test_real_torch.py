@@ -233,7 +233,7 @@ def diagnosed_as(world: World, text: str, installed: Machine, root: Path) -> Non
     """Assert that torch says ``text`` in a world, and that the doctor names its cause."""
     host = host_of(world, "host", root, NATIVE)
     with Child(replace(question(host), python=sys.executable), seconds=60) as child:
-        machine = replace(probe(torch=False, host=host), torch_run=torch_run(host, child.outcome()))
+        machine = replace(probe(torch=False, host=host), torch_run=torch_run(child.outcome()))
     assert error_of(machine, "init") == f"RuntimeError: {text}"
     own = {each: getattr(installed, each) for each in ("python", "torch", "torch_libraries", "extensions")}
     diagnosis = judge_machine(replace(machine, **own))

@@ -65,12 +65,59 @@ Content = str | bytes | Link | Device | Folder | Forged
 Tree = Mapping[str, Content | None]
 
 
+LINKS: Final = 40
+"""Symbolic links that are followed, as the kernel does."""
+
+
 @dataclass(frozen=True)
 class TreeHost(Host):
-    """A host over a tree. ``errors`` are errnos of opening by path: they go before those of the devices."""
+    """A host over the tree at ``root``, in which its links stay. Nothing of the machine the tests run on is seen.
 
+    ``errors`` are errnos of opening by path: they go before those of the devices.
+    """
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    python: str = ""
+    cwd: str = "/"
+    uname: tuple[str, str, str] = ("Linux", "", "")
+    uid: int = -1
+    libc: str = ""
+    root: str = "/nowhere"
     devices: Mapping[str, Device] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
+
+    def real(self, path: str) -> str:
+        return self.at(self.target(path) if path.startswith("/") else path)
+
+    def at(self, path: str) -> str:
+        """The path on this machine, with its last link not followed."""
+        return f"{self.root}/{path.lstrip('/')}"
+
+    def readlink(self, path: str) -> str:
+        folder, _, name = path.rstrip("/").rpartition("/")
+        return self._readlink(f"{self.target(folder)}/{name}")
+
+    def _readlink(self, path: str) -> str:
+        try:
+            return str(Path(self.at(path)).readlink())
+        except (OSError, ValueError):
+            return ""
+
+    def target(self, path: str) -> str:
+        done, rest, links = "/", path.strip("/").split("/"), 0
+        while rest:
+            here = os.path.normpath(f"{done.rstrip('/')}/{rest.pop(0)}")
+            to = self._readlink(here)
+            if not to or links > LINKS:
+                done = here
+                continue
+            links += 1
+            rest = to.strip("/").split("/") + rest
+            done = "/" if to.startswith("/") else done
+        return done
+
+    def kernel_ring(self, size: int) -> Unknown:
+        return Unknown(f"the log of a tree is in its files, not in {size} bytes of the kernel")
 
     def open_error(self, path: str) -> str:
         device = self.devices.get(self.target(path))
@@ -159,7 +206,7 @@ def tree_host(
     tree = of_machine(uname[2], tree)
     write(root, tree)
     devices = {path: content for path, content in tree.items() if isinstance(content, Device)}
-    return TreeHost(str(root), dict(environ or {}), python, cwd, uname, uid, devices, dict(errors or {}))
+    return TreeHost(dict(environ or {}), python, cwd, uname, uid, "", str(root), devices, dict(errors or {}))
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

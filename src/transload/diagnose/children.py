@@ -225,7 +225,7 @@ class Child(AbstractContextManager["Child"]):
             theirs, self._lifeline = os.pipe()
         inherited = (theirs,) if theirs > _STDERR and os.name == "posix" else ()
         command = [question.python, *question.flags, "-c", question.script]
-        host, cwd = question.host, question.host.at(question.host.cwd)
+        host, cwd = question.host, question.host.real(question.host.cwd)
         try:
             self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
                 [*command, str(round(seconds + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],
@@ -233,7 +233,7 @@ class Child(AbstractContextManager["Child"]):
                 stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=host.child_environ(),
+                env=dict(host.environ),
                 cwd=cwd if os.path.isdir(cwd) and os.access(cwd, os.X_OK) else None,
                 start_new_session=True,
                 pass_fds=inherited,

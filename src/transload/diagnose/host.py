@@ -1,4 +1,4 @@
-"""The host as probes see it: files under a root and an environment. A directory tree can stand in for a real host.
+"""The host as probes see it: its files and its environment. In tests a directory tree stands in for it.
 
 Nothing here raises for the state of a host: what cannot be read is an ``Unknown`` with the reason.
 """
@@ -11,84 +11,58 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transload.machine import Unknown
 
 _LIMIT = 1 << 20  # bytes read of a file by default: some files in /proc never end
-_LINKS = 40  # symbolic links followed, the kernel's own limit
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
-_UNSET: Any = None
+_READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return ""
+
+
+def _uname() -> tuple[str, str, str]:
+    if hasattr(os, "uname"):
+        system, _, release, _, machine = os.uname()
+    else:
+        import platform
+
+        system, _, release, _, machine, *_ = platform.uname()
+    return system, release, machine
+
+
+def _libc() -> str:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError, AttributeError):  # musl lacks that name, and Windows the function
+        return ""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where probes look. Paths are absolute POSIX paths on the host; ``root`` is prepended to each of them.
+    """Where probes look. Paths are absolute POSIX paths.
 
-    ``python`` is the interpreter to examine, ``cwd`` the current directory and ``uname`` is ``(system, kernel release,
-    machine)``. With root ``/``, unset fields are taken from this process. With any other root they stay unknown, so
-    that nothing of this machine is taken for the other's.
+    ``python`` is the interpreter to examine, ``cwd`` the current directory, ``uname`` is ``(system, kernel release,
+    machine)``, and ``libc`` the version of glibc in this process. Fields that are not given are those of this process.
     """
 
-    root: str = "/"
-    environ: Mapping[str, str] = _UNSET
-    python: str = _UNSET
-    cwd: str = _UNSET
-    uname: tuple[str, str, str] = _UNSET
-    uid: int = _UNSET
-
-    def __post_init__(self) -> None:
-        defaults: dict[str, Any] = {"environ": {}, "python": "", "cwd": "/", "uname": ("Linux", "", ""), "uid": -1}
-        if self.root == "/":
-            try:
-                cwd = os.getcwd()
-            except OSError:  # it was deleted
-                cwd = ""
-            if hasattr(os, "uname"):
-                uname = tuple(os.uname())
-            else:
-                import platform
-
-                uname = tuple(platform.uname())
-            defaults = {
-                "environ": dict(os.environ),
-                "python": sys.executable,
-                "cwd": cwd,
-                "uname": (uname[0], uname[2], uname[4]),
-                "uid": os.geteuid() if hasattr(os, "geteuid") else -1,
-            }
-        for name, value in defaults.items():
-            if getattr(self, name) is _UNSET:
-                object.__setattr__(self, name, value)
-
-    def at(self, path: str) -> str:
-        """A path of the host as a path of this machine; links are not followed."""
-        return path if self.root == "/" else os.path.join(self.root, path.lstrip("/"))
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    python: str = field(default_factory=lambda: sys.executable)
+    cwd: str = field(default_factory=_cwd)
+    uname: tuple[str, str, str] = field(default_factory=_uname)
+    uid: int = field(default_factory=lambda: os.geteuid() if hasattr(os, "geteuid") else -1)
+    libc: str = field(default_factory=_libc)
 
     def real(self, path: str) -> str:
-        """The same with links resolved: below a root, links lead to files below it."""
-        return path if self.root == "/" else self.at(self.target(path))
-
-    def host_path(self, real: str) -> str:
-        """A path of this machine as a path of the host, the inverse of ``at``. Paths outside the root are unchanged.
-
-        >>> Host(root="/tmp/tree").host_path("/tmp/tree/usr/lib/libcuda.so.1")
-        '/usr/lib/libcuda.so.1'
-        """
-        root = self.root.rstrip("/")
-        return (real[len(root) :] or "/") if root and (real == root or real.startswith(root + "/")) else real
-
-    def dlopen(self, name: str) -> str:
-        """The name with which a child process loads a driver library; empty under another root.
-
-        There the loader would find the libraries of this machine.
-        """
-        return name if self.root == "/" else ""
-
-    def child_environ(self) -> dict[str, str]:
-        """The environment for a child process. A host over a tree may override it to move paths under the root."""
-        return dict(self.environ)
+        """What this process and its children open for a path, or for the name of a library: in tests, another one."""
+        return path
 
     def text(self, path: str, limit: int = _LIMIT) -> str | Unknown:
         """The first ``limit`` bytes of a file as text. Bytes that are not UTF-8 are kept as surrogates."""
@@ -148,15 +122,15 @@ class Host:
                 yield path
 
     def exists(self, path: str) -> bool:
-        """Whether ``path`` exists, with links followed inside the root."""
-        return os.path.lexists(self.at(self.target(path)))
+        """Whether ``path`` exists, with links followed."""
+        return os.path.exists(self.real(path))
 
     def is_dir(self, path: str) -> bool:
         """Whether ``path`` is a folder."""
         return os.path.isdir(self.real(path))
 
     def stat(self, path: str) -> os.stat_result | Unknown:
-        """``os.stat`` with links followed inside the root."""
+        """``os.stat``, which follows links."""
         try:
             return os.stat(self.real(path))
         except (OSError, ValueError) as error:
@@ -164,35 +138,17 @@ class Host:
 
     def readlink(self, path: str) -> str:
         """The target that a symbolic link names; empty for anything else."""
-        folder, _, name = path.rstrip("/").rpartition("/")
-        return self._readlink(path if self.root == "/" else f"{self.target(folder)}/{name}")
-
-    def _readlink(self, path: str) -> str:
-        """The same for a path whose folders are not links."""
         try:
-            return os.readlink(self.at(path))
+            return os.readlink(path.rstrip("/"))
         except (OSError, ValueError):
             return ""
 
     def target(self, path: str) -> str:
-        """The path with all links resolved inside the root, as ``os.path.realpath``."""
-        if self.root == "/":
-            try:
-                return os.path.realpath(path)
-            except ValueError:  # a NUL or a lone surrogate: no file has such a name
-                return path
-        done, rest, links = "/", path.strip("/").split("/"), 0
-        while rest:
-            step = rest.pop(0)
-            here = os.path.normpath(f"{done.rstrip('/')}/{step}")
-            to = self._readlink(here)
-            if not to or links > _LINKS:
-                done = here
-                continue
-            links += 1
-            rest = to.strip("/").split("/") + rest
-            done = "/" if to.startswith("/") else done
-        return done
+        """The path with all links resolved."""
+        try:
+            return os.path.realpath(path)
+        except ValueError:  # a NUL or a lone surrogate: no file has such a name
+            return path
 
     def open_error(self, path: str) -> str:
         """Try to open a device for reading and writing: the name of the errno, empty if it opens."""
@@ -201,6 +157,21 @@ class Host:
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, str(error.errno))
         return ""
+
+    def kernel_ring(self, size: int) -> str | Unknown:
+        """The end of the kernel's log in one call: /dev/kmsg returns up to 100,000 lines one by one, oldest first."""
+        import ctypes
+
+        try:
+            ask = ctypes.CDLL(None, use_errno=True).klogctl
+        except (OSError, AttributeError, TypeError):
+            return Unknown("this system has no klogctl")
+        buffer = ctypes.create_string_buffer(size)
+        length = ask(_READ_ALL, buffer, size)
+        if length < 0:
+            code = ctypes.get_errno()
+            return Unknown(reason("the kernel's log", OSError(code, os.strerror(code))))
+        return ctypes.string_at(buffer, length).decode("utf-8", "replace")
 
 
 def pairs(text: str, separator: str) -> dict[str, str]:

@@ -85,7 +85,7 @@ class Loader:
     def program(self) -> SharedObject | None:
         """The examined interpreter, if it is an ELF file."""
         path = self.host.target(self.host.python) if self.host.python else ""
-        elf = read_elf(self.host.at(path)) if path else None
+        elf = read_elf(self.host.real(path)) if path else None
         return SharedObject(path, elf, "program") if isinstance(elf, Elf) else None
 
     @cached_property

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.diagnose.probes.installs import plant, script, wheel
+from tests.diagnose.trees import TreeHost
 from tests.each import each
 
 import transload
@@ -36,9 +37,11 @@ print(json.dumps([*paths, found.user_site_enabled, told["user_site_enabled"], fo
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
+def host(tmp_path: Path) -> TreeHost:
     plant(tmp_path, {"/home/user/project/": ""})
-    return Host(root=str(tmp_path), environ={"HOME": "/home/user"}, python="/opt/bin/python", cwd="/home/user/project")
+    return TreeHost(
+        root=str(tmp_path), environ={"HOME": "/home/user"}, python="/opt/bin/python", cwd="/home/user/project"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +223,7 @@ ANSWER = {
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_what_it_says_is_taken_and_its_noise_is_not(host: Host) -> None:
+def test_what_it_says_is_taken_and_its_noise_is_not(host: TreeHost) -> None:
     root = Path(host.root)
     script(root / "opt/bin/python", f"echo noise; printf 'more\\036%s\\n' {shlex.quote(repr(ANSWER))}; sleep 60")
     plant(root, {"/usr/lib/python2.7/EXTERNALLY-MANAGED": "", "/usr/lib/python2.7/pip/__main__.py": ""})
@@ -235,7 +238,7 @@ def test_what_it_says_is_taken_and_its_noise_is_not(host: Host) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_the_environment_of_a_project_is_known_by_its_lock(host: Host) -> None:
+def test_the_environment_of_a_project_is_known_by_its_lock(host: TreeHost) -> None:
     answer = shlex.quote(repr({**ANSWER, "prefix": "/app/.venv"}))
     script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
     plant(Path(host.root), {"/app/.venv/pyvenv.cfg": f"{CONFIG}uv = 0.9.2\n"})
@@ -245,7 +248,7 @@ def test_the_environment_of_a_project_is_known_by_its_lock(host: Host) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: Host) -> None:
+def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: TreeHost) -> None:
     answer = shlex.quote(repr({**ANSWER, "prefix": "/opt/venv"}))
     script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
     plant(Path(host.root), {"/usr/lib/python2.7/EXTERNALLY-MANAGED": ""})
@@ -255,7 +258,7 @@ def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: Host) 
 
 @pytest.mark.parametrize("change", [{"path": [1]}, {"path": "x"}, {"bits": "64"}, {"prefix": None}, {"stdlib": 1}])
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_an_answer_of_the_wrong_kinds(host: Host, change: dict[str, object]) -> None:
+def test_an_answer_of_the_wrong_kinds(host: TreeHost, change: dict[str, object]) -> None:
     script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {shlex.quote(repr({**ANSWER, **change}))}")
     assert "makes no sense" in python(host).problem
 
@@ -303,7 +306,7 @@ CONFIG = "home = /usr/bin\nversion = 3.11.7\n"
     ],
 )
 def test_kinds_of_environments(
-    host: Host, prefix: str, files: dict[str, str | bytes], expected: tuple[str, str]
+    host: TreeHost, prefix: str, files: dict[str, str | bytes], expected: tuple[str, str]
 ) -> None:
     plant(Path(host.root), files)
     assert environment(host, prefix, "/usr") == expected
@@ -318,7 +321,7 @@ def test_kinds_of_environments(
         ("/nix/store/abc-python3-3.11.7", ("nix", "pip")),
     ],
 )
-def test_kinds_of_interpreters_without_an_environment(host: Host, prefix: str, expected: tuple[str, str]) -> None:
+def test_kinds_of_interpreters_without_an_environment(host: TreeHost, prefix: str, expected: tuple[str, str]) -> None:
     assert environment(host, prefix, prefix) == expected
 
 
@@ -331,7 +334,7 @@ def layout(prefix: str, version: str = "", cuda: str | None = None) -> dict[str,
     return torch | {f"{prefix}/bin/python": "", f"{prefix}/pyvenv.cfg": CONFIG, f"{prefix}/{LIB}/": ""}
 
 
-def test_others_are_found_by_their_files_alone(host: Host) -> None:
+def test_others_are_found_by_their_files_alone(host: TreeHost) -> None:
     project, home = "/home/user/project", "/home/user"
     kernel = json.dumps({"argv": ["/opt/kernel/bin/python", "-m", "ipykernel_launcher"]})
     files = {
@@ -366,7 +369,7 @@ def test_others_are_found_by_their_files_alone(host: Host) -> None:
     assert "/opt/env/bin/python: torch 2.6.0" not in others(host, "/opt/x", (f"/opt/env/{LIB}",))
 
 
-def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(host: Host) -> None:
+def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(host: TreeHost) -> None:
     plant(Path(host.root), wheel("/home/user/.local/lib/python3.11/site-packages") | layout("/opt/venv"))
     plant(Path(host.root), {"/usr/bin/python3.11": "", "/usr/lib/python3.11/os.py": ""})
     (Path(host.root) / "opt/venv/bin/python").unlink()
@@ -381,7 +384,7 @@ def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(ho
     assert alone.torch == ""
 
 
-def test_an_environment_may_share_its_makers_packages(host: Host) -> None:
+def test_an_environment_may_share_its_makers_packages(host: TreeHost) -> None:
     plant(Path(host.root), layout("/opt/venv") | wheel("/usr/lib/python3.11/site-packages"))
     plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = true\n"})
     found = interpreter(host, "/opt/venv/bin/python")
@@ -393,12 +396,12 @@ def test_an_environment_may_share_its_makers_packages(host: Host) -> None:
     assert alone.torch == ""
 
 
-def prefixes(host: Host) -> list[str]:
+def prefixes(host: TreeHost) -> list[str]:
     found = (interpreter(host, path) for path, _ in likely(host))
     return [each.prefix for each in found if each]
 
 
-def test_behind_the_scripts_of_pyenv(host: Host) -> None:
+def test_behind_the_scripts_of_pyenv(host: TreeHost) -> None:
     pyenv = "/home/user/.pyenv"
     plant(Path(host.root), {f"{pyenv}/shims/python3": "#!/bin/sh\n", f"{pyenv}/version": "3.11.7\n"})
     plant(Path(host.root), {f"{pyenv}/versions/{v}/bin/python3": "" for v in ("3.11.7", "3.12.1", "3.13.0")})
@@ -411,7 +414,7 @@ def test_behind_the_scripts_of_pyenv(host: Host) -> None:
 
 
 def test_no_home_no_path_no_current_folder() -> None:
-    host = Host(root="/nowhere-at-all", environ={}, cwd="")
+    host = TreeHost(root="/nowhere-at-all", cwd="")
     assert prefixes(host) == []
     assert not tuple(others(host, "", ("", "/x")))
 
@@ -423,7 +426,7 @@ def own_torch(monkeypatch: pytest.MonkeyPatch, *path: str) -> None:
     monkeypatch.setattr(module, "own", lambda: {"path": list(path)})
 
 
-def test_ours_is_taken_where_it_has_a_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_is_taken_where_it_has_a_torch(host: TreeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(Path(host.root), wheel("/opt/ours") | layout("/opt/active", "2.8.0"))
     own_torch(monkeypatch, "/opt/ours")
     assert choose(replace(host, environ={"VIRTUAL_ENV": "/opt/active"}))[0].python == host.python
@@ -438,7 +441,7 @@ def test_ours_is_taken_where_it_has_a_torch(host: Host, monkeypatch: pytest.Monk
     ],
 )
 def test_else_the_first_of_the_usual_ones_that_has_one(
-    host: Host, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str, how: str
+    host: TreeHost, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str, how: str
 ) -> None:
     own_torch(monkeypatch, "/opt/ours")
     for prefix in ("/opt/a", "/opt/b", "/home/user/project/.venv", "/opt/d"):
@@ -448,7 +451,7 @@ def test_else_the_first_of_the_usual_ones_that_has_one(
     assert (chosen.python, why) == (expected, f"transload's own environment has no torch; {how} has one")
 
 
-def test_a_python_on_path_is_taken_last(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_on_path_is_taken_last(host: TreeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     own_torch(monkeypatch)
     plant(Path(host.root), layout("/opt/d", "2.8.0"))
     chosen, why = choose(replace(host, environ={"PATH": "/nowhere:/opt/d/bin"}))
@@ -456,7 +459,7 @@ def test_a_python_on_path_is_taken_last(host: Host, monkeypatch: pytest.MonkeyPa
 
 
 def test_where_no_torch_is_at_all_ours_is_taken_unless_it_is_transloads_alone(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: TreeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_torch(monkeypatch)
     plant(Path(host.root), layout("/opt/a"))

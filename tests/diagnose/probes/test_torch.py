@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.diagnose.probes.installs import VERSION, plant, wheel
+from tests.diagnose.trees import TreeHost
 
 from transload.diagnose.host import Host
 from transload.diagnose.probes.python import build, python
@@ -25,12 +26,12 @@ PYTHON = Python(f"{PREFIX}/bin/python", "3.11.7", prefix=PREFIX, base_prefix="/u
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
+def host(tmp_path: Path) -> TreeHost:
     plant(tmp_path, {f"{CWD}/": "", "/usr/lib/python3.11/os.py": "", f"{SITE}/": ""})
-    return Host(root=str(tmp_path), environ={}, python=PYTHON.executable, cwd=CWD)
+    return TreeHost(root=str(tmp_path), python=PYTHON.executable, cwd=CWD)
 
 
-def looked(host: Host, *files: Mapping[str, str | bytes], path: tuple[str, ...] = PYTHON.path) -> Torch:
+def looked(host: TreeHost, *files: Mapping[str, str | bytes], path: tuple[str, ...] = PYTHON.path) -> Torch:
     for each in files:
         plant(Path(host.root), each)
     return torch(host, replace(PYTHON, path=path))
@@ -42,7 +43,7 @@ def only(found: Torch) -> TorchInstall:
     return one
 
 
-def test_a_wheel_as_pip_installs_it(host: Host) -> None:
+def test_a_wheel_as_pip_installs_it(host: TreeHost) -> None:
     found = looked(host, wheel(SITE))
     one = only(found)
     assert found == Torch(installs=(one,))
@@ -56,11 +57,11 @@ def test_a_wheel_as_pip_installs_it(host: Host) -> None:
     assert one.installed > 0
 
 
-def test_there_is_none(host: Host) -> None:
+def test_there_is_none(host: TreeHost) -> None:
     assert looked(host) == Torch(installs=())
 
 
-def test_an_interpreter_that_could_not_be_asked_leaves_it_open(host: Host) -> None:
+def test_an_interpreter_that_could_not_be_asked_leaves_it_open(host: TreeHost) -> None:
     found = torch(host, Python(problem="it hangs"))
     assert found.installs == Unknown("it hangs")
 
@@ -81,7 +82,7 @@ def test_an_interpreter_that_could_not_be_asked_leaves_it_open(host: Host) -> No
         ("__version__ = 'x'\ncuda = '1'\n__version__ = '2.6.0'\ncuda = None\n", ("2.6.0", "", "", "")),
     ],
 )
-def test_version_files_of_many_releases(host: Host, text: str, expected: tuple[str, ...] | None) -> None:
+def test_version_files_of_many_releases(host: TreeHost, text: str, expected: tuple[str, ...] | None) -> None:
     plant(Path(host.root), {f"{SITE}/torch/version.py": text})
     built = build(host, f"{SITE}/torch")
     assert not built.problem
@@ -104,7 +105,7 @@ def test_version_files_of_many_releases(host: Host, text: str, expected: tuple[s
         (None, "does not exist"),
     ],
 )
-def test_a_version_file_that_says_nothing(host: Host, content: bytes | None, problem: str) -> None:
+def test_a_version_file_that_says_nothing(host: TreeHost, content: bytes | None, problem: str) -> None:
     plant(Path(host.root), wheel(SITE))
     file = Path(host.root) / f"{SITE[1:]}/torch/version.py"
     file.unlink() if content is None else file.write_bytes(content)
@@ -116,7 +117,7 @@ def test_a_version_file_that_says_nothing(host: Host, content: bytes | None, pro
     assert one.dist_version == "2.15.0"
 
 
-def test_a_dist_info_without_metadata(host: Host) -> None:
+def test_a_dist_info_without_metadata(host: TreeHost) -> None:
     files = wheel(SITE)
     gone = [name for name in files if ".dist-info/" in name]
     one = only(
@@ -125,7 +126,7 @@ def test_a_dist_info_without_metadata(host: Host) -> None:
     assert (one.known, one.dist_version, one.installer, one.missing) == (True, "2.15.0", "", ())
 
 
-def test_garbage_for_metadata(host: Host) -> None:
+def test_garbage_for_metadata(host: TreeHost) -> None:
     files = wheel(SITE)
     noise = {name: bytes(range(256)) for name in files if ".dist-info/" in name}
     direct = {f"{SITE}/torch-2.15.0.dist-info/direct_url.json": b"[" * 100_000}
@@ -133,7 +134,7 @@ def test_garbage_for_metadata(host: Host) -> None:
     assert (one.version, one.dist_version, one.tags, one.missing) == ("2.15.0+cu132", "2.15.0", (), ())
 
 
-def test_a_file_that_is_gone_or_cut_off(host: Host) -> None:
+def test_a_file_that_is_gone_or_cut_off(host: TreeHost) -> None:
     looked(host, wheel(SITE))
     lib = Path(host.root) / f"{SITE[1:]}/torch/lib"
     (lib / "libtorch_cuda.so").unlink()
@@ -148,7 +149,7 @@ def elf(mapped: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize(("mapped", "whole"), [(120, True), (150, True), (151, False), (200, False)])
-def test_a_stripped_library_is_whole_and_a_cut_one_is_not(host: Host, mapped: int, whole: bool) -> None:
+def test_a_stripped_library_is_whole_and_a_cut_one_is_not(host: TreeHost, mapped: int, whole: bool) -> None:
     record = {f"{SITE}/torch-2.15.0.dist-info/RECORD": "torch/lib/libc10.so,sha256=x,200\n"}
     one = only(looked(host, wheel(SITE) | record | {f"{SITE}/torch/lib/libc10.so": elf(mapped, 150)}))
     said = ("lib/libc10.so: 150 bytes instead of 200",) if whole else ()
@@ -156,29 +157,29 @@ def test_a_stripped_library_is_whole_and_a_cut_one_is_not(host: Host, mapped: in
     assert one.missing == (() if whole else ("lib/libc10.so: cut off after 150 of 200 bytes",))
 
 
-def test_a_library_that_record_does_not_know(host: Host) -> None:
+def test_a_library_that_record_does_not_know(host: TreeHost) -> None:
     one = only(looked(host, wheel(SITE) | {f"{SITE}/torch/lib/libcudnn.so.8": "", f"{SITE}/torch/lib/notes.txt": ""}))
     assert one.unlisted == ("lib/libcudnn.so.8",)
 
 
-def test_a_library_of_torchs_own_tests_may_be_gone(host: Host) -> None:
+def test_a_library_of_torchs_own_tests_may_be_gone(host: TreeHost) -> None:
     record = {f"{SITE}/torch-2.15.0.dist-info/RECORD": "torch/lib/libtorchbind_test.so,sha256=x,200\n"}
     assert only(looked(host, wheel(SITE), record)).missing == ()
 
 
-def test_a_library_that_is_larger_is_not_cut_off(host: Host) -> None:
+def test_a_library_that_is_larger_is_not_cut_off(host: TreeHost) -> None:
     one = only(looked(host, wheel(SITE), {f"{SITE}/torch/lib/libc10.so": bytes(300)}))
     assert (one.missing, one.altered) == ((), ("lib/libc10.so: 300 bytes instead of 100",))
 
 
-def test_an_install_without_its_compiled_half(host: Host) -> None:
+def test_an_install_without_its_compiled_half(host: TreeHost) -> None:
     files = {name: text for name, text in wheel(SITE).items() if "/_C" not in name and "/lib/" not in name[20:]}
     found = looked(host, files)
     assert found.shadow == ""
     assert only(found).missing[:2] == ("_C.cpython-311-x86_64-linux-gnu.so: absent", "lib/libc10.so: absent")
 
 
-def test_files_without_a_dist_info(host: Host) -> None:
+def test_files_without_a_dist_info(host: TreeHost) -> None:
     found = looked(host, {name: text for name, text in wheel(SITE).items() if ".dist-info" not in name})
     one = only(found)
     assert found.shadow == ""
@@ -191,7 +192,7 @@ def test_files_without_a_dist_info(host: Host) -> None:
     )
 
 
-def test_user_site_comes_first(host: Host) -> None:
+def test_user_site_comes_first(host: TreeHost) -> None:
     path = (*PYTHON.path[:1], USER, SITE)
     found = looked(host, wheel(SITE), wheel(USER, "2.8.0+cpu", None), path=path)
     assert isinstance(found.installs, tuple)
@@ -200,7 +201,7 @@ def test_user_site_comes_first(host: Host) -> None:
     assert found.first.cpu_only
 
 
-def test_the_same_folder_under_two_names_is_one(host: Host) -> None:
+def test_the_same_folder_under_two_names_is_one(host: TreeHost) -> None:
     (Path(host.root) / f"{PREFIX[1:]}/link").symlink_to(SITE)
     assert (
         only(looked(host, wheel(SITE), path=(*PYTHON.path, f"{PREFIX}/link", SITE + "/"))).location == f"{SITE}/torch"
@@ -208,7 +209,7 @@ def test_the_same_folder_under_two_names_is_one(host: Host) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch.py", "torch.pyc", "torch.so", "torch.cpython-311-x86_64-linux-gnu.so"])
-def test_a_file_in_the_current_folder_shadows(host: Host, name: str) -> None:
+def test_a_file_in_the_current_folder_shadows(host: TreeHost, name: str) -> None:
     found = looked(host, wheel(SITE), {f"{CWD}/{name}": ""})
     assert (found.shadow, found.shadow_kind, found.shadow_via) == (f"{CWD}/{name}", "file", "the current directory")
     assert only(found).version == "2.15.0+cu132"
@@ -217,24 +218,24 @@ def test_a_file_in_the_current_folder_shadows(host: Host, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["torch/data.txt", "torch.txt", "torch.py/x", "torchvision.py", "torch/torch.py", "Torch.py"]
 )
-def test_what_does_not_shadow(host: Host, name: str) -> None:
+def test_what_does_not_shadow(host: TreeHost, name: str) -> None:
     assert looked(host, wheel(SITE), {f"{CWD}/{name}": ""}).shadow == ""
 
 
-def test_a_package_of_that_name_shadows(host: Host) -> None:
+def test_a_package_of_that_name_shadows(host: TreeHost) -> None:
     files = {f"{CWD}/torch/__init__.py": "", f"{CWD}/torch/version.py": "__version__ = '0.1'\n"}
     found = looked(host, wheel(SITE), files)
     assert (found.shadow, found.shadow_kind) == (f"{CWD}/torch", "package")
 
 
 @pytest.mark.parametrize("sign", ["csrc/x.cpp", "_C/__init__.pyi.in", "version.py"])
-def test_the_source_tree_shadows(host: Host, sign: str) -> None:
+def test_the_source_tree_shadows(host: TreeHost, sign: str) -> None:
     text = VERSION.format(version="2.16.0a0+git1", cuda=None, hip=None)
     found = looked(host, wheel(SITE), {f"{CWD}/torch/__init__.py": "", f"{CWD}/torch/{sign}": text})
     assert (found.shadow, found.shadow_kind) == (f"{CWD}/torch", "source")
 
 
-def test_a_source_tree_that_was_built_is_an_install(host: Host) -> None:
+def test_a_source_tree_that_was_built_is_an_install(host: TreeHost) -> None:
     text = VERSION.format(version="2.16.0a0+git1", cuda="13.2", hip=None)
     tree = {f"{CWD}/torch/{name}": text for name in ("__init__.py", "version.py", "_C.cpython-311-x86_64-linux-gnu.so")}
     found = looked(host, wheel(SITE), tree, {f"{CWD}/torch.egg-info/PKG-INFO": "Name: torch\nVersion: 2.16.0a0+git1\n"})
@@ -244,7 +245,7 @@ def test_a_source_tree_that_was_built_is_an_install(host: Host) -> None:
     assert (found.first.location, found.first.dist_version) == (f"{CWD}/torch", "2.16.0a0+git1")
 
 
-def test_the_shadow_is_only_what_comes_first(host: Host) -> None:
+def test_the_shadow_is_only_what_comes_first(host: TreeHost) -> None:
     later = "/srv/lib"
     fake = {f"{later}/torch.py": ""}
     host = replace(host, environ={"PYTHONPATH": f"{later}:relative"})
@@ -256,13 +257,13 @@ def test_the_shadow_is_only_what_comes_first(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("version", "seen"), [("3.10.13", True), ("3.11.7", False), ("3.15.0a1", False)])
-def test_a_safe_path_leaves_the_current_folder_out(host: Host, version: str, seen: bool) -> None:
+def test_a_safe_path_leaves_the_current_folder_out(host: TreeHost, version: str, seen: bool) -> None:
     plant(Path(host.root), {f"{CWD}/torch.py": ""})
     found = torch(replace(host, environ={"PYTHONSAFEPATH": "1"}), replace(PYTHON, version=version))
     assert bool(found.shadow) is seen
 
 
-def test_remains_without_init_come_last(host: Host) -> None:
+def test_remains_without_init_come_last(host: TreeHost) -> None:
     plant(Path(host.root), wheel(SITE) | wheel(USER, "2.8.0+cu128", "12.8"))
     (Path(host.root) / f"{USER[1:]}/torch/__init__.py").unlink()
     for _ in range(2):
@@ -274,38 +275,38 @@ def test_remains_without_init_come_last(host: Host) -> None:
         (Path(host.root) / f"{USER[1:]}/torch-2.8.0.dist-info/RECORD").unlink(missing_ok=True)
 
 
-def test_leftovers_of_an_interrupted_pip(host: Host) -> None:
+def test_leftovers_of_an_interrupted_pip(host: TreeHost) -> None:
     names = ["~orch", "~-rch", "~~ch", "~orch-2.8.0.dist-info", "~umpy", "~orchvision", "~ch", "torch"]
     found = looked(host, {f"{SITE}/{name}/x": "" for name in names})
     assert found.leftovers == tuple(f"{SITE}/{name}" for name in ("~-rch", "~orch", "~orch-2.8.0.dist-info"))
 
 
-def test_a_dist_info_whose_files_are_gone(host: Host) -> None:
+def test_a_dist_info_whose_files_are_gone(host: TreeHost) -> None:
     files = {name: text for name, text in wheel(SITE).items() if "/torch/" not in name}
     found = looked(host, files)
     assert found.installs == ()
     assert found.dangling == (f"{SITE}/torch-2.15.0.dist-info",)
 
 
-def test_an_editable_install_from_elsewhere_is_not_dangling(host: Host) -> None:
+def test_an_editable_install_from_elsewhere_is_not_dangling(host: TreeHost) -> None:
     dist = f"{SITE}/torch-2.16.0a0.dist-info"
     found = looked(host, {f"{dist}/RECORD": "__editable__.torch-2.16.0a0.pth,sha256=x,80\n", f"{dist}/METADATA": ""})
     assert (found.installs, found.dangling) == ((), ())
 
 
-def test_two_records_of_one_folder(host: Host) -> None:
+def test_two_records_of_one_folder(host: TreeHost) -> None:
     old = {f"{SITE}/torch-2.8.0.dist-info/METADATA": "Name: torch\nVersion: 2.8.0\n"}
     found = looked(host, wheel(SITE), old)
     assert only(found).dist_version == "2.15.0"
     assert found.dangling == (f"{SITE}/torch-2.8.0.dist-info",)
 
 
-def test_a_second_record_of_the_same_version_is_none_too_many(host: Host) -> None:
+def test_a_second_record_of_the_same_version_is_none_too_many(host: TreeHost) -> None:
     assert looked(host, wheel(SITE), {f"{SITE}/torch-2.15.0-py3.11.egg-info": "Version: 2.15.0\n"}).dangling == ()
 
 
 @pytest.mark.parametrize("name", ["__editable___torch_2_16_0a0_finder.py", "_torch_editable.py"])
-def test_an_editable_install(host: Host, name: str) -> None:
+def test_an_editable_install(host: TreeHost, name: str) -> None:
     source, dist = "/home/user/pytorch/torch", f"{SITE}/torch-2.16.0a0.dist-info"
     mapping = f"MAPPING = {{'functorch': '/x', 'torch': '{source}{'/__init__.py' * name.startswith('_t')}'}}\n"
     text = VERSION.format(version="2.16.0a0+git1", cuda="13.2", hip=None)
@@ -318,7 +319,7 @@ def test_an_editable_install(host: Host, name: str) -> None:
     assert found.dangling == ()
 
 
-def test_a_conda_build(host: Host) -> None:
+def test_a_conda_build(host: TreeHost) -> None:
     files = {name: text for name, text in wheel(SITE, "2.5.1", "12.6").items() if "RECORD" not in name}
     files[f"{SITE}/torch-2.5.1.dist-info/INSTALLER"] = "conda"
     names = ("pytorch-2.5.1-cuda126_mkl_py311h1234_300.json", "pytorch-mutex-1.0-cuda.json", "history")
@@ -326,7 +327,7 @@ def test_a_conda_build(host: Host) -> None:
     assert (one.installer, one.conda_build) == ("conda", "cuda126_mkl_py311h1234_300")
 
 
-def test_what_pip_installed_over_conda_is_not_condas(host: Host) -> None:
+def test_what_pip_installed_over_conda_is_not_condas(host: TreeHost) -> None:
     one = only(looked(host, wheel(SITE), {f"{PREFIX}/conda-meta/pytorch-2.5.1-cpu_generic_py311_0.json": "{}"}))
     assert (one.installer, one.conda_build) == ("pip", "")
 
@@ -338,7 +339,7 @@ def package(name: str, needs: str, when: float, *, asked: bool) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("torch_asked", [False, True])
-def test_what_brought_it_here(host: Host, torch_asked: bool) -> None:
+def test_what_brought_it_here(host: TreeHost, torch_asked: bool) -> None:
     torch_info = f"{SITE}/torch-2.15.0.dist-info"
     others = [
         package("accelerate", "torch>=2.0.0", 30, asked=False),
@@ -357,7 +358,7 @@ def test_what_brought_it_here(host: Host, torch_asked: bool) -> None:
     assert only(looked(host)).replaced_by == (() if torch_asked else ("ultralytics 8.3", "accelerate 8.3"))
 
 
-def test_places_that_cannot_be_read_are_passed_over(host: Host) -> None:
+def test_places_that_cannot_be_read_are_passed_over(host: TreeHost) -> None:
     path = ("/nowhere", "/usr/lib/python3.11/os.py", "/usr/lib/\udcff", "", "relative", *PYTHON.path)
     assert only(looked(host, wheel(SITE), path=path)).version == "2.15.0+cu132"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.each import each
 
-from transload.diagnose.children import Child, Outcome
+from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.probes.torch import question, torch_run
 from transload.machine import Answer, TorchRun, Unknown
@@ -50,7 +50,7 @@ def run(folder: Path, text: str | None = None, **environ: str) -> TorchRun:
         (folder / "torch.py").write_text(text)
     host = Host(environ={**os.environ, **environ}, cwd=str(folder), python=sys.executable)
     with Child(question(host), LONG) as child:
-        return torch_run(host, child.outcome())
+        return torch_run(child.outcome())
 
 
 def names(told: TorchRun) -> list[tuple[str, bool]]:
@@ -205,7 +205,7 @@ def test_an_import_that_hangs(tmp_path: Path, text: str) -> None:
         while not any(b"torch.py" in line for line in child._frames) and not child.ended():
             time.sleep(0.01)
         child.end_by(time.monotonic() + 0.5)
-        told = torch_run(host, child.outcome())
+        told = torch_run(child.outcome())
     assert told.answer.state == "hung"
     assert told.answer.detail.startswith(f"hung in import at {tmp_path}/torch.py:3 after ")
     assert told.answer.detail.endswith("it printed: hello")
@@ -248,7 +248,7 @@ def test_a_shadow_of_the_standard_library_harms_only_torch(tmp_path: Path, modul
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     host = Host(python=str(tmp_path / "python"))
     with Child(question(host), LONG) as child:
-        told = torch_run(host, child.outcome())
+        told = torch_run(child.outcome())
     words = f"could not be started: {tmp_path}/python does not exist"
     assert told == TorchRun(Answer("unasked", words), available=Unknown(words))
 
@@ -258,15 +258,6 @@ def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "python").chmod(0o755)
     host = Host(python=str(tmp_path / "python"))
     with Child(question(host), LONG) as child:
-        told = torch_run(host, child.outcome())
+        told = torch_run(child.outcome())
     assert told.answer.state == "crashed"
     assert told.answer.detail == "exit status 2 at its start; it printed: I am no Python"
-
-
-def test_paths_are_those_of_the_host() -> None:
-    records = (
-        {"file": "/srv/tree/a/torch/__init__.py", "libraries": ("/srv/tree/b/libcuda.so.1", "/c")},
-        {"done": True},
-    )
-    told = torch_run(Host(root="/srv/tree"), Outcome("answered", records))
-    assert (told.file, told.libraries) == ("/a/torch/__init__.py", ("/b/libcuda.so.1", "/c"))

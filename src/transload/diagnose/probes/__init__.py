@@ -121,7 +121,7 @@ def probe(
 
         progress("waiting for the driver")
         asked = waiting("waiting for the driver")
-        cuda = attempt("cuda", bare.driver.cuda, lambda: driver.cuda(here, cuda_child.outcome(inf, asked)))
+        cuda = attempt("cuda", bare.driver.cuda, lambda: driver.cuda(cuda_child.outcome(inf, asked)))
         nvml = attempt("nvml", bare.driver.nvml, lambda: driver.nvml(here, nvml_child.outcome(inf, asked), ours))
         if run and "hung" in (cuda.answer.state, nvml.answer.state) and not cuda.works:
             run.end_by(begun + _DRIVER)
@@ -131,5 +131,5 @@ def probe(
         if run:
             progress("running torch")
             ended = run.outcome(idle or (inf if timeout else IDLE), waiting("running torch"))
-            ran = attempt("torch run", bare.torch_run, torches.torch_run, here, ended)
+            ran = attempt("torch run", bare.torch_run, torches.torch_run, ended)
     return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)

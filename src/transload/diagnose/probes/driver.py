@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -21,16 +22,14 @@ _NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, for the memory of a 
 
 def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
     """Ask the driver in the host's environment and current directory: both decide which library is loaded."""
-    library = host.dlopen(_NAMES[which][host.uname[0] == "Windows"])
-    refusal = "" if library else f"the driver of the system under {host.root} cannot be asked from here"
-    return Question(source("ask_driver"), sys.executable or host.python, host, _FLAGS, (which, library), refusal)
+    library = host.real(_NAMES[which][host.uname[0] == "Windows"])
+    return Question(source("ask_driver"), sys.executable or host.python, host, _FLAGS, (which, library))
 
 
-def cuda(host: Host, outcome: Outcome) -> Cuda:
+def cuda(outcome: Outcome) -> Cuda:
     """What CUDA answered."""
     gpus = tuple(CudaGpu(**gpu) for gpu in outcome.values("gpu"))
-    found = Cuda(_answer(host, outcome, "cuda"), **outcome.fields_of(Cuda), gpus=gpus)
-    return replace(found, library=host.host_path(found.library))
+    return Cuda(_answer(outcome, "cuda"), **outcome.fields_of(Cuda), gpus=gpus)
 
 
 def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
@@ -46,15 +45,13 @@ def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
     for gpu in outcome.values("gpu"):
         others = tuple(process(*each) for each in gpu.get("processes", ()) if each[0] not in ours)
         gpus.append(NvmlGpu(**{**gpu, "processes": others, "peers": peers.get(gpu["index"], -1)}))
-    found = Nvml(_answer(host, outcome, "nvml"), **outcome.fields_of(Nvml))
-    return replace(found, library=host.host_path(found.library), gpus=tuple(gpus))
+    return Nvml(_answer(outcome, "nvml"), **outcome.fields_of(Nvml), gpus=tuple(gpus))
 
 
-def _answer(host: Host, outcome: Outcome, which: str) -> Answer:
+def _answer(outcome: Outcome, which: str) -> Answer:
     facts, answer = outcome.facts, outcome.answer
     if "failed" in facts:
-        names = (*_NAMES[which], host.dlopen(_NAMES[which][0]))
-        state: State = "no-library" if _absent(facts["failed"], names) else "not-loadable"
+        state: State = "no-library" if _absent(facts["failed"], _NAMES[which]) else "not-loadable"
         return Answer(state, facts["failed"], answer.seconds)
     if "missing" in facts:
         return replace(answer, state="no-symbol", detail=f"it has no {facts['missing']}")
@@ -73,13 +70,10 @@ def _absent(words: str, names: tuple[str, ...]) -> bool:
     >>> _absent("Error loading shared library libcuda.so.1: No such file or directory", ("libcuda.so.1",))
     True
     """
-    begins = tuple(
-        start + name
-        for name in filter(None, names)
-        for start in ("", "Error loading shared library ", "Could not find module '", "dlopen(")
-    )
-    missing = ("No such file or directory", "no such file", "Could not find module")
-    return words.startswith(begins) and any(each in words for each in missing)
+    begins = r"(?:Error loading shared library |Could not find module '|dlopen\()?(?:\S*/)?"
+    missing = re.compile(r"No such file or directory|no such file|Could not find module")
+    named = re.match(f"{begins}(?:{'|'.join(map(re.escape, names))})", words)
+    return bool(named and missing.search(words))
 
 
 # -- fixes that are tried before they are suggested --------------------------------------------------------------------
@@ -103,4 +97,4 @@ def experiments(host: Host, answered: Cuda, seconds: float) -> tuple[Experiment,
             rest = {name: value for name, value in host.environ.items() if name not in change}
             child = children.enter_context(Child(question(replace(host, environ=rest), "cuda"), seconds))
             asked.append((change, child))
-        return tuple(Experiment(change, cuda(host, child.outcome())) for change, child in asked)
+        return tuple(Experiment(change, cuda(child.outcome())) for change, child in asked)

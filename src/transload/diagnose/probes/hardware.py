@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 
 from transload.diagnose.children import in_fork
-from transload.diagnose.host import Host, pairs, reason
+from transload.diagnose.host import Host, pairs
 from transload.diagnose.probes.system import executable, group_names, mount_of, mounts
 from transload.diagnose.tables import is_listed
 from transload.machine import AMD, NVIDIA, Accelerator, Hardware, Kernel, Node, Nodes, PciDevice, ProcGpu, Unknown
@@ -206,7 +206,6 @@ _BANNER = "Linux version "
 _LINES = 40
 _TAIL = 512 << 10  # bytes: most ring buffers are smaller, and log files may be huge
 _LINE = 1 << 11  # characters: the kernel itself writes at most half of that at once
-_READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 _FILES = ("/var/log/kern.log", "/var/log/dmesg", "/var/log/messages")
 
 
@@ -215,7 +214,7 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
 
     A line is the message without its time and host, and repeated messages appear once.
     """
-    log = _ring() if host.root == "/" else Unknown("the log of a tree is in its files")
+    log = host.kernel_ring(_TAIL)
     booted = host.findall(r"^btime (\d{1,12})$", "/proc/stat")
     for path in _FILES if isinstance(log, Unknown) else ():
         status = host.stat(path)
@@ -231,22 +230,6 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
     messages = [_BEFORE.sub("", line[:_LINE].strip(), count=1) for line in lines]
     newest = tuple(dict.fromkeys(reversed(messages)))[:_LINES]  # the last one of equal messages is kept
     return newest[::-1]
-
-
-def _ring() -> str | Unknown:
-    """The kernel's ring buffer in one call: /dev/kmsg returns up to 100,000 lines one by one, oldest first."""
-    import ctypes
-
-    try:
-        ask = ctypes.CDLL(None, use_errno=True).klogctl
-    except (OSError, AttributeError, TypeError):
-        return Unknown("this system has no klogctl")
-    buffer = ctypes.create_string_buffer(_TAIL)
-    length = ask(_READ_ALL, buffer, _TAIL)
-    if length < 0:
-        code = ctypes.get_errno()
-        return Unknown(reason("the kernel's log", OSError(code, os.strerror(code))))
-    return ctypes.string_at(buffer, length).decode("utf-8", "replace")
 
 
 # -- other processes that use a GPU ------------------------------------------------------------------------------------
@@ -328,7 +311,7 @@ def nodes(host: Host) -> Nodes:
             continue
         mode, device, error = status.st_mode, getattr(status, "st_rdev", 0), errors[path]
         if isinstance(error, Unknown):
-            error = "" if os.access(host.at(path), os.R_OK | os.W_OK) else "EACCES"
+            error = "" if os.access(host.real(path), os.R_OK | os.W_OK) else "EACCES"
         elif error == "EACCES" and "/nvidia-caps/" in path and mode & stat.S_IROTH:
             error = ""  # the driver only reads these
         node = Node(

@@ -62,7 +62,7 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
     unseen: dict[str, Library] = {}
     for path, via in paths:
         taken = loader.examine(path) is not None
-        if not taken and not (host.readlink(path) or os.path.lexists(host.real(path))):
+        if not taken and not (host.readlink(path) or host.exists(path)):
             continue
         target, elf, problem = host.target(path), read_elf(host.real(path)), ""
         if isinstance(elf, Unknown):

@@ -47,10 +47,7 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     report = own() if _is_own(host, executable) else absent or ask_interpreter(host, executable, deadline)
     if isinstance(report, str):
         return Python(executable or host.python, why=why, problem=report)
-    report |= {
-        name: host.host_path(report[name]) for name in ("executable", "prefix", "base_prefix", "stdlib", "user_site")
-    }
-    path = tuple(host.host_path(os.path.join(host.cwd, entry)) for entry in report["path"])
+    path = tuple(os.path.join(host.cwd, entry) for entry in report["path"])
     stdlib, prefix, base_prefix = report.pop("stdlib"), report["prefix"], report["base_prefix"]
     kind, tool = environment(host, prefix, base_prefix)
     relevant = tuple(table("packages")["relevant"].split())
@@ -98,7 +95,7 @@ def _is_own(host: Host, executable: str) -> bool:
         {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
         for environ in (host.environ, os.environ)
     )
-    return host.root == "/" and executable == (sys.executable or "") and theirs == mine and not unusual
+    return executable == (sys.executable or "") and theirs == mine and not unusual
 
 
 # -- what an interpreter reports about itself --------------------------------------------------------------------------
@@ -167,7 +164,7 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, A
     """What another interpreter reports, in the user's environment and current folder; or why it does not."""
     from transload.diagnose.children import Child, Question
 
-    with Child(Question(_FACTS + _SAY, host.at(executable), host, ("-B",)), deadline) as child:
+    with Child(Question(_FACTS + _SAY, host.real(executable), host, ("-B",)), deadline) as child:
         outcome = child.outcome()
     if outcome.state == "answered":
         ours, facts = own(), outcome.facts

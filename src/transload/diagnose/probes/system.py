@@ -59,13 +59,9 @@ def platform(host: Host) -> Platform:
 
 
 def _libc(host: Host) -> str:
-    """From the libc of this process on this machine, else from the files of the tree."""
-    if host.root == "/":
-        try:
-            if version := os.confstr("CS_GNU_LIBC_VERSION"):
-                return version
-        except (ValueError, OSError, AttributeError):  # musl lacks that name, and Windows the function
-            pass
+    """The libc of this process, else of the machine."""
+    if host.libc:
+        return host.libc
     if any(host.paths("/lib", "ld-musl-", ".so.1")):
         return " ".join(("musl", *host.findall(r"^P:musl\nV:(\d+\.\d+)", "/lib/apk/db/installed")[:1]))
     for folder in (f"/lib/{host.uname[2]}-linux-gnu", "/lib64", "/usr/lib64", "/usr/lib", "/lib"):

@@ -246,10 +246,10 @@ def question(host: Host, executable: str = "") -> Question:
 
     The environment is unchanged: its effect on torch is what is examined.
     """
-    return Question(source("ask_torch"), host.at(executable or host.python), host, ("-B",))
+    return Question(source("ask_torch"), host.real(executable or host.python), host, ("-B",))
 
 
-def torch_run(host: Host, outcome: Outcome) -> TorchRun:
+def torch_run(outcome: Outcome) -> TorchRun:
     """What ``ask_torch`` reported, as far as it got."""
     facts = outcome.facts
     failed = next((record["error"] for record in outcome.records if record.get("error")), "")
@@ -260,14 +260,11 @@ def torch_run(host: Host, outcome: Outcome) -> TorchRun:
         steps.append(Step(doing, ok=False, error=outcome.detail, seconds=round(seconds, 3)))
     printed = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
     reported = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.fields_of(TorchRun)}
-    found = TorchRun(outcome.answer, **reported)
     return replace(
-        found,
-        file=host.host_path(found.file),
+        TorchRun(outcome.answer, **reported),
         cudnn=_cudnn(facts.get("cudnn", 0)),
         warnings=(*outcome.values("warning"), *printed[-_NOISE:]),
         steps=tuple(steps),
-        libraries=tuple(map(host.host_path, found.libraries)),
     )
 
 
