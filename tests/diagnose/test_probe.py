@@ -19,9 +19,10 @@ from transload.diagnose import judge_machine
 from transload.diagnose import probes as module
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
-from transload.diagnose.probes import hardware, probe
+from transload.diagnose.loader import Loader
+from transload.diagnose.probes import hardware, libraries, probe
 from transload.diagnose.saved import machine_from
-from transload.machine import Answer, Hardware, Kernel
+from transload.machine import Answer, DriverLibraries, Hardware, Kernel
 
 loadable = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
 
@@ -65,11 +66,31 @@ def test_the_driver_of_this_machine_is_not_asked_about_a_tree(tmp_path: Path, mo
     machine = probe(torch=False, host=TreeHost(root=str(tmp_path)))
     assert machine.driver.cuda.answer.state == machine.driver.nvml.answer.state == "no-library"
     assert machine.driver.experiments == ()
-    assert (machine.platform.system, machine.platform.machine, machine.platform.kernel) == ("Linux", "", "")
+    assert (machine.platform.machine, machine.platform.kernel, machine.platform.libc) == ("x86_64", "", "")
     assert not machine.platform.root
     assert machine.variables.values == {}
     assert machine.python.problem == "no Python was named"
     assert machine.problems == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tests the Linux loader")
+def test_the_loader_is_that_of_the_interpreter_behind_a_folder_or_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = []
+
+    def noted(loader: Loader) -> DriverLibraries:
+        programs.append(loader.program.path if loader.program else "")
+        return DriverLibraries()
+
+    monkeypatch.setattr(libraries, "driver_libraries", noted)
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    probe(str(script), torch=False)
+    probe(str(tmp_path), torch=False)
+    assert programs == [os.path.realpath(sys.executable)] * 2
 
 
 @loadable

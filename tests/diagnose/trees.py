@@ -79,7 +79,7 @@ class TreeHost(Host):
     environ: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     cwd: str = "/"
-    uname: tuple[str, str, str] = ("Linux", "", "")
+    uname: tuple[str, str, str] = ("Linux", "", "x86_64")
     uid: int = -1
     libc: str = ""
     root: str = "/nowhere"
