@@ -251,11 +251,8 @@ def test_a_machine_of_another_kind_has_folders_of_its_own(tmp_path: Path) -> Non
         ]
 
 
-@each("machine", ["x86_64", "aarch64"])
-def test_a_tree_that_does_not_state_its_machine_has_a_loader_that_tells(tmp_path: Path, machine: str) -> None:
-    loaders = {"x86_64": LD_SO, "aarch64": "/lib/ld-linux-aarch64.so.1"}
-    write(tmp_path, {loaders[machine]: FOLDERS})
-    assert Loader(TreeHost(root=str(tmp_path))).machine == machine
+def test_a_machine_whose_loader_is_not_there(tmp_path: Path) -> None:
+    write(tmp_path, {LD_SO: FOLDERS})
     stated = TreeHost(root=str(tmp_path), uname=("Linux", "6.8", "ppc64le"))
     assert (Loader(stated).machine, Loader(stated).path) == ("ppc64le", "")
 

@@ -187,10 +187,8 @@ def read_elf(path: str, file: _File) -> Elf:
 def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:
     """(offset, size) of the sections with these names that have bytes in the file."""
     offset, count, index = elf.section_table
-    if not offset or not count:
+    if not offset or index >= count:
         raise _MalformedError("it has no section headers")
-    if index >= count:
-        raise _MalformedError("its sections have no names")
     headers = list(_SECTION.iter_unpack(file.read_exactly(offset, count * _SECTION.size)))
     strings, size = headers[index][4:6]
     table = file.read_exactly(strings, min(size, count * 256))

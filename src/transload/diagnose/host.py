@@ -18,6 +18,7 @@ from transload.machine import Unknown
 
 _LIMIT = 1 << 20  # bytes read of a file by default: some files in /proc never end
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+_FOLDERS = 64  # of PATH
 _READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 
 
@@ -63,6 +64,16 @@ class Host:
     def real(self, path: str) -> str:
         """What this process and its children open for a path, or for the name of a library: in tests, another one."""
         return path
+
+    def search_path(self) -> list[str]:
+        """The folders of PATH that are absolute, without a trailing slash."""
+        folders = self.environ.get("PATH", "").split(":")[:_FOLDERS]
+        return [folder.rstrip("/") for folder in folders if folder.startswith("/")]
+
+    def program(self, name: str, folders: Iterable[str]) -> str:
+        """The first file of that name in the folders; empty if there is none."""
+        paths = (f"{folder}/{name}" for folder in folders)
+        return next((path for path in paths if self.exists(path) and not self.is_dir(path)), "")
 
     def text(self, path: str, limit: int = _LIMIT) -> str | Unknown:
         """The first ``limit`` bytes of a file as text. Bytes that are not UTF-8 are kept as surrogates."""

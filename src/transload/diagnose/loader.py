@@ -27,7 +27,6 @@ _CACHE_LIMIT = 1 << 24
 _LOADER_LIMIT = 1 << 22
 _FOLDERS = re.compile(rb"\0((?:/[ -~]{0,254}/\0)+)")
 _CACHE_NAME = re.compile(rb"\0(/[ -~]{0,254}/ld\.so\.cache)\0")
-_SPELLINGS = {"amd64": "x86_64", "arm64": "aarch64"}
 _TOKEN = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
 _MOST_NAMES = 10_000
 """Names looked up for one library: torch needs a hundred, and a malicious file could need them without end."""
@@ -90,11 +89,8 @@ class Loader:
 
     @cached_property
     def machine(self) -> str:
-        """The machine whose libraries it loads, as in ``uname -m``; empty if unknown."""
-        stated = self.program.elf.machine if self.program else self.host.uname[2]
-        known = table("machines")["machines"].items()
-        by_loader = (name for name, row in known if "loader" in row and self.host.exists(row["loader"]))
-        return _SPELLINGS.get(stated.lower(), stated) or next(by_loader, "")
+        """The machine whose libraries it loads, as in ``uname -m``."""
+        return self.program.elf.machine if self.program else self.host.uname[2]
 
     @property
     def _machine_facts(self) -> dict[str, Any]:
@@ -232,17 +228,13 @@ class Loader:
         """Read the file at a path of the host; ``None`` if the loader skips it: absent, not readable, or foreign."""
         if path not in self._seen:
             real = self.host.real(path)
-            try:
-                readable = os.access(real, os.R_OK)
-            except ValueError:  # no file can have such a name
-                readable = False
-            elf = read_elf(real) if readable else None
+            elf = read_elf(real) if self.host.exists(path) and os.access(real, os.R_OK) else None
             self._seen[path] = None if isinstance(elf, Elf) and self.foreign(elf) else elf
         return self._seen[path]
 
     def foreign(self, elf: Elf) -> bool:
-        """Whether it is for another machine than the program; false if that is unknown."""
-        return elf.bits != 64 or self.machine not in ("", elf.machine)
+        """Whether it is for another machine than the program."""
+        return elf.bits != 64 or elf.machine != self.machine
 
 
 # -- /etc/ld.so.cache --------------------------------------------------------------------------------------------------

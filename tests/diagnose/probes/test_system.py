@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.diagnose.trees import FOLDER, Link, Tree, plain_host, tree_host
+from tests.diagnose.trees import FOLDER, Content, Link, Tree, plain_host, tree_host
 from tests.each import each
 
 from transload.diagnose.host import Host, memory
@@ -245,7 +245,6 @@ def test_the_path_goes_before_the_home(tmp_path: Path) -> None:
         ),
         ("/c/bin/nvcc", {"/c/bin/nvcc": b"", "/c/targets/x86_64-linux/include/cuda.h": HEADER}, "13.0"),
         ("/u/cuda-11.8/bin/nvcc", {"/u/cuda-11.8/bin/nvcc": b"", "/u/cuda-11.8/version.json": b"\xff{"}, "11.8"),
-        ("/c/bin/nvcc", {"/c/bin/nvcc": FOLDER, "/usr/include/cuda.h": HEADER}, ""),
     ],
 )
 def test_the_version_by_the_files_around_it(tmp_path: Path, nvcc: str, tree: Tree, version: str) -> None:
@@ -253,8 +252,9 @@ def test_the_version_by_the_files_around_it(tmp_path: Path, nvcc: str, tree: Tre
     assert (told.nvcc, told.version) == (nvcc, version)
 
 
-def test_a_compiler_that_is_a_link_to_itself(tmp_path: Path) -> None:
-    assert toolkit(tree_host(tmp_path, {"/c/bin/nvcc": Link("nvcc")}, {"PATH": "/c/bin"})).nvcc == ""
+@each("nvcc", [Link("nvcc"), FOLDER])
+def test_what_cannot_be_a_compiler(tmp_path: Path, nvcc: Content) -> None:
+    assert toolkit(tree_host(tmp_path, {"/c/bin/nvcc": nvcc}, {"PATH": "/c/bin"})).nvcc == ""
 
 
 @each("target", ["sbsa", "aarch64"])

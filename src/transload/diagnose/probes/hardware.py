@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, pairs
-from transload.diagnose.probes.system import executable, group_names, mount_of, mounts
+from transload.diagnose.probes.system import PROGRAMS, group_names, mount_of, mounts
 from transload.diagnose.tables import is_listed
 from transload.machine import AMD, NVIDIA, Accelerator, Hardware, Kernel, Node, Nodes, PciDevice, ProcGpu, Unknown
 
@@ -182,7 +182,7 @@ def _gpus(host: Host) -> Iterator[ProcGpu]:
 
 def _fabric_manager(host: Host) -> str:
     """Its version from the list of installed packages, else from the program, if that names only one."""
-    program = executable(host, "nv-fabricmanager")
+    program = host.program("nv-fabricmanager", PROGRAMS)
     if program or any(host.paths("/var/lib/dpkg/info", "nvidia-fabricmanager", ".list")):
         status = host.text("/var/lib/dpkg/status", 64 << 20) or ""
         for start in re.finditer(r"^Package: nvidia-fabricmanager(?:-\d+)?$", status, re.MULTILINE):

@@ -31,20 +31,18 @@ def driver_libraries(loader: Loader) -> DriverLibraries:
     """The files of the driver's libraries: those that the loader finds, others on the disk, and their releases."""
     host = loader.host
     if host.uname[0] != "Linux":
-        why = Unknown(f"the loader of {host.uname[0] or 'this system'} is not known")
+        why = Unknown(f"the loader of {host.uname[0]} is not known")
         return DriverLibraries(why, why, why)
     path = elements("" if loader.musl else host.environ.get("LD_LIBRARY_PATH", ""))
     relative = [each for each in path if each and not each.startswith(("/", "$"))]
     searched = ["LD_LIBRARY_PATH has an empty element"] if "" in path else []
     searched += [f"LD_LIBRARY_PATH has a relative element: {each}" for each in relative[:1]]
-    folders = [each for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
-    folders = [each for each in folders if not each.startswith("/mnt/")]  # Windows' folders under WSL: slow
-    programs = (f"{folder.rstrip('/')}/nvidia-smi" for folder in (*_PROGRAMS, *folders))
+    folders = [each for each in host.search_path() if not each.startswith("/mnt/")]  # Windows' folders in WSL: slow
     return DriverLibraries(
         cuda=_libraries(loader, "libcuda.so.1"),
         nvml=_libraries(loader, "libnvidia-ml.so.1"),
         ptx_compiler=_libraries(loader, "libnvidia-ptxjitcompiler.so.1"),
-        smi=next((each for each in programs if host.exists(each)), ""),
+        smi=host.program("nvidia-smi", (*_PROGRAMS, *folders)),
         preload=loader.preload_file,
         cwd_searched=tuple(searched),
     )

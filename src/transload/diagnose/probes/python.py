@@ -73,7 +73,7 @@ def located(host: Host) -> tuple[str, str]:
         name = host.environ.get("HOME", "~") + name[1:]
     if name and not os.path.isabs(name):
         here = os.path.normpath(f"{host.cwd}/{name}")
-        name = here if os.sep in name or host.exists(here) else _first_on_path(host, name) or name
+        name = here if os.sep in name or host.exists(here) else host.program(name, host.search_path()) or name
     if not os.path.isabs(name):
         return name, f"{name} is neither in the current folder nor on PATH" if name else "no Python was named"
     if host.is_dir(name):
@@ -186,7 +186,6 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, A
 # -- interpreters, found by their files: none is run, and each check is cheap and bounded ------------------------------
 
 _MANY = 40  # interpreters examined: clusters and collectors of environments have hundreds
-_FOLDERS = 64  # of PATH
 _NAMES = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe", "bin/pypy3")
 _TORCH = ("version.py", "__init__.py")
 _EXECUTABLE = re.compile(r"python(?:3(?:\.\d+t?)?)?(?:\.exe)?", re.ASCII)
@@ -216,7 +215,7 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> Iterator[str]:
 
 def _more(host: Host, prefix: str) -> Iterator[str]:
     """Paths of interpreters that are cheap to find: on PATH, and those of Jupyter kernels, conda and pyenv."""
-    for folder in _search(host):
+    for folder in host.distinct(host.search_path()):
         yield from (f"{folder}/{name}" for name in host.listdir(folder) or () if _EXECUTABLE.fullmatch(name))
     home = host.environ.get("HOME", "")
     data = host.environ.get("XDG_DATA_HOME") or f"{home}/.local/share"
@@ -243,25 +242,13 @@ def likely(host: Host) -> Iterator[tuple[str, str]]:
     for name in (".venv", "venv") if host.cwd else ():
         yield _in_folder(host, f"{host.cwd}/{name}"), f"./{name}"
     for name in ("python3", "python"):
-        yield _first_on_path(host, name), f"{name} on PATH"
+        yield host.program(name, host.search_path()), f"{name} on PATH"
 
 
 def _in_folder(host: Host, folder: str) -> str:
     """The interpreter in the folder of an environment; empty if there is none."""
     places = (f"{folder.rstrip('/')}/{name}" for name in _NAMES)
     return next((place for place in places if host.exists(place)), "")
-
-
-def _first_on_path(host: Host, name: str) -> str:
-    """The first file of that name on PATH; empty if there is none."""
-    places = (f"{folder}/{name}" for folder in _search(host))
-    return next((place for place in places if host.exists(place) and not host.is_dir(place)), "")
-
-
-def _search(host: Host) -> Iterator[str]:
-    folders = host.environ.get("PATH", "").split(":")[:_FOLDERS]
-    for folder in host.distinct(folder for folder in folders if folder.startswith("/")):
-        yield folder.rstrip("/")
 
 
 def interpreter(host: Host, executable: str) -> Interpreter | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from transload.diagnose.host import Host, int_or, memory, pairs, reason
+from transload.diagnose.host import Host, int_or, memory, pairs
 from transload.diagnose.tables import cuda_text, sections, shown_variables, table
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
@@ -15,7 +15,7 @@ from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variable
 _LAPTOPS = frozenset({8, 9, 10, 14, 31, 32})
 
 _PRIME = {"on": "nvidia", "off": "intel", "integrated": "intel", "intel2": "intel"}
-_BINARIES = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", "/usr/local/nvidia/toolkit")
+PROGRAMS = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", "/usr/local/nvidia/toolkit")
 
 
 def platform(host: Host) -> Platform:
@@ -76,11 +76,6 @@ def group_names(host: Host) -> dict[str, str]:
     return {number: name for name, number in host.findall(r"^([^:\n]*):[^:\n]*:([^:\n]*)", "/etc/group")}
 
 
-def executable(host: Host, name: str) -> str:
-    """The path of an installed program of that name; empty if there is none."""
-    return next((path for folder in _BINARIES if host.exists(path := f"{folder}/{name}")), "")
-
-
 # -- file systems mounted where device nodes live, and at the root -----------------------------------------------------
 
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how whitespace in a path is escaped
@@ -130,9 +125,8 @@ _FOLDER = re.compile(r"/cuda-(\d+\.\d+)(?:/|$)")
 def toolkit(host: Host) -> Toolkit:
     """The compiler that a build would find first, its version from files next to it, and the folders of toolkits."""
     home = host.environ.get("CUDA_HOME") or host.environ.get("CUDA_PATH") or ""
-    folders = [each.rstrip("/") for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
-    folders += [f"{home.rstrip('/')}/bin"] if home.startswith("/") else []
-    nvcc = next((path for each in (*folders, f"{_LOCAL}/cuda/bin") if host.exists(path := f"{each}/nvcc")), "")
+    homes = [each.rstrip("/") for each in (home, f"{_LOCAL}/cuda") if each.startswith("/")]
+    nvcc = host.program("nvcc", (*host.search_path(), *(f"{each}/bin" for each in homes)))
     installed = tuple(path for path in host.paths(_LOCAL, "cuda") if host.is_dir(path))
     return Toolkit(nvcc, next(_toolkit_versions(host, nvcc), "") if nvcc else "", home, installed)
 
@@ -170,7 +164,7 @@ def surroundings(host: Host) -> Surroundings:
     folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
     specifications = (path for at in folders for end in (".yaml", ".json") for path in host.paths(at, end=end))
     drivers = {version for path in specifications for version in host.findall(_CDI, path)}
-    toolkit: bool | Unknown = any(executable(host, name) for name in _CONTAINER_TOOLKIT)
+    toolkit: bool | Unknown = any(host.program(name, PROGRAMS) for name in _CONTAINER_TOOLKIT)
     programs = host.listdir("/usr/bin")
     docker = "snap" if host.exists("/snap/bin/docker") else ""
     for path in ("/usr/bin/docker", "/usr/local/bin/docker"):
@@ -287,17 +281,13 @@ def variables(host: Host) -> Variables:
         folder = cache if cache.startswith("/") else f"{host.cwd}/{cache}"
         while len(folder) > 1 and not host.exists(folder):
             folder = folder.rpartition("/")[0] or "/"
-        real = host.real(folder)
-        try:
-            if not cache:
-                problem = "neither HOME nor CUDA_CACHE_PATH is set"
-            elif not os.path.isdir(real):
-                problem = f"{folder}: not a folder"
-            elif not os.access(real, os.W_OK | os.X_OK):
-                read_only = os.statvfs(real).f_flag & os.ST_RDONLY
-                problem = f"{folder}: {'read-only file system' if read_only else 'EACCES'}"
-        except (OSError, ValueError) as error:
-            problem = f"{folder}: {reason(folder, error).partition(': ')[2] or 'cannot be read'}"
+        if not cache:
+            problem = "neither HOME nor CUDA_CACHE_PATH is set"
+        elif not host.is_dir(folder):
+            problem = f"{folder}: not a folder"
+        elif not os.access(real := host.real(folder), os.W_OK | os.X_OK):
+            read_only = os.statvfs(real).f_flag & os.ST_RDONLY
+            problem = f"{folder}: {'read-only file system' if read_only else 'EACCES'}"
     return Variables(values, {name: tuple(found[:_MOST]) for name, found in sorted(origins.items())}, problem)
 
 
