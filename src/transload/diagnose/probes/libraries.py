@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -433,8 +433,7 @@ def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None
     if install and install.location not in loader.imports:
         _TorchImport(loader, path, install)
     process = loader.imports[install.location] if install else Process(loader)
-    absent: dict[str, bool] = {}  # symbol → whether torch lacks it: extensions need the same ones
-    return tuple(_extension(process, install, absent, *each) for each in zip(found.values(), stated, strict=True))
+    return tuple(_extension(process, install, *each) for each in zip(found.values(), stated, strict=True))
 
 
 def _from_metadata(dist: Distribution) -> Extension:
@@ -453,9 +452,7 @@ def _from_metadata(dist: Distribution) -> Extension:
     return Extension(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
 
 
-def _extension(
-    process: Process, install: TorchInstall | None, absent: dict[str, bool], dist: Distribution, bare: Extension
-) -> Extension:
+def _extension(process: Process, install: TorchInstall | None, dist: Distribution, bare: Extension) -> Extension:
     """Complete ``bare`` with what the libraries of ``dist`` need: those in RECORD, else those with its name."""
     host, module = dist.host, dist.name.replace("-", "_")
     paths = [f"{dist.site}/{path}" for path in dist.files(r'[^",\n]+\.so')]
@@ -475,12 +472,12 @@ def _extension(
         folder = f"{install.location}/lib/"
         for path, elf in loaded.items():
             wanted[path] = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)]
-        needed = list(dict.fromkeys(chain.from_iterable(wanted.values())))  # torch's libraries are searched once
-        asked = [each for each in needed if each.name not in absent]
         torch_elves = (each.elf for each in process.files.values() if each.path.startswith(folder))
-        left = set(_defined_by_none(torch_elves, asked))
-        absent.update({each.name: each in left for each in asked})
-        lacking.update(_defined_by_none(elves.values(), [each for each in needed if absent[each.name]]))
+        left = tuple(dict.fromkeys(chain.from_iterable(wanted.values())))
+        for library in chain(torch_elves, elves.values()):
+            rest = not_defined(library, left) if left else ()
+            left = left if isinstance(rest, Unknown) else rest
+        lacking.update(left)
     found = [
         replace(
             bare,
@@ -497,14 +494,6 @@ def _extension(
     found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
     every = {name for each in found for name in each.architectures}
     return replace([*found, bare][0], architectures=tuple(sorted(every, key=_arch_order)))
-
-
-def _defined_by_none(libraries: Iterable[Elf], wanted: Sequence[UndefinedSymbol]) -> Sequence[UndefinedSymbol]:
-    """Those of ``wanted`` that none of the libraries defines."""
-    for library in libraries:
-        rest = not_defined(library, wanted) if wanted else ()
-        wanted = rest if isinstance(rest, tuple) else wanted
-    return wanted
 
 
 def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[str]:
