@@ -217,7 +217,14 @@ def int_or(text: str, default: int) -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-_V1 = "/sys/fs/cgroup/memory"
+_CGROUPS = (
+    (r"^0::(/.*)", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        *(r"^\d+:(?:[^:\n]+,)?memory(?:,[^:\n]+)?:(/.*)", "/sys/fs/cgroup/memory"),
+        *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ),
+)
+"""Versions 2 and 1: the line of /proc/self/cgroup, where the groups are, and the names of what they report."""
 _NO_LIMIT = 1 << 60  # without a limit, cgroup v1 reports a little less than 2**63
 
 
@@ -225,18 +232,15 @@ def memory(host: Host) -> tuple[int, int]:
     """Total and available bytes, -1 if unknown. The limit of a container counts if it is lower."""
     sizes = {name: int(kib) * 1024 for name, kib in host.findall(r"^(\w+):\s*(\d{1,19})\b", "/proc/meminfo")}
     total, free = sizes.get("MemTotal", -1), sizes.get("MemAvailable", sizes.get("MemFree", -1))
-    # Every cgroup above this process may have a limit.
-    paths = host.findall(r"^0::(/.*)", "/proc/self/cgroup")
-    steps = [step for step in "".join(paths[:1]).split("/") if step and step != ".."]
-    groups = ["/".join(["/sys/fs/cgroup", *steps[:depth]]) for depth in range(len(steps) + 1)]
-    names = ("memory.max", "memory.current", "memory.stat", "inactive_file")
-    v1_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
-    for group, (most, used, statistics, inactive) in (*((each, names) for each in groups), (_V1, v1_names)):
-        limit = int_or(host.line(f"{group}/{most}"), -1)
-        if 0 <= limit < _NO_LIMIT:
-            cached = host.findall(rf"^{inactive} (\d{{1,19}})$", f"{group}/{statistics}")  # reclaimable
-            taken = int_or(host.line(f"{group}/{used}"), 0) - int(cached[0] if cached else 0)
-            left = max(0, limit - max(0, taken))
-            total = min(total, limit) if total >= 0 else limit
-            free = min(free, left) if free >= 0 else left
+    for line, root, most, used, inactive in _CGROUPS:
+        group, path = root, "".join(host.findall(line, "/proc/self/cgroup")[:1])
+        for step in path.split("/"):  # the first is empty: the root. Every group above this process may have a limit
+            group += f"/{step}" if step not in ("", "..") else ""
+            limit = int_or(host.line(f"{group}/{most}"), -1)
+            if 0 <= limit < _NO_LIMIT:
+                cached = host.findall(rf"^{inactive} (\d{{1,19}})$", f"{group}/memory.stat")  # reclaimable
+                taken = int_or(host.line(f"{group}/{used}"), 0) - int(cached[0] if cached else 0)
+                left = max(0, limit - max(0, taken))
+                total = min(total, limit) if total >= 0 else limit
+                free = min(free, left) if free >= 0 else left
     return total, free

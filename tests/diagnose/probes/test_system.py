@@ -144,6 +144,17 @@ GROUP = "/sys/fs/cgroup/kubepods/pod1"
             (4 * GB, 0),
         ),
         (
+            {
+                "/proc/meminfo": MEMINFO,
+                "/proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/slurm/job_7\n0::/\n",
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "/sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": f"{16 * GB}\n",
+                "/sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes": f"{6 * GB}\n",
+                "/sys/fs/cgroup/memory/slurm/job_7/memory.stat": f"total_inactive_file {2 * GB}\n",
+            },
+            (16 * GB, 12 * GB),
+        ),
+        (
             {"/proc/meminfo": MEMINFO, "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"},
             (64 * GB, 40 * GB),
         ),
