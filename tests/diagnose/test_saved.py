@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.diagnose.machines import bare, healthy, in_container, in_slurm, in_wsl, refused
 from tests.each import each
 
-from transload.diagnose.saved import machine_from, machine_in
+from transload.diagnose.saved import machine_from, machine_in, machine_of
 from transload.errors import UsageError
 from transload.machine import Experiment, Extension, Machine, Unknown
 
@@ -61,6 +61,14 @@ def test_another_version_may_know_more_or_less() -> None:
 def test_what_was_not_found_out_stays_so() -> None:
     read = machine_from({"kernel": {"loaded": {"unknown": "/proc does not exist"}}})
     assert read.kernel.loaded == Unknown("/proc does not exist")
+
+
+def test_a_value_too_deep_to_quote() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(UsageError, match="recursion"):
+        machine_of({"schema": 1, "machine": {"platform": {"system": deep}}}, "report.json")
 
 
 @each(

@@ -32,7 +32,7 @@ def machine_of(document: object, where: str) -> Machine:
         raise UsageError(f"its schema is {document.get('schema')!r}, and this transload knows 1", where=where)
     try:
         return machine_from(document["machine"])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter while a deeply nested value is quoted
         raise UsageError(str(error), where=where, fix=_FIX) from None
 
 
