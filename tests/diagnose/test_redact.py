@@ -92,6 +92,7 @@ MACHINES = {
         ("Nov 15 quill kernel: NVRM: Xid 79, name=alice_train", "Nov 15 host kernel: NVRM: Xid 79, name=user_train"),
         ("~alice/x /scratch/alice-proj /tmp/alice_torch", "~user/x /scratch/user-proj /tmp/user_torch"),
         ("https://alice:secret@10.0.0.7/simple", "https://192.0.2.1/simple"),
+        ("https://alice:s@cr@t@10.0.0.7/simple", "https://192.0.2.1/simple"),
         ("NVRM: GPU Board Serial Number: 1324420019135", "NVRM: GPU Board Serial Number: 0"),
         ("eth0 3c:ec:ef:01:02:03", "eth0 00:00:00:00:00:00"),
         (f"/docker/{'0f' * 32}", "/docker/<id>"),
@@ -151,6 +152,7 @@ def test_an_address_of_the_newer_kind_is_known_by_its_field() -> None:
     ("origin", "shown"),
     [
         ("git+ssh://git@gitlab.corp.example.com/alice/torch.git", "git+ssh://host/user/torch.git"),
+        ("https://alice:s@cr@t@gitlab.corp.example.com/torch.whl", "https://host/torch.whl"),
         ("https://download.pytorch.org/whl/torch.whl", "https://download.pytorch.org/whl/torch.whl"),
     ],
 )

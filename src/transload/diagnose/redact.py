@@ -105,7 +105,7 @@ _CHANGES: tuple[_Change, ...] = (
     (re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])"), "<id>"),
     (re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])"), "00:00:00:00:00:00"),
     (_SERIAL, r"\g<1>0"),
-    (re.compile(r"(?<=://)[^/\s@]+@"), ""),
+    (re.compile(r"(?<=://)[^/\s]+@"), ""),  # up to the last @: a password may contain others
     (re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
 )
 _PATH = re.compile(

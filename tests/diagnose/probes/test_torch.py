@@ -311,7 +311,7 @@ def test_an_editable_install(host: TreeHost, name: str) -> None:
     mapping = f"MAPPING = {{'functorch': '/x', 'torch': '{source}{'/__init__.py' * name.startswith('_t')}'}}\n"
     text = VERSION.format(version="2.16.0a0+git1", cuda="13.2", hip=None)
     files = {f"{source}/__init__.py": "", f"{source}/version.py": text, f"{SITE}/{name}": mapping}
-    direct = '{"url": "https://user:secret@example.org/pytorch", "dir_info": {"editable": true}}'
+    direct = '{"url": "https://user:s@cret@example.org/pytorch", "dir_info": {"editable": true}}'
     found = looked(host, files, {f"{dist}/direct_url.json": direct, f"{dist}/METADATA": "Version: 2.16.0a0\n"})
     one = only(found)
     assert (one.location, one.cuda, one.dist_info) == (source, "13.2", dist)

@@ -131,7 +131,7 @@ _BUILD = re.compile(r"pytorch-\d[^-]*-([^/]+)\.json")
 _TOGETHER = 60.0  # seconds between the first and the last package that one command installs
 _NAMED = 5  # packages named as a reason
 _NEEDS_TORCH = re.compile(r"torch\s*(?:[^\w.\s-]|$)", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"(?<=//)[^/@]*@")
+_CREDENTIALS = re.compile(r"(?<=//)[^/]*@")  # up to the last @: a password may contain others
 
 
 def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) -> TorchInstall:
