@@ -158,7 +158,7 @@ class Host:
         """The path with all links resolved."""
         try:
             return os.path.realpath(path)
-        except ValueError:  # a NUL or a lone surrogate: no file has such a name
+        except (OSError, ValueError):  # a relative path in a directory that was deleted; a NUL or a lone surrogate
             return path
 
     def open_error(self, path: str) -> str:

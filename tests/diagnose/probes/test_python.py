@@ -20,7 +20,7 @@ from tests.each import each
 import transload
 from transload.diagnose.host import Host
 from transload.diagnose.probes import python as module
-from transload.diagnose.probes.python import choose, environment, interpreter, likely, others, python
+from transload.diagnose.probes.python import choose, environment, interpreter, likely, others, own, python
 
 SOURCE = Path(transload.__file__).parent.parent
 LIB = "lib/python3.11/site-packages"
@@ -223,6 +223,15 @@ ANSWER = {
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not delete a current directory")
+def test_ours_in_a_current_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert own()["path"] == sys.path[1:]
+    assert python(Host()).problem == ""
+
+
 def test_what_it_says_is_taken_and_its_noise_is_not(host: TreeHost) -> None:
     root = Path(host.root)
     script(root / "opt/bin/python", f"echo noise; printf 'more\\036%s\\n' {shlex.quote(repr(ANSWER))}; sleep 60")

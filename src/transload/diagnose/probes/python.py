@@ -145,13 +145,13 @@ os.write(1, ("\\n\\x1e" + repr(told) + "\\n").encode("ascii", "backslashreplace"
 
 def own() -> dict[str, Any]:
     """What the interpreter we run in reports, without the path entry of our script, module or zipapp."""
-    first = sys.path[0] if sys.path else ""
+    first, target = sys.path[0] if sys.path else "", Host().target
     main = sys.modules.get("__main__")
-    file = os.path.realpath(getattr(main, "__file__", None) or os.sep)
-    real = os.path.realpath(first)
+    file = target(getattr(main, "__file__", None) or os.sep)
+    real = target(first)
     starts = {os.path.dirname(file)}
     if getattr(main, "__spec__", None) is not None:  # -m puts the current folder there
-        starts.add(os.path.realpath("."))
+        starts.add(target("."))
     ours = first == "" or (os.path.isfile(real) and (file + os.sep).startswith(real + os.sep))
     ours = ours or (not getattr(sys.flags, "safe_path", False) and real in starts)
     space: dict[str, Any] = {}
