@@ -28,9 +28,9 @@ from transload.diagnose import judge_machine
 from transload.diagnose.tables import (
     TEGRA,
     Build,
+    branches,
     chip_of,
     driver_floor,
-    first_branch,
     generation,
     index_builds,
     numbers_of,
@@ -58,7 +58,7 @@ def builds(platform: str) -> Iterator[Build]:
 def floor(build: Build, capability: tuple[int, ...]) -> str:
     """The oldest driver that runs the build on the card."""
     least = driver_floor(build.cuda)
-    first = first_branch(capability)
+    first = branches(capability)[0]
     return least if numbers_of(least)[0] >= first else f"{first}.10"
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 from statistics import median
 from time import strptime
 from typing import Any, Literal, NamedTuple
@@ -182,7 +181,7 @@ _VARIABLES: tuple[tuple[str, Level, str], ...] = (
 """Prefixes of environment variables, how much they matter and why. Others, such as HOME, may well differ."""
 
 
-def _facts(machines: Sequence[Machine]) -> Iterator[Fact]:
+def _facts(machines: Sequence[Machine], *, together: bool) -> Iterator[Fact]:
     """All facts, including those of the variables and packages of any machine."""
     yield from FACTS
     variables = {name for m in machines for name in m.variables.values}
@@ -193,6 +192,27 @@ def _facts(machines: Sequence[Machine]) -> Iterator[Fact]:
     known = ("torch-", "nvidia-nccl-")
     for name in sorted({name for m in machines for name in m.python.packages if not f"{name}-".startswith(known)}):
         yield Fact(f"package {name}", "note", partial(_package, name), _CODE, "", ("torch", "build of torch", "NCCL"))
+    why, clocks = "Its clock is wrong, or its report was taken at another time.", _clocks(machines)
+    yield Fact("clock", "matters" if together else "note", lambda m: clocks.get(m.taken, ""), why=why)
+
+
+def _clocks(machines: Sequence[Machine]) -> dict[str, str]:
+    """For the time of each report, whether it is minutes before or after the others; nothing unless only few are."""
+    times: dict[str, float] = {}
+    for m in machines:
+        with suppress(ValueError):  # a report of another release
+            times[m.taken] = timegm(strptime(m.taken, "%Y-%m-%dT%H:%M:%SZ"))
+    known = [times[m.taken] for m in machines if m.taken in times]
+    middle = median(known) if known else 0.0
+    apart = sum(abs(time - middle) > _SAME_TIME for time in known)
+    if len(known) <= 2 or not 0 < apart <= max(1, len(known) // 10):
+        return {}
+    clocks = {}
+    for taken, time in times.items():
+        minutes = plural(round(abs(time - middle) / 60), "minute")
+        late = f"{minutes} {'behind' if time < middle else 'ahead'}"
+        clocks[taken] = late if abs(time - middle) > _SAME_TIME else "in step"
+    return clocks
 
 
 # -- the comparison
@@ -221,9 +241,9 @@ class Difference(Plain):
     explains: tuple[str, ...] = ()
 
     @property
-    def odd(self) -> list[tuple[str, ...]]:
+    def odd(self) -> list[Group]:
         """The machines of each unusual value."""
-        return [group.nodes for group in self.groups if group.value != self.usual]
+        return [group for group in self.groups if group.value != self.usual]
 
 
 class Fault(Plain):
@@ -276,31 +296,18 @@ def compare(
     diagnoses = {name: each for name, each in reports.items() if not isinstance(each, str)}
     machines = {name: diagnosis.machine for name, diagnosis in diagnoses.items()}
     cards = {name: (_count(m), *_models(m)) for name, m in machines.items()}
-    found: list[tuple[Fact, Difference]] = []
+    differences: list[Difference] = []
+    layers: dict[str, str] = {}
     alike: dict[str, str] = {}
-    for fact in _facts([*machines.values()]):
+    for fact in _facts([*machines.values()], together=together):
+        layers[fact.name] = fact.layers
         values = {name: value for name, m in machines.items() if (value := fact.read(m))}
         for kind in dict.fromkeys(cards.values()) if fact.same_cards else [()]:
             some = {name: value for name, value in values.items() if not kind or cards[name] == kind}
             if len({*some.values()}) > 1:
-                found.append((fact, _difference(fact, some)))
+                differences.append(_difference(fact, some, differences))
         if len({*values.values()}) == 1 and len(values) == len(machines) and fact in FACTS:
             alike[fact.name] = next(iter(values.values()))
-    if times := _clock(machines):
-        why = "Its clock is wrong, or its report was taken at another time."
-        clock = Fact("clock", "matters" if together else "note", attrgetter("taken"), why=why)
-        found.append((clock, _difference(clock, times)))
-    differences = [each for _, each in found]
-    for place, (fact, difference) in enumerate(found):
-        before = [each for each in differences[:place] if each.fact in fact.implied_by and not each.follows]
-        said = {nodes for each in before for nodes in each.odd}
-        own = tuple(each for each in difference.groups if each.value == difference.usual or each.nodes not in said)
-        if len(own) > 1:  # something remains that does not follow from the others
-            differences[place] = replace(difference, groups=own)
-        else:
-            same = {group.nodes for group in difference.groups}
-            follows = next(each.fact for each in before if not same.isdisjoint(each.odd))
-            differences[place] = replace(difference, follows=follows)
 
     findings: dict[str, dict[str, Finding]] = {}
     for name, diagnosis in diagnoses.items():
@@ -309,16 +316,16 @@ def compare(
                 findings.setdefault(finding.code, {})[name] = finding
     faults = []
     for code, by_name in findings.items():
-        layer, because = BY_CODE[code].layer, []
-        for place, (fact, _) in enumerate(found):
-            difference = differences[place]
+        because = []
+        for place, difference in enumerate(differences):
             shares = {len(by_name.keys() & group.nodes) / len(group.nodes) for group in difference.groups}
-            if layer in fact.layers.split() and not difference.follows and shares == {0.0, 1.0}:
+            causes = BY_CODE[code].layer in layers[difference.fact].split() and not difference.follows
+            if causes and shares == {0.0, 1.0}:
                 differences[place] = replace(difference, explains=(*difference.explains, code))
                 because.append(difference.fact)
         first = next(iter(by_name.values()))
         faults.append(Fault(code, first.severity, first.title, first.fix, tuple(by_name), tuple(because)))
-    order = ("breaks", "matters", "note")
+    order = [*_MARKS]
     return Comparison(
         tuple(diagnoses),
         tuple(silent),
@@ -330,33 +337,26 @@ def compare(
     )
 
 
-def _difference(fact: Fact, values: Mapping[str, str]) -> Difference:
-    """The machines grouped by value. It is only a note if every machine has its own: that is on purpose."""
-    groups: dict[str, list[str]] = {}
+def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[Difference]) -> Difference:
+    """The machines grouped by value, without groups that follow from ``earlier`` differences.
+
+    It is only a note if every machine has its own value: that is on purpose.
+    """
+    by_value: dict[str, list[str]] = {}
     for name, value in values.items():
-        groups.setdefault(value, []).append(name)
-    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    usual = ordered[0][0] if 2 * len(ordered[0][1]) > len(values) else None
-    own = len(groups) == len(values) > 2 and fact not in FACTS
-    level = "note" if own else fact.level
-    return Difference(fact.name, level, fact.why, usual, tuple(Group(value, tuple(names)) for value, names in ordered))
-
-
-def _clock(machines: Mapping[str, Machine]) -> dict[str, str]:
-    """Which reports are minutes older or newer than the others, if only few are."""
-    times: dict[str, float] = {}
-    for name, m in machines.items():
-        with suppress(ValueError):  # a report of another release
-            times[name] = timegm(strptime(m.taken, "%Y-%m-%dT%H:%M:%SZ"))
-    middle = median(times.values()) if times else 0.0
-    apart = {name: time - middle for name, time in times.items() if abs(time - middle) > _SAME_TIME}
-    if not apart or len(apart) > max(1, len(times) // 10) or len(times) <= 2:
-        return {}
-    late = {
-        name: f"{plural(round(abs(seconds) / 60), 'minute')} {'behind' if seconds < 0 else 'ahead'}"
-        for name, seconds in apart.items()
-    }
-    return {name: late.get(name, "in step") for name in times}
+        by_value.setdefault(value, []).append(name)
+    groups = [Group(value, tuple(names)) for value, names in by_value.items()]
+    groups.sort(key=lambda group: -len(group.nodes))
+    usual = groups[0].value if 2 * len(groups[0].nodes) > len(values) else None
+    level = "note" if len(groups) == len(values) > 2 and fact not in FACTS else fact.level
+    implied = [each for each in earlier if each.fact in fact.implied_by and not each.follows]
+    said = {group.nodes for each in implied for group in each.odd}
+    own = tuple(group for group in groups if group.value == usual or group.nodes not in said)
+    if len(own) > 1:  # something remains that does not follow from the others
+        return Difference(fact.name, level, fact.why, usual, own)
+    nodes = {group.nodes for group in groups}
+    follows = next(each.fact for each in implied if any(group.nodes in nodes for group in each.odd))
+    return Difference(fact.name, level, fact.why, usual, tuple(groups), follows)
 
 
 # -- the report
@@ -377,7 +377,7 @@ def report(comparison: Comparison) -> Iterator[Block]:
         lead = (("  ", ""), (f"{mark} ", colour), (f"{printable(difference.fact):<{width}}  ", ""))
         codes = "".join(f"  [{code}]" for code in difference.explains)
         # 2.21.5 on gpu[003,005]; 2.27.3 on the other 61
-        rare = [group for group in difference.groups if group.value != difference.usual]
+        rare = difference.odd
         words = [f"{printable(group.value, _VALUE)} on {folded(group.nodes)}" for group in rare[:_MOST]]
         if len(rare) > _MOST:
             words.append(f"{len(rare) - _MOST} other values on {sum(len(group.nodes) for group in rare[_MOST:])} nodes")
@@ -421,7 +421,7 @@ def _headline(c: Comparison) -> str:
         parts.append(f"the report of {folded(tuple(c.unreadable))} cannot be read")
     everyone = f"{'the other' if parts else 'all'} {total} nodes" if total > 1 else folded(c.nodes)
     unusual = [each for each in c.matters if each.usual]
-    odd = tuple(dict.fromkeys(name for each in unusual for nodes in each.odd for name in nodes))
+    odd = tuple(dict.fromkeys(name for each in unusual for group in each.odd for name in group.nodes))
     if usual := [each.fact for each in unusual]:
         others = f"differ{'s' if len(odd) == 1 else ''} from the other {total - len(odd)}"
         parts.append(f"{f'{folded(odd)} {others}' if len(odd) < total else f'{everyone} differ'} in {_listed(usual)}")

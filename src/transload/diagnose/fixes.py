@@ -11,7 +11,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from posixpath import normpath
 from shlex import quote
-from typing import NamedTuple
 
 from transload.diagnose import tables
 from transload.machine import Machine
@@ -217,34 +216,14 @@ _FIRST_OPEN = 515
 _DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, with the proprietary module
 
 
-class DriverChoice(NamedTuple):
-    """The driver to install: of branch ``low`` or newer, and no newer than ``high``; 0 is any.
+def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool | None, Lines, Lines]:
+    """The driver for the cards of this machine; if no driver supports all of them, for the newest ones.
 
-    ``first`` is the first branch that supports the newest card; ``low`` is what something else requires.
-    ``open_module`` is ``None`` if either kernel module does. ``kept`` are the generations of cards that it supports,
-    ``dropped`` those that no driver supports together with them.
+    Its branch, ``exactly`` that one or else 0 if newer ones also support them; the first branch that does; whether it
+    needs the open kernel module, ``None`` if either will do; the generations of these cards, and those of the others.
     """
-
-    low: int = 0
-    high: int = 0
-    first: int = 0
-    open_module: bool | None = None
-    dropped: Lines = ()
-    kept: Lines = ()
-
-    @property
-    def words(self) -> str:
-        """As in ``NVIDIA's driver of branch 580 or newer with the open kernel module``."""
-        least = max(self.low, self.first)
-        which = f" of branch {self.high}" if self.high else f" of branch {least} or newer" if least else ""
-        flavour = {True: " with the open kernel module", False: " with the proprietary kernel module", None: ""}
-        return f"{which}{flavour[self.open_module]}"
-
-
-def driver_choice(machine: Machine, at_least: int = 0, exactly: int = 0) -> DriverChoice:
-    """The driver for the cards of this machine; if no driver supports all of them, for the newest ones."""
     chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
-    cards = [(tables.generation(chip.generation), tables.first_branch(chip.capability)) for chip in chips if chip]
+    cards = [(tables.generation(chip.generation), tables.branches(chip.capability)[0]) for chip in chips if chip]
     newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch), default=(None, 0))
     kept: set[tables.Generation] = set()
     dropped: set[tables.Generation] = set()
@@ -259,8 +238,8 @@ def driver_choice(machine: Machine, at_least: int = 0, exactly: int = 0) -> Driv
         open_module = False
     elif "required" in flavours:
         open_module = True
-    names = (tuple(sorted(card.name for card in group)) for group in (dropped, kept))
-    return DriverChoice(at_least, branch, first, open_module, *names)
+    kept_names, dropped_names = (tuple(sorted(card.name for card in group)) for group in (kept, dropped))
+    return branch, first, open_module, kept_names, dropped_names
 
 
 def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Lines:
@@ -268,24 +247,27 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
 
     ``at_least`` is the lowest branch; ``exactly`` the only one that works.
     """
-    choice = driver_choice(machine, at_least, exactly)
-    which, kept, dropped = choice.words, " and ".join(choice.kept), " and ".join(choice.dropped)
+    branch, first, open_module, *generations = driver_for_cards(machine, exactly)
+    kept, dropped = map(" and ".join, generations)
+    least, closed = max(at_least, first), open_module is False
+    which = f" of branch {branch}" if branch else f" of branch {least} or newer" if least else ""
+    if open_module is not None:
+        which += f" with the {'open' if open_module else 'proprietary'} kernel module"
     if machine.surroundings.wsl or machine.platform.system == "Windows":
         name = "The driver of WSL" if machine.surroundings.wsl else "The driver of Windows"
         return steps(machine, name, which=which if at_least or exactly else "")
-    if 0 < choice.high < at_least:
-        return steps(machine, "The last driver", last=choice.high, cards=kept or "this card", wanted=at_least)
+    if 0 < branch < at_least:
+        return steps(machine, "The last driver", last=branch, cards=kept or "this card", wanted=at_least)
     if machine.surroundings.container:
         return steps(machine, "The driver of the host", which=which)
     # The distribution's package manager; words if no command is known.
     names, known = (machine.platform.distribution, *machine.platform.distribution_like), tables.table("packages")
     families = (family for name in names for family, like in known["driver"].items() if name in like.split())
     family = next(families, "other")
-    branch, least, closed = choice.high, max(choice.low, choice.first), choice.open_module is False
-    plain = not choice.low and not choice.open_module
+    plain = not at_least and not open_module
     how = {  # if it is not the package of the newest branch
         "ubuntu": "recommended" if plain and not branch else "",
-        "debian": "legacy" if 0 < branch < _FIRST_OPEN else "own" if plain and choice.first <= _DEBIAN else "",
+        "debian": "legacy" if 0 < branch < _FIRST_OPEN else "own" if plain and first <= _DEBIAN else "",
         "fedora": "legacy" if branch in (390, 470) else "held" if branch else "",
         "rhel": "held" if branch else "",
         "arch": "legacy" if branch in (390, 470, 580) else "held" if branch or closed else "",
@@ -327,7 +309,7 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
     Its release is ``torch``, else the installed one if that has a suitable build. Without ``driver`` another finding
     says how to install the driver that it may need.
     """
-    first, newest, conda = machine.torch.first, wheel_choice(machine), _tool(machine) in _CONDAS
+    (tool, project), first, newest = _tools(machine), machine.torch.first, wheel_choice(machine)
     installed = first.version.partition("+")[0] if first else ""
     choice = wheel_choice(machine, torch)
     if not torch and installed in tables.releases():  # other packages were made for the installed release
@@ -337,16 +319,32 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
     if not choice.torch_version:
         return (choice.reason,)
     cuda = f"{choice.build[2:-1]}.{choice.build[-1]}"  # 12.6 of cu126
-    # conda's torch is the right one, and only has to be installed again
-    again = conda and first is not None and installed == choice.torch_version and _major(first.cuda) == _major(cuda)
+    companions = [name for name in _COMPANIONS if name in machine.python.packages]
+    wanted, source = (f"torch=={choice.torch_version}", *companions), f"pytorch-{choice.build}"
     likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
-    why = f"Why CUDA {cuda}, judged by PyTorch's wheels{likely}: {choice.reason}"
-    if not conda:
-        why = f"Why this build{likely}: {choice.reason}"
-    lines = (*_torch_commands(machine, choice, cuda, again=again), *(() if again else (why,)))
+    why = f"Why this build{likely}: {choice.reason}"
+    if tool in _CONDAS and first and installed == choice.torch_version and _major(first.cuda) == _major(cuda):
+        # conda's torch is the right one; without force conda keeps a broken package that meets the request
+        lines, why = conda(machine, f'"pytorch={choice.torch_version}"', *companions, force=True), ""
+    elif tool in _CONDAS:
+        lines = conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *companions)
+        why = f"Why CUDA {cuda}, judged by PyTorch's wheels{likely}: {choice.reason}"
+    elif tool == "poetry" and choice.index_url:
+        add = f"$ poetry source add --priority=explicit {source} {choice.index_url}"
+        lines = (add, f"$ poetry add --source {source} {' '.join(wanted)}")
+    elif project == "uv":
+        index = f" --index {source}={choice.index_url}" if choice.index_url else ""
+        lines = (f"$ uv add{index} {' '.join(wanted)}",)
+    else:
+        # NVIDIA's packages for another CUDA version put files into the same folders; a project's tool removes them
+        found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
+        others = sorted(name for name, of in found if of and of[1] != _major(cuda) and not project)
+        remove = uninstall(machine, "torch", *companions, *others)
+        lines = tuple(dict.fromkeys((*remove, *install(machine, *wanted, index=choice.index_url))))
+    lines = (*lines, why) if why else lines
     if not choice.needs_driver:
         same = installed == choice.torch_version != newest.torch_version
-        if not same or newest.needs_driver or conda:
+        if not same or newest.needs_driver or tool in _CONDAS:
             return lines
         better = f"{newest.torch_version} {newest.build}"
         return (*lines, f"You have this release; the newest that works on this machine is {better}.")
@@ -359,31 +357,6 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
 
 def _major(version: str) -> str:
     return version.partition(".")[0]
-
-
-def _torch_commands(machine: Machine, choice: tables.WheelChoice, cuda: str, *, again: bool) -> Lines:
-    """Replace torch, torchvision and torchaudio by a chosen build."""
-    tool, project = _tool(machine), _project(machine)
-    companions = [name for name in _COMPANIONS if name in machine.python.packages]
-    if tool in _CONDAS:
-        if again:  # otherwise conda keeps a broken package that meets the request
-            return conda(machine, f'"pytorch={choice.torch_version}"', *companions, force=True)
-        return conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *companions)
-    wanted = (f"torch=={choice.torch_version}", *companions)
-    if tool == "poetry" and choice.index_url:
-        source = f"pytorch-{choice.build}"
-        return (
-            f"$ poetry source add --priority=explicit {source} {choice.index_url}",
-            f"$ poetry add --source {source} {' '.join(wanted)}",
-        )
-    if project == "uv":
-        source = f" --index pytorch-{choice.build}={choice.index_url}" if choice.index_url else ""
-        return (f"$ uv add{source} {' '.join(wanted)}",)
-    # NVIDIA's packages for another CUDA version put files into the same folders; a project's tool removes them itself
-    found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
-    others = sorted(name for name, of in found if of and of[1] != _major(cuda) and not project)
-    remove = uninstall(machine, "torch", *companions, *others)
-    return (*remove, *(line for line in install(machine, *wanted, index=choice.index_url) if line not in remove))
 
 
 def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:
@@ -468,7 +441,7 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
 
 def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
     """Install Python packages into the examined environment."""
-    tool, project = _tool(machine), _project(machine)
+    tool, project = _tools(machine)
     if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return conda(machine, *names, force=force)
     wanted = " ".join(map(quote, requirements))
@@ -494,12 +467,12 @@ def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Lines:
     """Reinstall the conda-forge packages that contain some libraries; nothing outside of conda."""
     known = tables.table("packages")["conda_forge_libraries"].items()
     names = sorted({package for name in libraries for start, package in known if name.startswith(start)})
-    return conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()
+    return conda(machine, *names, force=True) if names and _tools(machine)[0] in _CONDAS else ()
 
 
 def uninstall(machine: Machine, *packages: str) -> Lines:
     """Remove Python packages from the examined environment."""
-    tool, project, listed = _tool(machine), _project(machine), " ".join(packages)
+    (tool, project), listed = _tools(machine), " ".join(packages)
     if machine.python.externally_managed:
         return ()
     if tool in _CONDAS and (names := _conda_names(packages)):
@@ -518,18 +491,15 @@ def _pip(machine: Machine, arguments: str) -> Lines:
     return (*ensure, f"$ {python} -m pip {arguments}")
 
 
-def _project(machine: Machine) -> str:
-    """The tool that locks this project's packages, and undoes what is installed without it; empty if there is none."""
-    tool = _tool(machine)
-    return tool if tool in ("poetry", "pdm") or (tool == "uv" and machine.python.project) else ""
+def _tools(machine: Machine) -> tuple[str, str]:
+    """What to install torch with: what installed it, else the environment's own tool.
 
-
-def _tool(machine: Machine) -> str:
-    """What to install torch with: what installed it, else the environment's own tool."""
-    first = machine.torch.first
-    if machine.python.tool in _CONDAS and first and first.installer in ("pip", "uv"):
-        return first.installer
-    return machine.python.tool
+    And the same again if that locks the packages of a project, and undoes what is installed without it; else nothing.
+    """
+    tool, first = machine.python.tool, machine.torch.first
+    if tool in _CONDAS and first and first.installer in ("pip", "uv"):
+        tool = first.installer
+    return tool, tool if tool in ("poetry", "pdm") or (tool == "uv" and machine.python.project) else ""
 
 
 def wheel_platform(machine: Machine) -> tables.Platform:

@@ -6,7 +6,7 @@ import re
 
 from transload.diagnose import fixes
 from transload.diagnose.case import UVM, Case, Found, Match, rules, torch_says
-from transload.diagnose.tables import chip_of, first_branch, generation, result
+from transload.diagnose.tables import branches, chip_of, generation, result
 from transload.findings import Severity
 from transload.machine import Unknown
 from transload.render.words import plural
@@ -134,10 +134,10 @@ def unsupported(m: Case) -> Found:
             said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
             last = f"the last driver branch for {chip.generation} is {known.last_branch}"
             evidence = (card, f"{last}, and branch {branch} is installed", said)
-            want, kepler = fixes.driver_choice(m), known.name == "Kepler"
+            (*_, kept, dropped), kepler = fixes.driver_for_cards(m), known.name == "Kepler"
             fix = m.steps("K06", kepler=kepler, newer=not kepler)
-            if known.name in want.dropped:
-                fix = m.steps("K06 mixed", kept=" and ".join(want.kept))
+            if known.name in dropped:
+                fix = m.steps("K06 mixed", kept=" and ".join(kept))
             severity: Severity = "note" if m.works else "error"
             yield "K06", Match(evidence, fix, severity, likely=chip.inferred and not said)
             break
@@ -156,7 +156,7 @@ def unsupported(m: Case) -> Found:
             fix = fixes.install_driver(m, at_least=branch if open_module == "required" else 0)
             yield code, Match((card, m.kernel_line, said), fix, likely=chip.inferred and not said)
 
-    firsts = ((card, chip, first_branch(chip.capability)) for card, chip, _ in cards)
+    firsts = ((card, chip, branches(chip.capability)[0]) for card, chip, _ in cards)
     older = next(((card, chip, first) for card, chip, first in firsts if 0 < branch < first), None)
     said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
     if older:

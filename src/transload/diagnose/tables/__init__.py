@@ -229,19 +229,10 @@ def generation(name: str) -> Generation:
 
 
 @cache
-def _capabilities() -> dict[Capability, dict[str, Any]]:
-    return {numbers_of(row["capability"]): row for row in table("drivers")["capabilities"]}
-
-
-def first_branch(capability: Capability) -> int:
-    """The first driver branch that supports cards of this capability; 0 if unknown."""
-    return int(_capabilities().get(capability, {}).get("first_branch", 0))
-
-
-def last_branch(capability: Capability) -> int:
-    """The last driver branch that supports cards of this capability; 0 if there is none, or it is unknown."""
-    row = _capabilities().get(capability)
-    return generation(row["generation"]).last_branch if row else 0
+def branches(capability: Capability) -> tuple[int, int]:
+    """The first and the last driver branch that support cards of this capability; 0 if there is none, or unknown."""
+    rows = (row for row in table("drivers")["capabilities"] if numbers_of(row["capability"]) == capability)
+    return next(((row["first_branch"], generation(row["generation"]).last_branch) for row in rows), (0, 0))
 
 
 # -- which compiled code runs on which card
@@ -440,8 +431,8 @@ def choose_wheel(
     newer = (branch for branch, cuda in _branches().items() if numbers_of(cuda) >= numbers_of(supports or "9999"))
     branch = branch_of(driver) if driver else next(newer, 0)
     # the branches that support all the cards: from ``first`` to ``last``, which is 0 if there is no last one
-    first = max(map(first_branch, cards), default=0)
-    last = min(filter(None, map(last_branch, cards)), default=0)
+    first = max((branches(card)[0] for card in cards), default=0)
+    last = min((branches(card)[1] for card in cards if branches(card)[1]), default=0)
     too_old, too_new = (not driver_sees_cards and wrong for wrong in (branch < first, 0 < last < branch))
 
     def floor(build: Build) -> str:
@@ -504,7 +495,7 @@ def choose_wheel(
     else:
         if too_new:
             direction, needs, chosen = "older", str(last), max(possible, key=merit)
-            dropped = tuple(card for card in cards if 0 < last_branch(card) < branch)
+            dropped = tuple(card for card in cards if 0 < branches(card)[1] < branch)
             change = f"Drivers after branch {needs} do not support {_names(dropped)}: install one of branch {needs}. "
         else:
             least = min(branch_of(floor(build)) for build in possible)
