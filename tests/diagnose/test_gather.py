@@ -301,7 +301,16 @@ def test_launchers(environ: dict[str, str], rank: tuple[int, int]) -> None:
     assert job_of(environ)[:2] == rank
 
 
-@each("environ", [{}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0"}])
+@each(
+    "environ",
+    [
+        {},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "²", "WORLD_SIZE": "9"},
+        {"SLURM_PROCID": "0"},
+    ],
+)
 def test_no_launcher(environ: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="no launcher"):
         job_of(environ)

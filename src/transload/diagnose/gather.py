@@ -53,7 +53,7 @@ def job_of(environ: Mapping[str, str]) -> tuple[int, int, str]:
     """
     for names, identity in _LAUNCHERS.items():
         rank, size = (environ.get(name, "") for name in names)
-        if rank.isdigit() and size.isdigit() and int(rank) < int(size):
+        if rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
             job = "-".join(environ[name] for name in (*identity, *_MASTER) if environ.get(name))
             safe = re.sub(r"[^\w.-]", "-", job, flags=re.ASCII)[-200:]  # a name has at most 255 bytes
             return int(rank), int(size), f"transload-doctor-{safe}" if job else ""
