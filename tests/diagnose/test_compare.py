@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.diagnose.fleet import ODDITIES, document, node, other_driver, server, variable
 from tests.diagnose.machines import bare, changed, refused
+from tests.diagnose.rules.machine_rows import with_gpu
 from tests.each import each
 
 from transload.cli.main import main
@@ -82,6 +83,12 @@ def test_a_difference_explains_a_failure() -> None:
     assert (fault.nodes, fault.because) == (("gpu5",), ("driver",))
     assert "; the difference in driver explains what is wrong on gpu5: " in first_line(found)
     assert found.without_cuda == ("gpu5",)
+
+
+def test_a_fault_is_as_bad_as_on_the_machine_where_it_is_worst() -> None:
+    lost = with_gpu(server(), code=15)
+    (fault,) = compared(fleet(lost, refused(lost, 100))).faults
+    assert (fault.code, fault.severity, fault.nodes) == ("H02", "error", ("gpu5", "gpu6"))
 
 
 def test_a_difference_that_healthy_machines_share_explains_nothing() -> None:

@@ -53,7 +53,7 @@ def _torch(m: Machine) -> str:
     first = m.torch.first
     if m.torch.shadow:
         return "hidden by another file"
-    if first is None and not isinstance(m.torch.installs, Unknown) and not m.python.problem:
+    if m.torch.installs == () and not m.python.problem:
         return m.torch_run.version.partition("+")[0] or "not installed"
     return (m.torch_run.version or (first.version or first.dist_version if first else "")).partition("+")[0]
 
@@ -323,8 +323,8 @@ def compare(
             if causes and shares == {0.0, 1.0}:
                 differences[place] = replace(difference, explains=(*difference.explains, code))
                 because.append(difference.fact)
-        first = next(iter(by_name.values()))
-        faults.append(Fault(code, first.severity, first.title, first.fix, tuple(by_name), tuple(because)))
+        worst = min(by_name.values(), key=lambda finding: finding.severity != "error")
+        faults.append(Fault(code, worst.severity, worst.title, worst.fix, tuple(by_name), tuple(because)))
     order = [*_MARKS]
     return Comparison(
         tuple(diagnoses),
