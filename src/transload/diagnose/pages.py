@@ -54,10 +54,5 @@ def _plain(text: str) -> str:
 
 def fix(code: str) -> str:
     """What a page says to do, as one line of text."""
-    inside, out = False, []
-    for kind, text in parts(page(code)):
-        if kind == "heading":
-            inside = text == "Fix"
-        elif inside:
-            out += text.split()
-    return " ".join(out)
+    section = page(code).partition("\n## Fix\n")[2].partition("\n## ")[0]
+    return " ".join(" ".join(text.split()) for _, text in parts(section))

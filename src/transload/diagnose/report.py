@@ -138,9 +138,8 @@ def _subject(diagnosis: Diagnosis) -> str:
         return "torch works, but there is a problem" if run.answer.answered else "There is a problem"
     if diagnosis.cause is not None and diagnosis.cause.code == "X13":  # nothing could be asked
         return "It is unknown whether CUDA works"
-    imported = run.step("import")
-    absent = machine.torch.first is None and not isinstance(machine.torch.installs, Unknown)
-    if absent or machine.torch.shadow or (run.answer.state != "unasked" and not (imported and imported.ok)):
+    torch, imported = machine.torch, run.step("import")
+    if torch.installs == () or torch.shadow or (run.answer.state != "unasked" and not (imported and imported.ok)):
         return "torch does not work"
     if machine.driver.cuda.works or not machine.hardware.present:
         return "torch cannot use the GPU" if machine.hardware.present else "torch does not work as it should"
@@ -456,8 +455,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def facts(machine: Machine) -> Iterator[Block]:
     """All facts, one section for each layer. Empty and unknown values are only in ``--json``."""
-    for field in fields(Machine):
-        section, value = field.name, getattr(machine, field.name)
+    for section, value in vars(machine).items():
         shown = [fact for fact in _flat(section, value) if not _empty(fact[1])]
         if isinstance(value, str) or not shown:
             continue
@@ -489,17 +487,15 @@ def source_of(name: str) -> str:
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Each fact with its full name. Elements of a list are numbered; one with only plain fields is a single fact."""
+    if is_dataclass(value) and not isinstance(value, Unknown):
+        value = vars(value)
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(f"{name}.{key}", each)
     elif isinstance(value, tuple) and not all(isinstance(each, _PLAIN) for each in value):
         for place, each in enumerate(value):
-            values = [getattr(each, field.name) for field in fields(each)]
-            plain = all(isinstance(part, (*_PLAIN, tuple)) for part in values)
+            plain = all(isinstance(part, (*_PLAIN, tuple)) for part in vars(each).values())
             yield from [(f"{name}[{place}]", each)] if plain else _flat(f"{name}[{place}]", each)
-    elif is_dataclass(value) and not isinstance(value, Unknown):
-        for field in fields(value):
-            yield from _flat(f"{name}.{field.name}", getattr(value, field.name))
     else:
         yield name, value
 

@@ -102,7 +102,7 @@ def _codes(m: Case) -> tuple[Lines, bool]:
         return codes, True
     local = m.torch_version.partition("+")[2]
     build = tables.build_of(m.torch_version, fixes.wheel_platform(m), local) if local else None
-    return (build.archs, False) if build else ((), False)
+    return build.archs if build else (), False
 
 
 def _numbers(code: str) -> tuple[int, int]:
