@@ -7,7 +7,7 @@ from tests.each import each
 
 from transload.diagnose.case import LAYERS, Case, Found, Match, Rule
 from transload.diagnose.report import Diagnosis
-from transload.diagnose.verdict import decide
+from transload.diagnose.rules import decide
 from transload.findings import Severity
 
 

@@ -33,7 +33,6 @@ def doctor(
 
 def judge_machine(machine: Machine) -> Diagnosis:
     """The diagnosis of a machine, whose facts may come from another host."""
-    from transload.diagnose.rules import BY_CODE
-    from transload.diagnose.verdict import decide
+    from transload.diagnose.rules import decide
 
-    return decide(machine, BY_CODE.values())
+    return decide(machine)

@@ -112,7 +112,7 @@ _PAGE_ONLY = {
     "driver": ("X03",),
     "run": ("N03", "S08", "S09", "X01"),
 }
-RULES = {code: Rule(code, layer) for layer, codes in _PAGE_ONLY.items() for code in codes}
+BY_CODE = {code: Rule(code, layer) for layer, codes in _PAGE_ONLY.items() for code in codes}
 """Every rule by its code, in the order in which they are checked. The modules of ``diagnose.rules`` add theirs."""
 
 
@@ -124,7 +124,7 @@ def rules(layer: str, *codes: str, likely: Lines = (), symptom: bool = False) ->
 
     def add(check: Check) -> Check:
         for code in codes:
-            RULES[code] = Rule(code, layer, check, symptom, code in likely)
+            BY_CODE[code] = Rule(code, layer, check, symptom, code in likely)
         return check
 
     return add
@@ -247,7 +247,7 @@ class Case(Machine):
 
     def matches(self, *codes: str) -> bool:
         """Whether any of these rules matches."""
-        return any(code in self.found(check) for code in codes if (check := RULES[code].check))
+        return any(code in self.found(check) for code in codes if (check := BY_CODE[code].check))
 
     @cached_property
     def withheld(self) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 from tests.diagnose.machines import changed, dead, healthy, refused
 
 from transload.diagnose.case import Case
-from transload.diagnose.rules import BY_CODE
-from transload.diagnose.verdict import decide
+from transload.diagnose.rules import BY_CODE, decide
 from transload.findings import Finding
 from transload.machine import Answer, Cuda, Experiment, Kernel, Machine, Node, Nvml
 

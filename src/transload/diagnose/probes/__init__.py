@@ -116,8 +116,7 @@ def probe(
         )
         # Imported while the children work: the rules take a third of the time of a run.
         import transload.diagnose.redact
-        import transload.diagnose.rules
-        import transload.diagnose.verdict  # noqa: F401
+        import transload.diagnose.rules  # noqa: F401
 
         progress("waiting for the driver")
         asked = waiting("waiting for the driver")
