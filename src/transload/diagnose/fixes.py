@@ -375,7 +375,8 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     """Install torch again, with everything it needs: the same release, in the build for this machine."""
     first = machine.torch.first
     folder = first.location.rpartition("/")[0] if first else ""
-    if in_search_path(machine, "PYTHONPATH", folder) and not folder.endswith(("/site-packages", "/dist-packages")):
+    on_path = folder and in_search_path(machine, "PYTHONPATH", folder)
+    if on_path and not folder.endswith(("/site-packages", "/dist-packages")):
         others = len(machine.torch.installs or ()) > 1
         here = () if others else ("Then install torch in this environment:", *install_torch(machine, gpu=gpu))
         drop = drop_folder(machine, "PYTHONPATH", folder)

@@ -132,6 +132,8 @@ def test_a_broken_torch_of_pythonpath_is_left_out_of_it() -> None:
     assert any("pip install torch" in line for line in finding_of("T09", machine).fix)
     hidden = changed(machine, torch__installs=(gone, install()))
     assert not any("pip install" in line for line in finding_of("T09", hidden).fix)
+    absent = changed(machine, torch__installs=(), torch__dangling=("/srv/torch-2.8.0.dist-info",))
+    assert not any("PYTHONPATH" in line for line in finding_of("T09", variables(absent, PYTHONPATH=".")).fix)
 
 
 def test_only_the_metadata_is_left() -> None:
