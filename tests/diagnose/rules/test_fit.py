@@ -122,6 +122,8 @@ def test_a_message_that_is_false() -> None:
     assert cause(machine) == "V05"
     assert finding_of("V05", machine).title.startswith("probably: ")
     assert "$ unset LD_PRELOAD" in finding_of("V05", variables(machine, LD_PRELOAD="/opt/shim.so")).fix
+    listed = changed(machine, driver__libraries__preload=("/opt/shim.so",))
+    assert finding_of("V05", listed).fix[0].startswith("Remove /opt/shim.so from /etc/ld.so.preload")
     assert seen("V05", dead(healthy(), warning=OLD.format(12080))) is None
 
 

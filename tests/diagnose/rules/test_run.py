@@ -120,6 +120,7 @@ def test_a_rocm_build_sees_no_gpu() -> None:
     [
         ("ModuleNotFoundError: No module named 'typing_extensions'", "pip install typing-extensions"),
         ("ImportError: cannot import name 'x' from 'torch'", "pip install torch=="),
+        ("ModuleNotFoundError: No module named '_ctypes'", "Use another Python, or build this one again"),
     ],
 )
 def test_torch_cannot_be_imported_and_nobody_knows_why(error: str, fix: str) -> None:

@@ -188,6 +188,9 @@ def test_what_else_is_preloaded_stays() -> None:
     fix = finding_of("L08", changed(refused(healthy(), 999), driver__libraries__preload=listed)).fix
     assert not any("rm " in line for line in fix)
     assert fix[0].startswith("Remove /opt/vgpu/libvgpu.so from /etc/ld.so.preload")
+    besides = changed(refused(healthy(), 999), driver__libraries__preload=listed[1:])
+    finding = finding_of("L08", variables(besides, LD_PRELOAD=listed[0]))
+    assert (finding.evidence[0], finding.fix) == ("/etc/ld.so.preload is /opt/vgpu/libvgpu.so", fix)
 
 
 def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> None:

@@ -339,20 +339,33 @@ def mixed_libraries(m: Case) -> Found:
         yield "L05", Match((torch_says(complaint), *lines), _install_libraries(m, lost), severity)
 
 
+def _preloaded(m: Case) -> tuple[str, Lines, bool, bool]:
+    """Where libraries are named that the loader loads first, and how to remove them.
+
+    And whether the driver works without them, and whether they seem to be about GPUs: those in LD_PRELOAD, unless only
+    those in /etc/ld.so.preload are.
+    """
+    value, listed = m.env("LD_PRELOAD") or "", m.driver.libraries.preload
+    proof = any(tried.change == ("LD_PRELOAD",) and tried.cuda.works for tried in m.driver.experiments)
+    both = (value.replace(":", " ").split(), listed)
+    named, in_file = ([name for name in names if _ABOUT_GPUS.search(name.rpartition("/")[2])] for names in both)
+    if value and (proof or named or not in_file):
+        return f"LD_PRELOAD is {value}", fixes.unset(m, "LD_PRELOAD"), proof, bool(named)
+    if not listed:
+        return "", (), False, False
+    fix = m.steps("Remove from ld.so.preload", listed=", ".join(in_file or listed))
+    return f"/etc/ld.so.preload is {' '.join(listed)}", fix, proof, bool(in_file)
+
+
 @rules("torch-libraries", "L08", "L12", "L13", "L10", "L11", "L09", likely=("L11",))
 def other_libraries(m: Case) -> Found:
     """Libraries other than CUDA's that torch loads, and where the loader finds them."""
     first, error = m.torch.first, torch_says(m.import_error)
-    value, path = m.env("LD_PRELOAD") or "", (m.env("LD_LIBRARY_PATH") or "").split(":")
+    path = (m.env("LD_LIBRARY_PATH") or "").split(":")
 
     # without it the driver works; or torch fails and the library is about GPUs. Silent if torch works.
-    names = [*value.replace(":", " ").split(), *m.driver.libraries.preload]
-    proof = any(tried.change == ("LD_PRELOAD",) and tried.cuda.works for tried in m.driver.experiments)
-    suspects = [name for name in names if _ABOUT_GPUS.search(name.rpartition("/")[2])]
-    if names and m.has_nvidia and (proof or suspects) and not m.computes:
-        where = f"{'LD_PRELOAD' if value else '/etc/ld.so.preload'} is {value or ' '.join(names)}"
-        listed = ", ".join(suspects or names)
-        fix = fixes.unset(m, "LD_PRELOAD") if value else m.steps("Remove from ld.so.preload", listed=listed)
+    where, fix, proof, suspect = _preloaded(m)
+    if (proof or suspect) and m.has_nvidia and not m.computes:
         fails = proof or m.fails or m.import_error or m.failed("init", "kernel")
         evidence: Lines = (where, "without it the driver works" if proof else "", error)
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
@@ -412,14 +425,14 @@ def driver_for_build(m: Case) -> Found:
 
     if too_old and wheel and tables.driver_runs(int(too_old[1]), wheel) and not m.computes:  # it is new enough
         loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
-        preload = m.env("LD_PRELOAD") or " ".join(m.driver.libraries.preload)
+        preload, remove, *_ = _preloaded(m)
         named = tables.cuda_text(int(too_old[1]))
         evidence: Lines = (
             f"torch calls a driver for CUDA {named} too old, but was built with CUDA {torch_cuda}",
             *(f"libcuda.so.1 is {path}" for path in loaded if path),
-            f"preloaded: {preload}" if preload else "",
+            preload,
         )
-        yield "V05", Match(evidence, fixes.unset(m, "LD_PRELOAD") if preload else None)
+        yield "V05", Match(evidence, remove or None)
 
     if driver and wheel and not tables.driver_runs(driver, wheel) and not m.torch_run.cuda_works:
         version = m.driver.nvml.driver or m.kernel.version
@@ -706,6 +719,8 @@ def symptoms(m: Case) -> Found:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
         fix = m.reinstall if name == "torch" else fixes.install(m, name.replace("_", "-"))
+        if name.startswith("_"):  # a part of Python, which no package provides
+            fix = m.steps("X10", name=name)
         yield "X10", Match(_lines(m.import_error), fix)
 
     error = start.error if start else ""
