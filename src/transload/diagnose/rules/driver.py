@@ -231,7 +231,7 @@ def module_missing(m: Case) -> Found:
         yield "K01", Match((*evidence, "there is no nvidia.ko under /lib/modules"))
     else:
         unclear = isinstance(built, Unknown) and f"could not determine whether it is installed: {built.reason}"
-        fix = m.steps("K01 unclear" if unclear else "K01 installed")
+        fix = m.steps("K01 installed", unclear=unclear, sure=not unclear)
         yield "K01", Match((*evidence, unclear or there), fix)
 
 

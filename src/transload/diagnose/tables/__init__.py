@@ -32,9 +32,9 @@ def table(name: str) -> dict[str, Any]:
 
 @cache
 def sections(name: str) -> dict[str, tuple[str, ...]]:
-    """The lines of each section of a Markdown file, by heading."""
+    """The lines of each section of a Markdown file, by each name in its heading."""
     parts = (part.partition("\n") for part in packaged(__package__, f"{name}.md").split("\n## ")[1:])
-    return {heading: tuple(filter(None, lines.split("\n"))) for heading, _, lines in parts}
+    return {each: tuple(filter(None, lines.split("\n"))) for names, _, lines in parts for each in names.split(", ")}
 
 
 def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
