@@ -148,15 +148,11 @@ def _faulty_node(m: Case) -> Node | None:
         return next((node for node in tegra if node.error in ("EACCES", "EPERM")), None)
     if m.kernel.loaded is False or (m.nodes_absent and m.surroundings.container):
         return None
-    control, uvm, cards = m.nodes.at(CONTROL), m.nodes.at(UVM), m.card_nodes
+    control, cards = m.nodes.at(CONTROL), m.card_nodes or (m.nodes.at("/dev/nvidia0"),)
     if _bad(m, control):
         return control
-    if m.code == 999:
-        return uvm if _bad(m, uvm) else None
-    if m.code == 100 and all(_bad(m, node) for node in cards):
-        first = cards[0] if cards else m.nodes.at("/dev/nvidia0")
-        return first if cards or _missing(m, first) else None
-    return None
+    needed = {999: (m.nodes.at(UVM),), 100: cards}.get(m.code, ())
+    return needed[0] if needed and all(_bad(m, node) for node in needed) else None
 
 
 def _bad(m: Case, node: Node) -> bool:

@@ -91,8 +91,8 @@ def which_torch(m: Case) -> Found:
     mixed = ""
     if first and length >= 2 and files[:length] != metadata[:length]:
         mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}"
-    library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", m.import_error)
-    of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
+    missing = _MISSING.search(m.import_error)
+    of_cuda = missing is not None and is_nvidia_library(missing["name"])  # torch's own files are not the reason
     odd = (*first.unlisted, *first.altered) if first else ()
     if m.import_error and (mixed or odd) and not of_cuda:
         unlisted = (f"not a file of this release: {name}" for name in odd[:5])
@@ -463,15 +463,11 @@ def driver_for_build(m: Case) -> Found:
 def _only_newer_ptx(m: Case) -> bool:
     """Whether torch was not run, has only PTX for the cards, and the driver is older than the PTX."""
     cuda, (codes, proven) = m.built_with, _codes(m)
-    if not m.torch_not_run or not cuda or not proven:
+    if not (m.torch_not_run and cuda and proven and 0 < m.driver_cuda < cuda[0] * 1000 + cuda[1] * 10):
         return False
-    if not 0 < m.driver_cuda < cuda[0] * 1000 + cuda[1] * 10:
-        return False
-    compiled = [code for code in codes if code.startswith("sm_")]
-    cards = [card.capability for card in m.cards]
-    return any(tables.covers(codes, card, cuda) for card in cards) and not any(
-        tables.covers(compiled, card, cuda) for card in cards
-    )
+    kinds = (codes, [code for code in codes if code.startswith("sm_")])
+    runs, compiled = (any(tables.covers(some, card.capability, cuda) for card in m.cards) for some in kinds)
+    return runs and not compiled
 
 
 def _misfits(m: Case) -> tuple[Card, ...]:
