@@ -109,6 +109,8 @@ def test_a_variable_exonerates_the_nodes() -> None:
 def test_a_group_to_join() -> None:
     machine = spoilt(CONTROL, error="EACCES", mode=0o660, gid=44, group="video")
     assert finding_of("D03", machine).fix[0] == "$ sudo usermod -aG video $USER"
+    for allowed in (changed(machine, platform__groups=("video",)), node(machine, CONTROL, mode=0o666)):
+        assert finding_of("D03", allowed).fix[1:] == ("$ sudo dmesg | grep -i denied",)
 
 
 def test_a_mode_to_change() -> None:

@@ -211,8 +211,9 @@ def faulty_node(m: Case) -> Found:
         allowed = f"the devices cgroup allows: {', '.join(m.nodes.cgroup[:4])}" if m.nodes.cgroup else ""
         yield "D04", Match((line, allowed, *answers), m.steps("D04 container" if container else "D04"))
 
-    ours = node.group and node.group in m.platform.groups and node.mode & 0o060 == 0o060
-    allows = m.platform.root or node.mode & 0o006 == 0o006 or bool(ours)  # by mode and groups
+    ours = node.group != "" and node.group in m.platform.groups and node.mode & 0o060 == 0o060
+    open_to_user = ours or node.mode & 0o006 == 0o006
+    allows = m.platform.root or open_to_user  # by mode and groups
     if node.error == "EACCES" and allows and not node.nodev and m.surroundings.selinux == "enforcing":
         yield "D06", Match((line, "SELinux is enforcing", *answers))
     elif node.error == "EACCES" and node.nodev:
@@ -226,6 +227,8 @@ def faulty_node(m: Case) -> Found:
         asked = f"the module has DeviceFileMode={int(mode):04o}" if odd_mode else ""
         if container:
             fix = m.steps("D03 container", path=node.path)
+        elif open_to_user:  # changing the mode or joining the group does not help
+            fix = m.steps("D03 forbidden")
         elif node.group and node.group != "root" and node.mode & 0o060 == 0o060:
             fix = m.steps("D03 group", group=node.group)
         elif not node.path.startswith("/dev/nvidia"):
