@@ -390,15 +390,7 @@ def report(check: Check) -> Iterator[Block]:
         if finding.code in ("no-such-device", "too-little-memory"):  # the plan shows them
             continue
         yield BLANK
-        commands = [at for at, line in enumerate(finding.fix) if line.startswith("$ ")]
-        if not commands:
-            yield from next(findings([finding]))
-            continue
-        from transload.diagnose.report import steps
-
-        # As inspect shows it, but with commands on their own lines, to be copied.
-        yield from next(findings([replace(finding, fix=finding.fix[: commands[0]])]))
-        yield from steps(finding.fix[commands[0] :], "    ")
+        yield from next(findings([finding]))
     if said.outcome == "raises" and (said.text or said.exact):
         how = "word for word" if said.exact else "or something like it"
         yield from heading("torch.load(FILE) says", f"torch {printable(said.torch, 40)}, {how}")

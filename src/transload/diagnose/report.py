@@ -13,7 +13,7 @@ from transload.diagnose.pages import parts
 from transload.diagnose.tables import chip_of, cuda_text, result, shown_variables, table
 from transload.findings import Finding
 from transload.machine import Answer, Machine, TorchInstall, Unknown
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, heading, note
+from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, command, heading, note
 from transload.render.words import plural, printable
 
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
@@ -175,12 +175,10 @@ def _code(finding: Finding) -> tuple[str, str]:
 
 
 def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
-    """The lines of a fix. Commands and lines for a file are never wrapped, so that they can be copied."""
+    """The lines of a fix."""
     for line in fix:
         copied = line.startswith(("$ ", "| "))
-        mark = line[:2] if copied else ""
-        text = printable(line.removeprefix(mark), None)
-        yield Prose(((text, "strong" if mark == "$ " else ""),), lead=((indent, ""), (mark, "dim")), whole=copied)
+        yield command(line, indent) if copied else Prose(printable(line, None), lead=indent)
 
 
 def _links(diagnosis: Diagnosis) -> Iterator[Block]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from transload.contents import FORMATS
 from transload.findings import join_names
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, heading, note, tally
+from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, command, heading, note, tally
 from transload.render.tree import tensor_tree, tree_rows
 from transload.render.words import count, cut, plural, printable, shape_text, size
 
@@ -255,9 +255,8 @@ def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
             blocks.append(Prose(((more, "dim"),), lead=_INDENT))
         arrow = (("  → ", "good"),)
         for step in steps(finding.fix):
-            if step[0].startswith("$ "):  # never folded, so that it can be copied
-                command = ((printable(step[0][2:], None), "strong"),)
-                blocks.append(Prose(command, lead=((_INDENT, ""), ("$ ", "dim")), whole=True))
+            if step[0].startswith(("$ ", "| ")):
+                blocks.append(command(step[0], _INDENT))
             elif len(step) == 1:
                 blocks.append(Prose(printable(step[0], None), lead=arrow))
             else:  # code to paste: at the margin and never folded, since both matter to Python
@@ -276,8 +275,7 @@ def steps(fix: Iterable[str]) -> list[list[str]]:
     """
     out: list[list[str]] = []
     for line in fix:
-        command = line.startswith("$ ") or bool(out and out[-1][-1].startswith("$ "))
-        if out and not command and not line.endswith(".") and not out[-1][-1].endswith("."):
+        if out and out[-1][0].startswith("import ") and not line.startswith("$ ") and not line.endswith("."):
             out[-1].append(line)
         else:
             out.append([line])

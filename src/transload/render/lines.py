@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from unicodedata import category, east_asian_width
 
 from transload.frozen import NamedTuple
-from transload.render.words import plural
+from transload.render.words import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -188,6 +188,12 @@ def note(text: str) -> Block:
 def row(label: str, words: str, role: str = "") -> Block:
     """A line of a report: a dim label, and the words."""
     return Prose(((words, role),), lead=((f"  {label:<12}", "dim"),))
+
+
+def command(line: str, indent: str) -> Block:
+    """A command, ``$ pip list``, or a line for a file, ``| a=b``. They are never folded, so that they can be copied."""
+    text = printable(line[2:], None)
+    return Prose(((text, "strong" if line[0] == "$" else ""),), lead=((indent, ""), (line[:2], "dim")), whole=True)
 
 
 # -- lines

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set
+from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
 from transload.render.lines import Block, Line, Prose, heading, note
 from transload.render.words import plural, printable, shape_text
 
@@ -44,7 +45,7 @@ def structure(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Bloc
 
 def _lines(root: object, tensors: dict[_Path, Tensor]) -> Iterator[Line]:
     """The lines of the tree. A shared node is marked ``#7`` where it is shown, and ``→ #7`` elsewhere."""
-    shared = _shared(root)
+    seen = Counter(id(node) for node in walk_nodes([root]) if type(node) in _CONTAINERS and not _inline(node))
     numbers: dict[int, int] = {}
     stack: list[tuple[str, str, str, _Path, object]] = [("", "", "", (), root)]
     while stack:
@@ -55,7 +56,7 @@ def _lines(root: object, tensors: dict[_Path, Tensor]) -> Iterator[Line]:
             continue
         tensor = tensors.get(path) if type(node) is Call else None
         mark = ""
-        if id(node) in shared:
+        if seen[id(node)] > 1:
             numbers[id(node)] = len(numbers) + 1
             mark = f"  #{len(numbers)}"
         yield (*lead, *_words(node, tensor), (mark, "dim"))
@@ -94,23 +95,6 @@ def _words(node: Any, tensor: Tensor | None) -> Line:
     if kind in (list, tuple) and not short:
         return ((kind.__name__, ""), (f" of {len(node):,}", "dim"))
     return ((short or _value(node), ""),)
-
-
-def _shared(root: object) -> set[int]:
-    """The ids of containers that occur more than once."""
-    seen: set[int] = set()
-    again: set[int] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if type(node) not in _CONTAINERS or _inline(node):
-            continue
-        if id(node) in seen:
-            again.add(id(node))
-            continue
-        seen.add(id(node))
-        stack.extend(child for _, _, child in _children(node))
-    return again
 
 
 def _children(node: Any) -> list[_Child]:
