@@ -211,3 +211,9 @@ def test_standard_input_is_read_from_a_pipe_and_from_a_file(data: Path) -> None:
     named = subprocess.run([*command[:-1], path], capture_output=True, check=True).stdout
     assert piped == redirected
     assert json.loads(piped) == {**json.loads(named), "path": "<stdin>"}
+
+
+def test_standard_input_may_be_closed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["inspect", "-"]) == 2
+    assert capsys.readouterr().err == "transload: -: standard input is closed\n"

@@ -49,6 +49,13 @@ def test_a_whole_file(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 records compared, all agree" in shown.out
 
 
+def test_force_replaces_nothing_but_a_manifest(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = path.read_bytes()
+    assert main(["verify", str(path), "--write", str(path), "--force"]) == 2
+    assert "is not a manifest" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_a_damaged_file_names_each_tensor(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(path, "conv.bias")
     flip(path, "fc.weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from transload.cli.output import as_bug, finish_retag, print_error, show, write_json
-from transload.errors import TransloadError
+from transload.errors import CannotReadError, TransloadError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -63,8 +63,6 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     from glob import glob
     from os.path import isdir, isfile, join, lexists
 
-    from transload.errors import CannotReadError
-
     parts_of = ("shard", "rank file", "weights", "beside the checkpoint")
     found: list[str] = []
     for name in names:
@@ -118,6 +116,9 @@ def run_inspect(arguments: Namespace) -> int:
         if path == "-":
             import io
             import sys
+
+            if sys.stdin is None:
+                raise CannotReadError("standard input is closed", where=path)
 
             class Piped(io.BytesIO):
                 name = "<stdin>"

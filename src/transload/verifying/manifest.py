@@ -10,7 +10,7 @@ from hashlib import sha256
 from shlex import quote
 from typing import Any, NamedTuple
 
-from transload.errors import ManifestError
+from transload.errors import ManifestError, TransloadError
 from transload.io.sources import FileSource
 
 _MAX = 1 << 30
@@ -100,6 +100,13 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
     """Refuse a path where no manifest can be written, before gigabytes are read for it."""
     if not overwrite and os.path.lexists(path):
         raise ManifestError("already exists", where=path, fix="Name another file, or pass --force to replace it.")
+    if os.path.exists(path):  # noqa: PTH110 - pathlib costs ten milliseconds
+        # It may be the very checkpoint.
+        try:
+            read_manifest(path)
+        except TransloadError:
+            what = "is not a manifest, and nothing else is replaced"
+            raise ManifestError(what, where=path, fix="Name another file.") from None
     folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
     if not os.path.isdir(folder):  # noqa: PTH112 - as above
         raise ManifestError("there is no such directory", where=folder, fix=f"mkdir -p {quote(folder)}")
