@@ -213,6 +213,18 @@ def test_without_safetensors(tmp_path: Path) -> None:
     assert said.text.startswith("Attempting to load a safetensors file but safetensors is not installed. ")
 
 
+@pytest.mark.skipif(RELEASE < (2, 6), reason="older releases know one of the variables")
+def test_both_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, names = tmp_path / "model.pt", ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    torch.save({}, path)
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(RuntimeError) as raised:
+        torch.load(path)
+    said = foretold(path, InstalledTorch(torch.__version__, environ=dict.fromkeys(names, "1")))
+    assert (said.exact, said.error, said.text) == (True, "RuntimeError", str(raised.value))
+
+
 # -- a real GPU -------------------------------------------------------------------------------------------------------
 
 

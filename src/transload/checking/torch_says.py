@@ -41,6 +41,10 @@ class InstalledTorch:
     absent: Collection[str] = ()
     """Packages the file needs that are not installed."""
 
+    def is_forced(self, name: str) -> bool:
+        """Whether a variable forces ``WEIGHTS_ONLY`` or ``NO_WEIGHTS_ONLY``."""
+        return self.environ.get(f"TORCH_FORCE_{name}_LOAD", "0").lower() in ("1", "y", "yes", "true")
+
     @property
     def weights_only(self) -> bool:
         """The default of ``weights_only`` in ``torch.load``.
@@ -48,11 +52,8 @@ class InstalledTorch:
         >>> InstalledTorch("2.5.1").weights_only, InstalledTorch("2.13.0+cpu").weights_only
         (False, True)
         """
-        forced, forbidden = (
-            self.environ.get(f"TORCH_FORCE_{name}_LOAD", "0").lower() in ("1", "y", "yes", "true")
-            for name in ("WEIGHTS_ONLY", "NO_WEIGHTS_ONLY")
-        )
-        return forced or (numbers_of(self.version) >= (2, 6) and not forbidden)
+        default = numbers_of(self.version) >= (2, 6) and not self.is_forced("NO_WEIGHTS_ONLY")
+        return default or self.is_forced("WEIGHTS_ONLY")
 
 
 class Prediction(Plain):
@@ -130,6 +131,8 @@ class _Predictor:
     def outcome(self) -> Prediction:
         path, kind = self.checkpoint.path, self.checkpoint.format
         strict = self.weights_only and self.release >= (2, 6)  # older releases refuse with other messages
+        if strict and self.torch.is_forced("NO_WEIGHTS_ONLY"):
+            return self.raises("RuntimeError", self.words("forced-twice"))
         if os.path.isdir(path):  # noqa: PTH112  a path is text here
             error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
