@@ -162,7 +162,7 @@ def from_sources(paths: list[Path]) -> None:
     counts: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     known: Counter[str] = Counter()
-    fragments = [wording.text for error in known_errors() for wording in error.says]
+    fragments = [wording.text for _, error in known_errors() for wording in error.says]
     for text in {(each["project"], each["text"]): each for path in paths for each in texts(path)}.values():
         where = text["where"]
         area = next((name for name, pattern in AREAS.items() if re.match(pattern, where)), text["project"])
