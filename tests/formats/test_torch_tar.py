@@ -198,6 +198,17 @@ def test_a_header_that_is_none_stops_us_and_says_so() -> None:
     assert "tar-broken" in codes(told)
 
 
+@pytest.mark.parametrize("size", [b"-0000005000\0", b"\xff" * 2 + bytes(10)])
+def test_a_negative_size_is_not_that_of_a_member(size: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"  # not bytes: only a file cannot be read at a negative offset
+    path.write_bytes(tar(None, tar_member(b"note", b"", size=size)))
+    told = inspect(path)
+    assert (told.format, told.safety) == ("torch-tar", "unknown")
+    assert "tar-broken" in codes(told)
+    path.write_bytes(tar_member(b"storages", b"", size=size) + bytes(1024))
+    assert inspect(path).integrity == "not-a-checkpoint"
+
+
 def test_a_tensor_of_no_storage_is_broken() -> None:
     tensors = (
         pickled(number(1)) + pickled(tuple_of(100, 7, name("torch", "FloatTensor"))) + struct.pack("<i4x3q", 1, 4, 1, 0)

@@ -225,7 +225,7 @@ def _header(block: bytes) -> tuple[str, int, bytes] | None:
     size, stated = _octal(block[124:136]), _octal(block[148:156])
     summed = block[:148] + b" " * 8 + block[156:]
     signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # of some writers; tarfile accepts both
-    if size is None or stated not in (sum(summed), signed):
+    if size is None or size < 0 or stated not in (sum(summed), signed):
         return None
     prefix, name = block[345:500].split(b"\0")[0], block[:100].split(b"\0")[0]
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "backslashreplace"), size, block[156:157]
