@@ -87,6 +87,32 @@ def test_objects_that_torch_takes(kind: str, tmp_path: Path) -> None:
         getattr(file, "close", bool)()
 
 
+class Unbuffered(io.RawIOBase):
+    """Returns a few bytes at a time, as a raw stream may."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self.seek, self.tell = self._file.seek, self._file.tell  # type: ignore[method-assign]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(memoryview(buffer)[:1000])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def test_an_object_that_returns_fewer_bytes_than_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.arange(3000)}, path)
+    with Unbuffered(path) as opened:
+        file: Any = opened
+        assert transload.inspect(file).problems == ()
+        assert transload.load(file)["w"].tolist() == [*range(3000)]
+
+
 @each("ask", ["inspect", "load", "open", "verify"])
 def test_a_file_that_is_open_as_text(ask: str) -> None:
     with pytest.raises(transload.UsageError, match="gives text"):

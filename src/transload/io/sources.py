@@ -199,9 +199,12 @@ class ObjectSource(Source):
         with self._lock:
             try:
                 self._file.seek(offset)
-                return self._file.read(count)
+                data = self._file.read(count)
+                while data and len(data) < count and (more := self._file.read(count - len(data))):
+                    data += more  # an unbuffered object may return fewer bytes than there are
             except (OSError, ValueError) as error:
                 raise cannot_read(self.name, error) from error
+        return data
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on, with the object's ``readinto`` if it has one."""
