@@ -1,6 +1,6 @@
 """The tensors, storages and values in the graph of a pickle.
 
-``find_tensors`` walks a graph. A call of one of torch's rebuild functions goes to its reader in ``READERS``; a
+``find_tensors`` walks a graph. A call of one of torch's rebuild functions goes to the method of that name; a
 ``StorageTable`` resolves persistent ids; a ``Budget`` bounds what a hostile graph can cost.
 """
 
@@ -457,7 +457,7 @@ class _Walk:
         if kind is Call:
             callee = node.callee
             function = callee.full_name if type(callee) is Global else called(node)
-            if function in READERS:
+            if function in REBUILDS:
                 budget.seen(id(node))
                 tensor = self._ordinary(node.args, path, name) if function == _ORDINARY else None
                 if tensor is not None:
@@ -593,17 +593,17 @@ class _Walk:
 
     def _apply(self, function: str, args: object, at: _Place) -> Tensor:
         """The tensor that a rebuild function would make of some arguments; ``BadTensor`` if it would make none."""
-        found = READERS.get(function)
-        if found is None:
+        rebuild = REBUILDS.get(function)
+        if rebuild is None:
             raise BadTensor(f"it is rebuilt by {function or 'no function'}")
-        reader, least, most = found
-        if type(args) is not tuple or not least <= len(args) <= most:
+        if type(args) is not tuple or not rebuild.least <= len(args) <= rebuild.most:
             raise BadTensor("its rebuild call has the wrong number of arguments")
         if self.depth >= MAX_NESTED:
             raise BadTensor("it is made of tensors made of tensors without end")
         self.depth += 1
         try:
-            return reader(self, args, at)
+            made: Tensor = getattr(self, function.rpartition(".")[2].lstrip("_").lower())(args, at)
+            return made
         finally:
             self.depth -= 1
 
@@ -766,13 +766,6 @@ class _Walk:
         return Tensor(*at, _dtype(dtype), shape, steps, where, None, 0, grad is True, "device")
 
     rebuild_xla_tensor = rebuild_mlc_tensor = rebuild_device_tensor_from_numpy
-
-
-READERS: dict[str, tuple[Callable[[_Walk, _Args, _Place], Tensor], int, int]] = {
-    name: (getattr(_Walk, name.rpartition(".")[2].lstrip("_").lower()), found.least, found.most)
-    for name, found in REBUILDS.items()
-}
-"""The method for each function of torch, and how many arguments that takes at least and at most."""
 
 
 def find_tensors(root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None) -> Tree:

@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-# As torch.save writes it with protocol 3, 4 or 5.
-_OTHER_MAGIC = (
-    MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x03"),
-    MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
-    MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x05\x95\r\0\0\0\0\0\0\0"),
-)
 PROTOCOL = 1001
 _COUNT = Struct("<q")
 _TOGETHER = 1000  # small storages and their counts in one write
@@ -60,8 +54,11 @@ def read_legacy(source: Source) -> Checkpoint:
     out = Draft(source.name, "torch-legacy", source.size)
     problems, pickles = out.problems, out.pickles
     head = source.read(0, 32)
-    if not MAGIC_PICKLE.startswith(head[: len(MAGIC_PICKLE)]) and not head.startswith(_OTHER_MAGIC):
-        problems.add("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it")
+    if not MAGIC_PICKLE.startswith(head[: len(MAGIC_PICKLE)]):
+        from pickle import dumps
+
+        if not head.startswith(tuple(dumps(MAGIC, protocol) for protocol in (3, 4, 5))):
+            problems.add("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it")
     position = 0
     for stage, name in enumerate(_STAGES):
         pickle, position = run_at(source, position, name, 1 << 20 if stage == 3 else _SMALL_WINDOW)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transload.checkpoint import Checkpoint, Origin, Record, Storage
+from transload.checkpoint import Checkpoint, Draft, Origin, Record, Storage
 from transload.dtypes import STORAGES
 from transload.findings import Problem, Problems, join_names
 from transload.formats import pickle_machine
@@ -99,10 +99,12 @@ class Archive:
 
 def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
     """Read the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
-    found = archive.problems
-    facts = tuple(container_facts(archive, _TEXT_RECORDS, found))
+    out = Draft(archive.path, "torch-zip", archive.nbytes, archive.problems)
+    found = out.problems
+    out.records = tuple(archive.records.values())
+    out.facts += container_facts(archive, _TEXT_RECORDS, found)
     # The small records that torch.load checks before it reads anything else.
-    texts = dict(facts)
+    texts = dict(out.facts)
     if "version" not in texts:
         found.add("zip-no-version", detail="torch.load refuses an archive without the record `version`")
     elif not 1 <= _number(texts["version"]) <= _NEWEST_VERSION:
@@ -119,6 +121,7 @@ def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
     big_endian = texts.get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
+    out.pickles.append(pickle)
     # What ``transload.save`` has recorded; any other record of that name stays a foreign one.
     recorded: tuple[tuple[str, str], ...] = ()
     if archive.find(RECORD) is not None:
@@ -127,35 +130,28 @@ def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
         payload = archive.get(RECORD, MAX_RECORD)
         recorded = read_recorded(payload.data) if payload is not None and not payload.problem else ()
     known = (*_TEXT_RECORDS, RECORD) if recorded else _TEXT_RECORDS
-    records = tuple(archive.records.values())
     written_by = Origin(recorded=recorded)
-    held = Checkpoint(archive.path, "torch-zip", archive.nbytes, records=records, facts=facts, written_by=written_by)
     if not (tree or found or big_endian) and pickle.globals.keys() <= _PLAIN_GLOBALS:
         table = storage_table(archive)
         table.enter(pickle.persistent)
         storages = tuple(table.storages.values())
-        others = len(archive.records) - len(storages) - sum(name in archive.records for name in known)
-        if others == 1 and not table.noted.problems() and not check_storages(storages, archive):  # data.pkl
+        used = {"data.pkl", *known, *(storage.record for storage in storages)}
+        if archive.records.keys() <= used and not (table.noted.problems() or check_storages(storages, archive)):
             pids: list[Any] = [node.id for node in pickle.persistent]
             counted = tuple(Counter(pid[3] for pid in pids).items())
-            return replace(held, pickles=(pickle,), storages=storages, counted=counted)
+            return out.checkpoint(storages=storages, counted=counted, written_by=written_by)
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
     if found:  # add which tensors need the storage that a problem is about
         users = {storage.record: needed_by(storage) for storage in whole.storages if storage.record}
         for index, problem in enumerate(found):
             if problem.where in users:
                 found[index] = replace(problem, detail=f"{problem.detail}; {users[problem.where]}")
-    found += whole.problems
+    out.add_tree(*whole)
     found += check_storages(whole.storages, archive)
     strays, pickles = stray_records(archive, whole.storages, known)
-    return replace(
-        held,
-        tensors=whole.tensors,
-        storages=whole.storages,
-        leaves=whole.leaves,
-        problems=(*found, *strays),
-        pickles=(pickle, *pickles),
-    )
+    found += strays
+    out.pickles += pickles
+    return out.checkpoint(written_by=written_by)
 
 
 def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:

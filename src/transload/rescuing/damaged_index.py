@@ -17,9 +17,9 @@ from transload.dtypes import STORAGES
 from transload.formats.pickle_machine import run_part
 from transload.formats.pickle_state import Machine, Sparse
 from transload.formats.rare_opcodes import opcodes
-from transload.formats.tensors import READERS, called
+from transload.formats.tensors import called
 from transload.frozen import NamedTuple
-from transload.nodes import Call, Dict, Global, Persistent
+from transload.nodes import REBUILDS, Call, Dict, Global, Persistent
 
 _MAX_NAME = 1024
 _MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it
@@ -289,7 +289,7 @@ def _repair_names(vm: Machine) -> None:
     ids = [(node, node.id) for node in vm.out.persistent if type(node.id) is tuple and len(node.id) in (5, 6)]
     every |= {id(parts[1]): parts[1] for _, parts in ids if type(parts[1]) is Global}
     for node in every.values():
-        if node.full_name in READERS or node.name in STORAGES:
+        if node.full_name in REBUILDS or node.name in STORAGES:
             continue
         near = [each for each in _KNOWN if _is_near(node.full_name, ".".join(each))]
         if len(near) == 1:
@@ -300,9 +300,9 @@ def _repair_names(vm: Machine) -> None:
     for call in vm.out.calls:
         args: Any = call.args
         name = called(call)
-        if name in READERS or name == ".".join(_ORDERED):  # nothing is appended to a dictionary, nor put into a tensor
+        if name in REBUILDS or name == ".".join(_ORDERED):  # nothing is appended to a dictionary, nor put into a tensor
             call.appended = None
-            call.items = None if name in READERS else call.items
+            call.items = None if name in REBUILDS else call.items
             continue
         match args:
             case () if type(call.callee) is Unread:

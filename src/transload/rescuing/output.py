@@ -16,9 +16,9 @@ from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import READERS, Locate, StorageTable, Tree, called, declared_storages, find_tensors
+from transload.formats.tensors import Locate, StorageTable, Tree, called, declared_storages, find_tensors
 from transload.io.sources import Assembly, Part, Source
-from transload.nodes import Call, Dict, walk_nodes
+from transload.nodes import REBUILDS, Call, Dict, walk_nodes
 from transload.render.words import plural
 from transload.rescuing.archive import (
     ArchiveRecord,
@@ -354,7 +354,7 @@ def _prune(root: object, locate: Locate, is_lost: Callable[[Tree], bool]) -> Non
     """Replace lost tensors in a graph by ``Unread``, in place, and remove them from its dictionaries."""
     every = {id(node): node for node in walk_nodes([root]) if type(node) in (Call, Dict)}.values()
     for node in every:
-        if type(node) is Call and called(node) in READERS:
+        if type(node) is Call and called(node) in REBUILDS:
             tree = find_tensors(node, StorageTable(locate))
             if not tree.tensors or is_lost(tree):
                 node.__class__ = Unread
