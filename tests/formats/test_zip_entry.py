@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.each import each
 
 from transload.findings import Problems
-from transload.formats.zip import Entry, _check_each, check_names, find_root
+from transload.formats.zip import Entry, _check_each, check_names, find_root, names_below
 
 NAMES: dict[str, tuple[bytes, ...]] = {
     "plain": (b"a/data.pkl", b"a/data/0", b"a/version"),
@@ -43,6 +43,14 @@ def test_names_are_checked_as_if_one_by_one(case: str) -> None:
     check_names(entries_of(NAMES[case]), together)
     _check_each(entries_of(NAMES[case]), apart)
     assert together == apart
+
+
+@each("case", list(NAMES))
+@each("prefix", ["", "a/", "c/"])
+def test_names_below_a_folder_are_those_one_by_one(case: str, prefix: str) -> None:
+    texts = [name.decode("utf-8", "backslashreplace") for name in NAMES[case]]
+    below = [text.removeprefix(prefix) if text.startswith(prefix) else f"/{text}" for text in texts]
+    assert names_below([*NAMES[case]], prefix) == below
 
 
 @each(

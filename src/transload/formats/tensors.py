@@ -194,8 +194,8 @@ class StorageTable:
         storages, locate, seen = self.storages, self._locate, self._seen
         for node in nodes:
             pid: Any = node.id
-            seen[id(node)] = None
             if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
+                seen[id(node)] = None
                 continue
             _, kind, key, device, numel = pid[:5]
             dtype = STORAGES.get(kind.name.rpartition(".")[2]) if type(kind) is Global else None
@@ -203,6 +203,7 @@ class StorageTable:
                 key = str(key)
             if dtype is None or type(key) is not str or type(device) is not str or type(numel) is not int:
                 self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
+                seen[id(node)] = None
                 continue
             nbytes = numel * ITEMSIZE[dtype]
             storage = storages.get(key)
@@ -227,8 +228,7 @@ class StorageTable:
                 detail += f"first with {storage.nbytes} of {storage.dtype} on {storage.device[:_MAX_SHOWN]}"
                 self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
             first = self._first(pid[5], key, numel) if len(pid) == 6 else 0
-            if first >= 0:
-                seen[id(node)] = storage, first, dtype
+            seen[id(node)] = (storage, first, dtype) if first >= 0 else None
 
     def resolve(self, node: object) -> tuple[Storage, int, str] | None:
         """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""

@@ -135,10 +135,14 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
     return text_of(folder)
 
 
-def name_below(raw_name: bytes, prefix: str) -> str:
-    """The path of a record below ``prefix``; outside it, the whole path after a slash."""
-    name = raw_name.decode("utf-8", "backslashreplace")
-    return name[len(prefix) :] if name.startswith(prefix) else f"/{name}"
+def names_below(raw_names: list[bytes], prefix: str) -> list[str]:
+    """The path of each record below ``prefix``; outside it, the whole path after a slash."""
+    joined = b"\n".join([b"", *raw_names])
+    names = text_of(joined).split(f"\n{prefix}")
+    if joined.count(b"\n") == len(raw_names) == len(names) - 1:  # as nearly always
+        return names[1:]
+    names = [text_of(raw) for raw in raw_names]
+    return [name[len(prefix) :] if name.startswith(prefix) else f"/{name}" for name in names]
 
 
 def full_name(root: str, name: str) -> str:
@@ -372,7 +376,8 @@ def _read_locals(
 ) -> dict[str, Record]:
     """Each record, with its offset from its local header.
 
-    Most headers begin with the same bytes as the one before, which agreed with the directory.
+    Records have the names of ``names_below``. Most headers begin with the same bytes as the one before, which agreed
+    with the directory.
     """
     window, base = b"", 0
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
@@ -380,9 +385,8 @@ def _read_locals(
     spans: list[tuple[int, int, str]] = []
     file_size = source.size
     plain, plain_flags, plain_method = b"", -1, -1
-    for entry in entries:
+    for entry, name in zip(entries, names_below([entry[0] for entry in entries], prefix), strict=True):
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
-        name = name_below(raw_name, prefix)
         need = 30 + len(raw_name)
         at = header - base
         if at < 0 or at + need > len(window):

@@ -32,7 +32,7 @@ from transload.formats.zip import (
     LOCAL,
     MAX_PAYLOAD,
     ZipIndex,
-    name_below,
+    names_below,
     text_of,
     widen,
 )
@@ -604,7 +604,7 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
         local = found.local
         if local is None or (found.endless and not local.name.endswith(b".pkl")):
             break
-        name = name_below(local.name, prefix)
+        (name,) = names_below([local.name], prefix)
         size, present = local.size or found.stored, found.present
         checksum: int | None = local.crc32
         if local.flags & HAS_DESCRIPTOR:
@@ -635,7 +635,7 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     if not any(record.crc32 for record in records.values()):  # saved with checksums switched off
         records = {name: record._replace(crc32=None) for name, record in records.items()}
     if not scan.records and first is not None and len(first.name) == int.from_bytes(source.read(26, 2), "little"):
-        name = name_below(first.name, prefix)  # all that is left, and it shows what the file was
+        (name,) = names_below([first.name], prefix)  # all that is left, and it shows what the file was
         records[name] = Record(name, None, 0, 0, None, first.method)
     within = f"up to byte {min(reached, source.size)} of {source.size}"
     problems.add("zip-walked", detail=f"{len(records)} records were found without it, {within}")
