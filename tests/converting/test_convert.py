@@ -340,6 +340,8 @@ def test_names_are_never_paths(tmp_path: Path) -> None:
     for to in ("raw", "npz", "safetensors", "torch"):
         made = convert(source, folder / f"out-{to}", to=to)
         assert made.tensors == len(NASTY)
+        # Only safetensors files have metadata of that name.
+        assert ("__metadata__" in dict(made.renamed)) == (to == "safetensors")
     assert {path.name for path in folder.iterdir()} == {"a.pt", "out-raw", "out-npz", "out-safetensors", "out-torch"}
     assert {path.name for path in (folder / "out-raw").iterdir()} == {
         "index.json",

@@ -244,7 +244,8 @@ class Plan:
                 name.encode()
             except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not have
                 writable = name.encode("utf-8", "backslashreplace").decode()
-            writable = f"{writable}#2" if writable == "__metadata__" else writable or "tensor"
+            reserved = self.format == "safetensors" and writable == "__metadata__"
+            writable = f"{writable}#2" if reserved else writable or "tensor"
             unique = distinct(writable, invented=writable != name)
             if unique != writable and strip:
                 what = f"two tensors would be called {writable!r} without the prefix"
