@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from tests.release import needs_torch
@@ -94,3 +95,21 @@ def test_each_class_is_named_and_can_be_allowed(case: str) -> None:
         names_there: dict[str, Any] = {"load": load, "path": io.BytesIO(held.getvalue())}
         exec("\n".join(lines).replace("torch.load", "load"), names_there)  # noqa: S102 - what we print to paste
         assert names_there["obj"]["value"] == value
+
+
+def test_the_lines_for_a_protocol_that_torch_does_not_know_use_transload() -> None:
+    held = io.BytesIO()
+    torch.save({"w": torch.ones(2), "value": Settings()}, held, pickle_protocol=4)
+    lines = _lines(held)
+    names_there: dict[str, Any] = {"path": io.BytesIO(held.getvalue())}
+    exec("\n".join(lines), names_there)  # noqa: S102 - what we print to paste
+    assert names_there["obj"]["value"] == Settings()
+    assert lines[:2] == ["import torch", "import transload"]
+    held = io.BytesIO()
+    torch.save(np.array([1, None], dtype=object), held, pickle_protocol=4)
+    assert _lines(held)[0].startswith("Allowing the names is not enough: it holds a numpy array of objects")
+
+
+def _lines(held: io.BytesIO) -> list[str]:
+    found = transload.inspect(held.getvalue()).findings
+    return [line for each in found if each.code == "needs-trust" for line in each.fix if line[:2] not in ("$ ", "Th")]

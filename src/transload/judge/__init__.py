@@ -37,8 +37,10 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
 
     The last two only with ``describe``: they are for people.
     """
-    is_plain = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
-    names = _judge_pickles(checkpoint.pickles, "transload.load" if is_plain else "torch.load")
+    # What no allowed name makes torch.load read: files that torch.save did not write, and other pickle protocols.
+    foreign = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
+    foreign = foreign or any(pickle.rare for pickle in checkpoint.pickles if pickle.main)
+    names = _judge_pickles(checkpoint.pickles, "transload.load" if foreign else "torch.load")
     forced: Safety = "data-only"
     findings: tuple[Finding, ...] = ()
     if checkpoint.problems:

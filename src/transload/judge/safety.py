@@ -431,7 +431,8 @@ class _Judge:
             levels.append("dangerous")
         if trust:
             levels.append("needs-trust")
-        as_data = worst_safety(*levels) == "needs-trust" and not self.complaints and self._is_data(trust)
+        plain = bool(trust) and self._are_arrays_plain()
+        as_data = worst_safety(*levels) == "needs-trust" and not self.complaints and plain and self._is_data(trust)
         findings = []
         if dangerous:
             evidence = []
@@ -459,11 +460,14 @@ class _Judge:
             names_in_it, them = ("1 name", "it") if len(trust) == 1 else (f"{len(trust)} names", "them")
             title = f"{load} refuses {names_in_it} in it unless you allow {them}"
             fixes: tuple[str, ...] = ()
+            unloadable = self.unloadable
+            if load == "transload.load" and not plain:
+                unloadable = "holds a numpy array of objects or records"
             if as_data and load == "transload.load":
                 title = f"it asks for {names_in_it} beyond those of plain checkpoints"
-            elif self.unloadable and not dangerous:
+            elif unloadable and not dangerous:
                 fixes = (
-                    f"Allowing the names is not enough: it {self.unloadable}, which weights_only=True never loads.",
+                    f"Allowing the names is not enough: it {unloadable}, which weights_only=True never loads.",
                     "If you trust its author, load it with weights_only=False and save it again as a state dict.",
                 )
             elif not dangerous:
@@ -475,14 +479,18 @@ class _Judge:
 
     def _is_data(self, trust: Iterable[GlobalUse]) -> bool:
         """Whether these names only make plain values, which ``transload.load`` makes without importing them."""
-        from transload.formats.arrays import NUMPY_CALLS, is_plain
-        from transload.formats.tensors import called
-
         with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
         found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
         known = {*PLAIN_VALUES, *ALSO_DATA, *found}
+        return all(use.full_name in known for use in trust)
+
+    def _are_arrays_plain(self) -> bool:
+        """Whether numpy arrays hold only numbers and strings: others ``transload.load`` never makes as data."""
+        from transload.formats.arrays import NUMPY_CALLS, is_plain
+        from transload.formats.tensors import called
+
         calls = (call for pickle in self.kept for call in pickle.calls if called(call) in NUMPY_CALLS)
-        return all(use.full_name in known for use in trust) and all(map(is_plain, calls))
+        return all(map(is_plain, calls))
 
 
 def _advice_without_lines(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
@@ -646,10 +654,11 @@ def safe_globals_lines(
         return ()
     if not all(_is_allowed(*key) for key in spelled):
         return ()
-    imports: list[str] = []
+    loader = load.partition(".")[0]
+    imports = [f"import {name}" for name in dict.fromkeys(("torch", loader))]
     entries: list[str] = []
     # The names that the lines themselves use, and builtins.
-    taken = dict.fromkeys(("torch", "numpy", "type"), "")
+    taken = dict.fromkeys(("torch", loader, "numpy", "type"), "")
     taken |= {name.partition(".")[0]: "" for module, name in spelled if module == "builtins"}
     for (module, name), spelling in spelled.items():
         head, dot, tail = name.partition(".")
@@ -671,4 +680,4 @@ def safe_globals_lines(
         imports.append("import numpy")
         entries.append("*{type(numpy.dtype(code)) for code in numpy.typecodes['All']}")
     allowed = f"with torch.serialization.safe_globals([{', '.join(entries)}]):"
-    return ("import torch", *imports, allowed, f"    obj = {load}(path)")
+    return (*imports, allowed, f"    obj = {load}(path)")
