@@ -22,8 +22,7 @@ from transload.diagnose import doctor, judge_machine
 from transload.diagnose.tables import numbers_of
 from transload.errors import LoadError
 from transload.findings import Finding, Problem, Severity, join_names, quoted
-from transload.formats.arrays import NUMPY_CALLS, is_plain
-from transload.formats.tensors import called
+from transload.formats.arrays import are_plain
 from transload.frozen import Reported
 from transload.judge import inspect, judge
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
@@ -322,8 +321,7 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
     """The findings about the file itself, with severities for this machine."""
     # Whether load refuses names in it, unless a program allows them, or arrays of more than numbers and strings.
     pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
-    arrays = (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS)
-    refused = bool(_TorchDefault().refused(pickles)) or not all(map(is_plain, arrays))
+    refused = bool(_TorchDefault().refused(pickles)) or not are_plain(pickles)
     for finding in checkpoint.findings:
         if finding.code in ("device-objects", "script-device", "export-device"):
             here = all(devices.get(name) for text in finding.evidence for name in _DEVICE.findall(text))

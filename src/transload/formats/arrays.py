@@ -7,12 +7,13 @@ which ``raw_bytes`` returns.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from transload.checkpoint import contiguous
 from transload.formats.tensors import called, dotted
 from transload.frozen import NamedTuple
-from transload.nodes import Call
+from transload.nodes import Call, Pickle
 
 _CORES = ("numpy._core", "numpy.core")
 _RECONSTRUCT = frozenset({f"{core}.multiarray._reconstruct" for core in _CORES})
@@ -75,10 +76,13 @@ def dtype_of(node: Any) -> Dtype | None:
     return Dtype(code, state[1] == ">", itemsize, plain, objects)
 
 
-def is_plain(node: Call) -> bool:
-    """Whether a call of one of ``NUMPY_CALLS`` makes plain data."""
-    dtype = dtype_of(node)
-    return dtype.plain if dtype is not None else array_of(node) is not None
+def are_plain(pickles: Iterable[Pickle]) -> bool:
+    """Whether all arrays, scalars and dtypes in some pickles are plain: ``transload.load`` makes no others as data."""
+    for call in (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS):
+        dtype = dtype_of(call)
+        if not (dtype.plain if dtype is not None else array_of(call) is not None):
+            return False
+    return True
 
 
 def array_of(node: Call) -> Array | None:

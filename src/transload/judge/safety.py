@@ -12,6 +12,7 @@ from typing import Any
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_machine
+from transload.formats.arrays import are_plain
 from transload.judge.names import (
     ALSO_DATA,
     PLAIN_VALUES,
@@ -431,7 +432,7 @@ class _Judge:
             levels.append("dangerous")
         if trust:
             levels.append("needs-trust")
-        plain = bool(trust) and self._are_arrays_plain()
+        plain = bool(trust) and are_plain(self.kept)
         as_data = worst_safety(*levels) == "needs-trust" and not self.complaints and plain and self._is_data(trust)
         findings = []
         if dangerous:
@@ -483,14 +484,6 @@ class _Judge:
         found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
         known = {*PLAIN_VALUES, *ALSO_DATA, *found}
         return all(use.full_name in known for use in trust)
-
-    def _are_arrays_plain(self) -> bool:
-        """Whether numpy arrays hold only numbers and strings: others ``transload.load`` never makes as data."""
-        from transload.formats.arrays import NUMPY_CALLS, is_plain
-        from transload.formats.tensors import called
-
-        calls = (call for pickle in self.kept for call in pickle.calls if called(call) in NUMPY_CALLS)
-        return all(map(is_plain, calls))
 
 
 def _advice_without_lines(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
