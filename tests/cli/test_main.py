@@ -11,6 +11,7 @@ from tests.each import each
 import transload
 from transload.cli import COMMANDS, commands
 from transload.cli.main import main
+from transload.diagnose.probes.python import own
 from transload.errors import TransloadError
 
 if TYPE_CHECKING:
@@ -156,3 +157,17 @@ def test_what_stops_a_command_is_json_too(
     assert told["error"]["what"]
     assert shown.err.startswith("transload: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the current folder cannot be deleted there")
+def test_the_current_folder_may_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["inspect", "model.pt"]) == 2
+    assert capsys.readouterr().err.startswith("transload: model.pt: No such file or directory\n")
+    monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])  # as with -m
+    assert own()["path"]

@@ -354,7 +354,7 @@ def has_journal(path: str | os.PathLike[str]) -> bool:
     """Whether a change of this file was interrupted, or is in progress. Cheap: it checks for one name."""
     try:
         return os.path.lexists(journal_path(os.fspath(path)))
-    except ValueError:  # the name is invalid, which is reported when it is read
+    except (OSError, ValueError):  # no current folder, or an invalid name, which is reported when it is read
         return False
 
 
