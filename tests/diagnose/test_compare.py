@@ -251,3 +251,13 @@ def test_cuda_can_be_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["doctor", "--compare", str(tmp_path)]) == 0
     assert main(["doctor", "--compare", str(tmp_path), "--require", "cuda"]) == 1
     assert "CUDA is required but not usable on n[1-2]" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_does_not_replace_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labelled = (f"gpu{number}: {json.dumps(document(server()))}" for number in (1, 2))
+    (tmp_path / "all.txt").write_text("\n".join(labelled), encoding="utf-8")
+    assert main(["doctor", "--json", "--compare", str(tmp_path / "all.txt"), str(tmp_path / "gpu2.json")]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert (told["nodes"], list(told["unreadable"])) == (["gpu1", "gpu2"], ["gpu2 (2)"])

@@ -46,9 +46,9 @@ def read_report(path: str, longest: int = _LONGEST_REPORT) -> str:
     return data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")
 
 
-def _add_reports(reports: dict[str, Diagnosis | str], text: str, name: str) -> None:
+def _add_reports(reports: dict[str, Diagnosis | str], text: str | TransloadError, name: str) -> None:
     """Judge the reports in a text and add them, or why not; ``name`` is used for a report that names no machine."""
-    found = list(reports_in(text))
+    found = list(reports_in(text)) if isinstance(text, str) else [("", text)]
     for place, (label, document) in enumerate(found, 1):
         node = document.get("node") if isinstance(document, dict) else None
         unnamed = (f"{name} {place}" if len(found) > 1 else name) if name else f"report {place}"
@@ -58,7 +58,7 @@ def _add_reports(reports: dict[str, Diagnosis | str], text: str, name: str) -> N
             number += 1
             unique = f"{machine} ({number})"
         try:
-            if isinstance(document, ValueError):
+            if isinstance(document, Exception):
                 raise document
             reports[unique] = judge_machine(machine_of(document, ""))
         except TransloadError as error:
@@ -73,15 +73,15 @@ def run_compare(arguments: Namespace) -> int:
     silent = []
     paths = list(_paths(arguments.compare))
     for path, name in zip(paths, _names(paths), strict=True):
+        text: str | TransloadError
         try:
             text = read_report(path, _LONGEST)
         except TransloadError as error:
-            reports[name] = error.what
-            continue
-        if text.strip():
-            _add_reports(reports, text, "" if path == "-" else name)
-        else:
+            text = error
+        if isinstance(text, str) and not text.strip():
             silent.append(name)  # the launcher created the file, and nothing was written to it
+        else:
+            _add_reports(reports, text, "" if path == "-" else name)
     return _show(compare(reports, silent=silent), arguments)
 
 
