@@ -259,6 +259,6 @@ def test_a_model_of_a_file_that_is_written_to(tmp_path: Path, monkeypatch: pytes
         os.utime(path, ns=(0, 0))
         return read_ranges(*args, **options)
 
-    monkeypatch.setattr("transload.loading.into.read_ranges", changed)
+    monkeypatch.setattr("transload.loading.handles.read_ranges", changed)
     with pytest.raises(BrokenFileError, match="was changed while it was read"):
         load_into(torch.nn.Linear(8, 8, bias=False), path)
