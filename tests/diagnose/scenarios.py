@@ -164,18 +164,23 @@ def host_of(world: World, around: str, root: Path, machine: str) -> ScenarioHost
     return ScenarioHost(**known, cure=world.cure, twins=str(twins))
 
 
-def diagnose(world: World, around: str, root: Path, machine_name: str = "x86_64") -> Diagnosis:
-    """The doctor's word on a world. Its Python and its torch are those of a healthy machine."""
-    host = host_of(world, around, root, machine_name)
+def probed(host: ScenarioHost) -> Machine:
+    """What the probes find, apart from torch, with the libraries where the host has them."""
     machine = probe(torch=False, host=host)
-    sound, driver = healthy(), machine.driver
+    driver = machine.driver
     nvml = replace(driver.nvml, library=driver.nvml.library.removeprefix(host.twins))
     cuda = replace(driver.cuda, library=driver.cuda.library.removeprefix(host.twins))
+    return replace(machine, driver=replace(driver, nvml=nvml, cuda=cuda))
+
+
+def diagnose(world: World, around: str, root: Path, machine_name: str = "x86_64") -> Diagnosis:
+    """The doctor's word on a world. Its Python and its torch are those of a healthy machine."""
+    machine = probed(host_of(world, around, root, machine_name))
+    sound = healthy()
     return judge_machine(
         world.change(
             replace(
                 machine,
-                driver=replace(driver, nvml=nvml, cuda=cuda),
                 python=sound.python,
                 torch=sound.torch,
                 torch_libraries=sound.torch_libraries,

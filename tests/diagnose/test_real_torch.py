@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.diagnose.scenarios import STUBS, World, cuda_worlds, host_of, named
+from tests.diagnose.scenarios import STUBS, World, cuda_worlds, host_of, named, probed
 from tests.diagnose.true_torch import (
     CUDA,
     MAJOR,
@@ -232,8 +232,9 @@ def test_a_shim_is_not_called_an_old_driver(installed: Machine, tmp_path: Path) 
 def diagnosed_as(world: World, text: str, installed: Machine, root: Path) -> None:
     """Assert that torch says ``text`` in a world, and that the doctor names its cause."""
     host = host_of(world, "host", root, NATIVE)
-    with Child(replace(question(host), python=sys.executable), seconds=60) as child:
-        machine = replace(probe(torch=False, host=host), torch_run=torch_run(child.outcome()))
+    inside = replace(host, environ={**host.environ, "LD_LIBRARY_PATH": ":".join(host.folders)})
+    with Child(replace(question(inside), python=sys.executable), seconds=60) as child:
+        machine = replace(probed(host), torch_run=torch_run(child.outcome()))
     assert error_of(machine, "init") == f"RuntimeError: {text}"
     own = {each: getattr(installed, each) for each in ("python", "torch", "torch_libraries", "extensions")}
     diagnosis = judge_machine(replace(machine, **own))
