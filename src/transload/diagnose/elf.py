@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
-from itertools import compress, islice, takewhile
+from itertools import islice, takewhile
 from struct import Struct, iter_unpack, unpack
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -249,13 +249,14 @@ def _symbols(
     at = elf.offset(_VERSIONS)
     numbers = unpack(f"<{count}H", file.read_exactly(at, 2 * count)) if at >= 0 else (_ANY,) * count
     strings = file.read(elf.offset(_STRINGS), min(elf.dynamic.get(_STRINGS_SIZE, 0), _LONGEST_STRINGS))
-    symbols = _SYMBOL.iter_unpack(file.read_exactly(start, count * _SYMBOL.size))
-    chosen: Iterable[tuple[Any, int]] = zip(symbols, numbers, strict=True)
+    symbols = file.read_exactly(start, count * _SYMBOL.size)
+    chosen: Iterable[tuple[Any, int]] = zip(_SYMBOL.iter_unpack(symbols), numbers, strict=True)
     if names and table >= 0:
-        wanted = {_gnu_hash(name) | 1 for name in names}
+        wanted = {_gnu_hash(name) ^ bit for name in names for bit in (0, 1)}
         hashes = file.read(table + 16 + 8 * words + 4 * buckets, 4 * max(count - first, 0))
-        matching = [value | 1 in wanted for (value,) in iter_unpack("<I", hashes[: len(hashes) // 4 * 4])]
-        chosen = compress(islice(chosen, first, None), matching)
+        every = enumerate(iter_unpack("<I", hashes[: len(hashes) // 4 * 4]), first)
+        found = [index for index, (value,) in every if value in wanted]
+        chosen = ((_SYMBOL.unpack_from(symbols, index * _SYMBOL.size), numbers[index]) for index in found)
     for (place, info, section), number in chosen:
         if (section != 0) == defined and (versions is None or number & 0x7FFF in versions):
             end = strings.find(b"\0", place, place + _LONGEST_NAME)

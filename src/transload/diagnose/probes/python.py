@@ -372,12 +372,13 @@ class Distribution(NamedTuple):
     def files(self, pattern: str) -> dict[str, int]:
         """The files that its RECORD lists and ``pattern`` matches, relative to ``site``: their sizes, -1 if not there.
 
-        ``pattern`` is part of the search, since most of the 15,000 lines of torch's RECORD then end at their first
+        ``pattern`` is part of the match, since most of the 15,000 lines of torch's RECORD then end at their first
         letters. It must not match quotes, commas and line ends, nor contain groups that capture.
         """
-        line = rf'(?m)^"?({pattern})"?,[^,\n]*,(\d{{0,19}})'.encode()
-        found = re.findall(line, self.host.data(f"{self.path}/RECORD", _RECORD) or b"")
-        return {path.decode("utf-8", "surrogateescape"): int(size or -1) for path, size in found}
+        line = re.compile(rf'"?({pattern})"?,[^,\n]*,(\d{{0,19}})'.encode())
+        lines = (self.host.data(f"{self.path}/RECORD", _RECORD) or b"").split(b"\n")  # a search takes twice as long
+        found = filter(None, map(line.match, lines))
+        return {each[1].decode("utf-8", "surrogateescape"): int(each[2] or -1) for each in found}
 
 
 def installed(host: Host, path: Iterable[str]) -> Iterator[Distribution]:
