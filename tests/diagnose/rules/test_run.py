@@ -121,6 +121,8 @@ def test_a_rocm_build_sees_no_gpu() -> None:
         ("ModuleNotFoundError: No module named 'typing_extensions'", "pip install typing-extensions"),
         ("ImportError: cannot import name 'x' from 'torch'", "pip install torch=="),
         ("ModuleNotFoundError: No module named '_ctypes'", "Use another Python, or build this one again"),
+        ("FileNotFoundError: [Errno 2] No such file or directory", "$ cd"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/x'", "pip install torch=="),
     ],
 )
 def test_torch_cannot_be_imported_and_nobody_knows_why(error: str, fix: str) -> None:
