@@ -198,7 +198,8 @@ def is_known(text: dict[str, str], sample: str) -> bool:
     frame = f'  File "/env/lib/python3.11/site-packages/{text["where"]}", line {text["line"]}, in load\n    raise\n'
     error = text["error"] if re.fullmatch(r"\w+(?:Error|Exception)", text["error"]) else "RuntimeError"
     log = f"{TRACEBACK}{frame}{error}: {text['text'].replace('{}', sample)}\n"
-    return bool(search(*split(lines_of(log))).found)
+    found, _, _ = search(*split(lines_of(log)))
+    return bool(found)
 
 
 # -- time

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import torch as safetensors_torch
 from tests.forge import FUZZ
+from tests.release import needs_torch
 from tests.rescuing.makers import ARCHIVES, ROOT, hashes, ident, index_end, there
 
 from transload import inspect, rescue
@@ -147,6 +148,7 @@ def test_an_index_damaged_in_several_bits(tmp_path: Path) -> None:
     assert made.warnings
 
 
+@needs_torch(2, 3)  # for uint16
 @pytest.mark.filterwarnings("ignore")  # torch warns of quantized tensors, and of traces
 def test_the_tensors_of_a_damaged_program_have_any_dtype(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
@@ -200,7 +202,9 @@ def test_torch_loads_a_file_with_a_number_that_was_damaged(tmp_path: Path, name:
     out = io.BytesIO()
     torch.save({"w": torch.ones(4)}, out)
     data = bytearray(out.getvalue())
-    record = next(record for record in inspect(bytes(data)).records if record.name == name)
+    record = next((record for record in inspect(bytes(data)).records if record.name == name), None)
+    if record is None:
+        pytest.skip("this torch does not write the record")
     at = record.offset or 0
     data[at : at + record.size] = b"?" * record.size
     made = rescue(bytes(data), tmp_path / "out.pt")
