@@ -275,6 +275,9 @@ UBUNTU: Final[Tree] = {
     ),
     "/etc/group": "root:x:0:\nadm:x:4:user\nvideo:x:44:\nrender:x:992:\nuser:x:1000:\n",
     "/usr/bin/apt-get": "",
+    "/usr/lib/x86_64-linux-gnu/libc.so.6": (
+        b"\x7fELF\0\0GNU C Library (Ubuntu GLIBC 2.39-0ubuntu8.3) stable release version 2.39.\n"
+    ),
     "/lib": Link("usr/lib"),
     "/proc/self/status": "Name:\tpython\nGid:\t1000\t1000\t1000\t1000\nGroups:\t4 1000 \n",
     "/proc/self/limits": "Max address space         unlimited            unlimited            bytes     \n",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
-from struct import Struct
+from struct import Struct, unpack_from
 from typing import Any, NamedTuple
 
 from transload.machine import Unknown
@@ -83,8 +83,8 @@ class Loader:
     @cached_property
     def program(self) -> SharedObject | None:
         """The examined interpreter, if it is an ELF file."""
-        path = self.host.target(self.host.python)
-        elf = read_elf(self.host.real(path))
+        path = self.host.target(self.host.python) if self.host.python else ""
+        elf = read_elf(self.host.real(path)) if path else None
         return SharedObject(path, elf, "program") if isinstance(elf, Elf) else None
 
     @cached_property
@@ -142,13 +142,13 @@ class Loader:
         return tuple(name for name, _ in levels)[::-1]
 
     @cached_property
-    def cache(self) -> dict[str, list[str]]:
+    def cache(self) -> dict[str, tuple[str, ...]]:
         """Name → paths, as written by ldconfig."""
         if self.musl:
             return {}
         named = _CACHE_NAME.search(self._binary)
         data = self.host.data(named[1].decode() if named else "/etc/ld.so.cache", _CACHE_LIMIT)
-        return read_cache(data, self.machine) if isinstance(data, bytes) else {}
+        return read_cache(data, self.machine, self.hwcaps) if isinstance(data, bytes) else {}
 
     # -- what the environment adds
 
@@ -241,15 +241,18 @@ class Loader:
 
 _MAGIC = b"glibc-ld.so.cache1.1"
 """Caches from before glibc 2.32 begin with an older format, followed by this one."""
-_HEADER = Struct("<20sI24x")
+_HEADER = Struct("<20sII4xI12x")
 _ENTRY = Struct("<iIIIQ")
+_EXTENSION = Struct("<4I")
+_EXTENSION_MAGIC, _HWCAPS = b"\x74\x21\xa4\xea", 1
+_BY_HWCAPS = 1 << 62
 _LONGEST_NAME = 4096
 
 
-def read_cache(cache: bytes, machine: str) -> dict[str, list[str]]:
+def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     """Name → paths, in the order in which the loader prefers them; empty if the bytes are not a cache.
 
-    Entries for some processors only are left out: those of ``glibc-hwcaps``, which are below the folders of the others.
+    ``hwcaps`` are the subfolders of ``glibc-hwcaps`` that the processor can use, best first.
     """
     start = cache.find(_MAGIC)
     if start < 0 or len(cache) < start + _HEADER.size:
@@ -260,15 +263,26 @@ def read_cache(cache: bytes, machine: str) -> dict[str, list[str]]:
         end = cache.find(b"\0", at, at + _LONGEST_NAME)
         return cache[at : max(end, at)].decode("utf-8", "surrogateescape")
 
+    _, count, _, at = _HEADER.unpack_from(cache)
+    levels = {0: ""}  # ``hwcap`` of an entry, as used since glibc 2.33 → its name; 0 is any processor
+    extensions = b""
+    if cache[at : at + 4] == _EXTENSION_MAGIC:
+        number = min(int.from_bytes(cache[at + 4 : at + 8], "little"), 16)
+        extensions = cache[at + 8 : at + 8 + number * _EXTENSION.size]
+    for tag, _, offset, size in _EXTENSION.iter_unpack(extensions[: len(extensions) // 16 * 16]):
+        if tag == _HWCAPS and offset + size <= len(cache):
+            keys = unpack_from(f"<{size // 4}I", cache, offset)
+            levels.update({_BY_HWCAPS | number: text(key) for number, key in enumerate(keys)})
+
+    rank = {each: place for place, each in enumerate((*hwcaps, ""))}
     marked = table("machines")["machines"].get(machine, {}).get("cache")
     flags = int(marked, 16) if marked else None
-    _, count = _HEADER.unpack_from(cache)
     size = min(count, (len(cache) - _HEADER.size) // _ENTRY.size) * _ENTRY.size
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     for kind, key, value, _, hwcap in _ENTRY.iter_unpack(cache[_HEADER.size : _HEADER.size + size]):
-        if flags in (kind, None) and not hwcap:
-            found.setdefault(text(key), []).append(text(value))
-    return found
+        if flags in (kind, None) and levels.get(hwcap) in rank:
+            found.setdefault(text(key), []).append((rank[levels[hwcap]], text(value)))
+    return {name: tuple(path for _, path in sorted(paths, key=lambda each: each[0])) for name, paths in found.items()}
 
 
 # -- a process ---------------------------------------------------------------------------------------------------------

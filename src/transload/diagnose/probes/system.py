@@ -59,9 +59,16 @@ def platform(host: Host) -> Platform:
 
 
 def _libc(host: Host) -> str:
-    if host.libc or not any(host.paths("/lib", "ld-musl-", ".so.1")):
+    """The libc of this process, else of the machine."""
+    if host.libc:
         return host.libc
-    return " ".join(("musl", *host.findall(r"^P:musl\nV:(\d+\.\d+)", "/lib/apk/db/installed")[:1]))
+    if any(host.paths("/lib", "ld-musl-", ".so.1")):
+        return " ".join(("musl", *host.findall(r"^P:musl\nV:(\d+\.\d+)", "/lib/apk/db/installed")[:1]))
+    for folder in (f"/lib/{host.uname[2]}-linux-gnu", "/lib64", "/usr/lib64", "/usr/lib", "/lib"):
+        data = host.data(f"{folder}/libc.so.6", 8 << 20)
+        if data and (found := re.search(rb"GNU C Library[^\n]{0,80} version (\d+\.\d+)", data)):
+            return f"glibc {found[1].decode()}"
+    return ""
 
 
 def group_names(host: Host) -> dict[str, str]:
