@@ -197,7 +197,7 @@ def _facts(machines: Sequence[Machine], *, together: bool) -> Iterator[Fact]:
 
 
 def _clocks(machines: Sequence[Machine]) -> dict[str, str]:
-    """For the time of each report, whether it is minutes before or after the others; nothing unless only few are."""
+    """How far the time of each report is from the others, in words; empty unless only a few differ by minutes."""
     times: dict[str, float] = {}
     for m in machines:
         with suppress(ValueError):  # a report of another release

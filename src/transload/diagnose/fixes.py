@@ -493,9 +493,9 @@ def _pip(machine: Machine, arguments: str) -> Lines:
 
 
 def _tools(machine: Machine) -> tuple[str, str]:
-    """What to install torch with: what installed it, else the environment's own tool.
+    """The tool to install torch with: the one that installed it, else the environment's own.
 
-    And the same again if that locks the packages of a project, and undoes what is installed without it; else nothing.
+    The second is the same tool if it locks the packages of a project, and so undoes what others install; else empty.
     """
     tool, first = machine.python.tool, machine.torch.first
     if tool in _CONDAS and first and first.installer in ("pip", "uv"):

@@ -62,7 +62,7 @@ class Host:
     libc: str = field(default_factory=_libc)
 
     def real(self, path: str) -> str:
-        """What this process and its children open for a path, or for the name of a library: in tests, another one."""
+        """The path, or the name of a library, as this process and its children open it. Tests override this."""
         return path
 
     def search_path(self) -> list[str]:

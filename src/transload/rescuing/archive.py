@@ -228,7 +228,7 @@ def lay_out(records: Iterable[ArchiveRecord], after: Iterable[Part] = ()) -> Lay
 # -- a damaged archive
 
 _NUMBERS = {"version": 3, ".data/version": 3, ".storage_alignment": 6, ".data/serialization_id": 40}
-"""Records that torch reads as a number of at most so many digits; it refuses the file where they are not one."""
+"""Records that torch reads as a number, and the most digits of each. torch refuses a file with anything else there."""
 
 METADATA = frozenset({*_NUMBERS, ".transload/origin.json"})
 """Records that do not describe the content: ``version`` can be rebuilt, torch does not need the others."""

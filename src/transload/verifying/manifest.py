@@ -101,11 +101,11 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
     if not overwrite and os.path.lexists(path):
         raise ManifestError("already exists", where=path, fix="Name another file, or pass --force to replace it.")
     if os.path.exists(path):  # noqa: PTH110 - pathlib costs ten milliseconds
-        # It may be the very checkpoint.
+        # It may be the checkpoint itself.
         try:
             read_manifest(path)
         except TransloadError:
-            what = "is not a manifest, and nothing else is replaced"
+            what = "it is not a manifest, and --force replaces only manifests"
             raise ManifestError(what, where=path, fix="Name another file.") from None
     folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
     if not os.path.isdir(folder):  # noqa: PTH112 - as above

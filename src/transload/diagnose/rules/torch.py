@@ -717,7 +717,7 @@ def symptoms(m: Case) -> Found:
         fix = m.reinstall if name == "torch" else fixes.install(m, name.replace("_", "-"))
         if name.startswith("_"):  # a part of Python, which no package provides
             fix = m.steps("X10", name=name)
-        elif m.import_error.endswith("[Errno 2] No such file or directory"):  # of no file: only os.getcwd() says that
+        elif m.import_error.endswith("[Errno 2] No such file or directory"):  # without a name: of os.getcwd()
             fix = m.steps("X10 directory")
         yield "X10", Match(_lines(m.import_error), fix)
 
