@@ -14,8 +14,7 @@ from tests.each import each
 from tests.rescuing.makers import ARCHIVES, ident
 
 from transload.tensors import content
-from transload.verifying import verify
-from transload.verifying.hashing import tensor_count
+from transload.verifying import tensor_count, verify
 
 LISTED = content.open_content
 

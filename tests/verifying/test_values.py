@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.verifying.hashing import FLOATING, counted
+from transload.verifying import FLOATING, counted
 
 KNOWN = sorted(name for name in FLOATING if hasattr(torch, name) and not name.startswith("float4"))
 

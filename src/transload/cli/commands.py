@@ -152,15 +152,11 @@ def run_rescue(arguments: Namespace) -> int:
 
 def run_verify(arguments: Namespace) -> int:
     """Verify all files, show the results, write the manifest if all is well, and return the worst exit code."""
-    from transload.verifying import report, several, verify
+    from transload.verifying import read_manifest, refuse_target, report, several, verify, write_manifest, written
 
-    manifest = None
-    if arguments.write or arguments.against:
-        from transload.verifying.manifest import read_manifest, refuse_target
-
-        if arguments.write:  # before anything is read
-            refuse_target(arguments.write, overwrite=arguments.force)
-        manifest = read_manifest(arguments.against) if arguments.against else None
+    if arguments.write:  # before anything is read
+        refuse_target(arguments.write, overwrite=arguments.force)
+    manifest = read_manifest(arguments.against) if arguments.against else None
     named = arguments.paths or [entry.path for entry in (manifest.files if manifest else ())]
     if not named:
         raise UsageError("no file is named", fix="transload verify FILE…")
@@ -178,8 +174,6 @@ def run_verify(arguments: Namespace) -> int:
         fix = "Repair it first: transload rescue FILE NEW."
         print_error(TransloadError("is not written, since not every file is intact", where=arguments.write, fix=fix))
     elif arguments.write:
-        from transload.verifying import write_manifest, written
-
         write_manifest(arguments.write, done, overwrite=arguments.force)
         if not arguments.json:
             show([written(arguments.write, sum(len(each.tensors) for each in done))], arguments.color)

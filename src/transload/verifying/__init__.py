@@ -1,7 +1,8 @@
 """``transload.verify``: check that the bytes of a checkpoint are those that were saved, and hash its tensors.
 
-``verify`` opens the checkpoint, lets ``tensors.damage`` read every byte and compare checksums, sizes and indices, and
-combines the results into a verdict. ``hashing`` reads tensors one by one; ``manifest`` reads and compares manifests.
+``verify`` opens the checkpoint, lets ``tensors.damage`` read every byte and compare checksums, sizes and indices, reads
+tensors one by one if their hashes or values are requested, and combines the results into a verdict. A manifest is a
+file with the hashes of tensors, to compare with later, in whatever container the tensors are then.
 """
 
 from __future__ import annotations
@@ -11,39 +12,70 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from hashlib import sha256
+from shlex import quote
+from threading import Lock
+from typing import Any, NamedTuple
 
 from transload._version import __version__
-from transload.checkpoint import FORMATS
-from transload.errors import ManifestError, UsageError
+from transload.checkpoint import FORMATS, Checkpoint, Record, Tensor
+from transload.errors import CannotReadError, ContentError, ManifestError, TransloadError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
-from transload.formats.verify import new_problems
+from transload.formats.safetensors import header_metadata
+from transload.formats.tensors import MAX_SIZE, BadTensor, reach
+from transload.formats.verify import Lost, mismatch, new_problems
 from transload.frozen import Frozen, Reported
+from transload.io import pool
 from transload.io.atomic import AtomicFile
-from transload.io.pool import Progress
-from transload.io.sources import SourceLike
+from transload.io.checksums import fastest_crc32
+from transload.io.sources import FileSource, SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, rule_of
+from transload.nodes import Call, Dict, Global, Persistent
 from transload.render.checkpoint import INTEGRITY, findings
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import count, plural, printable, size
-from transload.tensors.content import Content, open_content
-from transload.tensors.damage import Damage, damages, misplaced, records_of, sum_records
-from transload.verifying.hashing import plan_of, sum_tensors, tensor_count, with_aliases
-from transload.verifying.manifest import (
-    Difference,
-    Manifest,
-    TensorSum,
-    compare,
-    hash_of_all,
-    read_manifest,
-    refuse_target,
-    to_json,
-)
+from transload.tensors.content import Allowance, Content, FileRange, open_content
+from transload.tensors.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
 
 __all__ = ["Damage", "Difference", "TensorSum", "Verification", "verify", "write_manifest"]
+
+
+class TensorSum(NamedTuple):
+    """A tensor, with the hash of its elements, which docs/verify.md defines.
+
+    ``sha256`` is empty if it was not requested, or if there are no elements to hash: ``note`` says why. ``nan`` and
+    ``inf`` are ``None`` if they were not counted.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    sha256: str = ""
+    nan: int | None = None
+    inf: int | None = None
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**self._asdict(), "shape": list(self.shape), "sha256": self.sha256 or None}
+
+
+class Difference(NamedTuple):
+    """A tensor that differs from the manifest: ``what`` is ``missing``, ``added``, ``changed`` or ``retyped``."""
+
+    name: str
+    what: str
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return self._asdict()
 
 
 class Verification(Frozen, Reported):
@@ -142,27 +174,38 @@ def verify(
     return replace(result, seconds=time.perf_counter() - start)
 
 
+_Progress = bool | Callable[[int, int], object] | None
 _REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
+_PIECE = 1 << 20
+_ALONE = 4 << 20  # for fewer bytes it does not pay to start threads
+_TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a time, takes longer than hashing them
+
+
+class _HashJob(NamedTuple):
+    """A tensor to read, and the record that consists of it alone, if there is one.
+
+    ``places`` are the indices of all its names in the list of tensors.
+    """
+
+    tensor: Tensor
+    places: list[int]
+    key: Key | None = None
+    record: Record | None = None
 
 
 class _Scan:
     """Reads every byte of a checkpoint, and keeps the bad records, the tensors that failed, and the bytes read."""
 
-    def __init__(
-        self,
-        content: Content,
-        progress: bool | Callable[[int, int], object] | None,
-        *,
-        hashes: bool,
-        values: bool,
-    ) -> None:
-        self._hashes = hashes
+    def __init__(self, content: Content, progress: _Progress, *, hashes: bool, values: bool) -> None:
+        self._hashes, self._values = hashes, values
         self._records = records_of(content)
-        self._entries, jobs = plan_of(content, self._records, hashes=hashes, values=values)
+        self._entries: list[TensorSum] = []
+        self._failed: dict[str, tuple[str, str]] = {}  # tensors that could not be read, with kind and reason
+        jobs = self._plan(content) if hashes or values else []
         total = sum(record.stored for records in self._records.values() for record in records)
         total += sum(job.tensor.nbytes for job in jobs if job.key is None)
         wanted = progress is True and sys.stderr is not None and sys.stderr.isatty()
-        line = Progress(sys.stderr if wanted else None, "verifying", passing=True)
+        line = pool.Progress(sys.stderr if wanted else None, "verifying", passing=True)
         show = line if progress is None or isinstance(progress, bool) else progress
         self._nbytes = 0
 
@@ -173,10 +216,80 @@ class _Scan:
         try:
             with_tensors = {job.key for job in jobs if job.key is not None}
             self.bad = sum_records(content, self._records, with_tensors, count_bytes)
-            bad, self._failed = sum_tensors(content, self._entries, jobs, count_bytes, hashes=hashes, values=values)
-            self.bad.update(bad)
+            self._sum_tensors(content, jobs, count_bytes)
         finally:
             line.end()
+
+    def _plan(self, content: Content) -> list[_HashJob]:
+        """What to read: each view of a storage once. Tensors that consist of others are listed with their parts."""
+        whole: dict[FileRange | None, tuple[Key | None, Record | None]] = {
+            FileRange(file, record.offset or 0, record.stored): (key_of(file, record), record)
+            for file, inside in self._records.items()
+            for record in inside
+            if record.size and record.crc32 is not None and not record.method
+        }
+        seen: dict[tuple[object, ...], _HashJob] = {}
+        allowance = Allowance(content.checkpoint)
+        for tensor, why in _leaves(content.checkpoint.tensors):
+            place = len(self._entries)
+            dtype = f"{tensor.dtype} {tensor.kind}" if why else tensor.dtype
+            self._entries.append(TensorSum(tensor.name, dtype, tensor.shape, 0 if why else tensor.nbytes, note=why))
+            view = tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.flags, tensor.parts
+            if why or not (self._hashes or tensor.dtype in FLOATING):
+                continue
+            if view in seen:
+                seen[view].places.append(place)
+                continue
+            try:
+                allowance.spend(tensor)
+            except ContentError as error:
+                self._entries[place] = self._entries[place]._replace(note=error.what)
+                continue
+            seen[view] = _HashJob(tensor, [place], *whole.get(content.file_range(tensor), (None, None)))
+
+        def position(job: _HashJob) -> tuple[str, int]:
+            storage = content.storage(job.tensor)
+            return (storage.file, job.tensor.file_offset or 0) if storage is not None else ("", 0)
+
+        return sorted(seen.values(), key=position)
+
+    def _sum_tensors(self, content: Content, jobs: list[_HashJob], progress: Callable[[int], None]) -> None:
+        """Do all jobs, complete the entries, and compare the checksums of records that consist of one tensor."""
+        entries = self._entries
+        lock = Lock()
+
+        def do(job: _HashJob) -> None:
+            tensor, places, key, record = job
+            digest = sha256() if self._hashes else None
+            numbers = (0, 0) if self._values and tensor.dtype in FLOATING else None
+            compute, value = fastest_crc32(), 0
+            try:
+                for piece in content.pieces(tensor, _PIECE):
+                    if digest is not None:
+                        digest.update(piece)
+                    if numbers is not None:
+                        more = counted(bytes(piece), tensor.dtype)
+                        numbers = numbers[0] + more[0], numbers[1] + more[1]
+                    if record is not None:
+                        value = compute(piece, value)
+                    with lock:
+                        progress(len(piece))
+            except TransloadError as error:
+                kind = "unreadable" if isinstance(error, CannotReadError) else "cut"
+                for place in places:
+                    entries[place] = entries[place]._replace(note=error.what)
+                    self._failed[entries[place].name] = kind, error.what
+                if key is not None and record is not None:
+                    self.bad[key] = mismatch(record, Lost(error.what, "record-unreadable"))
+                return
+            if key is not None and record is not None and value != record.crc32:
+                self.bad[key] = mismatch(record, value)
+            nan, inf = numbers or (None, None)
+            for place in places:
+                entries[place] = entries[place]._replace(sha256=digest.hexdigest() if digest else "", nan=nan, inf=inf)
+
+        shared = sum(job.tensor.nbytes for job in jobs if job.tensor.nbytes > _TINY)
+        pool.each(jobs, lambda: do, pool.threads() if shared >= _ALONE else 1)
 
     def verification(self, content: Content, number: int) -> Verification:
         """The verdict, with the tensors that are damaged."""
@@ -217,6 +330,276 @@ class _Scan:
         )
 
 
+def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
+    """Tensors that have elements, with an empty note; and those that do not, with the reason."""
+    for tensor in tensors:
+        if tensor.kind in ("strided", "sharded") or (tensor.kind == "device" and len(tensor.parts) == 1):
+            yield tensor, ""
+        elif tensor.kind == "quantized":
+            yield tensor._replace(kind="strided"), ""
+        else:
+            yield tensor, f"it is made of {len(tensor.parts)} others" if tensor.parts else "it has no elements here"
+            yield from _leaves(tensor.parts)
+
+
+def with_aliases(content: Content, entries: list[TensorSum]) -> list[TensorSum]:
+    """The entries, and one for each alias that a safetensors file records.
+
+    ``{"lm_head.weight": "embed.weight"}`` in ``__metadata__`` says that ``lm_head.weight`` is ``embed.weight``, as
+    ``safetensors.torch.save_model`` writes it and ``load_model`` reads it.
+    """
+    known = {entry.name: entry for entry in entries}
+    more: dict[str, TensorSum] = {}  # every shard may have the metadata of all shards
+    for file, checkpoint in content.parts:
+        if checkpoint.format == "safetensors":
+            for alias, name in header_metadata(content.open_file(file)).items():
+                if name in known and alias not in known and alias != "format":
+                    more[alias] = known[name]._replace(name=alias)
+    return [*entries, *more.values()]
+
+
+# -- how many tensors there are
+
+_TENSOR = "torch._utils._rebuild_tensor_v2"
+_ORDERED_DICT = "collections.OrderedDict"
+_ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
+_MOST_AXES = 8
+
+
+def tensor_count(checkpoint: Checkpoint) -> int | None:
+    """The number of tensors; ``None`` if one may be broken, so that they have to be listed.
+
+    Not listing them halves the time for 10,000 small tensors. ``checkpoint.counted`` is the number of storages.
+    """
+    if checkpoint.tensors or checkpoint.format != "torch-zip" or not checkpoint.pickles:
+        return len(checkpoint.tensors)
+    pickle = checkpoint.pickles[0]
+    most, count = pickle.end - pickle.start, 0
+    waiting: list[Any] = [(pickle.root,)]
+    for values in waiting:  # grows during the loop
+        most -= len(values)
+        if most < 0:  # more values than the stream has bytes: a cycle
+            return None
+        for node in values:
+            kind = type(node)
+            if kind in _ATOMS:
+                continue
+            name = node.callee.full_name if kind is Call and type(node.callee) is Global else ""
+            if name == _TENSOR:
+                if not _is_ordinary(node.args):
+                    return None
+                count += 1
+            elif kind is list or kind is tuple:
+                waiting.append(node)
+            elif kind is Dict or (name == _ORDERED_DICT and node.args == () and not (node.states or node.appended)):
+                items = node.items or []
+                texts = [key for key in items[::2] if type(key) is str]
+                if len(set(texts)) < len(texts):  # a repeated key replaces the earlier value
+                    return None
+                waiting.append(items[1::2])
+            else:
+                return None
+    return count
+
+
+def _is_ordinary(args: Any) -> bool:
+    """Whether these are arguments of a plain tensor that does not reach beyond its storage."""
+    if type(args) is not tuple or len(args) != 6:
+        return False
+    storage, offset, shape, stride, requires_grad, _ = args
+    if type(storage) is not Persistent or not (type(shape) is type(stride) is tuple) or len(shape) > _MOST_AXES:
+        return False
+    if type(offset) is not int or not 0 <= offset < MAX_SIZE or requires_grad is not False:
+        return False
+    pid: Any = storage.id  # a 5-tuple that ends with the number of elements: checked when storages were counted
+    try:
+        return bool(reach(offset, shape, stride) <= pid[4])
+    except BadTensor:
+        return False
+
+
+# -- how many elements are NaN or infinite
+#
+# Without its sign bit, a number is infinite if exactly the bits of its exponent are set, and NaN if all of them and
+# further ones are set. So adding 1 at the end of the exponent of either carries into the sign bit, and adding one less
+# carries for NaN alone. All elements together form one long integer; no carry reaches the next element.
+
+
+# By dtype: bytes of a number, and bits of its mantissa.
+_FORMS = {
+    **dict.fromkeys(("float64", "complex128"), (8, 52)),
+    **dict.fromkeys(("float32", "complex64"), (4, 23)),
+    **dict.fromkeys(("float16", "complex32"), (2, 10)),
+    **dict.fromkeys(("bfloat16", "bcomplex32"), (2, 7)),
+    "float8_e5m2": (1, 2),
+}
+
+# One-byte dtypes that do not follow IEEE 754: no infinity, and few NaNs.
+_NANS: dict[str, bytes] = {
+    "float8_e4m3fn": b"\x7f\xff",
+    "float8_e4m3fnuz": b"\x80",
+    "float8_e5m2fnuz": b"\x80",
+    "float8_e8m0fnu": b"\xff",
+    "float4_e2m1fn_x2": b"",
+}
+
+FLOATING = frozenset({*_FORMS, *_NANS})
+"""The dtypes that can have NaN or infinities."""
+
+
+def counted(data: bytes, dtype: str) -> tuple[int, int]:
+    """How many numbers are NaN, and how many infinite; ``dtype`` is in ``FLOATING``, a complex element is two numbers.
+
+    >>> import struct
+    >>> counted(struct.pack("<3f", 1, float("nan"), float("-inf")), "float32")
+    (1, 1)
+    """
+    if dtype in _NANS:
+        return sum(data.count(code) for code in _NANS[dtype]), 0
+    width, fraction = _FORMS[dtype]
+    sign, count = 1 << 8 * width - 1, len(data) // width
+    highest, least = data[width - 1 :: width], sign - (1 << fraction) >> 8 * (width - 1)
+    if not any(code in highest or code | 128 in highest for code in range(least, 128)):  # true for nearly all data
+        return 0, 0
+    signs = _repeated(sign, width, count)
+    numbers = int.from_bytes(data, "little")
+    numbers ^= numbers & signs
+    special = (numbers + _repeated(1 << fraction, width, count) & signs).bit_count()
+    nan = (numbers + _repeated((1 << fraction) - 1, width, count) & signs).bit_count()
+    return nan, special - nan
+
+
+@lru_cache(8)
+def _repeated(value: int, width: int, count: int) -> int:
+    return int.from_bytes(value.to_bytes(width, "little") * count, "little")
+
+
+# -- manifests
+
+_MAX = 1 << 30
+_FIX = "Write it with transload verify FILE --write m.json."
+
+
+def hash_of_all(tensors: Iterable[TensorSum]) -> str:
+    """One sha256 for all tensors: of their names, dtypes, shapes and hashes, sorted by name.
+
+    >>> hash_of_all([])
+    'e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'
+    """
+    whole = sha256()
+    for line in sorted([tensor.name, tensor.dtype, list(tensor.shape), tensor.sha256] for tensor in tensors):
+        whole.update(json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n")
+    return whole.hexdigest()
+
+
+class ManifestEntry(NamedTuple):
+    """The hashes of a checkpoint in a manifest."""
+
+    path: str
+    sha256: str
+    tensors: tuple[TensorSum, ...]
+
+
+class Manifest(NamedTuple):
+    """A file of hashes."""
+
+    path: str
+    files: tuple[ManifestEntry, ...]
+
+    def of(self, path: str) -> ManifestEntry:
+        """The entry of a file, by its path, else by its file name, else the only one; ``ManifestError`` if unclear."""
+
+        def name(path: str) -> str:
+            return os.path.basename(os.path.normpath(path))  # noqa: PTH119 - pathlib costs ten milliseconds
+
+        same = [entry for entry in self.files if os.path.normpath(entry.path) == os.path.normpath(path)]
+        named = [entry for entry in self.files if name(entry.path) == name(path)]
+        for entries in (same, named, self.files):
+            if len(entries) == 1:
+                return entries[0]
+        what = f"it has {len(named)} files named {name(path)}" if named else f"it has no entry for {path}"
+        raise ManifestError(what, where=self.path, fix="Name the file as it was named when the manifest was written.")
+
+
+def refuse_target(path: str, *, overwrite: bool) -> None:
+    """Refuse a path where no manifest can be written, before gigabytes are read for it."""
+    if not overwrite and os.path.lexists(path):
+        raise ManifestError("already exists", where=path, fix="Name another file, or pass --force to replace it.")
+    if os.path.exists(path):  # noqa: PTH110 - pathlib costs ten milliseconds
+        # It may be the checkpoint itself.
+        try:
+            read_manifest(path)
+        except TransloadError:
+            what = "it is not a manifest, and --force replaces only manifests"
+            raise ManifestError(what, where=path, fix="Name another file.") from None
+    folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
+    if not os.path.isdir(folder):  # noqa: PTH112 - as above
+        raise ManifestError("there is no such directory", where=folder, fix=f"mkdir -p {quote(folder)}")
+    if not os.access(folder, os.W_OK):
+        raise ManifestError("this directory is not writable", where=folder, fix="Name another place.")
+
+
+def read_manifest(path: str) -> Manifest:
+    """Read a manifest; ``ManifestError`` if it is something else, ``CannotReadError`` if it cannot be read."""
+    source = FileSource(path)
+    try:
+        if source.size > _MAX:
+            raise ManifestError(f"it is {source.size:,} bytes long, too long for a manifest", where=path, fix=_FIX)
+        text = source.read(0, source.size)
+    finally:
+        source.close()
+    try:
+        return Manifest(path, tuple(_entries(json.loads(text))))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        what = f"this is not a manifest ({type(error).__name__}: {error})"
+        raise ManifestError(what, where=path, fix=_FIX) from error
+
+
+def _entries(table: dict[str, Any]) -> Iterator[ManifestEntry]:
+    if table["schema"] != 1:
+        raise ValueError("it is of another version")
+    for each in table["files"]:
+        path = _text(each["path"])
+        if b"\0" in os.fsencode(path):
+            raise ValueError(f"{path!r:.40} cannot be the name of a file")
+        tensors = tuple(
+            TensorSum(_text(t["name"]), _text(t["dtype"]), tuple(map(int, t["shape"])), 0, _text(t["sha256"]))
+            for t in each["tensors"]
+        )
+        yield ManifestEntry(path, _text(each["sha256"]), tensors)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not a text")
+    return value
+
+
+def compare(entry: ManifestEntry, tensors: Iterable[TensorSum]) -> tuple[Difference, ...]:
+    """The differences between a manifest and the tensors of a checkpoint, by name."""
+
+    def by_name(tensors: Iterable[TensorSum]) -> dict[str, list[TensorSum]]:
+        """Two tensors may have the same name: a key may contain the slash that joins keys."""
+        out: dict[str, list[TensorSum]] = {}
+        for tensor in tensors:
+            out.setdefault(tensor.name, []).append(tensor)
+        return out
+
+    def shown(tensors: list[TensorSum]) -> str:
+        return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors[:2])
+
+    before, now = by_name(entry.tensors), by_name(tensors)
+    out = [Difference(name, "missing") for name in before if name not in now]
+    out += [Difference(name, "added") for name in now if name not in before]
+    for name in before.keys() & now.keys():
+        old, new = before[name], now[name]
+        if Counter((t.dtype, t.shape) for t in old) != Counter((t.dtype, t.shape) for t in new):
+            out.append(Difference(name, "retyped", f"{shown(new)}, was {shown(old)}"))
+        elif sorted(t.sha256 for t in old) != sorted(t.sha256 for t in new):
+            out.append(Difference(name, "changed", f"sha256 {new[0].sha256 or 'unknown'}, was {old[0].sha256}"))
+    return tuple(sorted(out))
+
+
 def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
     """Write the hashes of checkpoints atomically; ``ManifestError`` if one of them is damaged or has no hash."""
     for each in verifications:
@@ -225,16 +608,14 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
     refuse_target(path, overwrite=overwrite)
     files = []
     for each in verifications:
-        tensors = ",\n".join(
-            to_json({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256})
-            for t in each.tensors
-        )
+        entries = ({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256} for t in each.tensors)
+        tensors = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
         head = json.dumps({"path": each.path, "format": each.format, "nbytes": each.nbytes, "sha256": each.sha256})
         files.append(f'{head[:-1]}, "tensors": [\n{tensors}\n]}}')
     head = json.dumps({"schema": 1, "transload": __version__})
     text = f'{head[:-1]}, "files": [\n' + ",\n".join(files) + "\n]}\n"
-    with AtomicFile(path) as file, open(file.descriptor, "w", encoding="ascii", closefd=False) as out:
-        out.write(text)
+    with AtomicFile(path) as file:
+        file.write([text.encode("ascii")])
 
 
 # -- the report
@@ -246,7 +627,12 @@ _UNSUMMED = "none in this format, so a changed bit cannot be detected; --write k
 def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
     """Everything ``transload verify`` says of one file."""
     yield Prose(((printable(verification.path, None), "strong"),))
-    yield from _summary(verification)
+    role, reason = INTEGRITY[verification.integrity]
+    yield row("bytes", f"{verification.integrity}: {reason}", role)
+    words = printable(FORMATS.get(verification.format, verification.format))
+    yield row("file", f"{words}, {plural(verification.tensor_count, 'tensor')}, {size(verification.nbytes)}")
+    if verification.integrity != "not-a-checkpoint":
+        yield from _summary(verification)
     yield from _details(verification, hashes=hashes)
 
 
@@ -293,12 +679,6 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
 
 
 def _summary(verification: Verification) -> Iterator[Block]:
-    role, reason = INTEGRITY[verification.integrity]
-    yield row("bytes", f"{verification.integrity}: {reason}", role)
-    words = printable(FORMATS.get(verification.format, verification.format))
-    yield row("file", f"{words}, {plural(verification.tensor_count, 'tensor')}, {size(verification.nbytes)}")
-    if verification.integrity == "not-a-checkpoint":
-        return
     if verification.checksums:
         bad = any(damage.kind == "checksum" for damage in verification.damaged)
         records = f"{plural(verification.checksums, 'record')} compared"
