@@ -22,7 +22,7 @@ from transload import RescueError, rescue
 from transload.errors import TransloadError
 from transload.io.journal import Change, Changes, Journal
 from transload.io.sources import FileSource, journal_path
-from transload.retagging.plan import plan_of, tag_map_of
+from transload.retagging import TagMap, plan_of
 
 DATA = (ROOT / "h200" / "train_cuda0.ckpt").read_bytes()
 LEGACY = (ROOT / "h200" / "state_dict_cuda0_legacy.pth").read_bytes()
@@ -210,7 +210,7 @@ def test_an_interrupted_retag(part: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(DATA)
     source = FileSource(path)
-    changes = plan_of(source, tag_map_of("cpu"), copy=False).changes
+    _, changes, _ = plan_of(source, TagMap("cpu"))
     source.close()
     changed = bytearray(DATA)
     assert len(changes.runs) > 1

@@ -12,7 +12,7 @@ import torch
 
 from transload.io.journal import Changes
 from transload.io.sources import FileSource
-from transload.retagging.plan import plan_of, tag_map_of
+from transload.retagging import TagMap, plan_of
 
 Tag = str | Callable[[Any], str]
 
@@ -42,14 +42,13 @@ def state(layers: int = 2) -> dict[str, torch.Tensor]:
     return {**made, "tied": made["layers.0.w"]}
 
 
-def planned(path: Path, to: str, *, copy: bool = False) -> tuple[Changes, os.stat_result]:
+def planned(path: Path, to: str) -> tuple[Changes, os.stat_result]:
     """What a retag would change."""
     source = FileSource(path)
     try:
-        plan = plan_of(source, tag_map_of(to), copy=copy)
+        return plan_of(source, TagMap(to))[1:]
     finally:
         source.close()
-    return plan.changes, plan.seen
 
 
 def same(left: Any, right: Any) -> bool:

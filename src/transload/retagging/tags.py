@@ -72,21 +72,14 @@ class Site(NamedTuple):
         return self.code in _LITERALS
 
 
-class Sites(NamedTuple):
-    """The sites of a stream.
+def find_sites(
+    pickle: Pickle, data: bytes
+) -> tuple[list[Site], dict[int, list[tuple[int, int]]], list[int], list[str]]:
+    """Find every tag in a pickle.
 
-    ``reads`` are the spans of opcodes that read the memo entry of a tag for something else; ``frames`` are the
-    positions of FRAME opcodes; ``unclear`` are the tags of ids that are not built the way torch builds them.
+    Also returns the spans of opcodes that read the memo entry of a tag for something else, the positions of FRAME
+    opcodes, and the tags of ids that are not built the way torch builds them.
     """
-
-    sites: list[Site]
-    reads: dict[int, list[tuple[int, int]]]
-    frames: list[int]
-    unclear: list[str]
-
-
-def find_sites(pickle: Pickle, data: bytes) -> Sites:
-    """Find every tag in a pickle."""
     positions = [position for position, _ in opcodes(data, pickle.start)]
     codes = bytes(map(data.__getitem__, positions))
     puts = list(accumulate(code in _PUTS for code in codes)) if _MEMOIZE in codes else []
@@ -131,7 +124,7 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
             entry = entry_of(index)
             if entry in reads:
                 reads[entry].append((at, positions[index + 1]))
-    return Sites(sites, reads, [positions[match.start()] for match in re.finditer(rb"\x95", codes)], unclear)
+    return sites, reads, [positions[match.start()] for match in re.finditer(rb"\x95", codes)], unclear
 
 
 @lru_cache(_MAX_CHOICES)
@@ -183,50 +176,41 @@ def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
 def tag_edits(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | None:
     """Edits that give every storage its new tag; ``None`` if some id is not built the way torch builds it.
 
-    They keep the length of the stream if the new tags fit.
+    If the new tags fit into the space of the old ones, nothing else in the stream moves. The space that a shorter tag
+    leaves is filled with longer encodings of the opcodes beside it. Where that is not enough, the opcode that memoizes
+    a tag is replaced by fillers if nothing reads the memo entry.
     """
-    found = find_sites(pickle, data)
-    if any(renamed(tag) != tag for tag in found.unclear):
+    sites, reads, frames, unclear = find_sites(pickle, data)
+    if any(renamed(tag) != tag for tag in unclear):
         return None
-    literal = {site.entry for site in found.sites if site.literal}
+    literal = {site.entry for site in sites if site.literal}
     to_rename: list[tuple[Site, str]] = []
-    for site in found.sites:
+    for site in sites:
         tag = renamed(site.tag)
         # A site that reads the tag of another from the memo follows it.
         if tag != site.tag and (site.literal or site.entry not in literal):
             to_rename.append((site, tag))
-    edits = _patched(pickle, data, found, to_rename)
-    if edits is not None:
+    edits: list[Edit] = []
+    read_entries = {site.entry for site in sites if not site.literal}
+    for site, tag in to_rename:
+        # A read from the memo has no space for a tag; and a tag that something else reads must stay.
+        new, text = None, _text(tag, site.code)
+        if site.literal and not reads.get(site.entry):
+            new = _fitted(data, site, text, pickle.protocol)
+            if new is None and site.entry not in read_entries:
+                new = _fitted(data, site, text, pickle.protocol, forget=True)
+        if new is None:
+            break
+        edits.append(Edit(site.parts[0], site.parts[-1], new))
+    else:
         return edits
     edits = []
     for site, tag in to_rename:
         code = site.code if site.literal else 0x55 if pickle.python2 else 0x58
         edits.append(Edit(site.at, site.end, _text(tag, code)))
         if site.literal:
-            edits += (Edit(*read, data[site.at : site.end]) for read in found.reads.get(site.entry, ()))
-    return [*edits, *_reframed(data, found.frames, edits)]
-
-
-def _patched(pickle: Pickle, data: bytes, found: Sites, to_rename: list[tuple[Site, str]]) -> list[Edit] | None:
-    """Edits that move nothing else in the stream; ``None`` if the new tags do not fit into the space of the old ones.
-
-    The space that a shorter tag leaves is filled with longer encodings of the opcodes beside it. Where that is not
-    enough, the opcode that memoizes a tag is replaced by fillers if nothing reads the memo entry.
-    """
-    read = {site.entry for site in found.sites if not site.literal}
-    edits: list[Edit] = []
-    for site, tag in to_rename:
-        # A read from the memo has no space for a tag; and a tag that something else reads must stay.
-        if not site.literal or found.reads.get(site.entry):
-            return None
-        text = _text(tag, site.code)
-        new = _fitted(data, site, text, pickle.protocol)
-        if new is None and site.entry not in read:
-            new = _fitted(data, site, text, pickle.protocol, forget=True)
-        if new is None:
-            return None
-        edits.append(Edit(site.parts[0], site.parts[-1], new))
-    return edits
+            edits += (Edit(*read, data[site.at : site.end]) for read in reads.get(site.entry, ()))
+    return [*edits, *_reframed(data, frames, edits)]
 
 
 def _reframed(data: bytes, frames: list[int], edits: list[Edit]) -> Iterator[Edit]:
