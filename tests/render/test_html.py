@@ -13,7 +13,7 @@ from transload.frozen import Reported
 from transload.render.checkpoint import TRUSTED
 from transload.render.html import MAX_TWIGS, fragment
 from transload.render.lines import GLUE
-from transload.rescuing.result import Rescue
+from transload.rescuing import Rescue
 from transload.retagging import Retag
 from transload.verifying import Verification
 

@@ -14,8 +14,7 @@ from tests.rescuing.makers import flipped
 from transload import rescue
 from transload.errors import CannotReadError
 from transload.io.sources import BytesSource, FileSource
-from transload.rescuing.bitflips import Claim, Verdict, check_records
-from transload.rescuing.result import Repair
+from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records
 
 NOISE = random.Random(7).randbytes(300_000)  # noqa: S311 - a test
 

@@ -138,14 +138,12 @@ def _read_log(path: str) -> tuple[bytes, bool]:
 
 def run_rescue(arguments: Namespace) -> int:
     """Rescue a checkpoint."""
-    from transload.rescuing import rescue
+    from transload.rescuing import report, rescue
 
     if arguments.dst is None and not arguments.dry_run:
         raise UsageError("no output file is named", fix="transload rescue SRC DST, or --dry-run to only see the plan.")
     options = keywords(arguments, "fill dry_run member overwrite")
     result = rescue(arguments.src, arguments.dst, **options, progress=not arguments.json)
-    from transload.rescuing.result import report
-
     show_result(result, report, arguments)
     return result.exit_code
 

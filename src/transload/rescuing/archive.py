@@ -20,8 +20,8 @@ from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import NamedTuple
 from transload.io.sources import Assembly, BytesSource, Part, Source
-from transload.rescuing.bitflips import MAX_RATIO, Claim, Verdict, check_records, repair_index, repaired_bytes
-from transload.rescuing.result import Certainty, LostRecord, Repair
+from transload.rescuing.bitflips import MAX_RATIO, Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
+from transload.tensors.content import Inflating
 
 _UTF8 = 0x0800
 _CHUNK = 1 << 20
@@ -32,6 +32,13 @@ class LostRange(NamedTuple):
 
     start: int
     end: int
+    why: str
+
+
+class LostRecord(NamedTuple):
+    """A record that could not be recovered as it was saved, and why."""
+
+    name: str
     why: str
 
 
@@ -94,10 +101,10 @@ def repaired(source: Source, offset: int, length: int, repairs: Iterable[Repair]
     return replaced(source, offset, offset + length, right)
 
 
-def differences(offset: int, here: bytes, right: bytes, certainty: Certainty = "proven") -> list[Repair]:
+def differences(offset: int, here: bytes, right: bytes, *, proven: bool = True) -> list[Repair]:
     """The repairs that turn the bytes at ``offset`` of a file into the right ones, as far as both go."""
     pairs = enumerate(zip(here, right, strict=False), offset) if here != right else ()
-    return [Repair(at, old, new, "", certainty) for at, (old, new) in pairs if old != new]
+    return [Repair(at, old, new, "", "proven" if proven else "probable") for at, (old, new) in pairs if old != new]
 
 
 def checksum(parts: Iterable[Part]) -> int:
@@ -280,10 +287,9 @@ def recover_archive(source: Source) -> Recovered | None:
     ]
     if not found.directory.entries and not in_place:
         notes.insert(0, "the directory of the archive is missing: the records were found one by one")
-    # A header contains the name, so it is no more certain than that.
-    certainty: Certainty = "proven" if all(each.name_proven for each, _ in checked) else "probable"
+    proven = all(each.name_proven for each, _ in checked)  # a header contains the name: it is no more certain than that
     for offset, right in layout.generated if in_place else ():
-        repairs += differences(offset, source.read(offset, len(right)), right, certainty)
+        repairs += differences(offset, source.read(offset, len(right)), right, proven=proven)
     if len(repairs) > _MAX_REPAIRS:
         rest = f"the first {_MAX_REPAIRS:,} are listed"
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
@@ -467,15 +473,25 @@ def _rebuild(
         # torch's directory has the order of the file. Keep the order of one that has another.
         order = record.entry.position if record.entry else order
         # torch writes printable names, all in one folder: others are damaged.
-        below = text_of(record.name[len(root) + 1 :])
+        name, below = name_below_root(record.name), text_of(record.name[len(root) + 1 :])
         named = not by_torch or (record.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
-        if not verdict.usable:
-            why = "the file ends within it" if verdict.state == "cut" else "its bytes are damaged"
-            lost.append(LostRecord(name_below_root(record.name), why))
-        elif not named:
-            lost.append(LostRecord(name_below_root(record.name), "its name is damaged"))
-        content = _content(source, record, verdict, keep=by_torch)
-        if content is None or not named or (name_below_root(record.name) in METADATA and not verdict.usable):
+        if verdict.usable:
+            if not named:
+                lost.append(LostRecord(name, "its name is damaged"))
+            parts = repaired(source, record.payload, record.stored, verdict.repairs)
+            content = tuple(part for part in parts if part.length)
+            if record.method and not by_torch:
+                packed = Assembly(content, source.name)
+                content = (Part(Inflating(packed, 0, record.stored, verdict.size), 0, verdict.size),)
+        else:
+            lost.append(
+                LostRecord(name, "the file ends within it" if verdict.state == "cut" else "its bytes are damaged")
+            )
+            if record.method or record.endless or name in METADATA:  # it is unknown how many bytes there were
+                continue
+            fill = Part(Filler(record.stored), 0, record.stored - record.present)
+            content = (Part(source, record.payload, record.present), fill)
+        if not named:
             continue
         stored = sum(part.length for part in content)
         flags = 0x0808 if record.stored else 0x0800
@@ -513,21 +529,6 @@ def _rebuild(
         records.append(made)
         reached = record.end
     return records, lost
-
-
-def _content(source: Source, record: FoundRecord, verdict: Verdict, *, keep: bool) -> tuple[Part, ...] | None:
-    """The bytes of a record: unchanged, repaired, inflated, or padded; ``None`` if their number is unknown."""
-    if not verdict.usable:
-        if record.method or record.endless:
-            return None
-        fill = Part(Filler(record.stored), 0, record.stored - record.present)
-        return (Part(source, record.payload, record.present), fill)
-    parts = tuple(part for part in repaired(source, record.payload, record.stored, verdict.repairs) if part.length)
-    if not record.method or keep:
-        return parts
-    from transload.tensors.content import Inflating
-
-    return (Part(Inflating(Assembly(parts, source.name), 0, record.stored, verdict.size), 0, verdict.size),)
 
 
 # -- archives packed by other programs

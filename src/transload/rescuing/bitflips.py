@@ -25,7 +25,8 @@ from transload.frozen import NamedTuple
 from transload.io.checksums import ONE, POLYNOMIAL, times
 from transload.io.checksums import power as power_of
 from transload.io.sources import Source
-from transload.rescuing.result import Certainty, Repair
+
+Certainty = Literal["proven", "probable", "ambiguous"]
 
 MAX_RATIO = 1032
 """The most bytes that one deflated byte inflates to."""
@@ -51,6 +52,24 @@ _MAX_INFLATED_RATIO = 64
 _MAX_IN_MEMORY = 64 << 20
 _EMPTY_BLOCK = b"\0\0\xff\xff"
 _MAX_BLOCKS = 64
+
+
+class Repair(NamedTuple):
+    """A repaired byte: its offset in the damaged file, its old and new value, and its record.
+
+    ``record`` is empty for a byte in a header, the directory or padding.
+    """
+
+    position: int
+    old: int
+    new: int
+    record: str
+    certainty: Certainty
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The bits that differ; 0 is the lowest."""
+        return tuple(bit for bit in range(8) if (self.old ^ self.new) >> bit & 1)
 
 
 class Claim(NamedTuple):
@@ -167,7 +186,15 @@ def _flipped(data: bytes, byte: int, bits: int) -> bytes:
 
 def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
     """A verdict on each record; checksums are computed by as many threads as there are cores."""
-    sums = _checksums(source, claims)
+    left = [claim for claim in dict.fromkeys(claims) if claim.payload + claim.stored <= source.size]
+    inflated = sum(claim.size for claim in left if claim.method)
+    allowed = (0, DEFLATED) if inflated <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size) else (0,)
+    left = [claim for claim in left if claim.method in allowed]
+    sums: dict[Claim, int] = {}  # of what each record inflates to, unless it is cut or damaged
+    while left:  # `checksums` leaves out records that overlap: they are summed in the next round
+        found = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in left])
+        sums |= {left[index]: value for index, value in found.items() if not isinstance(value, Lost)}
+        left = [claim for index, claim in enumerate(left) if index not in found] if found else []
     records, tried = _MAX_REPAIRED, _MAX_TRIED  # the budget for repairs of all records
     verdicts: list[Verdict] = []
     for claim in claims:
@@ -190,20 +217,6 @@ def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
                 verdict = _repair_deflated(source, claim) if claim.method else _repair_stored(source, claim, value or 0)
         verdicts.append(verdict)
     return verdicts
-
-
-def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, int]:
-    """The checksum of what each record inflates to, unless it is cut or damaged."""
-    left = [claim for claim in dict.fromkeys(claims) if claim.payload + claim.stored <= source.size]
-    inflated = sum(claim.size for claim in left if claim.method)
-    allowed = (0, DEFLATED) if inflated <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size) else (0,)
-    left = [claim for claim in left if claim.method in allowed]
-    sums: dict[Claim, int] = {}
-    while left:  # `checksums` leaves out records that overlap: they are summed in the next round
-        found = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in left])
-        sums |= {left[index]: value for index, value in found.items() if not isinstance(value, Lost)}
-        left = [claim for index, claim in enumerate(left) if index not in found] if found else []
-    return sums
 
 
 def _repair_stored(source: Source, claim: Claim, value: int) -> Verdict:

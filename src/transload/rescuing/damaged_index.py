@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from transload.dtypes import STORAGES
 from transload.formats.pickle_machine import run_part
 from transload.formats.pickle_state import Machine, Sparse
 from transload.formats.rare_opcodes import opcodes
 from transload.formats.tensors import called
-from transload.frozen import NamedTuple
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent
 
 _MAX_NAME = 1024
@@ -56,14 +55,6 @@ class Unread(Call):
     __slots__ = ()
 
 
-class Found(NamedTuple):
-    """What is left of an index: its object, all persistent ids, and the names of lost entries."""
-
-    root: object
-    persistent: list[Persistent]
-    broken: list[str]
-
-
 class _Memo(Sparse):
     """A memo that has ``Unread`` for every missing index."""
 
@@ -74,8 +65,16 @@ class _Memo(Sparse):
             return Unread(None, (), "reduce", 0)
 
 
-def read_damaged_index(data: bytes) -> Found:
-    """Read as much of a damaged index as possible; at least an empty dictionary."""
+def is_ordered(node: object) -> TypeGuard[Call]:
+    """Whether a node is an ``OrderedDict``."""
+    return type(node) is Call and called(node) == "collections.OrderedDict"
+
+
+def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]]:
+    """Read as much of a damaged index as possible; at least an empty dictionary.
+
+    Returns its object, all persistent ids, and the names of lost entries.
+    """
     texts = _texts(data)
     vm = Machine(data, 0, "data.pkl")
     vm.memo = memo = _definitions(data, texts)
@@ -118,12 +117,16 @@ def read_damaged_index(data: bytes) -> Found:
             continue
         state.restore(vm)
         gap, gaps = vm.stack, gaps + 1
-        _read_ids(vm, data[start:end])
+        part = data[start:end]
+        for match in islice(_MARK.finditer(part), _MAX_RETRIES):  # the persistent ids in the damaged part
+            if re.match(_STORAGE_ID, _codes(part, match.start())):
+                last = next(at for at, code in opcodes(part, match.start()) if code == ord("Q"))
+                _run_alone(vm, part[match.start() : last + 1])
         inside = later[bisect_left(later, start + (start < behind)) : bisect_left(later, end)]
         broken += [texts[text][1] for text in inside if _NAME.match(_codes(data, text))]
         _retry(vm, data, inside, start, end, state, last=end == stop)
     _repair_names(vm)
-    return Found(_closed(vm), vm.out.persistent, broken)
+    return _closed(vm), vm.out.persistent, broken
 
 
 # -- finding entries
@@ -149,8 +152,7 @@ def _texts(data: bytes) -> dict[int, tuple[int, str]]:
 def _definitions(data: bytes, texts: dict[int, tuple[int, str]]) -> _Memo:
     """A memo with the texts and globals that are followed by a memo index; the first for each index."""
     memo = _Memo({})
-    ends = [(start + 5 + length, text) for start, (length, text) in texts.items()]
-    found: list[tuple[int, object]] = [*ends]
+    found: list[tuple[int, object]] = [(start + 5 + length, text) for start, (length, text) in texts.items()]
     for match in _GLOBAL.finditer(data):
         module, _, name = match[1].decode("ascii", "replace").partition("\n")
         found.append((match.end(), Global(module, name, match.start())))
@@ -175,14 +177,6 @@ def _entry_end(data: bytes, start: int) -> int:
         depth += (code == ord("(")) - (code == ord("t"))
         called = called or (code == ord("R") and not depth)
     return len(data)
-
-
-def _read_ids(vm: Machine, part: bytes) -> None:
-    """Add the persistent ids in a damaged part to those of the machine."""
-    for match in islice(_MARK.finditer(part), _MAX_RETRIES):
-        if re.match(_STORAGE_ID, _codes(part, match.start())):
-            end = next(at for at, code in opcodes(part, match.start()) if code == ord("Q")) + 1
-            _run_alone(vm, part[match.start() : end])
 
 
 # -- running parts
@@ -245,7 +239,7 @@ def _is_ready(vm: Machine, *, last: bool = False) -> bool:
     stack, below = vm.stack, vm.meta[-1] if vm.meta else []
     if last:
         return len(stack) == 1 and not vm.meta
-    if stack and (type(stack[-1]) is Dict or (type(stack[-1]) is Call and called(stack[-1]) == ".".join(_ORDERED))):
+    if stack and (type(stack[-1]) is Dict or is_ordered(stack[-1])):
         return len(stack) % 2 == (0 if vm.meta and len(stack) > 1 else 1) or not vm.meta
     fillable = bool(below) and type(below[-1]) in (Dict, Call)
     return fillable and len(stack) % 2 == 0 and (not stack or type(stack[-2]) in (str, int))
@@ -300,7 +294,7 @@ def _repair_names(vm: Machine) -> None:
     for call in vm.out.calls:
         args: Any = call.args
         name = called(call)
-        if name in REBUILDS or name == ".".join(_ORDERED):  # nothing is appended to a dictionary, nor put into a tensor
+        if name in REBUILDS or is_ordered(call):  # nothing is appended to a dictionary, nor put into a tensor
             call.appended = None
             call.items = None if name in REBUILDS else call.items
             continue

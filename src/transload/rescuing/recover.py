@@ -48,8 +48,7 @@ from transload.rescuing.archive import (
     recover_archive,
     repaired,
 )
-from transload.rescuing.bitflips import MAX_RATIO, check_records, repaired_bytes
-from transload.rescuing.result import Repair
+from transload.rescuing.bitflips import MAX_RATIO, Repair, check_records, repaired_bytes
 
 _MAX_SEARCH = 64 << 20
 """How far a checkpoint is searched for behind other data."""
@@ -116,7 +115,7 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
     for offset in starts:
         if first is not None and _is_within(source, offset, first):
             continue
-        made = recover_archive(_from(source, offset))
+        made = recover_archive(Slice(source, offset, source.size - offset, source.name) if offset else source)
         if made is not None:
             first = first or made
             yield offset, made
@@ -137,14 +136,10 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
         (table - PREFIX if table < 1 << 20 else -1, _recover_safetensors),
     )
     for at, attempt in places:
-        made = attempt(_from(source, at)) if at > 0 else None
+        made = attempt(Slice(source, at, source.size - at, source.name)) if at > 0 else None
         if made is not None:
             yield at, made
             return
-
-
-def _from(source: Source, offset: int) -> Source:
-    return Slice(source, offset, source.size - offset, source.name) if offset else source
 
 
 def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
@@ -403,9 +398,15 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     records = [record for record in Scan(source, repaired_bytes).records if record.names and not record.replaced]
     if any(name == own or name.endswith(b"/" + own) for name in (r.names[0] for r in records) for own in _RECORDS):
         return None
-    checkpoints = (record for record in records if _is_checkpoint(source, record))
-    held = [(text_of(record.names[0]), record) for record in checkpoints]
-    held = [each for each in held if member in ("", each[0])]
+    held: list[tuple[str, FoundRecord]] = []
+    for record in records:
+        raw, name = record.names[0], text_of(record.names[0])
+        if is_clutter(raw) or member not in ("", name):
+            continue
+        head = _head(source, record)
+        suffixed = raw.lower().endswith(_SUFFIXES) and record.present > 64
+        if suffixed or starts_record(head) or looks_like_damaged_legacy(head):
+            held.append((name, record))
     if not held:
         return None
     (name, record), *others = held
@@ -431,16 +432,6 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
                 break
         content = _file_source(file, source.name)
     return content, not damaged
-
-
-def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
-    name = record.names[0]
-    if is_clutter(name):
-        return False
-    head = _head(source, record)
-    if starts_record(head) or looks_like_damaged_legacy(head):
-        return True
-    return name.lower().endswith(_SUFFIXES) and record.present > 64
 
 
 def _head(source: Source, record: FoundRecord) -> Source:
