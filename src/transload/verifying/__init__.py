@@ -305,7 +305,15 @@ class _Scan:
         judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
         broken = {name: ("broken", why) for name, why in misplaced(content).items()}
         damaged = damages(content, self._records, self.bad, {**broken, **self._failed})
-        entries = with_aliases(content, self._entries) if self._hashes else self._entries
+        # {"lm_head.weight": "embed.weight"} in the metadata of a safetensors file says that one is the other, as
+        # safetensors.torch.save_model writes it and load_model reads it. Every shard may have that of all shards.
+        known, aliases = {entry.name: entry for entry in self._entries}, dict[str, TensorSum]()
+        for file, part in content.parts if self._hashes else ():
+            if part.format == "safetensors":
+                for alias, name in header_metadata(content.open_file(file)).items():
+                    if name in known and alias not in known and alias != "format":
+                        aliases[alias] = known[name]._replace(name=alias)
+        entries = (*self._entries, *aliases.values())
         # A tensor that claims more bytes than the file has is not hashed; then there is no hash of all tensors.
         complete = all(entry.sha256 or entry.nbytes == 0 for entry in self._entries) and not self._failed
         hashed = self._hashes and complete and judged.integrity != "not-a-checkpoint"
@@ -325,7 +333,7 @@ class _Scan:
                 for finding in judged.findings
                 if rule_of(finding.code).integrity != "whole" or finding.code in _REMARKS
             ),
-            tensors=tuple(entries),
+            tensors=entries,
             sha256=hash_of_all(entries) if hashed else "",
         )
 
@@ -340,22 +348,6 @@ def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
         else:
             yield tensor, f"it is made of {len(tensor.parts)} others" if tensor.parts else "it has no elements here"
             yield from _leaves(tensor.parts)
-
-
-def with_aliases(content: Content, entries: list[TensorSum]) -> list[TensorSum]:
-    """The entries, and one for each alias that a safetensors file records.
-
-    ``{"lm_head.weight": "embed.weight"}`` in ``__metadata__`` says that ``lm_head.weight`` is ``embed.weight``, as
-    ``safetensors.torch.save_model`` writes it and ``load_model`` reads it.
-    """
-    known = {entry.name: entry for entry in entries}
-    more: dict[str, TensorSum] = {}  # every shard may have the metadata of all shards
-    for file, checkpoint in content.parts:
-        if checkpoint.format == "safetensors":
-            for alias, name in header_metadata(content.open_file(file)).items():
-                if name in known and alias not in known and alias != "format":
-                    more[alias] = known[name]._replace(name=alias)
-    return [*entries, *more.values()]
 
 
 # -- how many tensors there are
