@@ -24,7 +24,7 @@ from transload.checkpoint import FORMATS, Checkpoint, Record, Tensor
 from transload.contents import PROGRAMS, byte_span, with_parts
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import CannotReadError, RescueError, UsageError
-from transload.findings import Problem, quoted, rescue_command
+from transload.findings import quoted, rescue_command
 from transload.formats import gc_paused, pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.plain_pickle import holds_tensors
@@ -61,7 +61,7 @@ from transload.rescuing.bitflips import Claim, Repair, check_records
 from transload.rescuing.damaged_index import Unread, is_ordered, read_damaged_index
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.tensors.content import Content, open_content
-from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records
+from transload.tensors.damage import Key, damages, key_of, records_of, sum_records
 from transload.writing.output import Bundle, begins_with
 from transload.writing.to_torch import TensorCalls
 
@@ -246,7 +246,7 @@ def _rescue_file(
                 fix = "Choose a fitting name, then convert it: transload convert RESCUED OTHER."
                 raise UsageError(what, where=target, fix=fix)
             outcomes = Outcomes(checkpoint, recovered)
-            tensors = tuple(outcomes.of(tensor) for tensor in checkpoint.tensors)
+            tensors = [outcomes.of(tensor) for tensor in checkpoint.tensors]
             records = _lost_records(checkpoint, recovered)
             lost = any(outcome.state == "lost" for outcome in tensors)
             kept = any(outcome.nbytes for outcome in tensors if outcome.state != "lost")
@@ -283,13 +283,9 @@ def _rescue_file(
                 refuse_growth(out.size, recovered)
                 new = judge(checkpoint if out is recovered.source else read_source(out))
                 held = {tensor.name for tensor in new.tensors}
-                why = "the new file cannot hold it"
-                tensors = tuple(
-                    each
-                    if each.state == "lost" or each.name in held
-                    else each._replace(state="lost", checked=False, why=why)
-                    for each in tensors
-                )
+                for index, each in enumerate(tensors):
+                    if each.state != "lost" and each.name not in held:
+                        tensors[index] = each._replace(state="lost", checked=False, why="the new file cannot hold it")
                 if new.integrity in ("damaged", "not-a-checkpoint"):
                     warnings += [finding.title for finding in new.findings if finding.severity == "error"][:_SHOWN]
         made = Rescue(
@@ -300,7 +296,7 @@ def _rescue_file(
             source.size,
             how,
             bool(out and target and not dry_run),
-            tensors,
+            tuple(tensors),
             records,
             recovered.repairs,
             fill or "",
@@ -420,7 +416,30 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         # Damaged pickles, from which names and shapes were read.
         indexes = [name for name in dict.fromkeys(names) if name.endswith(".pkl")]
         over = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), content.parts)
-        outcomes = tuple(_outcomes(over, every, bad, undone, indexes))
+        # The id of a storage begins with its file, or the archive within a file. Of many damaged pickles only the first
+        # are listed. Then none can be trusted, and the empty prefix matches every id.
+        unnamed = any(problem.code == "crc-mismatch" and not problem.where for problem in checkpoint.problems)
+        distrusted = ("",) if unnamed else tuple(f"{name.partition(' › ')[0]}:" for name in indexes)
+        # Records both by name and by offset: a compressed storage has no offset.
+        keys = [key_of(file, record) for file, inside in every.items() for record in inside if record.crc32 is not None]
+        summed = {place for key in keys for place in (key[:2], key[::2])}
+        repaired_at = {place for key in undone for place in (key[:2], key[::2])}
+        reasons = {damage.name: damage.detail for damage in damages(over, every, bad, {})}
+        outcomes: list[TensorOutcome] = []
+        for tensor in checkpoint.tensors:
+            stored = (over.storage(part) for part in with_parts(tensor))
+            held = [storage for storage in stored if storage is not None and storage.nbytes]
+            places = {(each.file, each.record if each.offset is None else each.offset) for each in held}
+            if tensor.name not in reasons and not any(each.id.startswith(distrusted) for each in held):
+                state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
+                outcomes.append(TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed))
+            else:
+                why = reasons.get(tensor.name, "the index that names it is damaged")
+                outcomes.append(TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why))
+        existing = {tensor.name for tensor in checkpoint.tensors}
+        for name, why in reasons.items():
+            if name not in existing:  # an index names it, and no file has it
+                outcomes.append(TensorOutcome(name, "lost", 0, checked=False, why=why))
         lost = {outcome.name for outcome in outcomes if outcome.state == "lost"}
         kept = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in lost)
         warnings: list[str] = []  # what is wrong with the files, apart from the tensors that are lost
@@ -444,7 +463,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
             checkpoint.nbytes,
             how,
             bool(target and how != "nothing" and not dry_run),
-            outcomes,
+            tuple(outcomes),
             tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes),
             tuple(repairs),
             warnings=tuple(warnings),
@@ -460,38 +479,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         )
         beside = (f"everything that is not a tensor, as plain data: {done.leftovers}",) if done.leftovers else ()
         others = tuple(LostRecord(each.name, each.why) for each in (*done.left, *done.listed) if each.name not in lost)
-        return replace(made, notes=(*made.notes, *done.notes, *beside), records=(*made.records, *others))
-
-
-def _outcomes(
-    content: Content, every: Records, bad: dict[Key, Problem], undone: set[Key], indexes: list[str]
-) -> Iterator[TensorOutcome]:
-    """What became of each tensor, including those that an index names and no file has."""
-    checkpoint = content.checkpoint
-    damaged = {damage.name: damage for damage in damages(content, every, bad, {})}
-    # The id of a storage begins with its file, or the archive within a file. Of many damaged pickles only the first are
-    # listed. Then none can be trusted, and the empty prefix matches every id.
-    unnamed = any(problem.code == "crc-mismatch" and not problem.where for problem in checkpoint.problems)
-    distrusted = ("",) if unnamed else tuple(f"{name.partition(' › ')[0]}:" for name in indexes)
-    # Records both by name and by offset: a compressed storage has no offset.
-    keys = [key_of(file, record) for file, records in every.items() for record in records if record.crc32 is not None]
-    summed = {place for key in keys for place in (key[:2], key[::2])}
-    repaired_at = {place for key in undone for place in (key[:2], key[::2])}
-    for tensor in checkpoint.tensors:
-        damage = damaged.get(tensor.name)
-        stored = (content.storage(part) for part in with_parts(tensor))
-        held = [storage for storage in stored if storage is not None and storage.nbytes]
-        places = {(each.file, each.record if each.offset is None else each.offset) for each in held}
-        if damage is None and not any(each.id.startswith(distrusted) for each in held):
-            state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
-            yield TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed)
-        else:
-            why = damage.detail if damage is not None else "the index that names it is damaged"
-            yield TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why)
-    there = {tensor.name for tensor in checkpoint.tensors}
-    for name, damage in damaged.items():
-        if name not in there:
-            yield TensorOutcome(name, "lost", 0, checked=False, why=damage.detail)
+        return replace(made, notes=(*done.notes, *beside), records=(*made.records, *others))
 
 
 # -- what became of each tensor

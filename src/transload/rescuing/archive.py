@@ -314,12 +314,10 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
     """A verdict on every record that was not replaced, in the order of the file, with its name."""
     records = [record for record in found.records if not record.replaced]
     named: dict[bytes, FoundRecord] = {}
-    unproven: set[bytes] = set()
     for record, (name, proven) in zip(records, _names(found, records), strict=True):
-        named.pop(name, None)  # the last record of a name counts: a new index is written after the old one
-        named[name] = record
-        if not proven:
-            unproven.add(name)
+        earlier = named.pop(name, None)  # the last record of a name counts: a new index is written after the old one
+        sure = proven and (earlier is None or earlier.name_proven)
+        named[name] = record._replace(name=name, name_proven=sure)
     summed = _has_checksums(named.values())
     claims = [claim_of(record, summed=summed) for record in named.values()]
     out: list[tuple[FoundRecord, Verdict]] = []
@@ -349,7 +347,7 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
                 present = max(0, min(storage.nbytes, source.size - record.payload))
                 record = record._replace(stored=storage.nbytes, present=present)  # noqa: PLW2901 - as it should be
                 verdict = Verdict("damaged")
-        out.append((record._replace(name=name, name_proven=name not in unproven), verdict))
+        out.append((record, verdict))
     return out
 
 
@@ -478,8 +476,7 @@ def _rebuild(
         if verdict.usable:
             if not named:
                 lost.append(LostRecord(name, "its name is damaged"))
-            parts = repaired(source, record.payload, record.stored, verdict.repairs)
-            content = tuple(part for part in parts if part.length)
+            content = tuple(repaired(source, record.payload, record.stored, verdict.repairs))
             if record.method and not by_torch:
                 packed = Assembly(content, source.name)
                 content = (Part(Inflating(packed, 0, record.stored, verdict.size), 0, verdict.size),)

@@ -22,8 +22,7 @@ from transload.formats.pickle_machine import run
 from transload.formats.verify import Lost, checksums
 from transload.formats.zip import DEFLATED
 from transload.frozen import NamedTuple
-from transload.io.checksums import ONE, POLYNOMIAL, times
-from transload.io.checksums import power as power_of
+from transload.io.checksums import ONE, POLYNOMIAL, power, times
 from transload.io.sources import Source
 
 Certainty = Literal["proven", "probable", "ambiguous"]
@@ -116,10 +115,10 @@ def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, i
     if not syndrome or not length:
         return []
     found: list[tuple[int, int]] = []
-    power = _logarithm(times(power_of(_MAX_BITS - 32), syndrome), min(8 * length, _MAX_BITS))
-    while power is not None and power < 8 * length and len(found) < most:
-        found.append((length - 1 - power // 8, 128 >> power % 8))
-        power += _MAX_BITS
+    bit = _logarithm(times(power(_MAX_BITS - 32), syndrome), min(8 * length, _MAX_BITS))
+    while bit is not None and bit < 8 * length and len(found) < most:
+        found.append((length - 1 - bit // 8, 128 >> bit % 8))
+        bit += _MAX_BITS
     return found
 
 
@@ -150,7 +149,7 @@ def _logarithm(value: int, most: int) -> int | None:
     for index in range(stride):
         small[step] = index
         step = step >> 1 ^ (POLYNOMIAL if step & 1 else 0)
-    factor = power_of(_MAX_BITS - stride)
+    factor = power(_MAX_BITS - stride)
     tables: list[list[int]] = []  # the product of the factor with every value of each byte
     for shift in (0, 8, 16, 24):
         table = [0]
@@ -162,8 +161,8 @@ def _logarithm(value: int, most: int) -> int | None:
     for large in range(stride + 1):
         index = small.get(value, -1)
         if index >= 0:
-            power = large * stride + index
-            return power if power < most else None
+            exponent = large * stride + index
+            return exponent if exponent < most else None
         value = low[value & 255] ^ second[value >> 8 & 255] ^ third[value >> 16 & 255] ^ high[value >> 24]
     return None
 

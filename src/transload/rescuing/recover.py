@@ -25,17 +25,7 @@ from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import read_journal, state_of
 from transload.io.packed import UNWRAPPED, decompressor, packed_as
-from transload.io.sources import (
-    Assembly,
-    BytesSource,
-    ObjectSource,
-    Part,
-    Slice,
-    Source,
-    has_journal,
-    inflated,
-    journal_path,
-)
+from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source, inflated, journal_path
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,
@@ -299,11 +289,9 @@ def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -
 def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None:
     """The file as it was before an interrupted retag, using the journal beside it; ``None`` if there was none."""
     descriptor = getattr(source, "descriptor", -1)
-    if not has_journal(path) or descriptor < 0:
-        return None
     try:
-        journal = read_journal(journal_path(path), descriptor)
-    except OSError:
+        journal = read_journal(journal_path(path), descriptor) if descriptor >= 0 else None
+    except OSError:  # most often, there is none
         return None
     if journal is None or state_of(descriptor, journal.changes) != "between":  # it has not begun, or is done
         return None
