@@ -280,10 +280,9 @@ def edits_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | 
 def _text(text: str, code: int) -> bytes:
     """The opcode that pushes a string: the same one as before if possible, else a similar one."""
     raw = text.encode()
-    if code in _PYTHON2 and len(raw) < 256:
-        return _SHORT_BINSTRING + bytes([len(raw)]) + raw
-    if code == _SHORT_BINUNICODE[0] and len(raw) < 256:
-        return _SHORT_BINUNICODE + bytes([len(raw)]) + raw
+    short = _SHORT_BINSTRING if code in _PYTHON2 else _SHORT_BINUNICODE if code == 0x8C else b""
+    if short and len(raw) < 256:
+        return short + bytes([len(raw)]) + raw
     return _BINUNICODE + len(raw).to_bytes(4, "little") + raw
 
 
