@@ -41,14 +41,13 @@ from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 from transload.rescuing.archive import (
     METADATA,
+    Archive,
     ArchiveRecord,
     Filler,
     LostRange,
     LostRecord,
     Recovered,
-    archive,
     checksum,
-    lay_out,
     literal,
     name_below_root,
     recover_directory,
@@ -580,7 +579,7 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
     order = 1 + max(record.order for record in records)
     if is_program(checkpoint):
         empty_tuple = stored_record(root + b"/constants.pkl", literal(b"\x80\x02)."), order=order)
-        return recovered, read_source(archive([*records, empty_tuple], name))
+        return recovered, read_source(Archive([*records, empty_tuple], name))
     folder = b"/tensors/" if any(record.name.startswith(root + b"/tensors/") for record in records) else b"/data/"
     added: dict[bytes, ArchiveRecord] = {}
     for storage in checkpoint.storages:
@@ -696,7 +695,7 @@ def rebuilt(recovered: Recovered, records: Sequence[ArchiveRecord]) -> Source:
         record if record.crc32 or record.method else record._replace(crc32=checksum(record.content))
         for record in records
     ]
-    return archive(summed, recovered.source.name)
+    return Archive(summed, recovered.source.name)
 
 
 def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
@@ -725,7 +724,7 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     whole = Assembly(replaced(source, 0, source.size, fills), source.name)
     if not recovered.records:
         return whole
-    starts = lay_out(recovered.records).starts
+    starts = Archive(recovered.records, "").starts
     records = [
         record._replace(content=(Part(whole, starts[record.name], record.stored),), crc32=0) if record.lost else record
         for record in recovered.records
@@ -783,7 +782,6 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
 
 
 def _with_content(record: ArchiveRecord, data: bytes) -> ArchiveRecord:
-    """The record with other bytes."""
     return stored_record(record.name, literal(data), order=record.order)._replace(time=record.time, date=record.date)
 
 
@@ -850,7 +848,7 @@ def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor
     for ident, storage in used.items():
         contents[b"data/" + keys[ident].encode()] = Part(source, storage.offset or 0, storage.nbytes)
     contents[b"version"] = literal(b"3\n")
-    return archive([stored_record(b"archive/" + name, part) for name, part in contents.items()], source.name)
+    return Archive([stored_record(b"archive/" + name, part) for name, part in contents.items()], source.name)
 
 
 # -- the report

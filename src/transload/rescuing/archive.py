@@ -157,79 +157,69 @@ def stored_record(name: bytes, part: Part, *, order: int = 0, crc32: int | None 
     return ArchiveRecord(name, (part,), part.length, part.length, value, flags=flags, order=order)
 
 
-class Layout(NamedTuple):
-    """The parts of an archive, in order.
+class Archive(Assembly):
+    """An archive of these records; ``after`` are parts between the last record and the directory.
 
     ``generated`` are the headers, descriptors and the directory, with their offsets. ``starts`` is where the bytes of
     each record begin, by its name.
     """
 
-    parts: list[Part]
-    generated: list[tuple[int, bytes]]
-    starts: dict[bytes, int]
+    def __init__(self, records: Iterable[ArchiveRecord], name: str, after: Iterable[Part] = ()) -> None:
+        self.generated: list[tuple[int, bytes]] = []
+        self.starts: dict[bytes, int] = {}
+        parts: list[Part] = []
+        entries: list[tuple[int, bytes]] = []
+        at = 0
+
+        def put(*more: Part) -> None:
+            nonlocal at
+            parts.extend(more)
+            at += sum(part.length for part in more)
+
+        def generate(data: bytes) -> None:
+            self.generated.append((at, data))
+            put(literal(data))
+
+        for record in records:
+            put(*record.before)
+            # torch's writer stores records uncompressed, without a date. Other archives have compression, flags, times,
+            # and another padding, which is kept.
+            header = bytearray(local_header(record.name, record.stored, at, ALIGNMENT if record.padding is None else 1))
+            if record.padding is not None:
+                header[-2:] = record.padding.to_bytes(2, "little") + b"Z" * record.padding
+                pack_into("<H", header, 28, (len(header) - LOCAL.size - len(record.name)) & 0xFFFF)
+            entry = bytearray(central_entry(record.name, record.stored, record.crc32, at))
+            common = (20 if record.method else 0, record.flags, record.method, record.time, record.date)
+            pack_into("<5H", header, 4, *common)
+            pack_into("<5H", entry, 6, *common)
+            behind = descriptor(record.stored, record.crc32, at) if record.flags & HAS_DESCRIPTOR else b""
+            if record.size != record.stored:
+                pack_into("<L", entry, 24, record.size)
+                width = (len(behind) - 8) // 2
+                behind = behind[:-width] + record.size.to_bytes(width, "little") if behind else b""
+            if record.stored and not behind:
+                pack_into("<3L", header, 14, record.crc32, record.stored & 0xFFFFFFFF, record.size & 0xFFFFFFFF)
+            entries.append((record.order, bytes(entry)))
+            generate(bytes(header))
+            self.starts.setdefault(record.name, at)
+            put(*record.content)
+            generate(behind)
+        put(*after)
+        directory = b"".join(entry for _, entry in sorted(entries, key=lambda each: each[0]))
+        generate(directory + end_of_archive(len(entries), at, len(directory)))
+        super().__init__(parts, name)
 
 
-def archive(records: Sequence[ArchiveRecord], name: str) -> Assembly:
-    """Lay out an archive of these records."""
-    return Assembly(lay_out(records).parts, name)
-
-
-def with_records(made: Recovered, records: Sequence[ArchiveRecord], layout: Layout | None = None) -> Recovered:
+def with_records(made: Recovered, records: Sequence[ArchiveRecord], archive: Archive | None = None) -> Recovered:
     """A recovered archive with other records, and what is lost and repaired in them."""
-    layout = layout or lay_out(records)
-    placed = [(layout.starts[record.name], record) for record in records]
+    archive = archive or Archive(records, made.source.name)
+    placed = [(archive.starts[record.name], record) for record in records]
     return made._replace(
-        source=Assembly(layout.parts, made.source.name),
+        source=archive,
         records=tuple(records),
         lost_ranges=tuple(LostRange(at + start, at + end, why) for at, each in placed for start, end, why in each.lost),
         repaired_at=tuple(at + byte for at, record in placed for byte in record.repaired_at),
     )
-
-
-def lay_out(records: Iterable[ArchiveRecord], after: Iterable[Part] = ()) -> Layout:
-    """Lay out an archive; ``after`` are parts between the last record and the directory."""
-    made = Layout([], [], {})
-    entries: list[tuple[int, bytes]] = []
-    at = 0
-
-    def put(parts: Iterable[Part]) -> None:
-        nonlocal at
-        for part in parts:
-            made.parts.append(part)
-            at += part.length
-
-    def generate(data: bytes) -> None:
-        made.generated.append((at, data))
-        put([literal(data)])
-
-    for record in records:
-        put(record.before)
-        # torch's writer stores records uncompressed, without a date. Other archives have compression, flags, times, and
-        # another padding, which is kept.
-        header = bytearray(local_header(record.name, record.stored, at, ALIGNMENT if record.padding is None else 1))
-        if record.padding is not None:
-            header[-2:] = record.padding.to_bytes(2, "little") + b"Z" * record.padding
-            pack_into("<H", header, 28, (len(header) - LOCAL.size - len(record.name)) & 0xFFFF)
-        entry = bytearray(central_entry(record.name, record.stored, record.crc32, at))
-        common = (20 if record.method else 0, record.flags, record.method, record.time, record.date)
-        pack_into("<5H", header, 4, *common)
-        pack_into("<5H", entry, 6, *common)
-        behind = descriptor(record.stored, record.crc32, at) if record.flags & HAS_DESCRIPTOR else b""
-        if record.size != record.stored:
-            pack_into("<L", entry, 24, record.size)
-            width = (len(behind) - 8) // 2
-            behind = behind[:-width] + record.size.to_bytes(width, "little") if behind else b""
-        if record.stored and not behind:
-            pack_into("<3L", header, 14, record.crc32, record.stored & 0xFFFFFFFF, record.size & 0xFFFFFFFF)
-        entries.append((record.order, bytes(entry)))
-        generate(bytes(header))
-        made.starts.setdefault(record.name, at)
-        put(record.content)
-        generate(behind)
-    put(after)
-    directory = b"".join(entry for _, entry in sorted(entries, key=lambda each: each[0]))
-    generate(directory + end_of_archive(len(entries), at, len(directory)))
-    return made
 
 
 # -- a damaged archive
@@ -280,31 +270,30 @@ def recover_archive(source: Source) -> Recovered | None:
     records = _with_version(records, notes)
     lost += [LostRecord(name_below_root(entry.name), "it is not in the file") for entry in found.missing]
     # Compare the new archive with the damaged file.
-    layout = lay_out(records, after)
-    in_place = not lost and {record.header for record in records} <= {offset for offset, _ in layout.generated}
+    archive = Archive(records, source.name, after)
+    in_place = not lost and {record.header for record in records} <= {offset for offset, _ in archive.generated}
     repairs = [
         repair._replace(record=name_below_root(each.name)) for each, verdict in checked for repair in verdict.repairs
     ]
     if not found.directory.entries and not in_place:
         notes.insert(0, "the directory of the archive is missing: the records were found one by one")
     proven = all(each.name_proven for each, _ in checked)  # a header contains the name: it is no more certain than that
-    for offset, right in layout.generated if in_place else ():
+    for offset, right in archive.generated if in_place else ():
         repairs += differences(offset, source.read(offset, len(right)), right, proven=proven)
     if len(repairs) > _MAX_REPAIRS:
         rest = f"the first {_MAX_REPAIRS:,} are listed"
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
-    size = sum(part.length for part in layout.parts)
-    lack = size - source.size if in_place else 0
+    lack = archive.size - source.size if in_place else 0
     if lack > 0:
         notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")
     if lack < 0:
-        another = source.read(size, 4) == b"PK\x03\x04"
+        another = source.read(archive.size, 4) == b"PK\x03\x04"
         what = "another archive begins there" if another else "they belong to no record"
-        notes.append(f"{-lack:,} bytes from byte {size:,} on are left out: {what}")
+        notes.append(f"{-lack:,} bytes from byte {archive.size:,} on are left out: {what}")
     unchecked = frozenset(name_below_root(each.name) for each, it in checked if it.state == "unchecked" and each.stored)
     listed = tuple(repairs[:_MAX_REPAIRS])
     made = Recovered(source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked)
-    return with_records(made, records, layout)
+    return with_records(made, records, archive)
 
 
 # -- checking records
@@ -542,16 +531,14 @@ def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveR
             prefix = min(found, key=lambda name: (name.count(b"/"), len(name)))[: -len(index)]
             break
     root = prefix.rstrip(b"/").rpartition(b"/")[2] or b"archive"
-    inside: list[ArchiveRecord] = []
-    outside: list[ArchiveRecord] = []
-    for record in records:
-        kept = not is_clutter(record.name) and record.name.startswith(prefix)
-        (inside if kept else outside).append(record)
+    kept = {name for name in names if name.startswith(prefix)}
+    outside = [record.name for record in records if record.name not in kept]
     if outside:
-        some = text_of(outside[0].name)[:80]
+        some = text_of(outside[0])[:80]
         notes.append(f"{len(outside)} records that are not part of the checkpoint were left out, such as {some}")
     if prefix != root + b"/":
         notes.append(f"the records were moved into the folder {text_of(root)}/, where torch looks for them")
+    inside = [record for record in records if record.name in kept]
     return [record._replace(name=root + b"/" + record.name[len(prefix) :], header=-1) for record in inside]
 
 
@@ -604,7 +591,7 @@ def recover_directory(path: str) -> Recovered:
         content = Part(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
         records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)
-    made = archive(records, path)
+    made = Archive(records, path)
     return Recovered(
         made, exact=False, notes=tuple(notes), records=tuple(records), all_unchecked=True, nbytes=made.size
     )

@@ -103,8 +103,13 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
     if not starts and directory.entries:
         starts.append(0)  # its first bytes were overwritten
     for offset in starts:
-        if first is not None and _is_within(source, offset, first):
-            continue
+        if first is not None:  # this one may be inside an undamaged record of the first, or where one begins
+            lost = {record.name for record in first.lost_records}
+            whole = [record for record in first.records if name_below_root(record.name) not in lost]
+            parts = [part for record in whole for part in record.content if part.source is source]
+            inside = any(part.offset <= offset < part.offset + part.length for part in parts)
+            if inside or any(record.payload == offset for record in Scan(source, repaired_bytes).records):
+                continue
         made = recover_archive(Slice(source, offset, source.size - offset, source.name) if offset else source)
         if made is not None:
             first = first or made
@@ -130,16 +135,6 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
         if made is not None:
             yield at, made
             return
-
-
-def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
-    """Whether an offset is inside an undamaged record of an archive, or where one begins: it is part of that."""
-    lost = {record.name for record in outer.lost_records}
-    for record in outer.records:
-        places = () if name_below_root(record.name) in lost else record.content
-        if any(part.source is source and part.offset <= offset < part.offset + part.length for part in places):
-            return True
-    return any(record.payload == offset for record in Scan(source, repaired_bytes).records)
 
 
 # -- legacy streams: five pickles, then the storages, each after the count of its elements
@@ -310,7 +305,6 @@ def _temporary_file(stack: ExitStack) -> BinaryIO:
 
 
 def _file_source(file: BinaryIO, name: str) -> Source:
-    """A temporary file as a source."""
     source = ObjectSource(file)
     source.name = name
     return source
@@ -423,7 +417,6 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
 
 
 def _head(source: Source, record: FoundRecord) -> Source:
-    """The first bytes of a record."""
     if record.method != DEFLATED:
         return Slice(source, record.payload, min(64, record.present), source.name)
     packed = Slice(source, record.payload, record.present, source.name)

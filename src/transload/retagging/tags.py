@@ -31,7 +31,6 @@ _SILENT_BYTES = bytes(_SILENT)
 _MAKING = _LITERALS | _GETS | frozenset(b"KMJBC\x8eIL\x8a\x8bGFN\x88\x89)]}c\x85\x86\x87\x93")
 _TAKING = {0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
 _TAG = 3  # ("storage", type, key, tag, numel), in the legacy format followed by a view
-_LENGTHS = (5, 6)
 _MAX_OPCODES = 200  # of one id; torch writes at most 30, but a hostile file may nest a million ids
 _BINUNICODE, _SHORT_BINUNICODE, _SHORT_BINSTRING = b"X", b"\x8c", b"U"
 _PYTHON2 = frozenset(b"UST")
@@ -139,7 +138,7 @@ def _tag_place(codes: bytes) -> int:
             return -1
         del makers[len(makers) - taken :]
         makers.append(index)
-    plain = len(makers) in _LENGTHS and codes[makers[_TAG]] in _LITERALS | _GETS
+    plain = len(makers) in (5, 6) and codes[makers[_TAG]] in _LITERALS | _GETS
     return makers[_TAG] if plain else -1
 
 
