@@ -176,7 +176,6 @@ OTHERS = "*"
 """In a mapping, the key for every tag that is not named."""
 
 _DEVICE = re.compile(r"[a-z][a-z_]*(?::(?:0|[1-9][0-9]{0,5}))?")
-_SINGLE = ("cpu", "mps")
 _NEVER = {
     "meta": "torch.load(path) would then give tensors without numbers",
     "xla": "torch restores no storages on xla: load with map_location='cpu' and move the tensors",
@@ -216,7 +215,7 @@ def _device(name: object) -> str:
     kind, colon, _ = name.partition(":")
     if kind in _NEVER:
         raise UsageError(f"{name!r} makes no sense as a tag: {_NEVER[kind]}")
-    if kind in _SINGLE and colon:
+    if kind in ("cpu", "mps") and colon:
         raise UsageError(f"torch does not read a tag {name!r}, only {kind!r}", fix=f"Write {kind}.")
     if not _DEVICE.fullmatch(name) or kind not in KINDS:
         near = closest_kind(kind[:40])
@@ -313,7 +312,7 @@ def plan_of(source: FileSource, wanted: TagMap, target: str = "") -> tuple[Retag
     tags = tuple(sorted(changed, key=lambda tag: (-tag.nbytes, tag.old)))
     method, changes = "none", Changes((), source.size, source.size)
     if any(tag.old != tag.new for tag in tags):
-        method, changes = _prove_changes(source, checkpoint, main, wanted, copy=bool(target))
+        method, changes = _proven(source, checkpoint, main, wanted, copy=bool(target))
     # Named tags that do not exist, devices that stay as they are, and dangerous files.
     warnings: list[str] = []
     existing = [tag.old for tag in tags]
@@ -333,9 +332,7 @@ def plan_of(source: FileSource, wanted: TagMap, target: str = "") -> tuple[Retag
     return Retag(*done, done=False, warnings=tuple(warnings)), changes, seen
 
 
-def _prove_changes(
-    source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap, *, copy: bool
-) -> tuple[str, Changes]:
+def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap, *, copy: bool) -> tuple[str, Changes]:
     """The method and the changes; ``RetagError`` unless the changed file would differ only in its tags."""
     record = None  # data.pkl of an archive; in the legacy format the pickles follow one another
     plain = checkpoint.format == "pickle"
