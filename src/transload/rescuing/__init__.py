@@ -287,21 +287,10 @@ def _rescue_file(
                         tensors[index] = each._replace(state="lost", checked=False, why="the new file cannot hold it")
                 if new.integrity in ("damaged", "not-a-checkpoint"):
                     warnings += [finding.title for finding in new.findings if finding.severity == "error"][:_SHOWN]
-        made = Rescue(
-            path or source.name,
-            target,
-            f"{target}.rescue.json" if target else "",
-            checkpoint.format,
-            source.size,
-            how,
-            bool(out and target and not dry_run),
-            tuple(tensors),
-            records,
-            recovered.repairs,
-            fill or "",
-            recovered.notes,
-            tuple(warnings),
-        )
+        report_path = f"{target}.rescue.json" if target else ""
+        done = bool(out and target and not dry_run)
+        file = (path or source.name, target, report_path, checkpoint.format, source.size, how, done)
+        made = Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", recovered.notes, tuple(warnings))
         if made.done and out is not None:
             report_progress = progress_counter(progress, out.size, "writing")
             with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
@@ -454,31 +443,22 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
                 warnings.append("numbered shards need no index: move it away, and rescue them again")
         how = ("left-out" if lost or warnings else "rebuilt") if any(tensor.nbytes for tensor in kept) else "nothing"
         advice = "; rescue that file by itself first"  # which is not possible for a sequence of archives
-        made = Rescue(
-            path,
-            target,
-            f"{target}.rescue.json" if target else "",
-            checkpoint.format,
-            checkpoint.nbytes,
-            how,
-            bool(target and how != "nothing" and not dry_run),
-            tuple(outcomes),
-            tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes),
-            tuple(repairs),
-            warnings=tuple(warnings),
-        )
+        unread = tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes)
+        report_path = f"{target}.rescue.json" if target else ""
+        done = bool(target and how != "nothing" and not dry_run)
+        files = (path, target, report_path, checkpoint.format, checkpoint.nbytes, how, done)
+        made = Rescue(*files, tuple(outcomes), unread, tuple(repairs), warnings=tuple(warnings))
         if not made.done:
             return made
         from transload.writing import write_content
         from transload.writing.plan import Options, format_of
 
         over.checkpoint = replace(checkpoint, tensors=kept)
-        done = write_content(
-            over, target, format_of(target), Options(), verify=True, overwrite=overwrite, progress=progress
-        )
-        beside = (f"everything that is not a tensor, as plain data: {done.leftovers}",) if done.leftovers else ()
-        others = tuple(LostRecord(each.name, each.why) for each in (*done.left, *done.listed) if each.name not in lost)
-        return replace(made, notes=(*done.notes, *beside), records=(*made.records, *others))
+        kind = format_of(target)
+        new = write_content(over, target, kind, Options(), verify=True, overwrite=overwrite, progress=progress)
+        beside = (f"everything that is not a tensor, as plain data: {new.leftovers}",) if new.leftovers else ()
+        others = tuple(LostRecord(each.name, each.why) for each in (*new.left, *new.listed) if each.name not in lost)
+        return replace(made, notes=(*new.notes, *beside), records=(*made.records, *others))
 
 
 # -- what became of each tensor

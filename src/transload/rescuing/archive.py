@@ -481,7 +481,8 @@ def _rebuild(
             continue
         stored = sum(part.length for part in content)
         flags = 0x0808 if record.stored else 0x0800
-        padding = None
+        padding: int | None = None
+        before: tuple[Part, ...] = ()
         missing: tuple[LostRange, ...] = ()
         if verdict.state == "damaged":
             why, places = "its bytes do not match their checksum", verdict.candidates
@@ -494,25 +495,14 @@ def _rebuild(
             if record.local is not None and record.entry is not None and record.local.flags == record.entry.flags:
                 flags = record.local.flags
             wide = 12 if record.wide and record.stored < 0xFFFFFFFF else 20 if record.wide else 0
-            padding = record.payload - record.header - 34 - len(record.name) - wide
-        made = ArchiveRecord(
-            record.name,
-            content,
-            verdict.size if by_torch and record.method else stored,
-            stored,
-            verdict.crc32 or 0,
-            record.method if by_torch else 0,
-            flags,
-            time,
-            date,
-            padding if padding is not None and 0 <= padding < 0xFFFF else None,
-            (Part(source, reached, record.header - reached),) if by_torch and reached < record.header else (),
-            order,
-            record.header,
-            lost=missing,
-            repaired_at=tuple(repair.position - record.payload for repair in verdict.repairs),
-        )
-        records.append(made)
+            room = record.payload - record.header - 34 - len(record.name) - wide
+            padding = room if 0 <= room < 0xFFFF else None
+            before = (Part(source, reached, record.header - reached),) if reached < record.header else ()
+        size, method = (verdict.size, record.method) if by_torch and record.method else (stored, 0)
+        made = ArchiveRecord(record.name, content, size, stored, verdict.crc32 or 0, method, flags, time, date)
+        made = made._replace(padding=padding, before=before, order=order, header=record.header, lost=missing)
+        repaired_at = tuple(repair.position - record.payload for repair in verdict.repairs)
+        records.append(made._replace(repaired_at=repaired_at))
         reached = record.end
     return records, lost
 

@@ -198,14 +198,9 @@ def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostR
     if lack:
         ranges.append(LostRange(source.size, end, "the file ends before its last byte"))
     notes = (f"{source.size - end:,} bytes after the last {last} are left out",) if source.size > end else ()
-    return Recovered(
-        Assembly(repaired(whole, 0, end, repairs), source.name),
-        not ranges,
-        tuple(ranges),
-        tuple(repair for repair in repairs if repair.position < source.size),
-        notes=notes,
-        all_unchecked=True,
-    )
+    made = Assembly(repaired(whole, 0, end, repairs), source.name)
+    within = tuple(repair for repair in repairs if repair.position < source.size)
+    return Recovered(made, not ranges, tuple(ranges), within, notes=notes, all_unchecked=True)
 
 
 # -- safetensors: a length, a table, then the tensors
