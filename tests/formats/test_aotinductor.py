@@ -16,7 +16,7 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint, Part
 from transload.formats import read
-from transload.formats.torch_export import HEADER, capability, ptx_target, read_elf
+from transload.formats.programs import HEADER, capability, read_elf
 
 FOLDER = "data/aotinductor/model/"
 
@@ -83,7 +83,6 @@ def test_other_processors() -> None:
 def test_no_header_raises(head: bytes) -> None:
     read_elf(head)
     read_elf(b"\x7fELF" + head)
-    ptx_target(head)
 
 
 def test_compute_capabilities() -> None:

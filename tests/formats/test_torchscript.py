@@ -22,7 +22,7 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.formats import read
-from transload.formats.programs import code_problems, operators
+from transload.formats.programs import code_problems
 
 RELEASES = [
     "torch-1.0.0-py2.7.18",
@@ -292,11 +292,11 @@ def test_no_spelling_that_torch_runs_goes_unseen(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_what_torch_writes_is_no_alarm(code: str) -> None:
-    assert not operators(code)
+    assert code_problems("a.py", code) == []
 
 
 def test_an_open_quote_hides_nothing() -> None:
-    assert operators('s = "a\n"; torch.save(x, "f")')
+    assert code_problems("a.py", 's = "a\n"; torch.save(x, "f")')
 
 
 def test_a_program_of_many_quotes_takes_no_time() -> None:

@@ -217,17 +217,13 @@ def _zip_reader(archive: Archive, *, tree: bool) -> Callable[[Archive], Checkpoi
     reader = partial(read_torch_zip, tree=tree)
     if has_pickle:
         return reader
-    if any(name.startswith("data/aotinductor/") for name in archive.records):
-        from transload.formats.torch_export import read_aotinductor
+    from transload.formats.programs import read_aotinductor, read_export, read_package
 
+    if any(name.startswith("data/aotinductor/") for name in archive.records):
         return read_aotinductor
     if archive.find("archive_format") or any(name.startswith("serialized_") for name in archive.records):
-        from transload.formats.torch_export import read_export
-
         return read_export
     if archive.find(".data/extern_modules") or archive.find(".data/python_version"):
-        from transload.formats.programs import read_package
-
         return read_package
     # What is left of a torch.save archive whose index is lost.
     left = ("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0")

@@ -25,7 +25,7 @@ from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
 from transload.formats.zip import Payload, ZipIndex
 from transload.frozen import NamedTuple, replace
 from transload.io.sources import FileSource, Slice, Source
-from transload.nodes import Call, Dict, Global, Pickle
+from transload.nodes import Call, Dict, Global
 from transload.render.words import plural
 
 ReadFile = Callable[[str], Checkpoint]
@@ -708,7 +708,35 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
             )
     else:
         checkpoint = _describe_unknown(listing)
-    return _with_other_files(checkpoint or merger.merged(), listing, read_file)
+    checkpoint = checkpoint or merger.merged()
+    # Add dangling links, and files that are not part of the checkpoint: a program that loads the directory may load
+    # those, too, so their pickles are read.
+    noted = LimitedProblems()
+    noted.extend(checkpoint.problems)
+    if listing.cut:
+        noted.add("directory-too-long", "", f"only its first {MAX_ENTRIES:,} entries were looked at")
+    if listing.dangling:
+        noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {join_names(listing.dangling)}")
+    known = {part.name for part in checkpoint.parts}
+    beside = [] if "unpacked" in dict(checkpoint.facts) else [name for name in found if name not in known]
+    pickles = [*checkpoint.pickles]
+    for name in beside[:_MAX_OTHERS]:
+        try:
+            other = read_file(listing.join(name))
+        except CannotReadError as error:
+            noted.add("part-unreadable", name, error.what)
+            continue
+        for pickle in other.pickles:
+            pickle.main = False
+            pickle.name = f"{name} › {pickle.name}"
+        noted.extend(problem.within(name) for problem in other.problems if problem.code in _SAFETY_PROBLEMS)
+        pickles += other.pickles
+    if beside:
+        noted.add("directory-others", "", f"{len(beside):,} files: {join_names(beside)}")
+    if len(beside) > _MAX_OTHERS:
+        noted.add("directory-others-unread", "", f"{len(beside) - _MAX_OTHERS:,} of them")
+    parts = (*checkpoint.parts, *(Part(name, "beside the checkpoint", listing.files[name]) for name in beside))
+    return replace(checkpoint, problems=noted.problems(), parts=parts, pickles=tuple(pickles))
 
 
 def _describe_unknown(listing: Listing) -> Checkpoint:
@@ -741,45 +769,6 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
     return out.checkpoint()
 
 
-def _with_other_files(checkpoint: Checkpoint, listing: Listing, read_file: ReadFile) -> Checkpoint:
-    """Add dangling links, and files that are not part of the checkpoint.
-
-    A program that loads the directory may load those, too, so their pickles are read.
-    """
-    noted = LimitedProblems()
-    noted.extend(checkpoint.problems)
-    if listing.cut:
-        noted.add("directory-too-long", "", f"only its first {MAX_ENTRIES:,} entries were looked at")
-    if listing.dangling:
-        noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {join_names(listing.dangling)}")
-    known = {part.name for part in checkpoint.parts}
-    unpacked = "unpacked" in dict(checkpoint.facts)
-    others = [] if unpacked else [name for name in _checkpoint_files(listing) if name not in known]
-    pickles: list[Pickle] = []
-    for name in others[:_MAX_OTHERS]:
-        try:
-            found = read_file(listing.join(name))
-        except CannotReadError as error:
-            noted.add("part-unreadable", name, error.what)
-            continue
-        for pickle in found.pickles:
-            pickle.main = False
-            pickle.name = f"{name} › {pickle.name}"
-        noted.extend(problem.within(name) for problem in found.problems if problem.code in _SAFETY_PROBLEMS)
-        pickles += found.pickles
-    if others:
-        noted.add("directory-others", "", f"{len(others):,} files: {join_names(others)}")
-    if len(others) > _MAX_OTHERS:
-        noted.add("directory-others-unread", "", f"{len(others) - _MAX_OTHERS:,} of them")
-    parts = tuple(Part(name, "beside the checkpoint", listing.files[name]) for name in others)
-    return replace(
-        checkpoint,
-        problems=noted.problems(),
-        parts=(*checkpoint.parts, *parts),
-        pickles=(*checkpoint.pickles, *pickles),
-    )
-
-
 # -- unpacked archives
 
 MAX_UNPACKED_FILES = 200_000
@@ -795,22 +784,18 @@ def read_unzipped(path: str) -> Checkpoint:
     ``file`` of a storage is relative to ``path``. A link that leads out of the directory is not followed: an untrusted
     archive could pass off any file of this machine as its own.
     """
+    from transload.formats.programs import read_package, read_torchscript
+
     listing = list_directory(path)
     # Unzipping makes a folder for the records; the path may be that folder, or the one around it.
     inside = len(listing.folders) == 1 and not listing.files and not Path(path, listing.folders[0]).is_symlink()
     lead = f"{listing.folders[0]}/" if inside else ""
     archive = open_directory(str(Path(path, lead)))
     archive.path = path
-    reader: Callable[[Archive], Checkpoint] = read_torch_zip
     if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
-        from transload.formats.programs import read_torchscript
-
-        reader = read_torchscript
-    elif archive.find(".data/extern_modules"):
-        from transload.formats.programs import read_package
-
-        reader = read_package
-    found = reader(archive)
+        found = read_torchscript(archive)
+    else:
+        found = read_package(archive) if archive.find(".data/extern_modules") else read_torch_zip(archive)
     storages = tuple(s._replace(file=f"{lead}{s.record}" if s.record else "") for s in found.storages)
     kind = "torch-directory" if found.format == "torch-zip" else found.format
     return replace(found, format=kind, storages=storages, facts=(*found.facts, ("unpacked", "yes")))

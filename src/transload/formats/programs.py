@@ -1,32 +1,28 @@
-"""Archives that contain programs: TorchScript, ``torch.package``, and what their readers share with ``torch_export``.
+"""Archives that contain programs: TorchScript, ``torch.package``, ``torch.export``, and what AOTInductor has compiled.
 
 TorchScript code is searched for devices and for operators that reach beyond tensors. It is neither run nor compiled,
 but split into tokens as TorchScript's lexer does; where the two could differ, it rather finds too much than too little.
-Opening a package runs its Python source; here that is only listed.
+Opening a package runs its Python source; here that is only listed. Of an exported program its graph is read, with
+devices and targets that no exporter writes, and its tensors; of a compiled one also its libraries and kernels, and
+which GPU they need.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Draft, Origin, Part, Record, Storage
-from transload.dtypes import ITEMSIZE, itemsize, named
-from transload.findings import Problem, Problems, join_names
-from transload.formats import pickle_machine
-from transload.formats.tensors import Tree, find_tensors, moved_storage, moved_tensor
-from transload.formats.torch_zip import (
-    Archive,
-    check_storages,
-    container_facts,
-    read_pickle,
-    read_tree,
-    record_text,
-    storage_table,
-    stray_records,
-)
+from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record, Storage
+from transload.dtypes import ITEMSIZE, SCALAR_TYPES, itemsize, named
+from transload.findings import Problem, Problems, first_lines, join_names
+from transload.formats import pickle_machine, torch_zip
+from transload.formats.tensors import StorageTable, Tree, find_tensors, moved_storage, moved_tensor
+from transload.formats.torch_zip import Archive, check_storages, container_facts, read_pickle, read_tree, storage_table
+from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, read_index, starts_like_zip
+from transload.frozen import replace
+from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, walk_nodes
 
 ALLOWANCE = 256 << 20
@@ -46,10 +42,12 @@ MAX_CODE = 32 << 20
 class Program(Draft):
     """A checkpoint while its archive is read: of the records no more bytes than the file has, and ``ALLOWANCE``."""
 
-    def __init__(self, archive: Archive, format_: str) -> None:
+    def __init__(self, archive: Archive, format_: str, texts: Iterable[str]) -> None:
         super().__init__(archive.path, format_, archive.nbytes, archive.problems)
         self.archive = archive
         self.records = tuple(archive.records.values())
+        self.facts = container_facts(archive, texts, self.problems)
+        self.big_endian = ("byteorder", "big") in self.facts
         self.left = {"records": archive.nbytes + ALLOWANCE, "code": MAX_CODE}  # bytes that may still be read
 
     def affords(self, record: Record, budget: str = "records") -> bool:
@@ -103,7 +101,7 @@ class Program(Draft):
 
     def note_strays(self, known: Iterable[str]) -> None:
         """Note records that are neither ``known`` nor storages; keep those that are pickles."""
-        strays, pickles = stray_records(self.archive, self.storages, known)
+        strays, pickles = torch_zip.stray_records(self.archive, self.storages, known)
         self.problems += strays
         self.pickles += pickles
 
@@ -209,30 +207,18 @@ _DOTTED = re.compile(r"(?<![\w.])(?:torch|ops)\b(?:\s*\.\s*[A-Za-z_]\w*)*")
 
 
 def code_problems(name: str, code: str) -> list[Problem]:
-    """The devices and the dangerous operators in one source file.
-
-    >>> [problem.code for problem in code_problems("a.py", 'torch.save(x, "f"); torch.device("cuda:0")')]
-    ['script-dangerous-op', 'script-device']
-    """
-    found = _operator_problems(name, operators(code))
-    devices = Counter(_DEVICE.findall(code)).most_common(8)
-    shown = ", ".join(f'torch.device("{device}") {count}×' for device, count in devices)
-    return [*found, Problem("script-device", name, shown)] if devices else found
-
-
-def operators(code: str) -> Counter[str]:
-    """The operators of ``OPERATORS`` that a program names, and tricks to hide the name of one.
+    """The devices and the dangerous operators in one source file, and tricks to hide the name of an operator.
 
     The compiler accepts ``torch.save``, ``ops.aten.save``, ``t = torch`` and then ``t.save``, ``(torch).save`` and
     ``getattr(torch, "save")``. In what torch itself writes, a dot always follows ``torch`` and ``ops``.
 
-    >>> operators("t = torch; t.save(x, name)")
-    Counter({'torch': 1})
+    >>> [problem.code for problem in code_problems("a.py", 't = torch; t.save(x, "f"); torch.device("cuda:0")')]
+    ['script-dangerous-op', 'script-device']
     """
     bare = _QUOTED.sub(" ", code)
     if '"' in bare or "'" in bare:  # a quote is left over: strings may end elsewhere
         bare = code
-    found: Counter[str] = Counter()
+    called: Counter[str] = Counter()
     for match in _DOTTED.finditer(bare.replace("\\\n", " ")):
         top, *parts = [part.strip() for part in match[0].split(".")]
         symbol = top
@@ -241,8 +227,11 @@ def operators(code: str) -> Counter[str]:
         elif top == "ops" and len(parts) > 1:
             symbol = f"{parts[0]}::{parts[1]}"
         if symbol in OPERATORS or symbol == top:
-            found[symbol] += 1
-    return found
+            called[symbol] += 1
+    found = _operator_problems(name, called)
+    devices = Counter(_DEVICE.findall(code)).most_common(8)
+    shown = ", ".join(f'torch.device("{device}") {count}×' for device, count in devices)
+    return [*found, Problem("script-device", name, shown)] if devices else found
 
 
 def _operator_problems(where: str, called: Counter[str]) -> list[Problem]:
@@ -261,10 +250,9 @@ _SCRIPT_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with 
 
 def read_torchscript(archive: Archive) -> Checkpoint:
     """Read a TorchScript archive. Its code is searched, never run."""
-    out = Program(archive, "torchscript")
+    out = Program(archive, "torchscript", ("version", "byteorder", ".data/serialization_id"))
     found = out.problems
-    notes = container_facts(archive, ("version", "byteorder", ".data/serialization_id"), found)
-    out.facts += [("operator version" if name == "version" else name, value) for name, value in notes]
+    out.facts = [("operator version" if name == "version" else name, value) for name, value in out.facts]
     version = dict(out.facts).get("operator version")
     if version is None:
         found.add("zip-no-version", detail="torch.jit.load needs the record `version`")
@@ -272,7 +260,25 @@ def read_torchscript(archive: Archive) -> Checkpoint:
         detail = f"it says {version[:40]!r}; torch reads up to {MAX_OPERATOR_VERSION}"
         found.add("zip-bad-version", "version", detail)
     old = archive.find("data.pkl") is None and archive.find("model.json") is not None
-    trees = [_read_old(out)] if old else _read_new(out)
+    if old:
+        trees = [_read_old(out)]
+    else:
+        main = read_pickle(archive, "data.pkl", found, _SCRIPT_IDS)
+        main.main = True
+        out.pickles.append(main)
+        table = storage_table(archive, big_endian=out.big_endian)
+        trees = [read_tree(_as_torch_save(archive, "data.pkl"), table, separator=".")]
+    if not old and archive.find("constants.pkl"):
+        out.pickles.append(read_pickle(archive, "constants.pkl", found, _SCRIPT_IDS))
+        held = _as_torch_save(archive, "constants.pkl")
+        held.root = Dict([part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)])
+        # The storages of constants are also numbered from zero, so they get other ids.
+        lead = "constants/"
+        table = storage_table(archive, forms=((lead, ""),), big_endian=out.big_endian)
+        more = read_tree(held, table, separator=".")
+        tensors = tuple(moved_tensor(tensor, lead) for tensor in more.tensors)
+        storages = tuple(moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
+        trees.append(more._replace(tensors=tensors, storages=storages))
     # Further pickles: bytecode, debug information, traced inputs; not the user's files in ``extra/``.
     names = (name for name in archive.records if name.endswith((".pkl", ".debug_pkl")) and name not in _MAIN)
     others = [name for name in names if not name.startswith("extra/")]
@@ -306,27 +312,6 @@ def read_torchscript(archive: Archive) -> Checkpoint:
     samples = [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
     out.note_strays({*others, *_MAIN, "model.json", *(part.name for part in out.parts), *samples})
     return out.checkpoint()
-
-
-def _read_new(out: Program) -> list[Tree]:
-    """Read ``data.pkl`` and ``constants.pkl``, which torch writes from 1.3 on."""
-    archive = out.archive
-    big_endian = record_text(archive, "byteorder", Problems()) == "big"
-    main = read_pickle(archive, "data.pkl", out.problems, _SCRIPT_IDS)
-    main.main = True
-    out.pickles.append(main)
-    tree = read_tree(_as_torch_save(archive, "data.pkl"), storage_table(archive, big_endian=big_endian), separator=".")
-    if archive.find("constants.pkl") is None:
-        return [tree]
-    out.pickles.append(read_pickle(archive, "constants.pkl", out.problems, _SCRIPT_IDS))
-    held = _as_torch_save(archive, "constants.pkl")
-    held.root = Dict([part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)])
-    more = read_tree(held, storage_table(archive, forms=(("constants/", ""),), big_endian=big_endian), separator=".")
-    # The storages of constants are also numbered from zero, so they get other ids.
-    lead = "constants/"
-    tensors = tuple(moved_tensor(tensor, lead) for tensor in more.tensors)
-    storages = tuple(moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
-    return [tree, more._replace(tensors=tensors, storages=storages)]
 
 
 def _members(root: object) -> list[Any]:
@@ -451,9 +436,8 @@ _PACKAGE_IDS: dict[str, tuple[int, ...]] = {"storage": (5,), "reduce_package": (
 
 def read_package(archive: Archive) -> Checkpoint:
     """Read a package. The names of tensors begin with that of their pickle: ``model/model.pkl/fc.weight``."""
-    out = Program(archive, "torch-package")
-    notes = container_facts(archive, _PACKAGE_TEXT_RECORDS, out.problems)
-    out.facts += [fact for fact in notes if fact != ("folder", "")]
+    out = Program(archive, "torch-package", _PACKAGE_TEXT_RECORDS)
+    out.facts = [fact for fact in out.facts if fact != ("folder", "")]
     payload = archive.get(".data/extern_modules", MAX_LIST)
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:
@@ -469,8 +453,7 @@ def read_package(archive: Archive) -> Checkpoint:
     saved = [pickle for pickle in out.pickles if not pickle.name.startswith(".data/")]
     if len(saved) == 1:
         saved[0].main = True
-    recorded = dict(out.facts)
-    table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=recorded.get("byteorder") == "big")
+    table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=out.big_endian)
     root: list[object] = []
     for pickle in out.pickles:
         plain = pickle
@@ -482,7 +465,23 @@ def read_package(archive: Archive) -> Checkpoint:
                 if type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str:
                     held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
         table.enter(plain.persistent)
-        root += _package_objects(plain)
+        if pickle.name.endswith(".debug_pkl"):
+            continue
+        # The root under the name of the record, and the results of nested package calls.
+        calls = [(held, call) for held in plain.persistent if (call := _package_call(held))]
+        top = next((call for held, call in calls if held is plain.root), None)
+        root += [] if top else [pickle.name, plain.root]
+        index = 0
+        for _, call in sorted(calls, key=lambda pair: pair[1] is not top):
+            # The result of the call. The first argument of a graph module is its ``__dict__``.
+            args = call.args if type(call.args) is tuple else ()
+            result = Call(call.callee, (), "reduce", call.position)
+            if args and type(args[0]) is Dict:
+                result.states = [args[0]]
+            else:
+                result.appended = list(args)
+            root += [pickle.name if call is top else f"{pickle.name}/reduce_package {index}", result]
+            index += call is not top
     out.add_tree(*find_tensors(Dict(root), table))
     out.problems += check_storages(out.storages, archive)
     for name, record in archive.records.items():
@@ -492,29 +491,8 @@ def read_package(archive: Archive) -> Checkpoint:
                 out.problems += code_problems(name, archive.read(record, MAX_CODE).data.decode("utf-8", "replace"))
         elif not name.startswith(".data/") and not name.endswith((".pkl", "/")) and name not in _PACKAGE_TEXT_RECORDS:
             out.parts.append(Part(name, "resource", record.size))
-    python = recorded.get("python_version")
+    python = dict(out.facts).get("python_version")
     return out.checkpoint(written_by=Origin(recorded=(("python", python),) if python else ()))
-
-
-def _package_objects(pickle: Pickle) -> list[object]:
-    """Alternating names and objects: the root under the name of the record, and the results of nested package calls."""
-    if pickle.name.endswith(".debug_pkl"):
-        return []
-    calls = [(held, call) for held in pickle.persistent if (call := _package_call(held))]
-    top = next((call for held, call in calls if held is pickle.root), None)
-    made: list[object] = [] if top else [pickle.name, pickle.root]
-    index = 0
-    for _, call in sorted(calls, key=lambda pair: pair[1] is not top):
-        # The result of the call. The first argument of a graph module is its ``__dict__``.
-        args = call.args if type(call.args) is tuple else ()
-        result = Call(call.callee, (), "reduce", call.position)
-        if args and type(args[0]) is Dict:
-            result.states = [args[0]]
-        else:
-            result.appended = list(args)
-        made += [pickle.name if call is top else f"{pickle.name}/reduce_package {index}", result]
-        index += call is not top
-    return made
 
 
 def _package_call(held: Persistent) -> Call | None:
@@ -523,3 +501,422 @@ def _package_call(held: Persistent) -> Call | None:
     if type(pid) is not tuple or pid[:1] != ("reduce_package",) or len(pid) not in (3, 4):
         return None
     return Call(pid[-2], pid[-1], "reduce", held.position)
+
+
+# -- ``.pt2`` packages: programs of ``torch.export``, and those that AOTInductor has compiled
+
+# What torch.export writes as the target of a node: operators, and arithmetic on sizes. torch.export.load resolves any
+# other text that begins with "torch" as attributes of the package torch: "torch.os.system" is a function.
+_TARGETS = re.compile(
+    r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\._?sym_\w+|math\.(trunc|ceil|floor|sqrt|pow)|#[\w:.]+"
+    r"|_operator\.(eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|truediv|mod|pow|and_|or_|lshift|rshift|getitem)"
+)
+# sympy evaluates sizes as Python expressions, and guards are compiled and run.
+_ODD_TEXT = re.compile(r"__\w+__|\b(eval|exec|open|import|compile|getattr|lambda)\b")
+_SHOWN = 8
+
+
+def _device(value: Any) -> str:
+    """A device from the JSON of a program.
+
+    >>> _device({"type": "cuda", "index": 1}), _device({"type": "cpu", "index": None})
+    ('cuda:1', 'cpu')
+    """
+    index = fields(value).get("index")
+    return (text(fields(value).get("type")) or "unknown") + (f":{index}" if type(index) is int else "")
+
+
+def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
+    """The devices, dangerous operators and odd targets in a program, with the nodes they are in."""
+    devices: Counter[str] = Counter()
+    targets: Counter[str] = Counter()
+    odd: Counter[str] = Counter()
+    for key, value, target in _walk(program):
+        if key == "as_device" and type(value) is dict:
+            devices[f"{_device(value)} in {target or 'the graph'}"] += 1
+        elif key == "target" and type(value) is str:
+            targets[value[:200]] += 1
+        elif key in ("expr_str", "guards_code") and type(value) is str and _ODD_TEXT.search(value):
+            odd[value[:200]] += 1
+    reaching: Counter[str] = Counter()
+    for target, count in targets.items():  # those that are not operators, or dangerous ones
+        parts = target.split(".")
+        if not _TARGETS.fullmatch(target) or (parts[:2] == ["torch", "ops"] and "::".join(parts[2:4]) in OPERATORS):
+            reaching[target] = count
+    reaching.update({f"{target}, which is Python": count for target, count in odd.items()})
+    out = Problems()
+    for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
+        lines = [f"{what} {count}×" for what, count in counts.most_common()]
+        if lines:
+            out.add(code, name, "\n".join(first_lines(lines, _SHOWN)))
+    return out
+
+
+def _walk(program: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Every key and value in the program, with the target of its node; not by recursion, since JSON may nest deep."""
+    stack: list[tuple[str, Any, str]] = [("", program, "")]
+    while stack:
+        key, value, target = stack.pop()
+        if type(value) is dict:
+            target = text(value.get("target"), 200) or target
+            for inner, held in value.items():
+                yield inner, held, target
+                stack.append((inner, held, target))
+        elif type(value) is list:
+            for held in value:
+                if type(held) is str:
+                    yield key, held, target
+                else:
+                    stack.append((key, held, target))
+
+
+_TEXT_RECORDS = ("archive_version", ".data/version", "version", "byteorder", ".data/serialization_id")
+_OLD_PROGRAM = "serialized_exported_program.json"
+
+_WEIGHTS, _CONSTANTS, _SAMPLES = "data/weights/", "data/constants/", "data/sample_inputs/"
+
+# Where a program keeps its tensors, and the start of their paths: tables in JSON, and nested torch.save archives (those
+# of 2.1 and 2.2 have names that end in .json).
+_TABLES: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
+    (_WEIGHTS, "_weights_config.json", ()),
+    (_CONSTANTS, "_constants_config.json", ("constants",)),
+)
+_NESTED: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
+    (_WEIGHTS, ".pt", ()),
+    (_CONSTANTS, ".pt", ("constants",)),
+    ("serialized_state_dict", "", ()),
+    ("serialized_constants", "", ("constants",)),
+)
+
+MAX_PACKED = 64 << 20
+"""The largest compressed record that is unpacked, since that needs memory; torch never compresses."""
+
+
+class _Package(Program):
+    """The content of all programs of an archive; ``known`` are the names of the records that were read."""
+
+    def __init__(self, archive: Archive, format_: str) -> None:
+        super().__init__(archive, format_, _TEXT_RECORDS)
+        self.facts = [fact for fact in self.facts if fact != ("folder", "")]  # the old form has none
+        self.recorded: list[tuple[str, str]] = []
+        self.known: set[str] = set()
+        names = [name for name in archive.records if name.startswith("models/") and name.endswith(".json")]
+        self.models = [name[len("models/") : -len(".json")] for name in names]
+
+    def lead(self, model: str, path: tuple[Key, ...]) -> tuple[Key, ...]:
+        """The path of a model's tensors: it begins with the name of the model if there are several."""
+        return (model, *path) if len(self.models) > 1 else path
+
+    def open(self, record: Record) -> Source:
+        """The content of a record as a source; an uncompressed one is read in place."""
+        if record.method or self.archive.source is None:
+            return BytesSource(self.archive.read(record, MAX_PACKED).data, record.name)
+        size = 0 if record.offset is None else min(record.size, record.stored)
+        return Slice(self.archive.source, record.offset or 0, size, record.name)
+
+    def nested(self, name: str, steps: tuple[Key, ...] = ()) -> Checkpoint | None:
+        """The checkpoint in a record: a ``torch.save`` archive, or bare pickles. Its paths begin with ``steps``.
+
+        Its offsets are those of the outer file. Its pickles and problems are added here; its tensors are not.
+        """
+        record = self.archive.find(name)
+        if record is None or not record.size or record.name in self.known:
+            return None
+        self.known.add(record.name)
+        if not self.affords(record):
+            return None
+        source = self.open(record)
+        if starts_like_zip(source):
+            found = torch_zip.read_torch_zip(Archive.of_zip(source, read_index(source)))
+        else:
+            data = source.read(0, MAX_PACKED)
+            bare = Draft(source.name, "pickle", source.size)
+            bare.pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
+            for pickle in bare.pickles:
+                bare.problems += torch_zip.pickle_problems(pickle, pickle.end)
+            found = bare.checkpoint()
+        for pickle in found.pickles:
+            pickle.main = False
+            pickle.name = f"{record.name} › {pickle.name}"
+        self.pickles += found.pickles
+        self.problems += [problem.within(record.name) for problem in found.problems]
+        base = record.offset if record.method == 0 else None
+        lead = f"{record.name}/"
+        return replace(
+            found,
+            tensors=tuple(moved_tensor(tensor, lead, steps, base) for tensor in found.tensors),
+            storages=tuple(moved_storage(s, lead, steps, base)._replace(record=record.name) for s in found.storages),
+        )
+
+    def take_nested(self, name: str, steps: tuple[Key, ...]) -> None:
+        """Add the tensors of a nested checkpoint, with paths that begin with ``steps``."""
+        inner = self.nested(name, steps)
+        if inner is not None:
+            self.add_tree(inner.tensors, inner.storages, (), ())
+
+
+def read_export(archive: Archive) -> Checkpoint:
+    """Read an exported program: weights by their names in ``state_dict()``, constants below ``constants``."""
+    out = _Package(archive, "torch-export")
+    old = archive.find(_OLD_PROGRAM) is not None
+    if old:  # Python's zipfile wrote it, without a folder
+        out.problems = Problems(problem for problem in out.problems if problem.code not in FOLDER_PROBLEMS)
+    _read_programs(out)
+    if not out.models and not old:
+        out.problems.add("export-no-program", "models/", "no program is in the archive")
+    return out.checkpoint(written_by=Origin(recorded=tuple(out.recorded)))
+
+
+def _read_programs(out: _Package) -> None:
+    """Read every program: its graph, its weights and constants in any form, its sample inputs."""
+    archive = out.archive
+    seen: list[tuple[str, str]] = []
+    for name in (*(f"models/{model}.json" for model in out.models), _OLD_PROGRAM):
+        record = archive.find(name)
+        if record is None:
+            continue
+        program = fields(out.json(name))
+        schema = program.get("schema_version")
+        versions = [schema] if type(schema) is int else fields(schema).values()
+        opsets = fields(program.get("opset_version")).items()
+        graph = fields(fields(program.get("graph_module")).get("graph"))
+        known = {
+            "schema version": ".".join(str(part) for part in versions if type(part) is int),
+            "opset version": ", ".join([f"{text(opset)} {n}" for opset, n in opsets if type(n) is int][:_SHOWN]),
+            "nodes": str(len(entries(graph.get("nodes")))) if program else "",
+        }
+        facts = tuple((label, value) for label, value in known.items() if value)
+        out.parts.append(Part(name, "program", record.size, facts))
+        seen += [fact for fact in facts if fact not in seen]
+        out.problems += graph_problems(name, program)
+        version = text(program.get("torch_version"))
+        out.recorded += [("torch", version)] if version else []
+    out.facts += seen
+    _read_tables(out)
+    for name, record in archive.records.items():
+        for prefix, suffix, path in _NESTED:
+            if name.startswith(prefix) and name.endswith(suffix):
+                out.take_nested(name, out.lead(name.removeprefix(prefix).removesuffix(suffix), path))
+        if name.startswith((_SAMPLES, "serialized_example_inputs")):
+            # The inputs a program was traced with. They are not weights, but loading the program unpickles them.
+            inner = out.nested(name)
+            held = inner.tensors if inner else ()
+            devices = ", ".join(sorted({tensor.device for tensor in held}))
+            about = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
+            out.parts.append(Part(name, "sample inputs", record.size, about))
+        elif name.startswith(("extra/", "extra_files/")) and not name.endswith("/"):
+            out.parts.append(Part(name, "extra file", record.size))
+    for model in out.models:
+        if not any(archive.find(f"{_WEIGHTS}{model}{end}") for end in ("_weights_config.json", ".pt")):
+            detail = "its weights are not in the archive: neither a table of them nor a nested file"
+            out.problems.add("export-no-program", f"models/{model}.json", detail)
+    # Records that no program refers to are read, too, so that their pickles are judged.
+    for name in [*archive.records]:
+        if name.startswith((_WEIGHTS, _CONSTANTS)) and name not in out.known:
+            out.nested(name)
+    ours = ("data/", "models/", "extra/", "extra_files/", "serialized_", ".data/")
+    listed = [name for name in archive.records if name.startswith(ours)]
+    out.note_strays((*listed, *_TEXT_RECORDS, "archive_format"))
+
+
+def _read_tables(out: _Package) -> None:
+    """Read the raw tensors of all tables as one tree, since programs may share records, and add the pickled ones."""
+    root = Dict([])
+    for prefix, suffix, path in _TABLES:
+        for table in [name for name in out.archive.records if name.startswith(prefix) and name.endswith(suffix)]:
+            lead = out.lead(table.removeprefix(prefix).removesuffix(suffix), path)
+            into = root
+            for key in lead:  # find or make the dictionary at that path
+                held = into.get(str(key))
+                if type(held) is not Dict:
+                    held = Dict([])
+                    into.items += [key, held]
+                into = held
+            out.known.add(table)
+            for name, raw in fields(fields(out.json(table)).get("config")).items():
+                entry = fields(raw)
+                record, meta = prefix + text(entry.get("path_name"), 200), entry.get("tensor_meta")
+                if entry.get("use_pickle") is True or type(meta) is not dict:
+                    out.take_nested(record, (*lead, name))
+                    continue
+                out.known.add(record)
+                kind, device = meta.get("dtype"), _device(meta.get("device"))
+                dtype = SCALAR_TYPES.get(kind, "") if type(kind) is int else ""
+                layout = meta.get("storage_offset"), meta.get("sizes"), meta.get("strides")
+                flags: Any = {"requires_grad": meta.get("requires_grad"), "parameter": entry.get("is_param") is True}
+                into.items += [name, tensor_call(out.archive, record, dtype, device, layout, **flags)]
+    tree = find_tensors(root, storage_table(out.archive, forms=(("", ""),), big_endian=out.big_endian))
+    lost = [s for s in tree.storages if not s.record]
+    empty = [s for s in tree.storages if s.record and s.nbytes and not out.archive.records[s.record].size]
+    if empty:
+        detail = f"{len(empty)} records of tensors are empty; torch.export.load makes zeros of them"
+        out.problems.add("export-no-bytes", empty[0].record, detail)
+    out.take_tree(tree, [*lost, *empty])
+    hollow = {storage.id for storage in empty}
+    out.problems += check_storages([s for s in tree.storages if s.id not in hollow], out.archive)
+
+
+# -- compiled code
+
+HEADER = 64
+"""Bytes to read for ``read_elf``: the longer, 64-bit header."""
+
+_CUDA = 190
+_MACHINES = {3: "i386", 21: "ppc64", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv"}
+_MACHINES |= {258: "loongarch", _CUDA: "NVIDIA GPU", 224: "AMD GPU"}
+
+
+def read_elf(head: bytes) -> tuple[str, str] | None:
+    r"""The machine of an ELF file with these first ``HEADER`` bytes, and the GPU of a cubin; ``None`` for another file.
+
+    The numbers are those of LLVM's ``BinaryFormat/ELF.h``.
+
+    >>> read_elf(b"\x7fELF" + bytes([2, 1, 1, 0x41, 8]) + bytes(9) + b"\xbe" + bytes(30) + b"\x5a")
+    ('NVIDIA GPU', 'sm_90')
+    """
+    if head[:4] != b"\x7fELF" or len(head) < 20 or head[4] not in (1, 2) or head[5] not in (1, 2):
+        return None
+    order: Any = "little" if head[5] == 1 else "big"
+    machine = int.from_bytes(head[18:20], order)
+    at = 48 if head[4] == 2 else 36  # 64 or 32 bits
+    flags = int.from_bytes(head[at : at + 4], order)
+    # EI_ABIVERSION 7 has the SM number in the low byte of e_flags and the "a" of sm_90a in bit 11. From 8 on
+    # (Blackwell, and everything CUDA 13 compiles) they are the second byte and bit 3; CUDA 13 does not set the bit, so
+    # that its sm_90a reads as sm_90. It is a guess that versions above 8 keep this layout. Both were checked with the
+    # output of ptxas of CUDA 12.8, 12.9 and 13 for sm_50 to sm_120.
+    if head[8] >= 8:
+        number, special = flags >> 8 & 0xFF, flags & 0x8
+    else:
+        number, special = flags & 0xFF, flags & 0x800
+    sm = f"sm_{number}{'a' if special else ''}" if number and machine == _CUDA else ""
+    return _MACHINES.get(machine, f"ELF machine {machine}"), sm
+
+
+def capability(sm: str) -> str:
+    """The compute capability of a target; the target itself if it has none.
+
+    >>> capability("sm_90a"), capability("120"), capability("gfx942")
+    ('9.0', '12.0', 'gfx942')
+    """
+    digits = sm.removeprefix("sm_").removeprefix("compute_").rstrip("af")
+    if not digits.isdecimal() or not 2 <= len(digits) <= 3:
+        return sm
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+# -- AOTInductor
+
+FOLDER = "data/aotinductor/"
+
+MAX_LIBRARY_SCAN = 64 << 20
+"""Bytes of a shared library that are searched for GPU code: with weights inside, it can be as large as the model."""
+
+_PTX_HEAD = 4096  # comments, .version and .target come first
+_CUBIN_START = re.compile(rb"\x7fELF\x02\x01\x01[\x33\x41]")  # the two OS/ABI numbers of CUDA
+
+_KINDS: dict[str, str] = {
+    "cubin": "cubin",
+    "fatbin": "GPU code for several architectures",
+    "hsaco": "AMD GPU code",
+    "ptx": "PTX",
+    "spv": "Intel GPU code",
+    **dict.fromkeys(("so", "dll", "pyd", "dylib"), "library"),
+    "o": "object file",
+    **dict.fromkeys(("c", "cpp", "cu", "h", "py"), "source"),
+    "json": "metadata",
+}
+# Keys of *_metadata.json (torch/_inductor/codecache.py), and the names of the facts.
+_METADATA: dict[str, str] = {
+    "AOTI_DEVICE_KEY": "device",
+    "AOTI_COMPUTE_CAPABILITY": "compute capability",
+    "AOTI_PLATFORM": "platform",
+    "AOTI_MACHINE": "machine",
+    "AOTI_CPU_ISA": "CPU instructions",
+}
+
+
+def read_aotinductor(archive: Archive) -> Checkpoint:
+    """Read a compiled package: what it was compiled for, and the weights outside its library."""
+    out = _Package(archive, "aotinductor")
+    compiled = [name for name in archive.records if name.startswith(FOLDER) and not name.endswith("/")]
+    _read_views(out, [name for name in compiled if name.endswith("/weights_config.json")])
+    first_facts, out.facts = out.facts, []
+    _read_programs(out)
+    parts = [_compiled_part(out, archive.records[name]) for name in compiled]
+    out.parts = [*parts, *out.parts]
+    # The environment of the compiler, with the values of all ``*_metadata.json``.
+    environment: dict[str, list[str]] = {}
+    for name in [name for name in compiled if name.endswith("_metadata.json")]:
+        for key, value in fields(out.json(name)).items():
+            label, words = _METADATA.get(key), text(value)
+            if label and words and words not in environment.setdefault(label, []):
+                environment[label].append(capability(words) if label == "compute capability" else words)
+    facts = [(label, ", ".join(dict.fromkeys(values))) for label, values in environment.items()]
+    if any(part.kind == "library" for part in parts):
+        there = "the library may contain more" if out.tensors else "inside the compiled library, not listed"
+        facts.append(("weights", there))
+    out.facts = [*first_facts, *facts, *out.facts]
+    # Machine code for a GPU does not run on another architecture; PTX is compiled again where it is loaded.
+    targets = sorted({value for part in parts if part.kind == "cubin" for key, value in part.facts if key == "target"})
+    if targets:
+        shown = ", ".join(f"{target} (compute capability {capability(target)})" for target in targets[:8])
+        out.problems.add("aoti-architecture", FOLDER, f"its kernels are machine code for {shown}")
+    return out.checkpoint(written_by=Origin(recorded=tuple(out.recorded)))
+
+
+def _compiled_part(out: _Package, record: Record) -> Part:
+    """A compiled file, and what it was compiled for."""
+    kind = _KINDS.get(record.name.rpartition(".")[2].lower(), "file")
+    facts: list[tuple[str, str]] = []
+    target = ""
+    if kind == "PTX":  # the oldest GPU that it runs on
+        found = re.search(rb"(?m)^[ \t]*\.target[ \t]+([^\s,]+)", out.archive.head(record, _PTX_HEAD))
+        target = found[1].decode("ascii", "backslashreplace")[:20] if found else ""
+    elif kind not in ("source", "metadata"):
+        machine, target = read_elf(out.archive.head(record, HEADER)) or ("", "")
+        if machine and not target:
+            facts.append(("machine", machine))
+        if machine and kind == "library" and out.affords(record):
+            # Look for GPU code inside the library, without parsing it.
+            data = out.open(record).read(0, MAX_LIBRARY_SCAN)
+            starts = [match.start() for match in _CUBIN_START.finditer(data)]
+            elves = [read_elf(data[start : start + HEADER]) or ("", "") for start in starts]
+            inside = ", ".join(sorted({sm for _, sm in elves if sm}))
+            if inside or b".nv_fatbin" in data:
+                facts.append(("GPU code inside", inside or "yes, packed (.nv_fatbin)"))
+    if target:
+        facts[:0] = [("target", target), ("compute capability", capability(target))]
+    return Part(record.name, kind, record.size, tuple(facts))
+
+
+def _read_views(out: _Package, configs: list[str]) -> None:
+    """Read weights outside the library: ``weights_config.json`` names views of tensors that were saved one by one."""
+    bases: dict[str, Checkpoint | None] = {}
+    root = Dict([])
+    for config in configs:
+        model: list[object] = []
+        for name, view in fields(out.json(config)).items():
+            # ``[record, shape, stride, offset]``: a tensor over the storage of the tensor saved in that record.
+            file, sizes, strides, offset = [*entries(view), None, None, None, None][:4]
+            record = f"data/weights/{text(file, 200)}"
+            if record not in bases:
+                bases[record] = out.nested(record)
+            base = bases[record]
+            first = base.tensors[0] if base and base.tensors else None
+            dtype, device = (first.dtype, first.device) if first else ("", "unknown")
+            nbytes = base.storages[0].nbytes if base and base.storages else None
+            model += [name, tensor_call(out.archive, record, dtype, device, (offset, sizes, strides), nbytes=nbytes)]
+        root.items += [config[len(FOLDER) :].rpartition("/")[0], Dict(model)] if len(configs) > 1 else model
+
+    def locate(key: str, _: int) -> Record | None:
+        base = bases.get(key)
+        if base is None or not base.storages:
+            return None
+        held = base.storages[0]
+        method = DEFLATED if held.compressed else 0
+        return Record(held.record, held.offset, held.stored, held.stored, held.crc32, method)
+
+    tree = find_tensors(root, StorageTable(locate))
+    lost = [storage for storage in tree.storages if not storage.record]
+    out.take_tree(tree, lost)
+    out.problems += [Problem("storage-missing", f"storage {s.key}", torch_zip.needed_by(s)) for s in lost]
