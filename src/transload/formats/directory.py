@@ -19,6 +19,7 @@ from pathlib import Path
 from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, Problems, join_names
+from transload.formats.pickle_machine import run
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
@@ -452,12 +453,34 @@ MAX_DIMENSIONS = 64
 
 
 def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None:
-    """Merge a folder with ``.metadata``."""
+    """Merge a folder with ``.metadata``, which is a pickled object."""
     files = merger.listing.files
     ranks = [name for name in files if name.endswith(".distcp")]
     merger.parts += [Part(merger.prefix + name, "rank file", files[name]) for name in ranks]
     merger.facts.append(("rank files", f"{len(ranks):,}"))
-    fields = _read_metadata(merger)
+    size = files.get(METADATA)
+    if size is None:
+        left = [name for name in files if name.endswith((".metadata", ".metadata.tmp"))]
+        detail = f"only {join_names(left)} is there" if left else "it is written last, when every rank is done"
+        merger.note("dcp-metadata-missing", detail, METADATA)
+        return
+    if size > MAX_METADATA:
+        merger.note("dcp-metadata-too-large", f"{size:,} bytes; the limit is {MAX_METADATA:,}", METADATA)
+        return
+    data = b""
+    try:
+        with closing(FileSource(merger.listing.join(METADATA))) as source:
+            data = source.read(0, source.size)
+    except CannotReadError as error:
+        merger.note("part-unreadable", error.what, METADATA)
+    pickle = run(data, name=merger.prefix + METADATA)
+    pickle.main = True
+    merger.pickles.append(pickle)
+    merger.parts.append(Part(merger.prefix + METADATA, "index", size))
+    merger.noted.extend(pickle_problems(pickle, len(data)))
+    fields = _state(pickle.root)
+    if not fields and not pickle.broken:
+        merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", METADATA)
     if not fields:
         return
     # The items of each file: archives, each with a piece of a tensor or with an object. Of each item its name, the
@@ -527,37 +550,6 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
         merger.facts.append(("metadata version", version))
 
 
-def _read_metadata(merger: Merger) -> dict[str, object]:
-    """The attributes of the object in ``.metadata``; empty, with a problem, if there are none."""
-    from transload.formats.pickle_machine import run
-
-    files = merger.listing.files
-    size = files.get(METADATA)
-    if size is None:
-        left = [name for name in files if name.endswith((".metadata", ".metadata.tmp"))]
-        detail = f"only {join_names(left)} is there" if left else "it is written last, when every rank is done"
-        merger.note("dcp-metadata-missing", detail, METADATA)
-        return {}
-    if size > MAX_METADATA:
-        merger.note("dcp-metadata-too-large", f"{size:,} bytes; the limit is {MAX_METADATA:,}", METADATA)
-        return {}
-    data = b""
-    try:
-        with closing(FileSource(merger.listing.join(METADATA))) as source:
-            data = source.read(0, source.size)
-    except CannotReadError as error:
-        merger.note("part-unreadable", error.what, METADATA)
-    pickle = run(data, name=merger.prefix + METADATA)
-    pickle.main = True
-    merger.pickles.append(pickle)
-    merger.parts.append(Part(merger.prefix + METADATA, "index", size))
-    merger.noted.extend(tuple(pickle_problems(pickle, len(data))))
-    fields = _state(pickle.root)
-    if not fields and not pickle.broken:
-        merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", METADATA)
-    return fields
-
-
 def _state(node: object) -> dict[str, object]:
     """The attributes that a pickled object gets: its last BUILD argument, if that is a dictionary."""
     if isinstance(node, Call) and node.states:
@@ -613,13 +605,8 @@ def _assembled(
 
 # The usual names of a model's weights, best first. Other files that look like checkpoints belong to the training.
 _USUAL_NAMES = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.bin",
-    "pytorch_lora_weights.safetensors",
+    *("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin", "pytorch_lora_weights.safetensors"),
     "consolidated.safetensors",
 )
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pt2", ".pth.tar", ".pkl")

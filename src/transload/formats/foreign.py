@@ -196,7 +196,7 @@ def _zipped(view: View) -> Foreign | None:
 
 def _tar(view: View) -> Foreign | None:
     """A tar archive: the checksum of the first header is right."""
-    names = [clean(member.name, 100) for member in members(view.source, TAR_MEMBERS)[0]]
+    names = [clean(name, 100) for name, *_ in members(view.source, TAR_MEMBERS)[0]]
     if not names:
         return None
     if {"pickle", "storages", "tensors"} <= {name.removeprefix("./") for name in names}:

@@ -26,7 +26,10 @@ _F64 = Struct(">d").unpack_from
 _COMMON = frozenset(b"N\x88\x87G}]useac\x81b\x80\x8f\x8a")
 
 
-def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine], object] | None = None) -> Pickle:
+_Reader = Callable[[Machine], object] | None
+
+
+def run(data: bytes, start: int = 0, name: str = "", reader: _Reader = None) -> Pickle:
     r"""Read one pickle from ``start`` to its STOP, or to where it breaks.
 
     A ``reader`` sets the functions of the machine that read the storages and arrays in a plain pickle.
@@ -101,12 +104,7 @@ def add_uses(into: Pickle, other: Pickle) -> None:
 
 
 def run_at(
-    source: Source,
-    offset: int,
-    name: str,
-    window: int = 1 << 20,
-    most: int = MAX_STREAM,
-    reader: Callable[[Machine], object] | None = None,
+    source: Source, offset: int, name: str, window: int = 1 << 20, most: int = MAX_STREAM, reader: _Reader = None
 ) -> tuple[Pickle, int]:
     """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
 

@@ -38,9 +38,7 @@ class Sparse(dict[Any, Any]):
     """A memo whose indexes are far apart: kept as text, which Python hashes with a secret."""
 
     def __init__(self, dense: dict[int, Any]) -> None:
-        super().__init__()
-        for index, value in dense.items():
-            self[index] = value
+        super().__init__((hex(index), value) for index, value in dense.items())
 
     def __setitem__(self, index: int, value: object) -> None:
         super().__setitem__(hex(index), value)

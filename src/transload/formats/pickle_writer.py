@@ -16,6 +16,7 @@ from struct import pack
 from typing import Any, ClassVar
 
 from transload.errors import TransloadError
+from transload.frozen import NamedTuple
 from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
 MAX_AGAIN = 1_000_000
@@ -23,6 +24,7 @@ MAX_AGAIN = 1_000_000
 megabyte could be 10^10 times; a real one needs a few."""
 
 _SMALL_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+_Step = Callable[["_Writer", Any], None]
 
 
 class CannotPickleGraphError(TransloadError, ValueError):
@@ -42,30 +44,35 @@ def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], o
     if expand is not None:
         kind, expanded = expand
         writers = {**writers, kind: lambda writer, node: writer.expanded(expanded(node))}
-    writer = _Writer(writers)
-    writer.out.extend(b"\x80%c" % max(protocol, 2))
-    writer.run(root)
-    writer.out.extend(b".")
-    return bytes(writer.out)
+    writer = _Writer()
+    todo, memo, out = writer.todo, writer.memo, writer.out
+    out.extend(b"\x80%c" % max(protocol, 2))
+    todo.append(root)
+    while todo:
+        node = todo.pop()
+        number = memo.get(id(node))
+        if number is not None:
+            out.extend(b"h%c" % number if number < 256 else pack("<cI", b"j", number))
+            continue
+        write = writers.get(type(node))
+        if write is None:
+            raise CannotPickleGraphError(f"a {type(node).__name__} cannot be written into a pickle")
+        write(writer, node)
+    out.extend(b".")
+    return bytes(out)
 
 
-_Step = Callable[["_Writer", Any], None]
-
-
-class _Do:
+class _Do(NamedTuple):
     """A step for after those above it on the stack: a method of the writer, and its argument."""
 
-    __slots__ = ("act", "argument")
-
-    def __init__(self, act: _Step, argument: Any) -> None:
-        self.act, self.argument = act, argument
+    act: _Step
+    argument: Any
 
 
 class _Writer:
     """The pickle so far, and a stack of what remains: a graph can be deeper than Python's recursion limit."""
 
-    def __init__(self, writers: Mapping[type, _Step]) -> None:
-        self.writers = writers
+    def __init__(self) -> None:
         self.out = bytearray()
         self.memo: dict[int, int] = {}
         self.numbers = 0
@@ -75,21 +82,6 @@ class _Writer:
         self.passing: list[object] | None = None  # the same for an expanded node, until it is written
         self.named: dict[str, Global] = {}
         self.again = 0
-
-    def run(self, root: object) -> None:
-        """Write a graph."""
-        todo, memo, out, writers = self.todo, self.memo, self.out, self.writers
-        todo.append(root)
-        while todo:
-            node = todo.pop()
-            number = memo.get(id(node))
-            if number is not None:
-                out.extend(b"h%c" % number if number < 256 else pack("<cI", b"j", number))
-                continue
-            write = writers.get(type(node))
-            if write is None:
-                raise CannotPickleGraphError(f"a {type(node).__name__} cannot be written into a pickle")
-            write(self, node)
 
     def _emit(self, code: bytes) -> None:
         self.out.extend(code)

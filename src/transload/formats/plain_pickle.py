@@ -36,12 +36,8 @@ _MAX_PICKLES = 1000
 _WINDOW = 1 << 16
 _WRAPPERS = frozenset((f"{package}joblib.numpy_pickle", "NumpyArrayWrapper") for package in ("", "sklearn.externals."))
 # Names by which protocols 0 and 1 make an object.
-_RECONSTRUCTING = frozenset(
-    {
-        *((module, "_reconstructor") for module in ("copyreg", "copy_reg")),
-        *((module, "object") for module in ("builtins", "__builtin__")),
-    }
-)
+_RECONSTRUCTING = {(module, "_reconstructor") for module in ("copyreg", "copy_reg")}
+_RECONSTRUCTING |= {(module, "object") for module in ("builtins", "__builtin__")}
 _WRAPPED = frozenset({"subclass", "shape", "order", "dtype"})
 _WRAPPED_TOO = frozenset({"allow_mmap", "numpy_array_alignment_bytes"})
 _MAX_CALLS = 4096  # between a wrapper and its state: those of a dtype with many fields
@@ -81,7 +77,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
 
     A broken pickle counts only if it has named a global before: a text file can begin with valid opcodes by chance.
     """
-    storages: _Storages = {}
+    storages: dict[str, Record] = {}  # by key
     reader = partial(_EmbeddedData, offset=0, storages=storages)
     first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT, reader)
     if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
@@ -96,7 +92,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     _compare_readings(first, source, 0)
     pickles = [first]
     while end < source.size and len(pickles) <= _MAX_PICKLES and not pickles[-1].broken:
-        begin, others = end, _Storages()
+        begin, others = end, dict[str, Record]()
         reader = partial(_EmbeddedData, offset=begin, storages=others)
         pickle, end = run_at(source, begin, f"pickle {len(pickles) + 1}", _WINDOW, reader=reader)
         _excuse(pickle, others)
@@ -155,10 +151,6 @@ def _is_pickle(pickle: Pickle, size: int) -> bool:
 # -- storages in a pickle
 
 
-_Storages = dict[str, Record]
-"""The storages in a pickle, by key."""
-
-
 class _EmbeddedData:
     """Reads the storages and arrays inside a pickle while a machine runs it.
 
@@ -166,7 +158,7 @@ class _EmbeddedData:
     each storage once. So a file cannot make the same bytes into any number of storages.
     """
 
-    def __init__(self, vm: Machine, offset: int, storages: _Storages) -> None:
+    def __init__(self, vm: Machine, offset: int, storages: dict[str, Record]) -> None:
         self._vm = vm
         vm.read_storage, vm.read_array = self._storage, self._array
         self._offset = offset
@@ -194,13 +186,8 @@ class _EmbeddedData:
         place = next((at for at in range(1, min(len(calls), _MAX_CALLS) + 1) if calls[-at] is made), 0)
         plain = plain and _WRAPPED <= state.keys() <= _WRAPPED | _WRAPPED_TOO and order in ("C", "F")
         plain = plain and type(padded) in (int, type(None)) and type(mapped) is bool
-        if (
-            not plain
-            or not place
-            or shape is None
-            or dtype is None
-            or not dotted(state["subclass"]).startswith("numpy.")
-        ):
+        plain = plain and place > 0 and dotted(state["subclass"]).startswith("numpy.")
+        if not plain or shape is None or dtype is None:
             raise Broken("an array that joblib does not write so")
         if vm.pos < vm.frame_end:  # joblib would look for it after the frame
             vm.ambiguous("an array begins inside a frame")
@@ -233,7 +220,13 @@ class _EmbeddedData:
     def _storage(self, args: Any, end: int) -> Persistent | None:
         """The storage in the arguments of a call whose opcode ends at ``end``; ``None`` if it is anything else."""
         node: Any = args[0] if type(args) is tuple and len(args) == 1 else None
-        text = _encoded_text(node)
+        text = ""
+        if type(node) is Call and called(node) == "_codecs.encode" and node.kind == "reduce":
+            # ``_codecs.encode(text, "latin1")``, which pickles up to protocol 2 contain for bytes.
+            changed = node.states or node.items or node.appended or node.kwargs
+            match node.args:
+                case (str(), "latin1") if not changed:
+                    text = node.args[0]
         try:
             data: Any = text.encode("latin-1") if text else node
         except UnicodeEncodeError:
@@ -311,18 +304,7 @@ def escaped(text: str) -> bytes:
 _TEXTS: dict[int, Callable[[Any], bytes]] = {AS_TEXT: str.encode, AS_ESCAPED: escaped}
 
 
-def _encoded_text(node: object) -> str:
-    """The text in ``_codecs.encode(text, "latin1")``, which pickles up to protocol 2 contain for bytes."""
-    if type(node) is not Call or called(node) != "_codecs.encode" or node.kind != "reduce":
-        return ""
-    changed = node.states or node.items or node.appended or node.kwargs
-    match node.args:
-        case (str() as text, "latin1") if not changed:
-            return text
-    return ""
-
-
-def _excuse(pickle: Pickle, storages: _Storages) -> None:
+def _excuse(pickle: Pickle, storages: dict[str, Record]) -> None:
     """Remove ``LOADER`` and the wrapper of arrays from the globals of a pickle if each of their uses was read."""
     left = {key: node for key, node in pickle.globals.items() if key == LOADER or key in _WRAPPERS}
     if pickle.raw:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record, Storage
@@ -106,12 +106,15 @@ class Program(Draft):
         self.pickles += pickles
 
 
-def looks_like_pickle(start: bytes) -> bool:
-    """Whether a record begins like a pickle of protocol 2 or later."""
-    return len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
-
+_PICKLED = tuple(b"\x80%c" % protocol for protocol in (2, 3, 4, 5))
+"""How pickles of these protocols begin."""
 
 # -- values of JSON, and the tensors they describe
+
+_UNTYPED = Global("torch.storage", "UntypedStorage", 0)
+_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3", 0)
+_PARAMETER = Global("torch._utils", "_rebuild_parameter", 0)
+_GET_LAYOUT = Global("torch.serialization", "_get_layout", 0)
 
 
 def fields(value: Any) -> dict[str, Any]:
@@ -140,12 +143,6 @@ def _number(value: Any) -> Any:
     if type(value) is str and value.isdecimal() and len(value) < 20:
         return int(value)
     return value
-
-
-_UNTYPED = Global("torch.storage", "UntypedStorage", 0)
-_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3", 0)
-_PARAMETER = Global("torch._utils", "_rebuild_parameter", 0)
-_GET_LAYOUT = Global("torch.serialization", "_get_layout", 0)
 
 
 def tensor_call(
@@ -445,7 +442,7 @@ def read_package(archive: Archive) -> Checkpoint:
     for name, record in archive.records.items():
         # ``save_pickle`` accepts any name for a record, so its first bytes count, too.
         is_named, is_other = name.endswith((".pkl", ".debug_pkl")), name.endswith((".py", ".storage", "/"))
-        if (is_named or (not is_other and looks_like_pickle(archive.head(record, 2)))) and out.affords(record):
+        if (is_named or (not is_other and archive.head(record, 2).startswith(_PICKLED))) and out.affords(record):
             pickle = read_pickle(archive, name, out.problems, _PACKAGE_IDS)
             # The importer also makes the calls in persistent ids.
             pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
@@ -515,61 +512,6 @@ _TARGETS = re.compile(
 _ODD_TEXT = re.compile(r"__\w+__|\b(eval|exec|open|import|compile|getattr|lambda)\b")
 _SHOWN = 8
 
-
-def _device(value: Any) -> str:
-    """A device from the JSON of a program.
-
-    >>> _device({"type": "cuda", "index": 1}), _device({"type": "cpu", "index": None})
-    ('cuda:1', 'cpu')
-    """
-    index = fields(value).get("index")
-    return (text(fields(value).get("type")) or "unknown") + (f":{index}" if type(index) is int else "")
-
-
-def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
-    """The devices, dangerous operators and odd targets in a program, with the nodes they are in."""
-    devices: Counter[str] = Counter()
-    targets: Counter[str] = Counter()
-    odd: Counter[str] = Counter()
-    for key, value, target in _walk(program):
-        if key == "as_device" and type(value) is dict:
-            devices[f"{_device(value)} in {target or 'the graph'}"] += 1
-        elif key == "target" and type(value) is str:
-            targets[value[:200]] += 1
-        elif key in ("expr_str", "guards_code") and type(value) is str and _ODD_TEXT.search(value):
-            odd[value[:200]] += 1
-    reaching: Counter[str] = Counter()
-    for target, count in targets.items():  # those that are not operators, or dangerous ones
-        parts = target.split(".")
-        if not _TARGETS.fullmatch(target) or (parts[:2] == ["torch", "ops"] and "::".join(parts[2:4]) in OPERATORS):
-            reaching[target] = count
-    reaching.update({f"{target}, which is Python": count for target, count in odd.items()})
-    out = Problems()
-    for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
-        lines = [f"{what} {count}×" for what, count in counts.most_common()]
-        if lines:
-            out.add(code, name, "\n".join(first_lines(lines, _SHOWN)))
-    return out
-
-
-def _walk(program: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Every key and value in the program, with the target of its node; not by recursion, since JSON may nest deep."""
-    stack: list[tuple[str, Any, str]] = [("", program, "")]
-    while stack:
-        key, value, target = stack.pop()
-        if type(value) is dict:
-            target = text(value.get("target"), 200) or target
-            for inner, held in value.items():
-                yield inner, held, target
-                stack.append((inner, held, target))
-        elif type(value) is list:
-            for held in value:
-                if type(held) is str:
-                    yield key, held, target
-                else:
-                    stack.append((key, held, target))
-
-
 _TEXT_RECORDS = ("archive_version", ".data/version", "version", "byteorder", ".data/serialization_id")
 _OLD_PROGRAM = "serialized_exported_program.json"
 
@@ -590,6 +532,49 @@ _NESTED: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
 
 MAX_PACKED = 64 << 20
 """The largest compressed record that is unpacked, since that needs memory; torch never compresses."""
+
+
+def _device(value: Any) -> str:
+    """A device from the JSON of a program.
+
+    >>> _device({"type": "cuda", "index": 1}), _device({"type": "cpu", "index": None})
+    ('cuda:1', 'cpu')
+    """
+    index = fields(value).get("index")
+    return (text(fields(value).get("type")) or "unknown") + (f":{index}" if type(index) is int else "")
+
+
+def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
+    """The devices, dangerous operators and odd targets in a program, with the nodes they are in."""
+    devices: Counter[str] = Counter()
+    targets: Counter[str] = Counter()
+    odd: Counter[str] = Counter()
+    stack: list[tuple[str, Any, str]] = [("", program, "")]
+    while stack:  # not by recursion, since JSON may nest deep
+        key, value, node = stack.pop()  # node: the target of the node that it is in
+        inside = [(key, held) for held in entries(value)]
+        if type(value) is dict:
+            inside, node = [*value.items()], text(value.get("target"), 200) or node
+        for label, held in inside:
+            if label == "as_device" and type(held) is dict:
+                devices[f"{_device(held)} in {node or 'the graph'}"] += 1
+            elif label == "target" and type(held) is str:
+                targets[held[:200]] += 1
+            elif label in ("expr_str", "guards_code") and type(held) is str and _ODD_TEXT.search(held):
+                odd[held[:200]] += 1
+            stack.append((label, held, node))
+    reaching: Counter[str] = Counter()
+    for target, count in targets.items():  # those that are not operators, or dangerous ones
+        parts = target.split(".")
+        if not _TARGETS.fullmatch(target) or (parts[:2] == ["torch", "ops"] and "::".join(parts[2:4]) in OPERATORS):
+            reaching[target] = count
+    reaching.update({f"{target}, which is Python": count for target, count in odd.items()})
+    out = Problems()
+    for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
+        lines = [f"{what} {count}×" for what, count in counts.most_common()]
+        if lines:
+            out.add(code, name, "\n".join(first_lines(lines, _SHOWN)))
+    return out
 
 
 class _Package(Program):
@@ -631,7 +616,7 @@ class _Package(Program):
         else:
             data = source.read(0, MAX_PACKED)
             bare = Draft(source.name, "pickle", source.size)
-            bare.pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
+            bare.pickles = pickle_machine.run_all(data, "pickle") if data.startswith(_PICKLED) else []
             for pickle in bare.pickles:
                 bare.problems += torch_zip.pickle_problems(pickle, pickle.end)
             found = bare.checkpoint()
@@ -842,7 +827,28 @@ def read_aotinductor(archive: Archive) -> Checkpoint:
     _read_views(out, [name for name in compiled if name.endswith("/weights_config.json")])
     first_facts, out.facts = out.facts, []
     _read_programs(out)
-    parts = [_compiled_part(out, archive.records[name]) for name in compiled]
+    parts: list[Part] = []
+    for record in [archive.records[name] for name in compiled]:
+        kind, target = _KINDS.get(record.name.rpartition(".")[2].lower(), "file"), ""
+        about: list[tuple[str, str]] = []
+        if kind == "PTX":  # the oldest GPU that it runs on
+            found = re.search(rb"(?m)^[ \t]*\.target[ \t]+([^\s,]+)", archive.head(record, _PTX_HEAD))
+            target = found[1].decode("ascii", "backslashreplace")[:20] if found else ""
+        elif kind not in ("source", "metadata"):
+            machine, target = read_elf(archive.head(record, HEADER)) or ("", "")
+            if machine and not target:
+                about.append(("machine", machine))
+            if machine and kind == "library" and out.affords(record):
+                # Look for GPU code inside the library, without parsing it.
+                data = out.open(record).read(0, MAX_LIBRARY_SCAN)
+                starts = [match.start() for match in _CUBIN_START.finditer(data)]
+                elves = [read_elf(data[start : start + HEADER]) or ("", "") for start in starts]
+                inside = ", ".join(sorted({sm for _, sm in elves if sm}))
+                if inside or b".nv_fatbin" in data:
+                    about.append(("GPU code inside", inside or "yes, packed (.nv_fatbin)"))
+        if target:
+            about[:0] = [("target", target), ("compute capability", capability(target))]
+        parts.append(Part(record.name, kind, record.size, tuple(about)))
     out.parts = [*parts, *out.parts]
     # The environment of the compiler, with the values of all ``*_metadata.json``.
     environment: dict[str, list[str]] = {}
@@ -862,31 +868,6 @@ def read_aotinductor(archive: Archive) -> Checkpoint:
         shown = ", ".join(f"{target} (compute capability {capability(target)})" for target in targets[:8])
         out.problems.add("aoti-architecture", FOLDER, f"its kernels are machine code for {shown}")
     return out.checkpoint(written_by=Origin(recorded=tuple(out.recorded)))
-
-
-def _compiled_part(out: _Package, record: Record) -> Part:
-    """A compiled file, and what it was compiled for."""
-    kind = _KINDS.get(record.name.rpartition(".")[2].lower(), "file")
-    facts: list[tuple[str, str]] = []
-    target = ""
-    if kind == "PTX":  # the oldest GPU that it runs on
-        found = re.search(rb"(?m)^[ \t]*\.target[ \t]+([^\s,]+)", out.archive.head(record, _PTX_HEAD))
-        target = found[1].decode("ascii", "backslashreplace")[:20] if found else ""
-    elif kind not in ("source", "metadata"):
-        machine, target = read_elf(out.archive.head(record, HEADER)) or ("", "")
-        if machine and not target:
-            facts.append(("machine", machine))
-        if machine and kind == "library" and out.affords(record):
-            # Look for GPU code inside the library, without parsing it.
-            data = out.open(record).read(0, MAX_LIBRARY_SCAN)
-            starts = [match.start() for match in _CUBIN_START.finditer(data)]
-            elves = [read_elf(data[start : start + HEADER]) or ("", "") for start in starts]
-            inside = ", ".join(sorted({sm for _, sm in elves if sm}))
-            if inside or b".nv_fatbin" in data:
-                facts.append(("GPU code inside", inside or "yes, packed (.nv_fatbin)"))
-    if target:
-        facts[:0] = [("target", target), ("compute capability", capability(target))]
-    return Part(record.name, kind, record.size, tuple(facts))
 
 
 def _read_views(out: _Package, configs: list[str]) -> None:

@@ -7,7 +7,7 @@ to be worth it, so the machine imports this when a pickle turns out to be larger
 from __future__ import annotations
 
 import re
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import compress
 from struct import Struct
 from typing import Any
@@ -19,20 +19,13 @@ _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
 _PUT = rb"r(....)"  # LONG_BINPUT: all but the first thirty tensors
 _SIZE = rb"(" + _INT + rb"{1,3}[\x85-\x87]|\(" + _INT + rb"+t)"  # TUPLE1 to TUPLE3; or MARK and TUPLE
-_CALL = (
+_CALL = re.compile(
     # MARK, the id of the storage: its key is BINUNICODE, or GET where it was met before; TUPLE, BINPERSID
     rb"\((" + _GET + _GET + rb")(?:X(.)\0\0\0([0-9]+)" + _PUT + rb"|(" + _GET + rb"))(" + _GET + _INT + rb"N?)t" + _PUT
     + rb"Q(" + _INT + rb")(?:\)\)|" + _SIZE + _PUT + _SIZE + _PUT + rb")"  # offset; size and stride, or EMPTY_TUPLEs
     + rb"([\x88\x89]" + _GET + rb")\)R" + _PUT  # whether it requires gradients; its hooks, an empty OrderedDict
-    + rb"t" + _PUT + rb"R" + _PUT
+    + rb"t" + _PUT + rb"R" + _PUT, re.DOTALL
 )  # fmt: skip
-
-
-@cache
-def _call_pattern() -> re.Pattern[bytes]:
-    return re.compile(_CALL, re.DOTALL)  # takes as long as reading many a small file, which needs none
-
-
 _TEXT, _AGAIN, _OFFSET = 3, 5, 8
 _PUTS = (4, 7, 10, 12, 14, 15, 16)
 
@@ -41,6 +34,7 @@ _GETS = {0x68: Struct("<B"), 0x6A: Struct("<I")}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 _MAX_TEMPLATES = 4096
+_layout = lru_cache(maxsize=1024)(Struct)
 
 
 class _Template:
@@ -67,9 +61,6 @@ class _Template:
             form += f"{len(pieces[-1])}sI"
             after = match.end(put)
         self.pieces, self.puts, self.layout = tuple(pieces), len(pieces) - 1, _layout(form)
-
-
-_layout = lru_cache(maxsize=1024)(Struct)
 
 
 def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
@@ -121,7 +112,7 @@ class TensorPattern:
         if template is not None and (end := self._fill(template, pos, stack, memo)):
             self._last = template
             return end
-        match = _call_pattern().match(self._data, pos)
+        match = _CALL.match(self._data, pos)
         if match is None:
             return 0
         head, length, text, _, again, tail, _, first, size, _, stride, _, last, _, _, _ = match.groups()

@@ -17,7 +17,24 @@ from transload.findings import LimitedProblems, Problem
 from transload.frozen import NamedTuple
 from transload.nodes import REBUILDS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
+# torch counts bytes in 64 signed bits; Python would go on multiplying for ever.
+MAX_SIZE = 1 << 63
+# Dimensions of a tensor; a shape of a million, shared by a million tensors, costs its maker two bytes each.
+MAX_RANK = 1024
+# A parameter around a subclass around a quantized tensor around its scales is four.
+MAX_NESTED = 16
+# Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels.
+MAX_DEPTH = 1000
+# Values kept beside the tensors; a loss history of a million floats is counted, not listed.
+MAX_LEAVES = 10_000
+# Keys and values of a module; looking for three names in a shared dictionary must stay cheap.
+_MAX_ATTRIBUTES = 2000
 _MAX_TEXT = 200
+_MAX_SHOWN = 120
+
+Locate = Callable[[str, int], Record | None]
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+_NO_RECORD = Record("", None, 0, 0)
 
 
 def called(node: Call) -> str:
@@ -119,13 +136,6 @@ def scalar(node: object) -> str:
     return f"<{type(node).__name__.lower()}>"
 
 
-MAX_SIZE = 1 << 63
-"""torch counts bytes in 64 signed bits; Python would go on multiplying for ever."""
-
-
-_MAX_SHOWN = 120
-
-
 class TooMuch(Exception):  # noqa: N818 - a signal between the walk and its parts, never seen outside
     """A file asks for more work than its size can justify; the text says what."""
 
@@ -169,9 +179,6 @@ class Budget:
             raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
 
 
-Locate = Callable[[str, int], Record | None]
-
-
 class StorageTable:
     """The storages met so far, by key. ``locate`` finds the record of one by its key and size; ``None`` if it has none.
 
@@ -193,9 +200,9 @@ class StorageTable:
         """Take in the storages of a pickle, in the order it names them."""
         storages, locate, seen = self.storages, self._locate, self._seen
         for node in nodes:
+            seen[id(node)] = None  # as it stays if the id is odd
             pid: Any = node.id
             if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
-                seen[id(node)] = None
                 continue
             _, kind, key, device, numel = pid[:5]
             dtype = STORAGES.get(kind.name.rpartition(".")[2]) if type(kind) is Global else None
@@ -203,7 +210,6 @@ class StorageTable:
                 key = str(key)
             if dtype is None or type(key) is not str or type(device) is not str or type(numel) is not int:
                 self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
-                seen[id(node)] = None
                 continue
             nbytes = numel * ITEMSIZE[dtype]
             storage = storages.get(key)
@@ -227,8 +233,19 @@ class StorageTable:
                 detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
                 detail += f"first with {storage.nbytes} of {storage.dtype} on {storage.device[:_MAX_SHOWN]}"
                 self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
-            first = self._first(pid[5], key, numel) if len(pid) == 6 else 0
-            seen[id(node)] = (storage, first, dtype) if first >= 0 else None
+            if len(pid) == 5 or pid[5] is None:
+                seen[id(node)] = storage, 0, dtype
+                continue
+            match pid[5]:  # a view: (key, offset, size) of a part of the storage
+                case (str() as name, int() as first, int() as size) if 0 <= first <= first + size <= numel:
+                    known = self._views.setdefault(name, (key, first, size))
+                    if known == (key, first, size) and (name == key or name not in storages):
+                        seen[id(node)] = storage, first, dtype
+                    else:
+                        detail = "its view bears the name of another"
+                        self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
+                case _:
+                    self.noted.add("storage-malformed", "", "a view beyond its storage")
 
     def resolve(self, node: object) -> tuple[Storage, int, str] | None:
         """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
@@ -237,29 +254,6 @@ class StorageTable:
         if id(node) not in self._seen:
             self.enter((node,))
         return self._seen[id(node)]
-
-    def _first(self, view: object, key: str, numel: int) -> int:
-        """The element a view begins at: (key, offset, size) of a part of the storage, ``None`` for all; -1 if odd."""
-        if view is None:
-            return 0
-        match view:
-            case (str() as name, int() as first, int() as size) if first >= 0 and size >= 0 and first + size <= numel:
-                known = self._views.setdefault(name, (key, first, size))
-                if known == (key, first, size) and (name == key or name not in self.storages):
-                    return first
-                self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", "its view bears the name of another")
-            case _:
-                self.noted.add("storage-malformed", "", "a view beyond its storage")
-        return -1
-
-    def finish(self) -> tuple[Storage, ...]:
-        """All storages, each with the names of its tensors."""
-        users = self.users
-        return tuple([_new(Storage, (*held[:-1], tuple(users[key]))) for key, held in self.storages.items()])
-
-
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
-_NO_RECORD = Record("", None, 0, 0)
 
 
 def declared_storages(pickle: Pickle) -> dict[str, Storage]:
@@ -299,13 +293,6 @@ def moved_storage(
         file=file,
         tensors=tuple([joined(steps, name) for name in storage.tensors]) if steps else storage.tensors,
     )
-
-
-MAX_RANK = 1024
-"""Dimensions of a tensor; a shape of a million, shared by a million tensors, costs its maker two bytes each."""
-
-MAX_NESTED = 16
-"""A parameter around a subclass around a quantized tensor around its scales is four."""
 
 
 class BadTensor(Exception):  # noqa: N818 - a signal between readers and the walk, never seen outside
@@ -350,16 +337,6 @@ def _dtype(node: object) -> str:
     return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
 
 
-_COMPRESSED = ("compressed_indices", "plain_indices", "values")
-
-
-MAX_DEPTH = 1000
-"""Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels."""
-
-MAX_LEAVES = 10_000
-"""Values kept beside the tensors; a loss history of a million floats is counted, not listed."""
-
-
 class Tree(NamedTuple):
     """What a pickle's root holds."""
 
@@ -370,29 +347,22 @@ class Tree(NamedTuple):
 
 
 # Calls whose result is a value, shown as a leaf.
-_PLAIN_CALLS = frozenset(
-    {
-        "torch.device",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "_codecs.encode",
-        "torch.torch_version.TorchVersion",
-        *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("complex", "bytearray")),
-        "numpy.dtype",
-        "numpy.core.multiarray.scalar",
-        "numpy._core.multiarray.scalar",
-        *(f"datetime.{name}" for name in ("datetime", "date", "timedelta")),
-        *(f"pathlib.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
-        "pathlib._local.PosixPath",
-        "uuid.UUID",
-    }
-)
+_PLAIN_CALLS = {
+    *("torch.device", "torch.Size", "torch.serialization._get_layout", "torch.torch_version.TorchVersion"),
+    *("_codecs.encode", "uuid.UUID"),
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("complex", "bytearray")),
+    *("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    *(f"datetime.{name}" for name in ("datetime", "date", "timedelta")),
+    *(f"pathlib.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+    "pathlib._local.PosixPath",
+}
 _ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
 _HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
 _ORDERED_DICT = "collections.OrderedDict"
 RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
 MODULE_KEYS = ("_parameters", "_buffers", "_modules")
-_MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
+_ORDINARY = "torch._utils._rebuild_tensor_v2"
+_WIDTHS = {dtype: width for dtype, width in ITEMSIZE.items() if dtype not in BLOCKS}
 
 # A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
 # name the key is a tuple of steps.
@@ -401,10 +371,6 @@ _Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
 _Args = tuple[Any, ...]
 _Outside = dict[str, _Args] | None
 _Place = tuple[tuple[Key, ...], str]  # path and name
-
-
-_ORDINARY = "torch._utils._rebuild_tensor_v2"
-_WIDTHS = {dtype: width for dtype, width in ITEMSIZE.items() if dtype not in BLOCKS}
 
 
 class _Walk:
@@ -535,7 +501,11 @@ class _Walk:
             return
         # An ``nn.Module``: names as its ``state_dict()`` would give, joined by dots, ``None`` left out. The name so far
         # is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
-        unsaved = _texts(state.get("_non_persistent_buffers_set"))
+        held: Any = state.get("_non_persistent_buffers_set")
+        members = held.items if type(held) is Set else []
+        if type(held) is Call and type(held.args) is tuple and held.args and type(held.args[0]) is list:
+            members = held.args[0]  # protocol 2: ``builtins.set([...])``
+        unsaved = {member for member in members if type(member) is str}
         joiner = "." if path[-2:-1] == ("_modules",) else "/"
         lead = f"{name}{joiner}" if name else ""
         for where, items in zip(MODULE_KEYS, parts, strict=True):
@@ -625,16 +595,7 @@ class _Walk:
             raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
         return tuple(walk.tensors)
 
-    def _strided(
-        self,
-        args: _Args,
-        at: _Place,
-        *,
-        dtype: str = "",
-        requires_grad: int = 4,
-        metadata: int = 6,
-        kind: str = "strided",
-    ) -> Tensor:
+    def _strided(self, args: _Args, at: _Place, *, dtype: str = "", grad_at: int = 4, flags_at: int = 6) -> Tensor:
         """A tensor over a storage: (storage, offset, size, stride, …), and where other arguments stand."""
         found = self.table.resolve(args[0])
         if found is None:
@@ -649,7 +610,7 @@ class _Walk:
             shape = _ints(shape, "size")
         if type(stride) is not tuple:
             stride = _ints(stride, "stride")
-        grad = len(args) > requires_grad and args[requires_grad] is True
+        grad = len(args) > grad_at and args[grad_at] is True
         if grad:
             _check_grad(dtype)
         offset += first
@@ -662,9 +623,10 @@ class _Walk:
         if offset and begin is not None:
             begin += itemsize(dtype, offset)
         flags: tuple[str, ...] = ()
-        if len(args) > metadata and type(args[metadata]) is Dict:  # {"conj": True}
-            flags = tuple(flag for flag in ("conj", "neg") if args[metadata].get(flag) is True)
-        return _new(Tensor, (path, name, dtype, shape, stride, device, key, offset, grad, kind, "", (), begin, flags))
+        if len(args) > flags_at and type(args[flags_at]) is Dict:  # {"conj": True}
+            flags = tuple(flag for flag in ("conj", "neg") if args[flags_at].get(flag) is True)
+        fields = (path, name, dtype, shape, stride, device, key, offset, grad, "strided", "", (), begin, flags)
+        return _new(Tensor, fields)
 
     rebuild_tensor = rebuild_tensor_v2 = _strided
 
@@ -674,10 +636,10 @@ class _Walk:
         if args[4] is True and args[5] is not None:
             detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
             self.table.noted.add("tensor-unloadable", at[1] or "the root", detail)
-        return self._strided(args, at, dtype=_dtype(args[6]), metadata=7)
+        return self._strided(args, at, dtype=_dtype(args[6]), flags_at=7)
 
     def rebuild_qtensor(self, args: _Args, at: _Place) -> Tensor:
-        tensor = self._strided(args, at, requires_grad=5, metadata=7, kind="quantized")
+        tensor = self._strided(args, at, grad_at=5, flags_at=7)._replace(kind="quantized")
         if type(args[4]) is not tuple or len(args[4]) > 4:
             raise BadTensor("its quantizer is none")
         for index, part in enumerate(part for part in args[4] if type(part) is Call):
@@ -706,7 +668,7 @@ class _Walk:
         # The layout is ``torch.serialization._get_layout("torch.sparse_coo")``.
         text = args[0].args[0] if type(args[0]) is Call and type(args[0].args) is tuple and args[0].args else ""
         layout = text.removeprefix("torch.") if type(text) is str else "sparse_coo"
-        names = ("indices", "values") if layout == "sparse_coo" else _COMPRESSED
+        names = ("indices", "values") if layout == "sparse_coo" else ("compressed_indices", "plain_indices", "values")
         if type(args[1]) is not tuple or len(args[1]) < len(names) + 1:
             raise BadTensor("its sparse parts are missing")
         return self._composite(args[1], at, layout, names, sized=True)
@@ -783,7 +745,9 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
     if walk.skipped:
         walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
     problems = (*walk.noted.problems(), *table.noted.problems())
-    return Tree(tuple(walk.tensors), table.finish(), tuple(walk.leaves), problems)
+    users = table.users
+    storages = tuple([_new(Storage, (*held[:-1], tuple(users[key]))) for key, held in table.storages.items()])
+    return Tree(tuple(walk.tensors), storages, tuple(walk.leaves), problems)
 
 
 def with_slots(state: Any) -> Any:
@@ -826,11 +790,3 @@ def call_items(node: Call) -> list[Any]:
         if type(pair) in (list, tuple) and len(pair) == 2:
             items += pair
     return [*items, *(node.items or [])]
-
-
-def _texts(node: object) -> set[str]:
-    """The texts in a set, also as protocol 2 writes one: ``builtins.set([...])``."""
-    members = node.items if type(node) is Set else []
-    if type(node) is Call and type(node.args) is tuple and node.args and type(node.args[0]) is list:
-        members = node.args[0]
-    return {member for member in members if type(member) is str}

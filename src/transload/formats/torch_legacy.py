@@ -21,7 +21,6 @@ from transload.formats.pickle_machine import run_at
 from transload.formats.tensors import StorageTable, declared_storages, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
-from transload.frozen import NamedTuple
 from transload.io.sources import Slice, Source
 from transload.nodes import Dict, Global, Persistent, Pickle
 
@@ -39,7 +38,6 @@ MAX_DOUBT = 1 << 24
 
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
 _SMALL_WINDOW = 1 << 12
-_IDS = {"storage": (6,), "module": (4,)}
 
 
 def looks_like_legacy(source: Source) -> bool:
@@ -63,7 +61,7 @@ def read_legacy(source: Source) -> Checkpoint:
     for stage, name in enumerate(_STAGES):
         pickle, position = run_at(source, position, name, 1 << 20 if stage == 3 else _SMALL_WINDOW)
         pickles.append(pickle)
-        problems += pickle_problems(pickle, pickle.end, _IDS)
+        problems += pickle_problems(pickle, pickle.end, {"storage": (6,), "module": (4,)})
         if pickle.broken:
             detail = f"part {stage + 1} of 5 breaks off; lost: {', '.join(_STAGES[stage:])} and all storages"
             problems.add("legacy-cut", name, detail)
@@ -174,58 +172,40 @@ _WANTED = frozenset({"sys_info", "pickle", "tensors", "storages"})
 _PLAIN_PAX = frozenset({b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"})
 
 
-class Member(NamedTuple):
-    """A file in a tar archive; ``odd`` says why another reader may read it differently."""
+def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[tuple[str, int, int, str]], list[Problem]]:
+    """The members of a tar archive until its end or its first bad header, and the problem with that.
 
-    name: str
-    offset: int
-    size: int
-    odd: str = ""
-
-
-def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], list[Problem]]:
-    """The members of a tar archive until its end or its first bad header, and the problem with that."""
-    out: list[Member] = []
+    Of each its name, offset and size, and why another reader may read it differently.
+    """
+    out: list[tuple[str, int, int, str]] = []
     position, odd, always = 0, "", ""
     for _ in range(most):
         block = source.read(position, _BLOCK)
-        header = _header(block)
-        if header is None:
+        size, stated, kind = _octal(block[124:136]), _octal(block[148:156]), block[156:157]
+        summed = block[:148] + b" " * 8 + block[156:]
+        signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # of some writers; tarfile accepts both
+        sound = len(block) == _BLOCK and any(block) and stated in (sum(summed), signed)
+        if not sound or size is None or size < 0:
             broken = Problem("tar-broken", f"byte {position}", "the header of a member is not valid")
             return out, [broken] if any(block) else []
-        name, size, kind = header
         start = position + _BLOCK
         if kind in _EXTENDED:
             data = source.read(start, min(size, _MAX_PAX))
             plain = kind in (b"x", b"g") and size <= _MAX_PAX and data[-1:] == b"\n"
-            if not plain or not all(_is_plain_pax(line) for line in data[:-1].split(b"\n")):
+            for line in data[:-1].split(b"\n"):  # length, key and value; a wrong length hides another record
+                length, _, record = line.partition(b" ")
+                plain = plain and length == b"%d" % (len(line) + 1) and record.partition(b"=")[0] in _PLAIN_PAX
+            if not plain:
                 odd = odd or "an extended header changes what it is"
             always = odd if kind == b"g" else always
         else:
+            prefix, name = block[345:500].split(b"\0")[0], block[:100].split(b"\0")[0]
+            path = (prefix + b"/" + name if prefix else name).decode("utf-8", "backslashreplace")
             odd = odd or always or ("" if kind in (b"0", b"\0") else "it is not a plain file")
-            out.append(Member(name, start, size, odd))
+            out.append((path, start, size, odd))
             odd = ""
         position = start + -(-size // _BLOCK) * _BLOCK
     return out, [Problem("tar-broken", f"byte {position}", f"more than {most} members")]
-
-
-def _is_plain_pax(line: bytes) -> bool:
-    """Whether it is a harmless record of an extended header: length, key and value. A wrong length hides another."""
-    length, _, record = line.partition(b" ")
-    return length == b"%d" % (len(line) + 1) and record.partition(b"=")[0] in _PLAIN_PAX
-
-
-def _header(block: bytes) -> tuple[str, int, bytes] | None:
-    """Name, size and type of a member; ``None`` if it is not a header."""
-    if len(block) < _BLOCK or not any(block):
-        return None
-    size, stated = _octal(block[124:136]), _octal(block[148:156])
-    summed = block[:148] + b" " * 8 + block[156:]
-    signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # of some writers; tarfile accepts both
-    if size is None or size < 0 or stated not in (sum(summed), signed):
-        return None
-    prefix, name = block[345:500].split(b"\0")[0], block[:100].split(b"\0")[0]
-    return (prefix + b"/" + name if prefix else name).decode("utf-8", "backslashreplace"), size, block[156:157]
 
 
 def _octal(field: bytes) -> int | None:
@@ -246,11 +226,11 @@ def read_tar(source: Source) -> Checkpoint | None:
     # Note what could make tarfile, inside torch, read other members; and members that torch does not read.
     problems = reader.problems
     seen: set[str] = set()
-    for member in reader.listed:
-        name = member.name.removeprefix("./")
-        if (name in _WANTED and (member.odd or name in seen)) or member.odd.startswith("an extended header"):
-            problems.add("tar-ambiguous", name, member.odd or "there are two of this name")
-        if member.offset + member.size > source.size:
+    for path, offset, size, odd in reader.listed:
+        name = path.removeprefix("./")
+        if (name in _WANTED and (odd or name in seen)) or odd.startswith("an extended header"):
+            problems.add("tar-ambiguous", name, odd or "there are two of this name")
+        if offset + size > source.size:
             problems.add("tar-cut", name[:80], "the archive ends inside this member")
         seen.add(name)
     extra = sorted(seen - _WANTED)
@@ -262,7 +242,7 @@ def read_tar(source: Source) -> Checkpoint | None:
     reader.read_tensors()
     for name in ("sys_info", "pickle"):  # only old readers load sys_info; pickle is the object
         if name in reader.found:
-            main, _ = run_at(reader.part(name), 0, name)
+            main, _ = run_at(reader.found[name], 0, name)
             main.main = name == "pickle"
             reader.add_pickle(main)
     # torch reads the file as a pickle where tarfile fails, and a tar header can be a valid pickle.
@@ -281,19 +261,14 @@ class TarReader(Draft):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.name, "torch-tar", source.size)
-        self._source = source
         self._position = 0  # in the member that is read
         self.listed, problems = members(source)
         self.problems += problems
-        self.found = {member.name.removeprefix("./"): member for member in self.listed}
+        named = ((path.removeprefix("./"), offset, size) for path, offset, size, _ in self.listed)
+        self.found = {name: Slice(source, offset, size, name) for name, offset, size in named}
         self.places: dict[str, Record] = {}
         self.storage_ids: dict[str, Persistent] = {}
         self.tensor_args: dict[str, tuple[Any, ...]] = {}
-
-    def part(self, name: str) -> Slice:
-        """One member as a source."""
-        member = self.found[name]
-        return Slice(self._source, member.offset, member.size, name)
 
     def add_pickle(self, pickle: Pickle) -> None:
         """Keep a pickle if it imports anything, and note its problems; its persistent ids are numbers."""
@@ -319,7 +294,7 @@ class TarReader(Draft):
 
     def read_storages(self) -> None:
         """Read ``storages``: for each its id, element count and bytes; then the list of views."""
-        part = self.part("storages")
+        part = self.found["storages"]
         for entry in self._entries(part):
             is_entry = type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
             if not is_entry or entry[2].name not in STORAGES:
@@ -333,7 +308,7 @@ class TarReader(Draft):
                 detail = f"{nbytes} bytes do not fit into what is left of the member"
                 self.problems.add("storage-cut", f"storage {key}", detail)
                 return
-            self.places[key] = Record("storages", self.found["storages"].offset + start, nbytes, nbytes)
+            self.places[key] = Record("storages", part.offset + start, nbytes, nbytes)
             self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), self._position)
             self._position = start + nbytes
         views = self._next(part)
@@ -346,7 +321,7 @@ class TarReader(Draft):
 
     def read_tensors(self) -> None:
         """Read ``tensors``: for each its id and storage, its rank, sizes, strides and offset."""
-        part = self.part("tensors")
+        part = self.found["tensors"]
         for entry in self._entries(part):
             if type(entry) is not tuple or len(entry) != 3:
                 self.problems.add("tar-broken", "tensors", f"entry {len(self.tensor_args)} is not a tensor")

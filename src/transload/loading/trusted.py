@@ -316,7 +316,7 @@ def load_trusted(
         if tar:
             from transload.formats.torch_legacy import TarReader
 
-            return unpickled(as_file(TarReader(source).part("pickle")), find)
+            return unpickled(as_file(TarReader(source).found["pickle"]), find)
         if checkpoint.format == "torch-legacy":
             file = as_file(source)
             for _ in range(3):  # skip the magic number, the protocol version and the system info
