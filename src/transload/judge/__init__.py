@@ -41,25 +41,43 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     foreign = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
     foreign = foreign or any(pickle.rare for pickle in checkpoint.pickles if pickle.main)
     names = _judge_pickles(checkpoint.pickles, "transload.load" if foreign else "torch.load")
+    # Names need not be allowed in formats that torch.load does not read.
+    findings = [f for f in names.findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED]
     forced: Safety = "data-only"
-    findings: tuple[Finding, ...] = ()
     if checkpoint.problems:
         from transload.judge.problems import judge_problems
 
-        forced, findings = judge_problems(checkpoint.problems)
+        forced, caused = judge_problems(checkpoint.problems)
+        findings += caused
+    rare = sorted({name for pickle in checkpoint.pickles if pickle.main for name in pickle.rare})
+    if rare and checkpoint.format.startswith("torch-") and checkpoint.format not in PROGRAMS:
+        # Even if it is harmless, it can only be loaded without weights_only.
+        title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
+        evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
+        fix = "Save it again without pickle_protocol, or pass weights_only=False if you trust the file."
+        findings.append(Finding("rare-opcodes", "warning", title, evidence, (fix,)))
+    held = [f"{leaf.name}: {leaf.text}" for leaf in checkpoint.leaves if leaf.kind == "torch.device"]
+    elsewhere = [text for text in held if not text.endswith(": cpu")]
+    if elsewhere:
+        title = "it contains torch.device values, which map_location does not change"
+        fix = "Set them yourself after loading."
+        findings.append(Finding("device-objects", "note", title, first_lines(elsewhere, _SHOWN), (fix,)))
+    # The program whose layout it has.
+    paths = [tensor.path for tensor in checkpoint.tensors]
+    top = {path[0] for path in (*paths, *(leaf.path for leaf in checkpoint.leaves)) if path}
+    flavour = "" if {"_parameters", "_buffers"}.isdisjoint(chain.from_iterable(paths)) else "pickled module"
+    if "pytorch-lightning_version" in top:
+        flavour = "Lightning checkpoint"
+    elif {"ds_version", "module"} <= top:
+        flavour = "DeepSpeed model states"
     base: Safety = "code" if checkpoint.format in PROGRAMS else "data-only"
     judged = replace(
         checkpoint,
         safety=worst_safety(base, names.safety, forced),
         integrity=integrity_of(checkpoint),
         globals=names.globals,
-        flavour=checkpoint.flavour or _flavour(checkpoint),
-        findings=(
-            # Names need not be allowed in formats that torch.load does not read.
-            *(f for f in names.findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED),
-            *findings,
-            *_other_findings(checkpoint),
-        ),
+        flavour=checkpoint.flavour or flavour,
+        findings=tuple(findings),
     )
     if judged.findings:
         from transload.judge.problems import with_commands
@@ -93,33 +111,3 @@ def integrity_of(checkpoint: Checkpoint) -> Integrity:
     from transload.judge.problems import rule_of
 
     return worst_integrity(base, *(rule_of(problem.code).integrity for problem in checkpoint.problems))
-
-
-def _flavour(checkpoint: Checkpoint) -> str:
-    """The program whose layout a checkpoint has; empty if it is not known."""
-    paths = [tensor.path for tensor in checkpoint.tensors]
-    top = {path[0] for path in (*paths, *(leaf.path for leaf in checkpoint.leaves)) if path}
-    if "pytorch-lightning_version" in top:
-        return "Lightning checkpoint"
-    if {"ds_version", "module"} <= top:
-        return "DeepSpeed model states"
-    return "" if {"_parameters", "_buffers"}.isdisjoint(chain.from_iterable(paths)) else "pickled module"
-
-
-def _other_findings(checkpoint: Checkpoint) -> list[Finding]:
-    """Findings that neither names nor problems lead to."""
-    found = []
-    rare = sorted({name for pickle in checkpoint.pickles if pickle.main for name in pickle.rare})
-    if rare and checkpoint.format.startswith("torch-") and checkpoint.format not in PROGRAMS:
-        # Even if it is harmless, it can only be loaded without weights_only.
-        title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
-        evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
-        fix = "Save it again without pickle_protocol, or pass weights_only=False if you trust the file."
-        found.append(Finding("rare-opcodes", "warning", title, evidence, (fix,)))
-    held = [f"{leaf.name}: {leaf.text}" for leaf in checkpoint.leaves if leaf.kind == "torch.device"]
-    elsewhere = [text for text in held if not text.endswith(": cpu")]
-    if elsewhere:
-        title = "it contains torch.device values, which map_location does not change"
-        fix = "Set them yourself after loading."
-        found.append(Finding("device-objects", "note", title, first_lines(elsewhere, _SHOWN), (fix,)))
-    return found

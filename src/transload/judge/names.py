@@ -94,10 +94,8 @@ def classify(module: str, name: str) -> tuple[str, str]:
         return "harmless", _HARMLESS[full]
     if danger := is_dangerous(module, name):
         return "dangerous", danger
-    family = next(
-        (said for prefix, said in _TABLES["families"].items() if full.startswith(prefix)), "not known to transload"
-    )
-    return "unknown", _DATA.get(full, family)
+    families = (said for prefix, said in _TABLES["families"].items() if full.startswith(prefix))
+    return "unknown", _DATA.get(full) or next(families, "not known to transload")
 
 
 def can_be_allowed(module: str, name: str) -> bool:
@@ -203,11 +201,8 @@ def _listed(module: str, name: str) -> str:
         listed = package in _TABLES["dangerous packages"] and not (dot and package in _TABLES["single files"])
     if listed:
         return _TABLES["dangerous packages"][package]
-    if (
-        module == "builtins"
-        and name not in _TABLES["plain builtins"]
-        and not name.endswith(("Error", "Exception", "Warning"))
-    ):
+    plain = name in _TABLES["plain builtins"] or name.endswith(("Error", "Exception", "Warning"))
+    if module == "builtins" and not plain:
         return "a built-in function"
     if "." in name and any(part.startswith("__") and part.endswith("__") for part in name.split(".")):
         return "walks through the inside of an object"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -52,24 +52,20 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         fix = finding.fix
         if fix and finding.code == "needs-trust" and (command := convert_command(checkpoint)):
             fix = (*fix, WITHOUT_CODE, command)
-        fix = tuple(_advice(fix, checkpoint, given))
-        if fix != finding.fix:
-            found[index] = replace(finding, fix=fix)
-    return tuple(found)
-
-
-def _advice(fix: tuple[str, ...], checkpoint: Checkpoint, given: set[str]) -> Iterator[str]:
-    lines = iter(zip(fix, (*fix[1:], ""), strict=False))
-    for line, following in lines:
-        if following in _COMMANDS:
-            command = _COMMANDS[following](checkpoint)
-            next(lines)
-            if command and command not in given:
+        new: list[str] = []
+        lines = iter(zip(fix, (*fix[1:], ""), strict=False))
+        for line, following in lines:
+            if following in _COMMANDS:
+                command = _COMMANDS[following](checkpoint)
+                next(lines)
+                new += [line, command] if command and command not in given else []
                 given.add(command)
-                yield from (line, command)
-        elif line not in given or not line.endswith("."):
-            given.add(line)
-            yield line
+            elif line not in given or not line.endswith("."):
+                new.append(line)
+                given.add(line)
+        if tuple(new) != finding.fix:
+            found[index] = replace(finding, fix=tuple(new))
+    return tuple(found)
 
 
 def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
@@ -108,6 +104,11 @@ def _convert(checkpoint: Checkpoint) -> str:
 
 
 _COMMANDS: dict[str, Callable[[Checkpoint], str]] = {RESCUE: _rescue, CONVERT: _convert}
+
+# The sections of docs/findings.md.
+_HEAD = re.compile(r"(?P<code>.+)\n\n\*(?P<severity>\w+)\*: (?P<title>.+)\.\n")
+_EFFECT = re.compile(r"(safety|integrity) at best `([\w-]+)`")
+_STEP = re.compile(r"^- (.+)$", re.MULTILINE)
 _SHOWN = 10
 
 
@@ -119,11 +120,6 @@ class Rule(NamedTuple):
     safety: Safety = "data-only"
     integrity: Integrity = "whole"
     fix: tuple[str, ...] = ()
-
-
-_HEAD = re.compile(r"(?P<code>.+)\n\n\*(?P<severity>\w+)\*: (?P<title>.+)\.\n")
-_EFFECT = re.compile(r"(safety|integrity) at best `([\w-]+)`")
-_STEP = re.compile(r"^- (.+)$", re.MULTILINE)
 
 
 @cache
@@ -148,15 +144,12 @@ def rules() -> dict[str, Rule]:
 
 # Problems that another one explains.
 _EXPLAINS = {
-    "zip-unreadable-entry": frozenset(
-        {
-            *("crc-mismatch", "pickle-broken", "pickle-unreadable", "record-unreadable", "record-unseen"),
-            *("record-unused", "zip-bad-byteorder", "zip-bad-note", "zip-bad-version", "zip-compressed"),
-            "zip-no-version",
-        }
-    ),
-    "zip-no-directory": frozenset({"zip-no-version", "zip-walked"}),
-    "not-a-checkpoint": frozenset({"zip-no-folder", "zip-two-folders"}),
+    "zip-unreadable-entry": {
+        *("crc-mismatch", "pickle-broken", "pickle-unreadable", "record-unreadable", "record-unseen"),
+        *("record-unused", "zip-bad-byteorder", "zip-bad-note", "zip-bad-version", "zip-compressed", "zip-no-version"),
+    },
+    "zip-no-directory": {"zip-no-version", "zip-walked"},
+    "not-a-checkpoint": {"zip-no-folder", "zip-two-folders"},
 }
 
 

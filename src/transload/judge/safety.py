@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_machine
 from transload.formats.arrays import are_plain
+from transload.formats.torch_zip import Archive
+from transload.formats.zip import read_index, starts_like_zip
+from transload.io.sources import BytesSource
 from transload.judge.names import (
     ALSO_DATA,
     PLAIN_VALUES,
@@ -42,22 +45,16 @@ _NJT = "torch.nested._internal.nested_tensor"
 _PARAMETER = "torch.nn.parameter.Parameter"
 _TENSOR_CLASSES = frozenset(name for name in TORCH_DEFAULT if name.endswith("Tensor") and "nested" not in name)
 _LAYOUTS = ("torch.strided", *(f"torch.sparse_{kind}" for kind in ("coo", "csr", "csc", "bsr", "bsc")))
-
-
-_REBUILDS = {
-    name: found for name, found in REBUILDS.items() if name in TORCH_DEFAULT and name.startswith("torch._utils.")
-}
+_REBUILDS = {name: REBUILDS[name] for name in TORCH_DEFAULT & REBUILDS.keys() if name.startswith("torch._utils.")}
 
 # Attributes of a tensor that loading code uses, and that attributes from the file would shadow.
-_SHADOWED = frozenset(
-    {
-        *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_version", "clone", "copy_", "cpu"),
-        *("cuda", "data", "detach", "device", "dim", "dtype", "grad", "grad_fn", "is_cuda", "is_leaf", "is_meta"),
-        *("item", "layout", "nbytes", "numel", "numpy", "register_hook", "requires_grad", "requires_grad_"),
-        *("retain_grad", "set_", "shape", "size", "storage", "storage_offset", "stride", "to", "tolist", "type"),
-        *("untyped_storage", "view"),
-    }
-)
+_SHADOWED = {
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_version", "clone", "copy_", "cpu"),
+    *("cuda", "data", "detach", "device", "dim", "dtype", "grad", "grad_fn", "is_cuda", "is_leaf", "is_meta"),
+    *("item", "layout", "nbytes", "numel", "numpy", "register_hook", "requires_grad", "requires_grad_"),
+    *("retain_grad", "set_", "shape", "size", "storage", "storage_offset", "stride", "to", "tolist", "type"),
+    *("untyped_storage", "view"),
+}
 
 
 def check_call(name: str, call: Call) -> Complaint:
@@ -67,11 +64,27 @@ def check_call(name: str, call: Call) -> Complaint:
     >>> check_call("builtins.bytearray", run(b"cbuiltins\nbytearray\nJ\0\0\0\1\x85R.").root)[0]
     'dangerous'
     """
-    if type(call.args) is not tuple:
+    args: Any = call.args
+    if type(args) is not tuple:
         return "unknown", f"{name} is called with arguments that are not a tuple"
     if call.kwargs is not None and not (type(call.kwargs) is Dict and not call.kwargs.items):
         return "needs-trust", f"{name} is called with keyword arguments"
-    complaint = _check_rebuild(name, call.args) if name in _REBUILDS else _check_arguments(name, call.args)
+    if name in _REBUILDS:
+        count = len(args)
+        least, most, flag, hooks, metadata, attributes, _ = _REBUILDS[name]
+        if not least <= count <= most:
+            return "unknown", f"{name} is called with {count} arguments"
+        if hooks < count and not _no_hooks(args[hooks]):
+            return "needs-trust", "a tensor carries backward hooks, which run code"
+        if flag < count and type(args[flag]) is not bool:
+            return "needs-trust", f"{name} is given {type(args[flag]).__name__} for requires_grad"
+        if metadata < count and args[metadata] is not None:  # {"conj": True}
+            flags = args[metadata].items if type(args[metadata]) is Dict else (None, None)
+            if len(flags) > _MAX_ITEMS or not all(type(value) is bool for value in flags[1::2]):
+                return "needs-trust", "a tensor carries metadata that is not a flag"
+        complaint = _check_attributes(args[attributes]) if attributes < count else None
+    else:
+        complaint = _check_arguments(name, args)
     if complaint:
         return complaint
     if call.items or call.appended:  # SETITEM(S), APPEND(S) and ADDITEMS on the result
@@ -93,22 +106,6 @@ def check_call(name: str, call: Call) -> Complaint:
         if not plain or (name != _PARAMETER and name not in _TENSOR_CLASSES):
             return "needs-trust", f"the result of {name} is given a state"
     return None
-
-
-def _check_rebuild(name: str, args: tuple[Any, ...]) -> Complaint:
-    count = len(args)
-    least, most, flag, hooks, metadata, state, _ = _REBUILDS[name]
-    if not least <= count <= most:
-        return "unknown", f"{name} is called with {count} arguments"
-    if hooks < count and not _no_hooks(args[hooks]):
-        return "needs-trust", "a tensor carries backward hooks, which run code"
-    if flag < count and type(args[flag]) is not bool:
-        return "needs-trust", f"{name} is given {type(args[flag]).__name__} for requires_grad"
-    if metadata < count and args[metadata] is not None:  # {"conj": True}
-        flags = args[metadata].items if type(args[metadata]) is Dict else (None, None)
-        if len(flags) > _MAX_ITEMS or not all(type(value) is bool for value in flags[1::2]):
-            return "needs-trust", "a tensor carries metadata that is not a flag"
-    return _check_attributes(args[state]) if state < count else None
 
 
 def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
@@ -305,8 +302,21 @@ class _Judge:
             callee = call.callee
             if type(callee) is Persistent:
                 callee = _class_of(callee)
-            if type(callee) is not Global:
-                self.computed_call(callee, call, pickle)
+            if type(callee) is not Global:  # not a name in the file
+                if _is_newobj_ex(callee):
+                    self.unloadable = self.unloadable or "makes objects with keyword arguments"
+                elif (inner := _inner_name(callee)) and (
+                    call.kind in ("newobj", "newobj_ex")
+                    or self.getattr_allowed
+                    or (call.kind == "reduce" and can_be_allowed(*inner))
+                ):
+                    self.inner_names.add(inner)
+                elif call.kind == "stack_global":
+                    self.complain("dangerous", "it asks for a name that it computes", pickle, call.position)
+                elif type(callee) in (Call, Extension):
+                    self.complain("dangerous", "it calls something it has computed", pickle, call.position)
+                else:
+                    self.complain("unknown", "it calls something that is not a function", pickle, call.position)
                 continue
             use = known.get(id(callee)) or self.count(*canonical(callee.module, callee.name), pickle, 0)
             use.called += 1
@@ -329,49 +339,28 @@ class _Judge:
                 self.complain("dangerous", "it sets a double-underscore attribute on an object", pickle, call.position)
             if use.verdict == "dangerous" and use.purpose.startswith("loads another"):
                 inside += self.nested(call, pickle, depth)
-        for target, _ in pickle.built:
-            self.changed(target, pickle)
+        for target, _ in pickle.built:  # BUILD, or items, on something that the pickle did not make
+            changed = _class_of(target) if type(target) is Persistent else target
+            if type(changed) is Global:
+                # Attributes of a class or function outlive the load, and a dotted name can read them.
+                text = f"it changes {full_name(changed)} itself, for the whole process"
+                self.complain("dangerous", text, pickle, pickle.start)
+                self.count(*canonical(changed.module, changed.name), pickle, 0).built += 1
+            elif type(changed) is Extension:
+                self.complain("dangerous", "it changes an object it names only by number", pickle, pickle.start)
+            elif type(changed) is Call:
+                self.complain("dangerous", "it changes something it has computed", pickle, pickle.start)
+            else:
+                text = f"it sets attributes on a {type(target).__name__.lower()}, which has none"
+                self.complain("unknown", text, pickle, pickle.start)
         ids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
         if any(pid[0] in ("module", b"module") or type(pid[0]) is Global for pid in ids):
             self.unloadable = self.unloadable or "keeps modules with their source, as the older format does"
         for extension in pickle.extensions:
             text = f"it asks for extension {extension.code}: a name that is not in the file"
             self.complain("dangerous", text, pickle, pickle.start)
-        for inner in reversed(inside):
-            self.read(inner, depth + 1)
-
-    def computed_call(self, callee: object, call: Call, pickle: Pickle) -> None:
-        """Judge a call of something that is not a name in the file."""
-        if _is_newobj_ex(callee):
-            self.unloadable = self.unloadable or "makes objects with keyword arguments"
-        elif (inner := _inner_name(callee)) and (
-            call.kind in ("newobj", "newobj_ex")
-            or self.getattr_allowed
-            or (call.kind == "reduce" and can_be_allowed(*inner))
-        ):
-            self.inner_names.add(inner)
-        elif call.kind == "stack_global":
-            self.complain("dangerous", "it asks for a name that it computes", pickle, call.position)
-        elif type(callee) in (Call, Extension):
-            self.complain("dangerous", "it calls something it has computed", pickle, call.position)
-        else:
-            self.complain("unknown", "it calls something that is not a function", pickle, call.position)
-
-    def changed(self, target: object, pickle: Pickle) -> None:
-        """Judge BUILD, or items, on something that the pickle did not make."""
-        node = _class_of(target) if type(target) is Persistent else target
-        if type(node) is Global:
-            # Attributes of a class or function outlive the load, and a dotted name can read them.
-            text = f"it changes {full_name(node)} itself, for the whole process"
-            self.complain("dangerous", text, pickle, pickle.start)
-            self.count(*canonical(node.module, node.name), pickle, 0).built += 1
-        elif type(node) is Extension:
-            self.complain("dangerous", "it changes an object it names only by number", pickle, pickle.start)
-        elif type(node) is Call:
-            self.complain("dangerous", "it changes something it has computed", pickle, pickle.start)
-        else:
-            text = f"it sets attributes on a {type(target).__name__.lower()}, which has none"
-            self.complain("unknown", text, pickle, pickle.start)
+        for stream in reversed(inside):
+            self.read(stream, depth + 1)
 
     def sets_dunder(self, state: object) -> bool:
         """Whether a state sets dunder attributes: a pair is set one by one, and ``__class__`` replaces the class.
@@ -389,10 +378,17 @@ class _Judge:
         """The pickles that are passed to a loader. Its call is dangerous already; these show what it would do."""
         found: list[Pickle] = []
         skipped = False
-        for node in _loader_arguments(call):
-            held = node
-            if type(node) is Call and full_name(node.callee) == "_codecs.encode" and type(node.args) is tuple:
-                held = node.args[0] if node.args else None
+        arguments: list[Any] = []
+        for node in call.args[:_MAX_ARGUMENTS] if type(call.args) is tuple else ():
+            if type(node) is Call and full_name(node.callee) in ("_io.BytesIO", "io.BytesIO"):
+                # BytesIO keeps its bytes in its state
+                for given in (node.args, *(node.states or ())[:1]):
+                    arguments += given[:_MAX_ARGUMENTS] if type(given) is tuple else ()
+            else:
+                arguments.append(node)
+        for held in arguments:
+            if type(held) is Call and full_name(held.callee) == "_codecs.encode" and type(held.args) is tuple:
+                held = held.args[0] if held.args else None  # noqa: PLW2901 - the text that it encodes
             if not isinstance(held, bytes | bytearray | str) or not held or id(held) in self.nested_seen:
                 continue
             self.nested_seen.add(id(held))
@@ -433,7 +429,11 @@ class _Judge:
         if trust:
             levels.append("needs-trust")
         plain = bool(trust) and are_plain(self.kept)
-        as_data = worst_safety(*levels) == "needs-trust" and not self.complaints and plain and self._is_data(trust)
+        as_data = worst_safety(*levels) == "needs-trust" and not self.complaints and plain
+        if as_data:  # these names only make plain values, which ``transload.load`` makes without importing them
+            with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
+            found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
+            as_data = {use.full_name for use in trust} <= {*PLAIN_VALUES, *ALSO_DATA, *found}
         findings = []
         if dangerous:
             evidence = []
@@ -461,60 +461,29 @@ class _Judge:
             names_in_it, them = ("1 name", "it") if len(trust) == 1 else (f"{len(trust)} names", "them")
             title = f"{load} refuses {names_in_it} in it unless you allow {them}"
             fixes: tuple[str, ...] = ()
-            unloadable = self.unloadable
+            why_none, unloadable = "", self.unloadable
             if load == "transload.load" and not plain:
                 unloadable = "holds a numpy array of objects or records"
             if as_data and load == "transload.load":
                 title = f"it asks for {names_in_it} beyond those of plain checkpoints"
             elif unloadable and not dangerous:
-                fixes = (
-                    f"Allowing the names is not enough: it {unloadable}, which weights_only=True never loads.",
-                    "If you trust its author, load it with weights_only=False and save it again as a state dict.",
-                )
+                why_none = f"Allowing the names is not enough: it {unloadable}, which weights_only=True never loads."
             elif not dangerous:
                 fixes = safe_globals_lines(trust, sorted(self.inner_names), load)
-                if not fixes and not any(pickle.broken for pickle in self.kept):
-                    fixes = _advice_without_lines(trust)
+                closed = [use.full_name for use in trust if not _is_allowed(use.module, use.name)]
+                named = bool(closed) and all(map(str.isidentifier, closed[0].split(".")))
+                if not fixes and named and not any(pickle.broken for pickle in self.kept):
+                    first = closed[0][:_MAX_WORDING] + (f" and {len(closed) - 1} more" if len(closed) > 1 else "")
+                    why_none = f"No line is given to allow {first}: it is not known as data or as part of a model."
+            if why_none:
+                resave = "If you trust its author, load it with weights_only=False and save it again as a state dict."
+                fixes = (why_none, resave)
             findings.append(Finding("needs-trust", "warning", title, first_lines(evidence, _MAX_EVIDENCE), fixes))
         return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)), as_data)
-
-    def _is_data(self, trust: Iterable[GlobalUse]) -> bool:
-        """Whether these names only make plain values, which ``transload.load`` makes without importing them."""
-        with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
-        found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
-        known = {*PLAIN_VALUES, *ALSO_DATA, *found}
-        return all(use.full_name in known for use in trust)
-
-
-def _advice_without_lines(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
-    """The advice where there is no line that allows some of these names."""
-    closed = [use.full_name for use in uses if not _is_allowed(use.module, use.name)]
-    if not closed or not all(map(str.isidentifier, closed[0].split("."))):
-        return ()
-    more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
-    return (
-        f"No line is given to allow {closed[0][:_MAX_WORDING]}{more}: it is not known as data or as part of a model.",
-        "If you trust its author, load it with weights_only=False and save it again as a state dict.",
-    )
-
-
-def _loader_arguments(call: Call) -> Iterator[object]:
-    """The arguments of a call of a loader, and the content of a buffer among them."""
-    for node in call.args[:_MAX_ARGUMENTS] if type(call.args) is tuple else ():
-        if type(node) is Call and full_name(node.callee) in ("_io.BytesIO", "io.BytesIO"):
-            # BytesIO keeps its bytes in its state
-            for given in (node.args, *(node.states or ())[:1]):
-                yield from given[:_MAX_ARGUMENTS] if type(given) is tuple else ()
-        else:
-            yield node
 
 
 def _streams(data: bytes, name: str) -> list[Pickle]:
     """The pickles in some bytes, which may be an archive."""
-    from transload.formats.torch_zip import Archive
-    from transload.formats.zip import read_index, starts_like_zip
-    from transload.io.sources import BytesSource
-
     source = BytesSource(data)
     if not starts_like_zip(source):
         return pickle_machine.run_all(data, name)

@@ -10,33 +10,26 @@ from collections.abc import Iterable
 
 from transload.checkpoint import Checkpoint, Origin
 from transload.findings import Safety, rescue_command
-from transload.frozen import NamedTuple
 from transload.nodes import Call, Dict, Global
 
-
-class _Clue(NamedTuple):
-    """A trace of the writer: the first and last release that leave it, and what it is. An empty bound is open."""
-
-    oldest: str
-    newest: str
-    text: str
-
+# A trace of the writer: the first and last release that leave it, and what it is. An empty bound is open.
+_Clue = tuple[str, str, str]
 
 _NAMES: dict[str, _Clue] = {
-    "torch._utils._rebuild_parameter_with_state": _Clue("2.0", "", "parameters with attributes"),
-    "torch._utils._rebuild_tensor_v3": _Clue("2.2", "", "tensors of the newer dtypes"),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Clue("2.6", "", "device tensors kept as CPU tensors"),
-    "torch._utils._rebuild_device_tensor_from_numpy": _Clue("1.10", "2.5", "device tensors kept as numpy arrays"),
-    "torch._utils._rebuild_wrapper_subclass": _Clue("1.12", "", "tensor subclasses that wrap others"),
-    "torch._utils._rebuild_nested_tensor": _Clue("2.2", "", "nested tensors"),
-    "torch._utils._rebuild_meta_tensor_no_storage": _Clue("1.10", "", "meta tensors"),
-    "torch._utils._rebuild_sparse_csr_tensor": _Clue("1.11", "1.13", "sparse CSR tensors, as they were then"),
-    "torch._utils._rebuild_xla_tensor": _Clue("1.3", "1.9", "XLA tensors, as they were then"),
-    "torch._tensor._rebuild_from_type_v2": _Clue("1.10", "", "tensors with attributes"),
-    "torch.tensor._rebuild_from_type": _Clue("1.7", "1.8", "the module name `torch.tensor`"),
-    "torch._tensor._rebuild_from_type": _Clue("1.9", "1.9", "the module name `torch._tensor`"),
-    "torch.storage.UntypedStorage": _Clue("1.13", "", "untyped storages"),
-    "torch.storage._UntypedStorage": _Clue("1.12", "1.12", "untyped storages, as they were then"),
+    "torch._utils._rebuild_parameter_with_state": ("2.0", "", "parameters with attributes"),
+    "torch._utils._rebuild_tensor_v3": ("2.2", "", "tensors of the newer dtypes"),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": ("2.6", "", "device tensors kept as CPU tensors"),
+    "torch._utils._rebuild_device_tensor_from_numpy": ("1.10", "2.5", "device tensors kept as numpy arrays"),
+    "torch._utils._rebuild_wrapper_subclass": ("1.12", "", "tensor subclasses that wrap others"),
+    "torch._utils._rebuild_nested_tensor": ("2.2", "", "nested tensors"),
+    "torch._utils._rebuild_meta_tensor_no_storage": ("1.10", "", "meta tensors"),
+    "torch._utils._rebuild_sparse_csr_tensor": ("1.11", "1.13", "sparse CSR tensors, as they were then"),
+    "torch._utils._rebuild_xla_tensor": ("1.3", "1.9", "XLA tensors, as they were then"),
+    "torch._tensor._rebuild_from_type_v2": ("1.10", "", "tensors with attributes"),
+    "torch.tensor._rebuild_from_type": ("1.7", "1.8", "the module name `torch.tensor`"),
+    "torch._tensor._rebuild_from_type": ("1.9", "1.9", "the module name `torch._tensor`"),
+    "torch.storage.UntypedStorage": ("1.13", "", "untyped storages"),
+    "torch.storage._UntypedStorage": ("1.12", "1.12", "untyped storages, as they were then"),
 }
 _VERSION_KEYS = {
     "pytorch-lightning_version": "lightning",
@@ -53,18 +46,29 @@ _PARTIAL = frozenset({"zip-count", "zip-directory-broken", "zip-head-lost", "zip
 
 def origin(checkpoint: Checkpoint) -> Origin:
     """The narrowest range of releases that all clues allow, with the clues; and versions recorded in the file."""
-    recorded = dict((*checkpoint.written_by.recorded, *_recorded(checkpoint)))
+    recorded = dict(checkpoint.written_by.recorded)
+    for pickle in checkpoint.pickles:  # under a well-known key, or as a ``TorchVersion``
+        root = pickle.root
+        items = root.items if type(root) is Dict else root.items or [] if type(root) is Call else []
+        for key, value in zip(items[::2], items[1::2], strict=False):
+            if type(key) is str and key in _VERSION_KEYS and type(value) is str:
+                recorded[_VERSION_KEYS[key]] = value[:_MAX_VERSION]
+        versioned = any(name == "TorchVersion" for _, name in pickle.globals)
+        for call in pickle.calls if versioned else ():
+            match call:
+                case Call(callee=Global(name="TorchVersion"), args=(str() as version, *_)):
+                    recorded["torch"] = version[:_MAX_VERSION]
     names = {f"{module}.{name}" for pickle in checkpoint.pickles for module, name in pickle.globals}
     clues = [*_container(checkpoint), *(clue for name, clue in _NAMES.items() if name in names)]
     release = ".".join(dict(checkpoint.written_by.recorded).get("torch", "").partition("+")[0].split(".")[:2])
     if release.replace(".", "", 1).isdecimal() and checkpoint.format == "torch-zip":
-        clues = [_Clue(release, release, "transload recorded it")]
-    oldest = max((clue.oldest for clue in clues if clue.oldest), key=_order, default="")
-    newest = min((clue.newest for clue in clues if clue.newest), key=_order, default="")
+        clues = [(release, release, "transload recorded it")]
+    oldest = max((first for first, _, _ in clues if first), key=_order, default="")
+    newest = min((last for _, last, _ in clues if last), key=_order, default="")
     note = " (or a later one told to write the old format)" if checkpoint.format == "torch-legacy" else ""
     if oldest and newest and _order(oldest) > _order(newest):  # a later torch has written the old format
         newest = note = ""
-    evidence = [clue.text for clue in clues]
+    evidence = [text for _, _, text in clues]
     if any(name.startswith("numpy.core.") for name in names):
         evidence.append("numpy 1.x (numpy.core)")
     if any(name.startswith("numpy._core.") for name in names):
@@ -85,63 +89,48 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
     byteorder = "byteorder" in names
     signed = byteorder or ".data/serialization_id" in names
     if checkpoint.format == "torch-tar":
-        yield _Clue("0.1.1", "0.1.9", "a tar archive")
+        yield ("0.1.1", "0.1.9", "a tar archive")
     elif checkpoint.format == "torch-legacy":
-        yield _Clue("0.1.10", "1.5", "the magic-number stream")
+        yield ("0.1.10", "1.5", "the magic-number stream")
     elif checkpoint.format == "torchscript":
         if "model.json" in names:
-            yield _Clue("1.0", "1.2", "a TorchScript archive with `model.json`")
+            yield ("1.0", "1.2", "a TorchScript archive with `model.json`")
         elif signed:
-            yield _Clue("2.1", "", "the record `byteorder`")
+            yield ("2.1", "", "the record `byteorder`")
         elif names[:1] == ["version"]:
-            yield _Clue("1.3", "1.5", "a TorchScript archive with `version` first")
+            yield ("1.3", "1.5", "a TorchScript archive with `version` first")
         elif not partial:
-            yield _Clue("1.6", "2.0", "a TorchScript archive without `byteorder`")
+            yield ("1.6", "2.0", "a TorchScript archive without `byteorder`")
     elif checkpoint.format == "torch-export":
         if "serialized_state_dict.json" in names:
-            yield _Clue("2.1", "2.2", "the record `serialized_state_dict.json`")
+            yield ("2.1", "2.2", "the record `serialized_state_dict.json`")
         elif "serialized_state_dict.pt" in names:
-            yield _Clue("2.3", "2.7", "the record `serialized_state_dict.pt`")
+            yield ("2.3", "2.7", "the record `serialized_state_dict.pt`")
         elif any(name.startswith("data/weights/") and name.endswith(".pt") for name in names):
-            yield _Clue("2.8", "2.8", "weights saved by torch.save")
+            yield ("2.8", "2.8", "weights saved by torch.save")
         elif any(name.endswith("_weights_config.json") for name in names):
-            yield _Clue("2.9", "", "weights with a table of their own")
+            yield ("2.9", "", "weights with a table of their own")
     # Without an index, the save was interrupted too early to leave clues.
     elif checkpoint.format in ("torch-zip", "torch-directory") and "data.pkl" in names:
         facts = dict(checkpoint.facts)
         if names[:1] == ["version"]:
             first = any(name.startswith("tensors/") for name in names) or facts.get("version") == "1"
             release = "1.4" if first else "1.5"
-            yield _Clue(release, release, "the record `version` comes first")
+            yield (release, release, "the record `version` comes first")
         elif ".format_version" in names:
-            yield _Clue("2.7", "", "the record `.format_version`")
+            yield ("2.7", "", "the record `.format_version`")
         elif any(len(name) > 13 and name.startswith("data/") for name in names):
-            yield _Clue("1.6", "1.8", "storages are named by memory address")
+            yield ("1.6", "1.8", "storages are named by memory address")
         elif partial:
             if byteorder:
-                yield _Clue("2.1", "", "the record `byteorder`")
+                yield ("2.1", "", "the record `byteorder`")
         elif signed:
-            yield _Clue("2.1", "2.6", "the record `byteorder`, and no `.format_version`")
+            yield ("2.1", "2.6", "the record `byteorder`, and no `.format_version`")
         elif facts.get("folder") == "archive":
             oldest = "1.9" if any(name.startswith("data/") for name in names) else "1.6"
-            yield _Clue(oldest, "2.0", "storages are numbered, and there is no record `byteorder`")
+            yield (oldest, "2.0", "storages are numbered, and there is no record `byteorder`")
         else:
-            yield _Clue("1.13", "2.0", "the top folder has the file's name, and there is no record `byteorder`")
-
-
-def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
-    """Versions stored in the file: under a well-known key, or as a ``TorchVersion``."""
-    for pickle in checkpoint.pickles:
-        root = pickle.root
-        items = root.items if type(root) is Dict else root.items or [] if type(root) is Call else []
-        for key, value in zip(items[::2], items[1::2], strict=False):
-            if type(key) is str and key in _VERSION_KEYS and type(value) is str:
-                yield _VERSION_KEYS[key], value[:_MAX_VERSION]
-        versioned = any(name == "TorchVersion" for _, name in pickle.globals)
-        for call in pickle.calls if versioned else ():
-            match call:
-                case Call(callee=Global(name="TorchVersion"), args=(str() as version, *_)):
-                    yield "torch", version[:_MAX_VERSION]
+            yield ("1.13", "2.0", "the top folder has the file's name, and there is no record `byteorder`")
 
 
 # -- what plain torch.load(path) will do, in a sentence or two
@@ -166,27 +155,21 @@ _OTHER_LOADER: dict[str, str] = {
     "not quantized",
 }
 # Problems of containers that torch does not detect, and other programs read differently.
-_TWO_READINGS = frozenset(
-    {
-        *("zip-directory-record", "zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ"),
-        *("zip-nul-name", "zip-odd-name", "zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
-    }
-)
+_TWO_READINGS = {
+    *("zip-directory-record", "zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ"),
+    *("zip-nul-name", "zip-odd-name", "zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
+}
 # Problems that torch.load does not detect.
-_UNNOTICED = frozenset(
-    {
-        *("crc-mismatch", "legacy-trailing-bytes", "legacy-unlisted", "pickle-irregular", "pickle-trailing-bytes"),
-        *("safetensors-duplicate-key", "storage-skipped", "zip-compressed", "zip-crc-differs", "zip-name-case"),
-        *("zip-name-encoding", "zip-one-reader", "zip-trailing-bytes"),
-    }
-)
-_NESTED = frozenset(
-    {
-        "torch._utils._rebuild_nested_tensor",
-        "torch.nested._internal.nested_tensor.NestedTensor",
-        "torch.nested._internal.nested_tensor._rebuild_njt",
-    }
-)
+_UNNOTICED = {
+    *("crc-mismatch", "legacy-trailing-bytes", "legacy-unlisted", "pickle-irregular", "pickle-trailing-bytes"),
+    *("safetensors-duplicate-key", "storage-skipped", "zip-compressed", "zip-crc-differs", "zip-name-case"),
+    *("zip-name-encoding", "zip-one-reader", "zip-trailing-bytes"),
+}
+_NESTED = {
+    "torch._utils._rebuild_nested_tensor",
+    "torch.nested._internal.nested_tensor.NestedTensor",
+    "torch.nested._internal.nested_tensor._rebuild_njt",
+}
 _REFUSES = "refuses it (weights_only=True, the default from 2.6 on)"
 
 
@@ -194,8 +177,9 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     """The outcome with a current torch, on machines with and without the devices in the file.
 
     ``safety`` is that of the part that torch reads, which may be better than that of the whole file; ``as_data`` is as
-    in a ``Judgement``. ``checking.torch_says`` has the exact messages of one release on one machine.
+    in a ``Judgement``. ``checking`` has the exact messages of one release on one machine.
     """
+    unexplained = "fails, with an error that does not say why"
     codes = {problem.code for problem in checkpoint.problems}
     noticed = codes - _UNNOTICED
     unreadable = False
@@ -214,12 +198,10 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if checkpoint.path.endswith(".safetensors"):
         return "fails from torch 2.13 on: its name says safetensors, but it is another format; rename it"
     if checkpoint.integrity == "not-a-checkpoint":
-        return "fails, with an error that does not say why"
+        return unexplained
     if "plain-pickle" in codes and safety != "dangerous" and not unreadable:
         reads = " with weights_only=False, if you trust it" if safety == "needs-trust" and not as_data else ""
-        return (
-            f"fails, with an error that does not say why: torch.save did not write it; transload.load reads it{reads}"
-        )
+        return f"{unexplained}: torch.save did not write it; transload.load reads it{reads}"
     if "\ntensors/" in "\n".join(["", *[storage.record for storage in checkpoint.storages]]):  # a test of each is slow
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:
@@ -227,10 +209,8 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if any(problem.code == "zip-unreadable-entry" and problem.title for problem in checkpoint.problems):
         return "fails: the archive is protected by a password, and torch has no way to give one"
     if noticed == {"sparse-outside"}:
-        return (
-            "refuses it, or loads it, and using it crashes: that depends on the release (2.6 and 2.15 refuse, "
-            "2.13 loads)"
-        )
+        outcome = "refuses it, or loads it, and using it crashes: that depends on the release"
+        return f"{outcome} (2.6 and 2.15 refuse, 2.13 loads)"
     if unreadable:
         return "fails: the file is damaged"
     if safety == "dangerous":
