@@ -13,9 +13,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `as` with the same name makes a name public for type checkers
     from transload._version import __version__ as __version__
     from transload.checking import Check as Check
+    from transload.checking import Compatibility as Compatibility
     from transload.checking import check as check
-    from transload.checking.needs import Compatibility as Compatibility
-    from transload.checking.needs import is_cuda_compatible as is_cuda_compatible
+    from transload.checking import is_cuda_compatible as is_cuda_compatible
     from transload.checkpoint import Checkpoint as Checkpoint
     from transload.checkpoint import Storage as Storage
     from transload.checkpoint import Tensor as Tensor
@@ -80,8 +80,7 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
 
 _NAMES = {
     "transload._version": "__version__",
-    "transload.checking": "Check check",
-    "transload.checking.needs": "Compatibility is_cuda_compatible",
+    "transload.checking": "Check Compatibility check is_cuda_compatible",
     "transload.checkpoint": "Checkpoint Storage Tensor",
     "transload.converting": "Conversion convert",
     "transload.diagnose": "doctor",

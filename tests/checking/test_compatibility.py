@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, refused
 
-from transload.checking.needs import Compatibility, compatibility, is_cuda_compatible
+from transload.checking import Compatibility, compatibility, is_cuda_compatible
 from transload.checkpoint import Origin
 from transload.judge import inspect
 from transload.machine import Machine
