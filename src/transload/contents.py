@@ -185,6 +185,20 @@ class GlobalUse(Frozen):
         return out
 
 
+class Judgement(NamedTuple):
+    """The safety verdict on some pickles, every global they name, and why.
+
+    ``inside`` are names nested in classes that they name, by module and name. ``as_data`` is whether torch refuses some
+    names, and ``transload.load`` makes what they stand for without importing them.
+    """
+
+    safety: Safety
+    globals: tuple[GlobalUse, ...]
+    findings: tuple[Finding, ...] = ()
+    inside: tuple[tuple[str, str], ...] = ()
+    as_data: bool = False
+
+
 class Leaf(Frozen):
     """A value in the tree that is not a tensor: an epoch, a learning rate, a ``torch.device``.
 

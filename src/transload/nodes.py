@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from transload.dtypes import STORAGES
 from transload.frozen import NamedTuple
 
 
@@ -248,3 +249,11 @@ REBUILDS: dict[str, Rebuild] = {
     "torch.nested._internal.nested_tensor._rebuild_njt": Rebuild(1, 1),
 }
 """The torch functions that rebuild tensors."""
+
+PURPOSES = {
+    ("collections", "OrderedDict"): "an ordered dictionary, as state_dict() returns",
+    ("torch._utils", "_rebuild_tensor_v2"): "rebuilds a tensor",
+    ("torch._utils", "_rebuild_parameter"): "rebuilds a tensor",
+    **{("torch", name): "the dtype of a storage" for name in STORAGES if "Untyped" not in name},
+}
+"""The names that a state dict consists of, and what each is for."""

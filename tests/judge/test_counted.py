@@ -9,7 +9,7 @@ from tests.each import each, for_each
 
 from transload.formats import read_source
 from transload.io.sources import FileSource
-from transload.judge.ordinary import judge_ordinary
+from transload.judge import judge_ordinary
 from transload.judge.safety import judge_pickles
 from transload.nodes import Call, Dict, Global, Pickle
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from transload.checkpoint import PROGRAMS, Checkpoint
+from transload.contents import GlobalUse, Judgement
 from transload.findings import Finding, Integrity, Safety, first_lines, worst_integrity, worst_safety
 from transload.frozen import replace
 from transload.io.sources import SourceLike
-from transload.judge.ordinary import Judgement, judge_ordinary
-from transload.nodes import Pickle
+from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
 
 _NOT_LOADED = PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8
@@ -101,6 +101,44 @@ def _judge_pickles(pickles: Sequence[Pickle], load: str = "torch.load") -> Judge
     from transload.judge.safety import judge_pickles
 
     return judge_pickles(pickles, load=load)
+
+
+def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
+    """The judgement of ``safety`` on ordinary pickles, as torch.save writes a state dict; ``None`` for others.
+
+    Most files are ordinary, and do not need ``names`` and ``safety``, which judge all others.
+    """
+    found: list[GlobalUse] = []
+    for pickle in pickles:
+        if pickle.built or pickle.extensions or pickle.data or (found and pickle.globals):
+            return None
+        if not pickle.globals.keys() <= PURPOSES.keys():
+            return None
+        ordered = pickle.globals.get(("collections", "OrderedDict"))
+        tensor = pickle.globals.get(("torch._utils", "_rebuild_tensor_v2"))
+        parameter = pickle.globals.get(("torch._utils", "_rebuild_parameter"))
+        called: dict[object, int] = dict.fromkeys(pickle.globals.values(), 0)
+        built = 0
+        for call in pickle.calls:
+            callee, args = call.callee, call.args
+            if type(args) is not tuple or callee is None or call.kwargs is not None or call.appended:
+                return None
+            if callee is ordered:
+                odd = bool(args)
+                if call.states:  # state_dict() sets nothing else
+                    odd = odd or any(type(s) is not Dict or s.items[::2] != ["_metadata"] for s in call.states)
+                    built += 1
+            else:  # the last two arguments are requires_grad and the hooks
+                count = 6 if callee is tensor else 3 if callee is parameter else -1
+                odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
+                odd = odd or not is_empty_call(args[-1], ordered)
+            if odd:
+                return None
+            called[callee] += 1
+        for key, node in pickle.globals.items():
+            times = built if node is ordered else 0
+            found.append(GlobalUse(*key, "data", PURPOSES[key], node.count, called[node], times, "", pickle.name))
+    return Judgement("data-only", tuple(found))
 
 
 def integrity_of(checkpoint: Checkpoint) -> Integrity:

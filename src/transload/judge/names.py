@@ -17,7 +17,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from functools import cache
 
 from transload.findings import packaged
-from transload.judge.ordinary import PURPOSES
+from transload.nodes import PURPOSES
 
 
 @cache

@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from transload.checkpoint import GlobalUse
+from transload.contents import GlobalUse, Judgement
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_machine
 from transload.formats.arrays import are_plain
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource
-from transload.judge.names import (
-    ALSO_DATA,
-    PLAIN_VALUES,
-    TORCH_DEFAULT,
-    can_be_allowed,
-    canonical,
-    classify,
-    is_class_path,
-    torch_spelling,
-)
-from transload.judge.ordinary import Judgement
+from transload.judge import names
 from transload.nodes import REBUILDS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
 Complaint = tuple[Safety, str] | None
@@ -34,7 +24,7 @@ Complaint = tuple[Safety, str] | None
 
 def full_name(node: object) -> str:
     """The canonical dotted name of a global node; empty for anything else."""
-    return ".".join(canonical(node.module, node.name)) if type(node) is Global else ""
+    return ".".join(names.canonical(node.module, node.name)) if type(node) is Global else ""
 
 
 # -- how an allowed name is called
@@ -43,9 +33,9 @@ def full_name(node: object) -> str:
 _MAX_ITEMS = 100
 _NJT = "torch.nested._internal.nested_tensor"
 _PARAMETER = "torch.nn.parameter.Parameter"
-_TENSOR_CLASSES = frozenset(name for name in TORCH_DEFAULT if name.endswith("Tensor") and "nested" not in name)
+_TENSOR_CLASSES = frozenset(name for name in names.TORCH_DEFAULT if name.endswith("Tensor") and "nested" not in name)
 _LAYOUTS = ("torch.strided", *(f"torch.sparse_{kind}" for kind in ("coo", "csr", "csc", "bsr", "bsc")))
-_REBUILDS = {name: REBUILDS[name] for name in TORCH_DEFAULT & REBUILDS.keys() if name.startswith("torch._utils.")}
+_REBUILDS = {name: REBUILDS[name] for name in names.TORCH_DEFAULT & REBUILDS.keys() if name.startswith("torch._utils.")}
 
 # Attributes of a tensor that loading code uses, and that attributes from the file would shadow.
 _SHADOWED = {
@@ -237,7 +227,7 @@ class _Use:
 
     def __init__(self, module: str, name: str, stream: str) -> None:
         self.full_name = f"{module}.{name}"
-        self.verdict, self.purpose = classify(module, name)
+        self.verdict, self.purpose = names.classify(module, name)
         self.imported = self.called = self.built = 0
         self.spelling = ""
         self.stream = stream
@@ -278,7 +268,7 @@ class _Judge:
         self.kept.append(pickle)
         known: dict[int, _Use] = {}
         for node in pickle.globals.values():
-            key = canonical(node.module, node.name)
+            key = names.canonical(node.module, node.name)
             known[id(node)] = use = self.count(*key, pickle, node.count)
             if key != (node.module, node.name):
                 use.spelling = node.full_name
@@ -308,7 +298,7 @@ class _Judge:
                 elif (inner := _inner_name(callee)) and (
                     call.kind in ("newobj", "newobj_ex")
                     or self.getattr_allowed
-                    or (call.kind == "reduce" and can_be_allowed(*inner))
+                    or (call.kind == "reduce" and names.can_be_allowed(*inner))
                 ):
                     self.inner_names.add(inner)
                 elif call.kind == "stack_global":
@@ -318,7 +308,7 @@ class _Judge:
                 else:
                     self.complain("unknown", "it calls something that is not a function", pickle, call.position)
                 continue
-            use = known.get(id(callee)) or self.count(*canonical(callee.module, callee.name), pickle, 0)
+            use = known.get(id(callee)) or self.count(*names.canonical(callee.module, callee.name), pickle, 0)
             use.called += 1
             if call.states:
                 use.built += 1
@@ -345,7 +335,7 @@ class _Judge:
                 # Attributes of a class or function outlive the load, and a dotted name can read them.
                 text = f"it changes {full_name(changed)} itself, for the whole process"
                 self.complain("dangerous", text, pickle, pickle.start)
-                self.count(*canonical(changed.module, changed.name), pickle, 0).built += 1
+                self.count(*names.canonical(changed.module, changed.name), pickle, 0).built += 1
             elif type(changed) is Extension:
                 self.complain("dangerous", "it changes an object it names only by number", pickle, pickle.start)
             elif type(changed) is Call:
@@ -418,12 +408,12 @@ class _Judge:
             excused = self.uses[_GETATTR]
             excused.verdict = "unknown"
             excused.purpose = "an enumeration member or a method, found by name on something named beside it"
-        names = tuple(
+        used = tuple(
             GlobalUse(*key, its.verdict, its.purpose, its.imported, its.called, its.built, its.spelling, its.stream)
             for key, its in {**self.excused, **self.uses}.items()
         )
-        dangerous = [use for use in names if use.verdict == "dangerous"]
-        trust = [use for use in names if use.verdict in ("unknown", "harmless")]
+        dangerous = [use for use in used if use.verdict == "dangerous"]
+        trust = [use for use in used if use.verdict in ("unknown", "harmless")]
         if dangerous:
             levels.append("dangerous")
         if trust:
@@ -433,7 +423,7 @@ class _Judge:
         if as_data:  # these names only make plain values, which ``transload.load`` makes without importing them
             with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
             found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
-            as_data = {use.full_name for use in trust} <= {*PLAIN_VALUES, *ALSO_DATA, *found}
+            as_data = {use.full_name for use in trust} <= {*names.PLAIN_VALUES, *names.ALSO_DATA, *found}
         findings = []
         if dangerous:
             evidence = []
@@ -479,7 +469,7 @@ class _Judge:
                 resave = "If you trust its author, load it with weights_only=False and save it again as a state dict."
                 fixes = (why_none, resave)
             findings.append(Finding("needs-trust", "warning", title, first_lines(evidence, _MAX_EVIDENCE), fixes))
-        return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)), as_data)
+        return Judgement(worst_safety(*levels), used, tuple(findings), tuple(sorted(self.inner_names)), as_data)
 
 
 def _streams(data: bytes, name: str) -> list[Pickle]:
@@ -523,18 +513,18 @@ def _plain_getattr(call: Call) -> bool:
 
 def _attribute(node: object) -> tuple[Global, str] | None:
     """The class and the name of ``getattr(cls, "name")``, of a class that the file names; ``A.b`` for nested ones."""
-    names: list[str] = []
-    while type(node) is Call and full_name(node.callee) == "builtins.getattr" and len(names) < _MAX_NESTED:
+    steps: list[str] = []
+    while type(node) is Call and full_name(node.callee) == "builtins.getattr" and len(steps) < _MAX_NESTED:
         args: Any = node.args
         if type(args) is not tuple or len(args) != 2 or type(args[1]) is not str or node.states:
             return None
         node = args[0]
-        names.insert(0, args[1])
-    if type(node) is not Global or not names:
+        steps.insert(0, args[1])
+    if type(node) is not Global or not steps:
         return None
-    path = ".".join(names)
-    plain = path == "__new__" or not any("." in name or name.startswith("__") for name in names)
-    return (node, path) if plain and is_class_path(path) else None
+    path = ".".join(steps)
+    plain = path == "__new__" or not any("." in step or step.startswith("__") for step in steps)
+    return (node, path) if plain and names.is_class_path(path) else None
 
 
 def _inner_name(node: object) -> tuple[str, str] | None:
@@ -546,15 +536,15 @@ def _inner_name(node: object) -> tuple[str, str] | None:
     found = _attribute(node)
     if not found or found[1] == "__new__":
         return None
-    module, name = canonical(found[0].module, found[0].name)
+    module, name = names.canonical(found[0].module, found[0].name)
     inner = f"{name}.{found[1]}"
-    return (module, inner) if classify(module, inner)[0] != "dangerous" and is_class_path(inner) else None
+    return (module, inner) if names.classify(module, inner)[0] != "dangerous" and names.is_class_path(inner) else None
 
 
 def plain_value(node: object) -> str:
     """The name of a plain value that is made by ``getattr`` of a class, as the zone of a date is; else empty."""
     inner = ".".join(_inner_name(node) or ())
-    return inner if inner in PLAIN_VALUES else ""
+    return inner if inner in names.PLAIN_VALUES else ""
 
 
 def finds_plain_values(pickle: Pickle) -> bool:
@@ -585,7 +575,7 @@ _MAX_LINES = 500  # names nobody will read one by one
 
 def _is_allowed(module: str, name: str) -> bool:
     """Whether a line may allow a name. Odd uses of ``getattr`` are dangerous, and get no lines at all."""
-    return (module, name) == _GETATTR or can_be_allowed(module, name)
+    return (module, name) == _GETATTR or names.can_be_allowed(module, name)
 
 
 def safe_globals_lines(
@@ -609,7 +599,7 @@ def safe_globals_lines(
             module = use.spelling.removesuffix(f".{name}")
         elif use.spelling:
             module, _, name = use.spelling.rpartition(".")
-        spelled[use.module, use.name] = torch_spelling(module, name) if use.spelling else use.full_name
+        spelled[use.module, use.name] = names.torch_spelling(module, name) if use.spelling else use.full_name
     spelled |= {(module, name): f"{module}.{name}" for module, name in inside}
     parts = [part for key in spelled for text in key for part in text.split(".")]
     if len(spelled) > _MAX_LINES or not all(map(str.isidentifier, parts)):

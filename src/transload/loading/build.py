@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, Malformed, TransloadError
-from transload.judge.ordinary import PURPOSES
 from transload.nodes import (
+    PURPOSES,
     Big,
     Call,
     Dict,
