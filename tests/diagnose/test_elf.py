@@ -14,8 +14,8 @@ from tests.each import each
 from tests.elf_forge import CUBIN, LTO, PTX, fatbin, library
 from tests.fake_driver import returns
 
-from transload.diagnose import elf as elf_module
-from transload.diagnose.elf import Elf, UndefinedSymbol, architectures, not_defined, read_elf, section_bytes, undefined
+from transload.diagnose import loader as loader_module
+from transload.diagnose.loader import Elf, UndefinedSymbol, read_elf
 from transload.machine import Unknown
 
 
@@ -55,7 +55,7 @@ def test_what_it_needs_and_where_to_look(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, FULL)
     assert (elf.machine, elf.bits, elf.soname) == ("x86_64", 64, "libfull.so.1")
     assert elf.needed == ("liba.so.1", "libb.so.2")
-    assert (elf.rpath, elf.runpath, elf.has_runpath) == ("$ORIGIN/r", "$ORIGIN/../lib:", True)
+    assert (elf.run_path, elf.has_runpath) == ("$ORIGIN/../lib:", True)
 
 
 def test_a_library_that_says_nothing(tmp_path: Path) -> None:
@@ -122,15 +122,15 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 def test_sections_by_name(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, FULL)
-    assert section_bytes(elf, ".rodata", 1000) == b"constant\0" * 4
-    assert section_bytes(elf, ".rodata", 8) == b"constant"
-    assert section_bytes(elf, ".data", 8) == Unknown("it has no section .data")
+    assert elf.section_bytes(".rodata", 1000) == b"constant\0" * 4
+    assert elf.section_bytes(".rodata", 8) == b"constant"
+    assert elf.section_bytes(".data", 8) == Unknown("it has no section .data")
 
 
 def test_without_section_headers(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, library(soname="libx.so", section_headers=False, sections={".nv_fatbin": b"x"}))
     assert elf.soname == "libx.so"
-    assert section_bytes(elf, ".text", 8) == architectures(elf) == Unknown("it has no section headers")
+    assert elf.section_bytes(".text", 8) == elf.architectures() == Unknown("it has no section headers")
 
 
 # -- symbols
@@ -142,7 +142,7 @@ def test_what_it_takes_from_others(tmp_path: Path) -> None:
     versioned = UndefinedSymbol("versioned", "VA_1", "liba.so.1")
     versions = (("VA_1", "liba.so.1"), ("VA_2", "liba.so.1"), ("libb.so.2", "libb.so.2"))
     required = (UndefinedSymbol("", version, file) for version, file in versions)
-    assert undefined(elf) == (UndefinedSymbol("free"), versioned, nvidias, *required)
+    assert elf.undefined() == (UndefinedSymbol("free"), versioned, nvidias, *required)
 
 
 def test_what_it_gives_and_in_which_version(tmp_path: Path) -> None:
@@ -157,13 +157,13 @@ def test_what_it_gives_and_in_which_version(tmp_path: Path) -> None:
     ]
     absent = [UndefinedSymbol("free"), UndefinedSymbol("new", "V_1"), UndefinedSymbol("nothing")]
     absent.append(UndefinedSymbol("", "V_3"))
-    assert not_defined(elf, [*given, *absent]) == tuple(absent)
+    assert elf.not_defined([*given, *absent]) == tuple(absent)
 
 
 def test_a_library_without_versions_satisfies_any(tmp_path: Path) -> None:
     elf = elf_of(tmp_path, library(functions={"f": returns(0)}))
-    assert not_defined(elf, [UndefinedSymbol("", "V_1", "libx.so")]) == ()
-    assert not_defined(elf, [UndefinedSymbol("f", "V_1", "libx.so"), UndefinedSymbol("g", "V_1", "libx.so")]) == (
+    assert elf.not_defined([UndefinedSymbol("", "V_1", "libx.so")]) == ()
+    assert elf.not_defined([UndefinedSymbol("f", "V_1", "libx.so"), UndefinedSymbol("g", "V_1", "libx.so")]) == (
         UndefinedSymbol("g", "V_1", "libx.so"),
     )
 
@@ -181,25 +181,25 @@ def torch_library(name: str) -> Elf:
 def test_symbols_as_a_real_linker_writes_them() -> None:
     """What torch's own libraries take from c10 and torch_cpu is found there, and nothing else is."""
     asker = torch_library("libtorch_python.so")
-    wanted = [each for each in undefined(asker) or () if each.name.startswith(("_ZN3c10", "_ZN2at"))]
+    wanted = [each for each in asker.undefined() or () if each.name.startswith(("_ZN3c10", "_ZN2at"))]
     assert len(wanted) > 100
     left = tuple(wanted)
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libc10_cuda.so", "libtorch_cuda.so"):
         giver = read_elf(str(Path(asker.path).with_name(name)))
-        rest = not_defined(giver, left) if isinstance(giver, Elf) else left
+        rest = giver.not_defined(left) if isinstance(giver, Elf) else left
         assert isinstance(rest, tuple)
         left = rest
     assert left == ()
     stranger = (UndefinedSymbol("_ZN3c105ErrorC2ENS_14SourceLocationESs_never"),)
-    assert not_defined(torch_library("libc10.so"), stranger) == stranger
+    assert torch_library("libc10.so").not_defined(stranger) == stranger
 
 
 @each("name", ["libtorch_python.so", "libtorch_cpu.so"])
 def test_the_hash_table_hides_no_undefined_symbol(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elf = torch_library(name)
-    found = undefined(elf)
-    monkeypatch.setattr(elf_module, "_GNU_HASH", -1)  # as if it had none
-    assert undefined(elf) == found
+    found = elf.undefined()
+    monkeypatch.setattr(loader_module, "_GNU_HASH", -1)  # as if it had none
+    assert elf.undefined() == found
 
 
 # -- code for cards
@@ -209,19 +209,19 @@ def test_architectures(tmp_path: Path) -> None:
     first = fatbin([(CUBIN, 75, b"a" * 40), (CUBIN, "90a", b"b" * 8), (PTX, 90, b"c" * 16), (LTO, 80, b"d" * 8)])
     second = fatbin([(CUBIN, 75, b"a" * 40), (CUBIN, "103f", b""), (PTX, "120a", b"e")])
     elf = elf_of(tmp_path, library(sections={".nv_fatbin": first + bytes(5) + second, "__nv_relfatbin": first}))
-    found = architectures(elf)
+    found = elf.architectures()
     assert found == {"sm_75": 3, "sm_90a": 2, "sm_103f": 1, "compute_90": 2, "compute_120a": 1}
     assert list(found) == ["sm_75", "sm_90a", "sm_103f", "compute_90", "compute_120a"]
 
 
 def test_no_code_for_cards(tmp_path: Path) -> None:
-    assert architectures(elf_of(tmp_path, library())) == {}
-    assert architectures(elf_of(tmp_path, library(sections={".nv_fatbin": bytes(64)}))) == {}
+    assert elf_of(tmp_path, library()).architectures() == {}
+    assert elf_of(tmp_path, library(sections={".nv_fatbin": bytes(64)})).architectures() == {}
 
 
 def test_a_fatbin_far_behind_padding(tmp_path: Path) -> None:
     section = bytes(100_000) + fatbin([(CUBIN, 86, b"x")])
-    assert architectures(elf_of(tmp_path, library(sections={".nv_fatbin": section}))) == {"sm_86": 1}
+    assert elf_of(tmp_path, library(sections={".nv_fatbin": section})).architectures() == {"sm_86": 1}
 
 
 def test_sizes_that_lie(tmp_path: Path) -> None:
@@ -229,16 +229,16 @@ def test_sizes_that_lie(tmp_path: Path) -> None:
     honest = fatbin([(CUBIN, 80, b"x" * 16), (CUBIN, 86, b"y" * 16)])
     for at in (8, 16 + 8):  # the size of the container; the size of its first payload
         lying = honest[:at] + struct.pack("<Q", 1 << 62) + honest[at + 8 :]
-        found = architectures(elf_of(tmp_path, library(sections={".nv_fatbin": lying})))
+        found = elf_of(tmp_path, library(sections={".nv_fatbin": lying})).architectures()
         assert found in ({"sm_80": 1, "sm_86": 1}, {"sm_80": 1})
 
 
 def test_a_file_of_headers_alone_does_not_take_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elf_module, "_MOST_READS", 1000)
+    monkeypatch.setattr(loader_module, "_MOST_READS", 1000)
     entry = fatbin([(CUBIN, 80, b"")])[16:]
     for count, found in ((900, {"sm_80": 900}), (1100, Unknown("it has too many parts"))):
         section = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entry) * count) + entry * count
-        assert architectures(elf_of(tmp_path, library(sections={".nv_fatbin": section}))) == found
+        assert elf_of(tmp_path, library(sections={".nv_fatbin": section})).architectures() == found
 
 
 # -- broken and hostile files
@@ -248,12 +248,10 @@ def everything(path: Path) -> None:
     """Ask all questions; only an exception is wrong."""
     elf = read_elf(str(path))
     if isinstance(elf, Elf):
-        assert isinstance(section_bytes(elf, ".rodata", 1 << 20), (bytes, Unknown))
-        assert isinstance(architectures(elf), (dict, Unknown))
-        assert isinstance(undefined(elf), (tuple, Unknown))
-        assert isinstance(
-            not_defined(elf, [UndefinedSymbol("plain", "V_1"), UndefinedSymbol("free")]), (tuple, Unknown)
-        )
+        assert isinstance(elf.section_bytes(".rodata", 1 << 20), (bytes, Unknown))
+        assert isinstance(elf.architectures(), (dict, Unknown))
+        assert isinstance(elf.undefined(), (tuple, Unknown))
+        assert isinstance(elf.not_defined([UndefinedSymbol("plain", "V_1"), UndefinedSymbol("free")]), (tuple, Unknown))
 
 
 def test_every_prefix(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from tests.each import each
 from tests.elf_forge import LOADABLE, NATIVE, library
 
 from transload.diagnose import loader as loader_module
-from transload.diagnose.elf import Elf
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader, Missing, Process, SharedObject, read_cache
+from transload.diagnose.loader import Elf, Loader, Missing, Process, SharedObject, read_cache
 
 GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
 FOREIGN = "aarch64" if NATIVE == "x86_64" else "x86_64"

@@ -1,27 +1,357 @@
-"""The search of the dynamic loader, without loading anything: where it finds a library, and what a process would map.
+"""Shared libraries without loading them: what ELF files contain, and which of them the dynamic loader would map.
 
-The order is that of glibc's ``elf/dl-load.c``: DT_RPATH of the requesting library, of the one that loaded it, and so on
-up to the program, unless the requesting library has a DT_RUNPATH; LD_LIBRARY_PATH; its DT_RUNPATH;
-the cache; the default folders. The loader skips a file for another machine, but stops at a broken one. The folders
-``tls``, ``haswell`` and the like, which glibc searched until 2.36, are left out. musl's search is simpler.
+Only the needed parts of a file are read, and it is never mapped: libraries have hundreds of megabytes, and a mapped
+file that shrinks kills its reader. Every offset is checked against the file before it is used, and every loop is
+bounded. What cannot be read is an ``Unknown``; nothing here raises for the contents of a file.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import takewhile
-from struct import Struct, unpack_from
-from typing import Any, NamedTuple
+from functools import lru_cache, wraps
+from itertools import islice, takewhile
+from struct import Struct, iter_unpack, unpack, unpack_from
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
 
-from .elf import Elf, read_elf
-from .host import Host
+from .host import Host, reason
 from .tables import table
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+_Subject = TypeVar("_Subject", "Elf", str)
+
+_HEADER = Struct("<32x2Q6x5H")
+_PROGRAM = Struct("<I4x2Q8xQ16x")
+_SECTION = Struct("<2I16x2Q24x")
+_DYNAMIC = Struct("<qQ")
+_LOAD, _DYNAMIC_SEGMENT, _INTERPRETER = 1, 2, 3
+_NEEDED, _STRINGS, _SONAME, _RPATH, _RUNPATH = 1, 5, 14, 15, 29
+_NOBITS = 8
+
+# A file may claim any count. These limits are far above what linkers write, and cheap to reach.
+_MOST_PROGRAMS = 512
+_MOST_DYNAMIC = 4096
+_LONGEST_NAME = 4096
+_MOST_READS = 1 << 18  # take half a second; the fatbins of libtorch_cuda need four thousand
+
+_SYMBOL = Struct("<IBxH16x")
+_NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
+_DEFINITION = Struct("<HHHHIII")
+_STRINGS_SIZE, _GNU_HASH, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
+_WEAK = 2
+_ANY = 1  # The version number of symbols without a version.
+
+_MOST_SYMBOLS = 1 << 20  # libtorch_cpu has fifty thousand,
+_LONGEST_STRINGS = 1 << 26  # with four megabytes of names
+_MOST_VERSIONS = 4096
+
+# A fatbin is a container with one entry for each architecture. Only the payload of an entry is compressed, so reading
+# the headers, some dozens of bytes each among megabytes, is enough.
+_CONTAINER = Struct("<4s2HQ")  # magic, version, size of this header, size of what follows
+_ENTRY = Struct("<2HIQ12xI8xQ")  # kind, -, size of this header, size of the payload; SM number; flags
+_FATBIN = b"\x50\xed\x55\xba"
+_PREFIX = {1: "compute_", 2: "sm_"}  # PTX and cubins. Other kinds, such as code for the linker (8), are skipped.
+_ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
+_GAP = 4096
+
+
+class _MalformedError(Exception):
+    """A file contradicts itself. This never leaves the module."""
+
+
+class _File:
+    """A regular file that is read at offsets."""
+
+    def __init__(self, path: str) -> None:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could block
+            raise _MalformedError("not a regular file")
+        self.stream = open(path, "rb", buffering=0)  # noqa: SIM115  _with_file closes it
+        status = os.fstat(self.stream.fileno())
+        self.size, self.identity = status.st_size, (status.st_dev, status.st_ino)
+        self.reads = 0
+        with suppress(AttributeError, OSError):  # or read-ahead fetches half of libtorch_cuda for its headers
+            os.posix_fadvise(self.stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """At most ``size`` bytes: fewer at the end of the file, none outside of it."""
+        if not 0 <= offset < self.size:
+            return b""
+        self.reads += 1
+        if self.reads > _MOST_READS:
+            raise _MalformedError("it has too many parts")
+        self.stream.seek(offset)
+        return self.stream.read(min(size, self.size - offset))
+
+    def read_exactly(self, offset: int, size: int) -> bytes:
+        """Exactly ``size`` bytes; raises ``_MalformedError`` if the file has fewer."""
+        data = self.read(offset, size)
+        if len(data) != size:
+            raise _MalformedError(f"cut off: {size} bytes should be at {offset}, and the file has {self.size}")
+        return data
+
+    def c_string(self, offset: int) -> str:
+        """The text up to the next NUL."""
+        for size in (128, _LONGEST_NAME):
+            text, end, _ = self.read(offset, size).partition(b"\0")
+            if end:
+                return text.decode("utf-8", "surrogateescape")
+        raise _MalformedError(f"a name at {offset} has no end")
+
+
+def _with_file(
+    question: Callable[Concatenate[_Subject, _File, _P], _T],
+) -> Callable[Concatenate[_Subject, _P], _T | Unknown]:
+    """Pass the opened file to a function of a path or an ``Elf``; the result is an ``Unknown`` if reading fails."""
+
+    @wraps(question)
+    def asked(subject: _Subject, /, *arguments: _P.args, **options: _P.kwargs) -> _T | Unknown:
+        path = str(getattr(subject, "path", subject))
+        try:
+            file = _File(path)
+            with file.stream:
+                return question(subject, file, *arguments, **options)
+        except _MalformedError as error:
+            return Unknown(str(error))
+        except (OSError, ValueError) as error:
+            return Unknown(reason(path, error))
+
+    return asked
+
+
+class UndefinedSymbol(NamedTuple):
+    """A symbol that another library must define; ``file`` is the one whose version it needs, if it needs one."""
+
+    name: str
+    version: str = ""
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Elf:
+    """What the loader reads from a library or program. ``path`` is that of the real file.
+
+    Of a file that is not 64-bit and little-endian only ``machine`` and ``bits`` are read, and it has no ``segments``.
+    """
+
+    path: str
+    machine: str  # As ``uname -m`` calls it.
+    bits: int = 64
+    soname: str = ""
+    needed: tuple[str, ...] = ()
+    run_path: str = ""  # A list of folders: DT_RUNPATH for this file only, else DT_RPATH for all that it loads, too.
+    interpreter: str = ""  # The loader that a program requests.
+    identity: tuple[int, int] = (0, 0)  # Device and inode: the same file under any name.
+    dynamic: dict[int, int] = field(default_factory=dict, repr=False)  # Tag → value, the last one of a repeated tag.
+    segments: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    """(address, offset, size) of each part that is mapped from the file."""
+    section_table: tuple[int, int, int] = field(default=(0, 0, 0), repr=False)
+    """Offset and count of the section headers, and the index of the one with their names."""
+
+    @property
+    def has_runpath(self) -> bool:
+        """Whether there is a DT_RUNPATH, even an empty one: it disables every DT_RPATH."""
+        return _RUNPATH in self.dynamic
+
+    def offset(self, tag: int) -> int:
+        """The offset in the file of what the tag points to; -1 if it points to nothing."""
+        address = self.dynamic.get(tag, -1)
+        return next((at + address - start for start, at, size in self.segments if start <= address < start + size), -1)
+
+    @_with_file
+    def section_bytes(self, file: _File, name: str, limit: int) -> bytes:
+        """The bytes of a section, at most ``limit`` of them."""
+        for start, size in self._sections(file, [name]):
+            return file.read(start, min(size, limit))
+        raise _MalformedError(f"it has no section {name}")
+
+    @_with_file
+    def undefined(self, file: _File, of: Collection[str] | None = None) -> tuple[UndefinedSymbol, ...]:
+        """The symbols and versions that it needs from others, without weak ones; with ``of``, symbols of these files.
+
+        A version is a symbol without a name: ``GLIBC_2.28`` of ``libc.so.6``.
+        """
+        needs = []  # file, number and name of every version that it needs, and whether the need is weak
+        strings = self.offset(_STRINGS)
+        for start, (_, count, name, aux, _) in _linked(file, self.offset(_NEEDS), _NEED):
+            source = file.c_string(strings + name)
+            for _, (_, flags, index, version, _) in islice(_linked(file, start + aux, _NEED_VERSION), count):
+                needs.append((source, index & 0x7FFF, file.c_string(strings + version), bool(flags & 2)))
+        versions = {number: (version, source) for source, number, version, _ in needs if of is None or source in of}
+        chosen = None if of is None else versions
+        symbols = self._symbols(file, defined=False, versions=chosen) if versions or of is None else ()
+        found = [
+            UndefinedSymbol(name.decode("utf-8", "surrogateescape"), *versions.get(number, ("", "")))
+            for name, weak, number in symbols
+            if not weak
+        ]
+        return (*found, *(UndefinedSymbol("", version, source) for source, _, version, weak in needs if not weak))
+
+    @_with_file
+    def not_defined(self, file: _File, wanted: Collection[UndefinedSymbol]) -> tuple[UndefinedSymbol, ...]:
+        """Those of ``wanted`` that it does not define, in the needed version. Without versions it satisfies all."""
+        names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted if each.name}
+        definitions = {}  # the name of each version that it defines, by number
+        for start, (_, _, index, _, _, aux, _) in _linked(file, self.offset(_DEFINITIONS), _DEFINITION):
+            place = int.from_bytes(file.read_exactly(start + aux, 4), "little")
+            definitions[index & 0x7FFF] = file.c_string(self.offset(_STRINGS) + place)
+        found: dict[str, set[str | None]] = {"": {*definitions.values()} or {""}}
+        for name, _, number in self._symbols(file, defined=True, names=names) if names else ():
+            if name in names:
+                found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
+        given = ((each, found.get(each.name)) for each in wanted)
+        return tuple(each for each, has in given if not has or (each.version and has.isdisjoint((each.version, ""))))
+
+    @_with_file
+    def architectures(self, file: _File) -> dict[str, int]:
+        """Architecture (``sm_90``, ``sm_90a``, ``compute_90``) → the number of its cubins or PTX texts.
+
+        The suffix ``a`` marks code for that chip only, ``f`` code for a family (``sm_103f``).
+        """
+        found: dict[tuple[str, int, str], int] = {}
+        for start, size in self._sections(file, (".nv_fatbin", "__nv_relfatbin")):
+            at, end = start, start + size
+            while at + _CONTAINER.size <= end:
+                magic, _, header, length = _CONTAINER.unpack(file.read_exactly(at, _CONTAINER.size))
+                if magic != _FATBIN or header < _CONTAINER.size:  # padding between two containers
+                    distance = file.read(at + 1, min(_GAP, end - at)).find(_FATBIN)
+                    at += 1 + distance if distance >= 0 else _GAP - 4
+                    continue
+                entry, at = at + header, at + header + length
+                while entry + _ENTRY.size <= min(at, end):
+                    kind, _, skipped, payload, number, flags = _ENTRY.unpack(file.read_exactly(entry, _ENTRY.size))
+                    if skipped < _ENTRY.size or not kind:
+                        break
+                    if kind in _PREFIX:
+                        key = (_PREFIX[kind], number, "a" if flags & _ONE_CHIP else "f" if flags & _FAMILY else "")
+                        found[key] = found.get(key, 0) + 1
+                    entry += skipped + payload
+        order = sorted(found, key=lambda key: (key[0] != "sm_", *key[1:]))
+        return {f"{prefix}{number}{suffix}": found[prefix, number, suffix] for prefix, number, suffix in order}
+
+    def _sections(self, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:
+        """(offset, size) of the sections with these names that have bytes in the file."""
+        offset, count, index = self.section_table
+        if not offset or index >= count:
+            raise _MalformedError("it has no section headers")
+        headers = list(_SECTION.iter_unpack(file.read_exactly(offset, count * _SECTION.size)))
+        strings, size = headers[index][2:]
+        table = file.read_exactly(strings, min(size, count * 256))
+        wanted = [each.encode() + b"\0" for each in names]
+        for name, kind, start, length in headers:
+            if kind != _NOBITS and any(table.startswith(each, name) for each in wanted):
+                yield start, min(length, max(file.size - start, 0))
+
+    def _symbols(
+        self, file: _File, *, defined: bool, names: Iterable[bytes] = (), versions: Container[int] | None = None
+    ) -> Iterator[tuple[bytes, bool, int]]:
+        """The defined or undefined symbols, of all or some ``versions``: name, whether it is weak, and its version.
+
+        With ``names``, it may leave out those with other names.
+        """
+        start, size = next(self._sections(file, [".dynsym"]), (0, 0))
+        if not start:
+            raise _MalformedError("it has no table of symbols")
+        count = min(size // _SYMBOL.size, _MOST_SYMBOLS)
+        # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit; an
+        # empty table has 1 there. A library has its undefined symbols before, a program may have them anywhere.
+        # Without it, a check takes 10 % longer.
+        table = self.offset(_GNU_HASH)
+        buckets, first, words, _ = unpack("<4I", file.read_exactly(table, 16)) if table >= 0 else (0, 0, 0, 0)
+        if not defined and first > 1 and not self.interpreter:
+            count = min(count, first)
+        at = self.offset(_VERSIONS)
+        numbers = unpack(f"<{count}H", file.read_exactly(at, 2 * count)) if at >= 0 else (_ANY,) * count
+        strings = file.read(self.offset(_STRINGS), min(self.dynamic.get(_STRINGS_SIZE, 0), _LONGEST_STRINGS))
+        symbols = file.read_exactly(start, count * _SYMBOL.size)
+        chosen: Iterable[tuple[Any, int]] = zip(_SYMBOL.iter_unpack(symbols), numbers, strict=True)
+        if names and table >= 0:
+            wanted = {_gnu_hash(name) ^ bit for name in names for bit in (0, 1)}
+            hashes = file.read(table + 16 + 8 * words + 4 * buckets, 4 * max(count - first, 0))
+            every = enumerate(iter_unpack("<I", hashes[: len(hashes) // 4 * 4]), first)
+            found = [index for index, (value,) in every if value in wanted]
+            chosen = ((_SYMBOL.unpack_from(symbols, index * _SYMBOL.size), numbers[index]) for index in found)
+        for (place, info, section), number in chosen:
+            if (section != 0) == defined and (versions is None or number & 0x7FFF in versions):
+                end = strings.find(b"\0", place, place + _LONGEST_NAME)
+                if end > place:
+                    yield strings[place:end], info >> 4 == _WEAK, number & 0x7FFF
+
+
+def _linked(file: _File, at: int, layout: Struct) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The offset and the fields of each entry of a linked list; the last field is the distance to the next."""
+    for _ in range(_MOST_VERSIONS if at >= 0 else 0):
+        entry = layout.unpack(file.read_exactly(at, layout.size))
+        yield at, entry
+        if not entry[-1]:
+            break
+        at += entry[-1]
+
+
+@lru_cache(maxsize=1 << 14)
+def _gnu_hash(name: bytes) -> int:
+    """The hash of a name in ``DT_GNU_HASH``."""
+    value = 5381
+    for byte in name:
+        value = value * 33 + byte & 0xFFFFFFFF
+    return value
+
+
+@_with_file
+def read_elf(path: str, file: _File) -> Elf:
+    """Read the ELF file at a real path, or say why it cannot be read, such as ``not an ELF file``."""
+    head = file.read(0, _HEADER.size)
+    if head[:4] != b"\x7fELF" or len(head) < _HEADER.size:
+        why = "cut off within the header" if head[:4] == b"\x7fELF" else "not an ELF file" if head else "empty"
+        raise _MalformedError(why)
+    bits, little = {1: 32, 2: 64}.get(head[4], 0), head[5] == 1
+    number = int.from_bytes(head[18:20], "little" if little else "big")
+    known = (name for name, row in table("machines")["machines"].items() if row["elf"] == number)
+    machine = next(known, f"ELF machine {number}")
+    if bits != 64 or not little:
+        return Elf(path, machine, bits, identity=file.identity)
+    programs, sections, size, count, entry, many, names = _HEADER.unpack(head)
+    if size != _PROGRAM.size or not 0 < count <= _MOST_PROGRAMS:
+        raise _MalformedError("it has no program headers")
+    kinds = list(_PROGRAM.iter_unpack(file.read_exactly(programs, size * count)))
+    pairs: list[tuple[int, int]] = []
+    for kind, offset, _, length in kinds:
+        if kind == _DYNAMIC_SEGMENT:
+            data = file.read(offset, min(length, _MOST_DYNAMIC * _DYNAMIC.size))
+            whole = _DYNAMIC.iter_unpack(data[: len(data) // _DYNAMIC.size * _DYNAMIC.size])
+            pairs += takewhile(lambda pair: pair[0] != 0, whole)
+    segments = tuple((address, offset, length) for kind, offset, address, length in kinds if kind == _LOAD)
+    end = max((offset + length for _, offset, length in segments), default=0)
+    if end > file.size:  # the loader maps it anyway, and touching the missing pages raises SIGBUS
+        raise _MalformedError(f"cut off after {file.size} of {end} bytes")
+    elf = Elf(
+        *(path, machine),
+        interpreter=next((file.c_string(offset) for kind, offset, *_ in kinds if kind == _INTERPRETER), ""),
+        identity=file.identity,
+        dynamic=dict(pairs),
+        segments=segments,
+        section_table=(sections, many if entry == _SECTION.size else 0, names),
+    )
+    strings = elf.offset(_STRINGS)
+
+    def texts(wanted: int) -> tuple[str, ...]:
+        return tuple(file.c_string(strings + value) for tag, value in pairs if tag == wanted and strings >= 0)
+
+    soname, run_path = ("".join(texts(tag)[:1]) for tag in (_SONAME, _RUNPATH if elf.has_runpath else _RPATH))
+    return replace(elf, soname=soname, needed=texts(_NEEDED), run_path=run_path)
+
+
+# -- the search of the dynamic loader ----------------------------------------------------------------------------------
+# The order is that of glibc's elf/dl-load.c: DT_RPATH of the requesting library, of the one that loaded it, and so on
+# up to the program, unless the requesting library has a DT_RUNPATH; LD_LIBRARY_PATH; its DT_RUNPATH; the cache; the
+# default folders. The loader skips a file for another machine, but stops at a broken one. The folders tls, haswell and
+# the like, which glibc searched until 2.36, are left out. musl's search is simpler.
 
 _CACHE_LIMIT = 1 << 24
 _LOADER_LIMIT = 1 << 22
@@ -50,14 +380,6 @@ class SharedObject:
     via: str = ""
     parent: SharedObject | None = None  # What needed it: ``None`` for the program, and for what ``dlopen`` loaded.
 
-    @property
-    def chain(self) -> Iterator[SharedObject]:
-        """Itself, its parent, and so on."""
-        each: SharedObject | None = self
-        while each is not None:
-            yield each
-            each = each.parent
-
 
 class Missing(NamedTuple):
     """A library that is needed and cannot be loaded."""
@@ -69,100 +391,58 @@ class Missing(NamedTuple):
     problem: str = ""  # Why that file cannot be loaded.
 
 
-@dataclass(frozen=True)
 class Loader:
     """The loader of a host. It caches what it reads, so one instance serves a whole run."""
 
-    host: Host
-    _seen: dict[str, Elf | Unknown | None] = field(default_factory=dict, init=False, repr=False)
-    imports: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
-    """Folder of a torch → a process that has imported it, once that was simulated."""
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._seen: dict[str, Elf | Unknown | None] = {}
+        self.imports: dict[str, Process] = {}
+        """Folder of a torch → a process that has imported it, once that was simulated."""
 
-    # -- what is built into it
+        # The examined interpreter, if it is an ELF file, and the machine whose libraries it loads, as in ``uname -m``.
+        target = host.target(host.python) if host.python else ""
+        elf = read_elf(host.real(target)) if target else None
+        self.program = SharedObject(target, elf, "program") if isinstance(elf, Elf) else None
+        self.machine = self.program.elf.machine if self.program else host.uname[2]
+        row = table("machines")["machines"].get(self.machine) or {}
 
-    @cached_property
-    def program(self) -> SharedObject | None:
-        """The examined interpreter, if it is an ELF file."""
-        path = self.host.target(self.host.python) if self.host.python else ""
-        elf = read_elf(self.host.real(path)) if path else None
-        return SharedObject(path, elf, "program") if isinstance(elf, Elf) else None
+        # The loader's own file: distributions compile different folders into glibc's, and perhaps another cache.
+        usual = (*host.paths("/lib", "ld-musl-"), row.get("loader", ""))
+        found = next((path for path in usual if path and host.exists(path)), "")
+        self.path = (self.program.elf.interpreter if self.program else "") or found
+        self.musl = "ld-musl" in os.path.basename(self.path)
+        binary = (host.data(self.path, _LOADER_LIMIT) if self.path else b"") or b""
 
-    @cached_property
-    def machine(self) -> str:
-        """The machine whose libraries it loads, as in ``uname -m``."""
-        return self.program.elf.machine if self.program else self.host.uname[2]
-
-    @property
-    def _machine_facts(self) -> dict[str, Any]:
-        """The row of that machine in ``machines.json``."""
-        return table("machines")["machines"].get(self.machine) or {}
-
-    @cached_property
-    def path(self) -> str:
-        """Its own path; empty if it was not found."""
-        if self.program and self.program.elf.interpreter:
-            return self.program.elf.interpreter
-        usual = (*self.host.paths("/lib", "ld-musl-"), self._machine_facts.get("loader", ""))
-        return next((path for path in usual if path and self.host.exists(path)), "")
-
-    @cached_property
-    def musl(self) -> bool:
-        """Whether it is musl's."""
-        return "ld-musl" in os.path.basename(self.path)
-
-    @cached_property
-    def _binary(self) -> bytes:
-        """The loader's own file: distributions compile different folders into glibc's, and perhaps another cache."""
-        return (self.host.data(self.path, _LOADER_LIMIT) if self.path else b"") or b""
-
-    @cached_property
-    def default_folders(self) -> tuple[str, ...]:
-        """The system's library folders, without a trailing slash: those compiled into the loader, else the usual ones.
-
-        In glibc's they are consecutive texts that end in a slash. musl reads them from a file that is named after the
-        loader: ``/etc/ld-musl-x86_64.path``.
-        """
+        # The system's library folders. In glibc's loader they are consecutive texts that end in a slash. musl's reads
+        # them from a file that is named after it: /etc/ld-musl-x86_64.path.
         if self.musl:
-            text = self.host.text(f"/etc/{os.path.basename(self.path).partition('.')[0]}.path") or ""
-            return tuple(filter(None, re.split(r"[:\n]", text))) or ("/lib", "/usr/local/lib", "/usr/lib")
-        runs = (run.decode().split("/\0") for run in _FOLDERS.findall(self._binary))
-        longest = max(([text for text in run if "lib" in text] for run in runs), key=len, default=[])
-        multiarch = self._machine_facts.get("multiarch", f"{self.machine}-linux-gnu")
-        usual = (f"{start}/{name}" for name in (f"lib/{multiarch}", "lib64", "lib") for start in ("", "/usr"))
-        return tuple(longest or usual)
+            text = host.text(f"/etc/{os.path.basename(self.path).partition('.')[0]}.path") or ""
+            folders = [*filter(None, re.split(r"[:\n]", text))] or ["/lib", "/usr/local/lib", "/usr/lib"]
+        else:
+            runs = (run.decode().split("/\0") for run in _FOLDERS.findall(binary))
+            folders = max(([text for text in run if "lib" in text] for run in runs), key=len, default=[])
+            names = (f"lib/{row.get('multiarch', f'{self.machine}-linux-gnu')}", "lib64", "lib")
+            folders = folders or [f"{start}/{name}" for name in names for start in ("", "/usr")]
+        self.default_folders = tuple(folders)
 
-    @cached_property
-    def hwcaps(self) -> tuple[str, ...]:
-        """Subfolders of ``glibc-hwcaps`` for this processor, best first."""
-        if self.musl or self.machine != "x86_64" or (self._binary and b"glibc-hwcaps" not in self._binary):
-            return ()
-        flags = re.search(r"^flags\s*:(.*)", self.host.text("/proc/cpuinfo", 1 << 14) or "", re.MULTILINE)
-        has = set(flags[1].split()) if flags else set()
-        levels = takewhile(lambda level: has.issuperset(level[1].split()), table("machines")["hwcaps"].items())
-        return tuple(name for name, _ in levels)[::-1]
+        # The subfolders of glibc-hwcaps for this processor, best first.
+        self.hwcaps: tuple[str, ...] = ()
+        if not self.musl and self.machine == "x86_64" and (not binary or b"glibc-hwcaps" in binary):
+            flags = re.search(r"^flags\s*:(.*)", host.text("/proc/cpuinfo", 1 << 14) or "", re.MULTILINE)
+            has = set(flags[1].split()) if flags else set()
+            levels = takewhile(lambda level: has.issuperset(level[1].split()), table("machines")["hwcaps"].items())
+            self.hwcaps = tuple(name for name, _ in levels)[::-1]
 
-    @cached_property
-    def cache(self) -> dict[str, tuple[str, ...]]:
-        """Name → paths, as written by ldconfig."""
-        if self.musl:
-            return {}
-        named = _CACHE_NAME.search(self._binary)
-        data = self.host.data(named[1].decode() if named else "/etc/ld.so.cache", _CACHE_LIMIT)
-        return read_cache(data, self.machine, self.hwcaps) if isinstance(data, bytes) else {}
-
-    # -- what the environment adds
-
-    @cached_property
-    def library_path(self) -> tuple[str, ...]:
-        """The folders of LD_LIBRARY_PATH, absolute."""
-        folders = elements(self.host.environ.get("LD_LIBRARY_PATH", ""), ":\n" if self.musl else ":;")
-        return self._absolute_folders(folders, self.program)
-
-    @cached_property
-    def preload_file(self) -> tuple[str, ...]:
-        """What /etc/ld.so.preload lists; musl does not read it."""
-        lines = ("" if self.musl else self.host.text("/etc/ld.so.preload") or "").splitlines()
-        return tuple(name for line in lines for name in re.split(r"[:\s]", line.partition("#")[0]) if name)
+        # What ldconfig and /etc/ld.so.preload list, neither of which musl reads, and LD_LIBRARY_PATH.
+        named = _CACHE_NAME.search(binary)
+        data = host.data(named[1].decode() if named else "/etc/ld.so.cache", _CACHE_LIMIT) or b""
+        self.cache = {} if self.musl else read_cache(data, self.machine, self.hwcaps)
+        lines = ("" if self.musl else host.text("/etc/ld.so.preload") or "").splitlines()
+        listed = (name for line in lines for name in re.split(r"[:\s]", line.partition("#")[0]))
+        self.preload_file = tuple(filter(None, listed))
+        variable = elements(host.environ.get("LD_LIBRARY_PATH", ""), ":\n" if self.musl else ":;")
+        self.library_path = self._absolute_folders(variable, self.program)
 
     def preloaded(self) -> Iterator[tuple[str, SharedObject]]:
         """Every preloaded library, after the name that lists it. The loader ignores those it cannot load."""
@@ -172,8 +452,6 @@ class Loader:
                 found = next(self.search(name), None)
                 if isinstance(found, SharedObject):
                     yield name, replace(found, via=via)
-
-    # -- the search
 
     def search(self, name: str, asker: SharedObject | None = None) -> Iterator[SharedObject | Missing]:
         """Every file for ``name``, in order. The loader takes the first, or gives up there if that is ``Missing``."""
@@ -189,7 +467,10 @@ class Loader:
         """Every path at which the loader would look for ``name``, in order, and how it gets there."""
         if "/" in name:
             return {self._absolute(name, asker): "path"}
-        chain = tuple(asker.chain) if asker else ()
+        chain, above = [], asker  # what requests it, what loaded that, and so on
+        while above is not None:
+            chain.append(above)
+            above = above.parent
         ways: list[tuple[str, tuple[str, ...]]] = [("LD_LIBRARY_PATH", self.library_path)]
         if self.musl:  # it treats both kinds of run path alike, and they are inherited
             ways += (("RUNPATH", self.run_path(each)) for each in chain)
@@ -211,7 +492,7 @@ class Loader:
 
     def run_path(self, each: SharedObject) -> tuple[str, ...]:
         """The folders of its DT_RUNPATH, else of its DT_RPATH, absolute."""
-        return self._absolute_folders(elements(each.elf.runpath if each.elf.has_runpath else each.elf.rpath, ":"), each)
+        return self._absolute_folders(elements(each.elf.run_path, ":"), each)
 
     def _absolute_folders(self, folders: Sequence[str], asker: SharedObject | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._absolute(folder, asker) for folder in folders if folder or not self.musl))
@@ -241,12 +522,11 @@ class Loader:
 
 _MAGIC = b"glibc-ld.so.cache1.1"
 """Caches from before glibc 2.32 begin with an older format, followed by this one."""
-_HEADER = Struct("<20sII4xI12x")
-_ENTRY = Struct("<iIIIQ")
+_CACHE_HEADER = Struct("<20sII4xI12x")
+_CACHE_ENTRY = Struct("<iIIIQ")
 _EXTENSION = Struct("<4I")
 _EXTENSION_MAGIC, _HWCAPS = b"\x74\x21\xa4\xea", 1
 _BY_HWCAPS = 1 << 62
-_LONGEST_NAME = 4096
 
 
 def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
@@ -255,7 +535,7 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
     ``hwcaps`` are the subfolders of ``glibc-hwcaps`` that the processor can use, best first.
     """
     start = cache.find(_MAGIC)
-    if start < 0 or len(cache) < start + _HEADER.size:
+    if start < 0 or len(cache) < start + _CACHE_HEADER.size:
         return {}
     cache = cache[start:]
 
@@ -263,7 +543,7 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
         end = cache.find(b"\0", at, at + _LONGEST_NAME)
         return cache[at : max(end, at)].decode("utf-8", "surrogateescape")
 
-    _, count, _, at = _HEADER.unpack_from(cache)
+    _, count, _, at = _CACHE_HEADER.unpack_from(cache)
     levels = {0: ""}  # ``hwcap`` of an entry, as used since glibc 2.33 → its name; 0 is any processor
     extensions = b""
     if cache[at : at + 4] == _EXTENSION_MAGIC:
@@ -277,9 +557,9 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
     rank = {each: place for place, each in enumerate((*hwcaps, ""))}
     marked = table("machines")["machines"].get(machine, {}).get("cache")
     flags = int(marked, 16) if marked else None
-    size = min(count, (len(cache) - _HEADER.size) // _ENTRY.size) * _ENTRY.size
+    size = min(count, (len(cache) - _CACHE_HEADER.size) // _CACHE_ENTRY.size) * _CACHE_ENTRY.size
     found: dict[str, list[tuple[int, str]]] = {}
-    for kind, key, value, _, hwcap in _ENTRY.iter_unpack(cache[_HEADER.size : _HEADER.size + size]):
+    for kind, key, value, _, hwcap in _CACHE_ENTRY.iter_unpack(cache[_CACHE_HEADER.size : _CACHE_HEADER.size + size]):
         if flags in (kind, None) and levels.get(hwcap) in rank:
             found.setdefault(text(key), []).append((rank[levels[hwcap]], text(value)))
     return {name: tuple(path for _, path in sorted(paths, key=lambda each: each[0])) for name, paths in found.items()}

@@ -16,7 +16,7 @@ from tests.fake_driver import returns
 
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader
-from transload.diagnose.probes.libraries import Preload, Preloads, package_of, preloads, torch_libraries
+from transload.diagnose.probes.libraries import package_of, preloads, torch_libraries
 from transload.machine import Resolved, TorchInstall, TorchLibraries, Unknown
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
@@ -421,25 +421,25 @@ def test_constants_full_of_beginnings(tmp_path: Path) -> None:
 
 
 def test_what_torch_says_it_preloads() -> None:
-    runtime = Preload("cuda_runtime", "libcudart.so.*[0-9].*[0-9]")
-    rescue = (Preload("cublas", "libcublas.so.*[0-9]"), runtime, Preload("cufile", "libcufile.so.*[0-9]"))
-    assert preloads(RESCUE_ONLY) == Preloads(rescue=rescue)
-    linker = Preload("nvjitlink", "libnvJitLink.so.*[0-9]")
-    assert preloads(SOME) == Preloads((linker,), "nvidia/cuda_runtime/lib/libcudart.so", rescue[:1])
-    every = preloads(EVERYTHING)
-    assert [each.name.partition(".")[0] for each in every.always] == [
+    runtime = ("cuda_runtime", "libcudart.so.*[0-9].*[0-9]", True)
+    rescue = [("cublas", "libcublas.so.*[0-9]", True), runtime, ("cufile", "libcufile.so.*[0-9]", True)]
+    assert preloads(RESCUE_ONLY) == ([], "", rescue)
+    linker = ("nvjitlink", "libnvJitLink.so.*[0-9]", True)
+    assert preloads(SOME) == ([linker], "nvidia/cuda_runtime/lib/libcudart.so", rescue[:1])
+    always, _, rescue = preloads(EVERYTHING)
+    assert [name.partition(".")[0] for _, name, _ in always] == [
         "libcublasLt",
         "libnvJitLink",
         "libcusparse",
         "libnvToolsExt",
     ]
-    assert [each.required for each in every.always] == [False] * 4
-    assert [each.required for each in every.rescue] == [True, True, True, False]
+    assert [required for _, _, required in always] == [False] * 4
+    assert [required for _, _, required in rescue] == [True, True, True, False]
 
 
 @each("source", ["", "import torch", "def _preload_cuda_deps(", "\0" * 100])
 def test_a_torch_that_says_nothing(source: str) -> None:
-    assert preloads(source) == Preloads()
+    assert preloads(source) == ([], "", [])
 
 
 def test_the_installed_torch_says_it_in_a_known_way() -> None:
@@ -447,15 +447,18 @@ def test_the_installed_torch_says_it_in_a_known_way() -> None:
     if spec is None or spec.origin is None:
         pytest.skip("needs torch")
     source = Path(spec.origin).read_text(encoding="utf-8")
-    plan = preloads(source)
+    _, marker, rescue = preloads(source)
     wanted = {"libcublas", "libcudnn", "libnccl", *(["libnvJitLink"] if "libnvJitLink" in source else [])}
-    assert wanted <= {each.name.partition(".")[0] for each in plan.rescue}
-    assert plan.marker.endswith("libcudart.so") or "not in _maps" not in source
+    assert wanted <= {name.partition(".")[0] for _, name, _ in rescue}
+    assert marker.endswith("libcudart.so") or "not in _maps" not in source
 
 
 @each(
     ("name", "cuda", "package"),
     [
+        ("libcudart.so.12", "12.6", "nvidia-cuda-runtime-cu12"),
+        ("libcufft.so.12", "13.0", "nvidia-cufft"),
+        ("libcudnn.so.9", "13.0", "nvidia-cudnn-cu13"),
         ("libcudnn_ops_infer.so.8", "12.1", "nvidia-cudnn-cu12"),
         ("libnvToolsExt.so.1", "12.4", "nvidia-nvtx-cu12"),
         ("libnvshmem_host.so.3", "13.2", "nvidia-nvshmem-cu13"),

@@ -90,7 +90,8 @@ def probe(
         from transload.diagnose.loader import Loader
         from transload.diagnose.probes import hardware, libraries, system
 
-        loader = Loader(replace(here, python=examined.executable))  # the user may have named a folder or a script
+        # The user may have named a folder or a script.
+        loader = attempt("loader", None, Loader, replace(here, python=examined.executable))
         cards = attempt("hardware", bare.hardware, hardware.hardware, here)
         drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
         kernel = attempt("kernel", bare.kernel, hardware.kernel, here)

@@ -7,20 +7,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
-from transload.diagnose.elf import Elf, UndefinedSymbol, architectures, not_defined, read_elf, section_bytes, undefined
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader, Process, SharedObject, elements
+from transload.diagnose.loader import Elf, Loader, Process, SharedObject, UndefinedSymbol, elements, read_elf
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import table
 from transload.machine import DriverLibraries, Extension, Kind, Library, Resolved, TorchInstall, TorchLibraries, Unknown
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
 
-_SUFFIX = re.compile(r"\.so\.(\d{3,4}\.\d+(?:\.\d+)*)$")
 _RELEASE = re.compile(rb"Version (\d{3,4}(?:\.\d+){1,2})\. Copyright \(C\)|\0\d\d\.(\d{3,4}(?:\.\d+){1,2})\0")
 """The release among the constants of libcuda and NVML."""
 _CONSTANTS = 1 << 21
@@ -68,30 +64,23 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
         elif loader.foreign(elf):
             named = f"{elf.machine}, {elf.bits} bits" if elf.bits != 64 else elf.machine
             problem = f"for another machine ({named})"
-        version = _release(target, elf)
-        found = Library(name, path, target, via if taken else "disk", version, _kind(path, target, version), problem)
-        (unseen if found.via == "disk" else seen).setdefault(target, found)
-    return (*seen.values(), *(found for target, found in unseen.items() if target not in seen))
-
-
-def _release(target: str, elf: Elf | Unknown) -> str:
-    """The release from the file's name, else from its constants: containers may mount it under another name."""
-    if suffix := _SUFFIX.search(target):
-        return suffix[1]
-    constants = section_bytes(elf, ".rodata", _CONSTANTS) if isinstance(elf, Elf) else b""
-    found = _RELEASE.search(constants or b"")
-    return (found[1] or found[2]).decode() if found else ""
-
-
-def _kind(path: str, target: str, version: str) -> Kind:
-    folders = {*path.split("/")[:-1], *target.split("/")[:-1]}
-    if "stubs" in folders:
-        return "stub"
-    if any(folder == "compat" or folder.startswith("cuda-compat") for folder in folders):
-        return "compat"
-    if path.startswith("/usr/lib/wsl/") or target.startswith("/usr/lib/wsl/"):
-        return "wsl"
-    return "driver" if version or folders & {"tegra", "nvidia"} else "other"
+        # The release from the file's name, else from its constants: containers may mount it under another name.
+        suffix, constants = re.search(r"\.so\.(\d{3,4}\.\d+(?:\.\d+)*)$", target), b""
+        if not suffix and isinstance(elf, Elf):
+            constants = elf.section_bytes(".rodata", _CONSTANTS) or b""
+        found = _RELEASE.search(constants)
+        version = suffix[1] if suffix else (found[1] or found[2]).decode() if found else ""
+        folders = {*path.split("/")[:-1], *target.split("/")[:-1]}
+        kind: Kind = "driver" if version or folders & {"tegra", "nvidia"} else "other"
+        if "stubs" in folders:
+            kind = "stub"
+        elif any(folder == "compat" or folder.startswith("cuda-compat") for folder in folders):
+            kind = "compat"
+        elif path.startswith("/usr/lib/wsl/") or target.startswith("/usr/lib/wsl/"):
+            kind = "wsl"
+        library = Library(name, path, target, via if taken else "disk", version, kind, problem)
+        (unseen if library.via == "disk" else seen).setdefault(target, library)
+    return (*seen.values(), *(library for target, library in unseen.items() if target not in seen))
 
 
 # -- what importing torch loads ----------------------------------------------------------------------------------------
@@ -104,31 +93,20 @@ _PAIR = re.compile(
     r"""(?P<optional>,\s*required=False)?"""
 )
 _LAZY = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")  # Opened at first use, not by the import.
+Preload = tuple[str, str, bool]
+"""A folder of NVIDIA's packages, a pattern for the name of a library in it, and whether the library must load."""
 
 
-class Preload(NamedTuple):
-    """A library that torch loads by its path: a folder of NVIDIA's packages, and a pattern for the file name."""
+def preloads(source: str) -> tuple[list[Preload], str, list[Preload]]:
+    """What a ``torch/__init__.py`` loads besides its own libraries; nothing if its code is not recognized.
 
-    folder: str
-    name: str
-    required: bool = True
+    The first ones are loaded after ``libtorch_global_deps.so``, if a file with the text in its path is mapped; torch
+    silently stops at one that fails. The last ones are loaded if that library could not be because one of them is
+    missing; one that fails ends the import.
+    """
 
-
-class Preloads(NamedTuple):
-    """What ``torch/__init__.py`` loads besides its own libraries."""
-
-    always: tuple[Preload, ...] = ()
-    """After ``libtorch_global_deps.so`` was loaded. Torch silently stops at the first one that fails."""
-    marker: str = ""  # ``always`` applies only if a file with this in its path is mapped.
-    rescue: tuple[Preload, ...] = ()
-    """If it could not be loaded because one of these is missing. The first one that fails ends the import."""
-
-
-def preloads(source: str) -> Preloads:
-    """What a ``torch/__init__.py`` preloads; nothing if its code is not recognized."""
-
-    def pairs(text: str) -> tuple[Preload, ...]:
-        return tuple(Preload(each["folder"], each["name"], not each["optional"]) for each in _PAIR.finditer(text))
+    def pairs(text: str) -> list[Preload]:
+        return [(each["folder"], each["name"], not each["optional"]) for each in _PAIR.finditer(text)]
 
     start = source.find("def _preload_cuda")
     text = source[start : source.find("USE_RTLD_GLOBAL_WITH_LIBTORCH or", start)] if start >= 0 else ""
@@ -138,10 +116,10 @@ def preloads(source: str) -> Preloads:
     every = pairs(head) or pairs(failed)
     marker = re.search(r"""["']([^"']+)["'] not in _maps""", after)
     if not marker:
-        return Preloads(rescue=every)
+        return [], "", every
     optional = "_preload_cuda_deps(required=False)" in after
-    always = (each._replace(required=each.required and not optional) for each in pairs(after) or every)
-    return Preloads(tuple(always), marker[1], every)
+    always = [(folder, name, required and not optional) for folder, name, required in pairs(after) or every]
+    return always, marker[1], every
 
 
 # -- NVIDIA's libraries as pip installs them: which distribution contains which file -----------------------------------
@@ -152,16 +130,9 @@ NVIDIA = re.compile(
 )
 """Names of NVIDIA's CUDA libraries, without those of the driver, libcuda and libnvidia-*."""
 
-_OWNED = r'[^",\n]*/lib/[^/",\n]+\.so[.\d]*'
-_WITHOUT_LIBRARIES = frozenset({"nvidia-cuda-cccl", "nvidia-ml-py"})
-
 
 def package_of(name: str, cuda: str) -> str:
-    """The distribution that should contain a library for that CUDA version; empty if unknown.
-
-    >>> package_of("libcudart.so.12", "12.6"), package_of("libcufft.so.12", "13.0"), package_of("libcudnn.so.9", "13.0")
-    ('nvidia-cuda-runtime-cu12', 'nvidia-cufft', 'nvidia-cudnn-cu13')
-    """
+    """The distribution that should contain a library for that CUDA version; empty if unknown."""
     found = NVIDIA.fullmatch(name)
     major = cuda.partition(".")[0]
     if not found or not major.isdecimal():
@@ -184,18 +155,24 @@ class _TorchImport:
         self.loader, self.path, self.install = loader, path, install
         self.process = Process(loader)
         host, lib = loader.host, f"{install.location}/lib"
-        plan = preloads(host.text(f"{install.location}/__init__.py") or "")
+        always, marker, rescue = preloads(host.text(f"{install.location}/__init__.py") or "")
         self.missing = self.process.open(f"{lib}/libtorch_global_deps.so")
         first = self.missing[0].name if self.missing else ""
-        if any(each.name.partition(".")[0] in first for each in plan.rescue):
-            self._preload(plan.rescue)
+        if any(name.partition(".")[0] in first for _, name, _ in rescue):
+            self._preload(rescue)
             self.missing = self.process.open(f"{lib}/libtorch_global_deps.so")
-        elif plan.marker and any(plan.marker in host.target(each.path) for each in self.process.names.values()):
-            self._preload(plan.always)
+        elif marker and any(marker in host.target(each.path) for each in self.process.names.values()):
+            self._preload(always)
         extension = host.paths(install.location, "_C.", ".so")
         for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
             self.missing += self.process.open(file, anyway=True)
         loader.imports[install.location] = self.process
+        # Library → NVIDIA's distributions whose RECORDs list it, with their versions; the file may be missing.
+        self.owners: dict[str, dict[str, str]] = {}
+        for each in installed(host, path):
+            if each.name.startswith("nvidia") and each.name not in ("nvidia-cuda-cccl", "nvidia-ml-py"):
+                for file in each.files(r'[^",\n]*/lib/[^/",\n]+\.so[.\d]*'):
+                    self.owners.setdefault(f"{each.site}/{file}", {}).setdefault(each.name, each.stated)
 
     def _preload(self, libraries: Sequence[Preload]) -> None:
         """Load one after the other, up to the first required one that cannot be loaded.
@@ -203,25 +180,15 @@ class _TorchImport:
         In every entry of ``sys.path`` torch searches the folder of the package, then that of its CUDA version.
         """
         major = self.install.cuda.partition(".")[0]
-        for each in libraries:
-            folders = (f"nvidia/{each.folder}", f"nvidia/cu{major}", each.folder)
+        for package, name, required in libraries:
+            folders = (f"nvidia/{package}", f"nvidia/cu{major}", package)
             paths = (f"{entry}/{folder}/lib" for entry in self.path for folder in folders)
             files = (file for path in paths for file in self.loader.host.paths(path))
-            file = next((file for file in files if fnmatchcase(os.path.basename(file), each.name)), "")
-            if self.process.open(file) if file else each.required:
+            file = next((file for file in files if fnmatchcase(os.path.basename(file), name)), "")
+            if self.process.open(file) if file else required:
                 return
 
     # -- which files
-
-    @cached_property
-    def owners(self) -> dict[str, dict[str, str]]:
-        """Library → NVIDIA's distributions whose RECORDs list it, with their versions; the file may be missing."""
-        found: dict[str, dict[str, str]] = {}
-        for each in installed(self.loader.host, self.path):
-            if each.name.startswith("nvidia") and each.name not in _WITHOUT_LIBRARIES:
-                for path in each.files(_OWNED):
-                    found.setdefault(f"{each.site}/{path}", {}).setdefault(each.name, each.stated)
-        return found
 
     def overlaps(self) -> Iterator[str]:
         """Files that several distributions list: ``…/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.1, …``."""
@@ -243,7 +210,7 @@ class _TorchImport:
                 path, via = self._clean(got.path, expected), "loaded" if got.via == "path" else got.via
                 yield Resolved(name, path, via, os.path.basename(asker.path), self._version(path), expected, package)
         for each in self.missing:
-            if each.name in seen or each.name.startswith(("libcuda.so", "libnvidia-")):  # the driver's
+            if each.name in seen or each.name.startswith(_OF_DRIVER):
                 continue
             seen.add(each.name)
             expected, package = self._expected(each.name)
@@ -276,7 +243,7 @@ class _TorchImport:
         return next((each for each in spellings if target(each) == target(path)), path)
 
     def _version(self, path: str) -> str:
-        suffix = _VERSION.search(self.loader.host.target(path))
+        suffix = re.search(r"\.so\.(\d+\.\d[\d.]*)$", self.loader.host.target(path))
         return next(iter(self.owners.get(path, {}).values()), suffix[1] if suffix else "")
 
     # -- whether they are compatible
@@ -290,13 +257,13 @@ class _TorchImport:
             own = asker.path.startswith(self.install.location)
             of_nvidia = [name for name in asker.elf.needed if NVIDIA.fullmatch(name)]
             by_file: dict[str, list[UndefinedSymbol]] = {}
-            for each in (undefined(asker.elf, of_nvidia) or ()) if own or of_nvidia else ():
+            for each in (asker.elf.undefined(of_nvidia) or ()) if own or of_nvidia else ():
                 if each.file in names and (each.name if each.file in of_nvidia else own):
                     by_file.setdefault(each.file, []).append(each)
             for file, symbols in by_file.items():
                 needs.append((os.path.basename(asker.path), file, symbols))
                 wanted.setdefault(file, set()).update(symbols)
-        lost = {file: {*(not_defined(names[file].elf, symbols) or ())} for file, symbols in wanted.items()}
+        lost = {file: {*(names[file].elf.not_defined(symbols) or ())} for file, symbols in wanted.items()}
         for asking, file, symbols in needs:
             absent = [each for each in symbols if each in lost[file]]
             absent = absent[:_MOST_SYMBOLS] if symbols[0].name else absent  # versions are few
@@ -306,7 +273,8 @@ class _TorchImport:
         """Parts of cuDNN that would be loaded from another folder, in another release than cuDNN's own."""
         loader, target = self.loader, self.loader.host.target
         for soname, cudnn in self.process.names.items():
-            release = self._version(self._clean(cudnn.path, "")) if _CUDNN.fullmatch(soname) else ""
+            named = re.fullmatch(r"libcudnn\.so\.\d+", soname)
+            release = self._version(self._clean(cudnn.path, "")) if named else ""
             if not release:
                 continue
             numbers, begin = release.split(".")[:3], re.match(r"[0-9]{1,4}", release)
@@ -321,7 +289,7 @@ class _TorchImport:
                 name, found = next(((each, got) for each in names for got in loader.search(each, asker)), ("", None))
                 if found is None or os.path.dirname(target(found.path)) == own:
                     continue
-                constants = section_bytes(asker.elf, ".rodata", _CONSTANTS_OF_CUDNN) or b""
+                constants = asker.elf.section_bytes(".rodata", _CONSTANTS_OF_CUDNN) or b""
                 # A newer cuDNN on the system may have parts that this one does not know.
                 known = re.search(rf"cudnn_{part}\b".encode(), constants)
                 if known and not target(found.path).endswith(f".so.{'.'.join(numbers)}"):
@@ -330,8 +298,8 @@ class _TorchImport:
     def cwd_searched(self) -> Iterator[str]:
         """Libraries whose run path includes the current directory."""
         for each in dict.fromkeys(self.process.opened):
-            kind, path = ("RUNPATH", each.elf.runpath) if each.elf.has_runpath else ("RPATH", each.elf.rpath)
-            if "" in elements(path, ":") and not self.loader.musl:
+            if "" in elements(each.elf.run_path, ":") and not self.loader.musl:
+                kind = "RUNPATH" if each.elf.has_runpath else "RPATH"
                 yield f"{os.path.basename(each.path)}: {kind} has an empty element"
 
 
@@ -340,7 +308,6 @@ class _TorchImport:
 # the whole search of the loader. NVIDIA's wheels contain only the last. So a file in LD_LIBRARY_PATH comes first if
 # cuDNN has a DT_RUNPATH, as in 9.1 to 9.20.
 
-_CUDNN = re.compile(r"libcudnn\.so\.\d+")
 _BY_CUDNN = {8: ("ops_infer", "ops_train", "cnn_infer", "cnn_train", "adv_infer", "adv_train")}
 _BY_CUDNN_9 = ("graph", "ops", "cnn", "adv", "ext")
 _BY_GRAPH = ("heuristic", "engines_precompiled", "engines_runtime_compiled", "engines_tensor_ir")
@@ -354,7 +321,6 @@ _DLL = 1 << 27
 _LISTED = re.compile(rb"\0((?:(?:sm_|compute_|gfx)\w+(?: |(?=\0)))+)\0")
 _KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
 """The last two until torch 1.13. Others, such as libtorch_cuda_linalg, contain code that was built elsewhere."""
-_VERSION = re.compile(r"\.so\.(\d+\.\d[\d.]*)$")
 _MOST_SYMBOLS = 8  # Symbols named for each library: a wrong one lacks hundreds.
 
 
@@ -383,7 +349,7 @@ def _arch_list(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
         constants = host.data(f"{install.location}/lib/torch_python.dll", _DLL)
     else:
         elf = read_elf(host.real(f"{install.location}/lib/libtorch_python.so"))
-        constants = section_bytes(elf, ".rodata", _CONSTANTS_OF_TORCH) if isinstance(elf, Elf) else elf
+        constants = elf.section_bytes(".rodata", _CONSTANTS_OF_TORCH) if isinstance(elf, Elf) else elf
     if isinstance(constants, Unknown):
         return Unknown(f"libtorch_python: {constants.reason}")
     lists = (text.decode().split() for text in _LISTED.findall(constants))
@@ -399,7 +365,7 @@ def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
         elf = loader.examine(f"{install.location}/lib/{name}")
         if elf is None and name != _KERNELS[0]:
             continue
-        found = architectures(elf) if isinstance(elf, Elf) else elf
+        found = elf.architectures() if isinstance(elf, Elf) else elf
         if not isinstance(found, dict):
             return Unknown(f"{name}: {'not there, or not for this machine' if found is None else found.reason}")
         for architecture, count in found.items():
@@ -413,7 +379,7 @@ _MOST_LIBRARIES = 64
 
 _OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+THP|aoti_torch_")
 """Mangled names from the namespaces c10, at and torch."""
-_DRIVER = re.compile(r"libcuda\.so|libnvidia-")
+_OF_DRIVER = ("libcuda.so", "libnvidia-")
 _CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
 """FFmpeg and SoX: packages contain a library for each of their releases, and try one after the other."""
 _BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
@@ -427,34 +393,30 @@ def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None
     for each in installed(host, path):
         if each.name in known:
             found.setdefault(each.name, each)  # the first on the path is imported
-    stated = [_from_metadata(each) for each in found.values()]
-    if not found or host.uname[0] != "Linux":
-        return tuple(stated)
-    if install and install.location not in loader.imports:
-        _TorchImport(loader, path, install)
-    process = loader.imports[install.location] if install else Process(loader)
-    return tuple(_extension(process, install, *each) for each in zip(found.values(), stated, strict=True))
+    process = None
+    if found and host.uname[0] == "Linux":
+        if install and install.location not in loader.imports:
+            _TorchImport(loader, path, install)
+        process = loader.imports[install.location] if install else Process(loader)
+    return tuple(_extension(process, install, each) for each in found.values())
 
 
-def _from_metadata(dist: Distribution) -> Extension:
-    """What its metadata says: its version, and the torch it requires, such as ``==2.8.0``; empty for any."""
-    stated = dist.version
-    text = dist.host.text(f"{dist.site}/{dist.name.replace('-', '_')}/version.py", 4096) or ""
-    written = assigned(text).get("__version__", "")
+def _extension(process: Process | None, install: TorchInstall | None, dist: Distribution) -> Extension:
+    """What its metadata says, and what its libraries need in ``process``."""
+    host, module, stated = dist.host, dist.name.replace("-", "_"), dist.version
+    written = assigned(host.text(f"{dist.site}/{module}/version.py", 4096) or "").get("__version__", "")
     if written.partition("+")[0] == stated.partition("+")[0]:
         stated = written  # wheels on PyPI have no local version, but their version.py may have one
-    wants = ""
+    wants = ""  # the torch that it requires, such as ==2.8.0; empty for any
     for need in dist.fields("Requires-Dist"):
-        found = re.fullmatch(r"torch\s*\(?((?:[<>=!~][^;()]*)?)\)?\s*(;.*)?", need, re.IGNORECASE)
-        if found and "extra" not in (found[2] or ""):
-            wants = found[1].replace(" ", "")
+        pinned = re.fullmatch(r"torch\s*\(?((?:[<>=!~][^;()]*)?)\)?\s*(;.*)?", need, re.IGNORECASE)
+        if pinned and "extra" not in (pinned[2] or ""):
+            wants = pinned[1].replace(" ", "")
             break
-    return Extension(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
-
-
-def _extension(process: Process, install: TorchInstall | None, dist: Distribution, bare: Extension) -> Extension:
-    """Complete ``bare`` with what the libraries of ``dist`` need: those in RECORD, else those with its name."""
-    host, module = dist.host, dist.name.replace("-", "_")
+    bare = Extension(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
+    if process is None:
+        return bare
+    # The libraries in RECORD, else those with its name.
     paths = [f"{dist.site}/{path}" for path in dist.files(r'[^",\n]+\.so')]
     if not host.data(f"{dist.path}/RECORD", 1):
         paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
@@ -471,20 +433,20 @@ def _extension(process: Process, install: TorchInstall | None, dist: Distributio
     if install:
         folder = f"{install.location}/lib/"
         for path, elf in loaded.items():
-            wanted[path] = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)]
+            wanted[path] = [each for each in elf.undefined() or () if _OF_TORCH.match(each.name)]
         torch_elves = (each.elf for each in process.files.values() if each.path.startswith(folder))
         left = tuple(dict.fromkeys(chain.from_iterable(wanted.values())))
         for library in chain(torch_elves, elves.values()):
-            rest = not_defined(library, left) if left else ()
+            rest = library.not_defined(left) if left else ()
             left = left if isinstance(rest, Unknown) else rest
         lacking.update(left)
     found = [
         replace(
             bare,
             library=path,
-            architectures=tuple(architectures(loaded[path]) or ()),
+            architectures=tuple(loaded[path].architectures() or ()),
             undefined=tuple([each.name for each in wanted.get(path, ()) if each in lacking][:_MOST_SYMBOLS]),
-            missing=tuple(dict.fromkeys(name for name in missing[path] if not _DRIVER.match(name))),
+            missing=tuple(dict.fromkeys(name for name in missing[path] if not name.startswith(_OF_DRIVER))),
         )
         if path in loaded
         else replace(bare, library=path)
@@ -493,7 +455,9 @@ def _extension(process: Process, install: TorchInstall | None, dist: Distributio
     found = [each for each in found if each.architectures or each.undefined or each.missing] or found
     found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
     every = {name for each in found for name in each.architectures}
-    return replace([*found, bare][0], architectures=tuple(sorted(every, key=_arch_order)))
+    # cubins before PTX, each by number: sm_90a before sm_100
+    ordered = sorted(every, key=lambda name: (not name.startswith("sm_"), len(name.rstrip("af")), name))
+    return replace([*found, bare][0], architectures=tuple(ordered))
 
 
 def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[str]:
@@ -511,9 +475,3 @@ def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[s
     minors = {number[len(major) :]: path for number, path in fitting.items() if number.startswith(major)}
     distance = {path: int(each or 0) - int(minor) if minor.isdecimal() else 0 for each, path in minors.items()}
     return sorted(minors.values(), key=lambda path: (distance[path] > 0, abs(distance[path])))[:1]
-
-
-def _arch_order(name: str) -> tuple[bool, int, str]:
-    """Cubins before PTX, each by number."""
-    number = re.search(r"\d+", name)
-    return not name.startswith("sm_"), int(number[0]) if number else 0, name

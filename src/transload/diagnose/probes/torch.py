@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from transload.diagnose.children import Outcome, Question, source
-from transload.diagnose.elf import Elf, read_elf
 from transload.diagnose.host import Host
+from transload.diagnose.loader import Elf, read_elf
 from transload.diagnose.probes.python import Distribution, assigned, build, installed
 from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
 
