@@ -31,7 +31,7 @@ from transload.diagnose import judge_machine
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.probes import probe
-from transload.diagnose.probes.torch import question, torch_run
+from transload.diagnose.probes.python import question, torch_run
 from transload.machine import Machine, TorchInstall
 
 if why_not():

@@ -20,7 +20,7 @@ from time import monotonic, sleep
 
 from transload.diagnose.children import Child, source
 from transload.diagnose.host import Host
-from transload.diagnose.probes.torch import question
+from transload.diagnose.probes.python import question
 from transload.errors import TransloadError, UsageError
 
 PATIENCE = 120.0

@@ -384,30 +384,24 @@ def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(ho
     (Path(host.root) / "opt/venv/bin/python").unlink()
     (Path(host.root) / "opt/venv/bin/python").symlink_to("/usr/bin/python3.11")
     system, inside = interpreter(host, "/usr/bin/python3.11"), interpreter(host, "/opt/venv/bin/python")
-    assert system is not None
-    assert inside is not None
-    assert system.torch == "/home/user/.local/lib/python3.11/site-packages/torch"
-    assert (inside.prefix, inside.torch) == ("/opt/venv", "")
+    assert system == ("/usr/bin/python3.11", "/usr", "/home/user/.local/lib/python3.11/site-packages/torch")
+    assert inside == ("/opt/venv/bin/python", "/opt/venv", "")
     alone = interpreter(replace(host, environ={**host.environ, "PYTHONNOUSERSITE": "1"}), "/usr/bin/python3.11")
-    assert alone is not None
-    assert alone.torch == ""
+    assert alone == ("/usr/bin/python3.11", "/usr", "")
 
 
 def test_an_environment_may_share_its_makers_packages(host: TreeHost) -> None:
     plant(Path(host.root), layout("/opt/venv") | wheel("/usr/lib/python3.11/site-packages"))
     plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = true\n"})
     found = interpreter(host, "/opt/venv/bin/python")
-    assert found is not None
-    assert found.torch == "/usr/lib/python3.11/site-packages/torch"
+    assert found == ("/opt/venv/bin/python", "/opt/venv", "/usr/lib/python3.11/site-packages/torch")
     plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = false\n"})
-    alone = interpreter(host, "/opt/venv/bin/python")
-    assert alone is not None
-    assert alone.torch == ""
+    assert interpreter(host, "/opt/venv/bin/python") == ("/opt/venv/bin/python", "/opt/venv", "")
 
 
 def prefixes(host: TreeHost) -> list[str]:
     found = (interpreter(host, path) for path, _ in likely(host))
-    return [each.prefix for each in found if each]
+    return [each[1] for each in found if each]
 
 
 def test_behind_the_scripts_of_pyenv(host: TreeHost) -> None:

@@ -14,8 +14,7 @@ from tests.diagnose.probes.installs import VERSION, plant, wheel
 from tests.diagnose.trees import TreeHost
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.python import build, python
-from transload.diagnose.probes.torch import torch
+from transload.diagnose.probes.python import build, python, torch
 from transload.machine import Python, Torch, TorchInstall, Unknown
 
 PREFIX = "/opt/venv"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.each import each
 
-from transload.diagnose.children import Child
+from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
-from transload.diagnose.probes.torch import question, torch_run
+from transload.diagnose.probes.python import question, torch_run
 from transload.machine import Answer, TorchRun, Unknown
 
 LONG = 60.0
@@ -71,6 +71,11 @@ def test_the_torch_that_is_installed(tmp_path: Path) -> None:
         assert names(told) == [("import", True), ("available", True), ("count", True), ("cpu", True)]
         assert (told.architectures, told.devices, told.libraries, told.cuda_works) == ((), (), (), False)
     assert list(tmp_path.iterdir()) == []
+
+
+@each(("number", "release"), [(91900, "9.19.0"), (8907, "8.9.7"), (0, "")])
+def test_the_release_of_cudnn(number: int, release: str) -> None:
+    assert torch_run(Outcome("answered", ({"cudnn": number}, {"done": True}))).cudnn == release
 
 
 def test_a_torch_that_computes(tmp_path: Path) -> None:

@@ -73,7 +73,6 @@ def probe(
 
         # The other probes are imported while the children start.
         from transload.diagnose.probes import python as interpreters
-        from transload.diagnose.probes import torch as torches
 
         why = ""
         if python:
@@ -81,10 +80,10 @@ def probe(
         elif here.python == sys.executable:
             here, why = attempt("python", (here, ""), interpreters.choose, here)
         examined = attempt("python", Python(here.python), interpreters.python, here, why)
-        found = attempt("torch", bare.torch, torches.torch, here, examined)
+        found = attempt("torch", bare.torch, interpreters.torch, here, examined)
         unasked = examined.problem or (f"import torch finds {found.shadow}" if found.shadow else "")
         runs = torch and not unasked  # never run a file that is not PyTorch's
-        run = start(torches.question(here, examined.executable), timeout or _TORCH) if runs else None
+        run = start(interpreters.question(here, examined.executable), timeout or _TORCH) if runs else None
 
         progress("reading files")
         from transload.diagnose.loader import Loader
@@ -131,5 +130,5 @@ def probe(
         if run:
             progress("running torch")
             ended = run.outcome(idle or (inf if timeout else IDLE), waiting("running torch"))
-            ran = attempt("torch run", bare.torch_run, torches.torch_run, ended)
+            ran = attempt("torch run", bare.torch_run, interpreters.torch_run, ended)
     return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)

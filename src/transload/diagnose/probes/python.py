@@ -1,6 +1,7 @@
-"""The interpreter to examine: what it is, where it finds packages, what manages it, and which others there are.
+"""The interpreter to examine: what it is, where it finds packages, what manages it, and every torch that it has.
 
-Our own interpreter is examined in place, another one in a child process. Everything else is read from files.
+Our own interpreter is examined in place, another one in a child process, and torch runs in a child process of the
+examined interpreter. Everything else is read from files.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.host import Host, pairs
+from transload.diagnose.loader import Elf, read_elf
 from transload.diagnose.tables import table
-from transload.machine import Python, TorchInstall, Unknown
+from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
 
 _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
 
@@ -30,21 +33,29 @@ def choose(host: Host) -> tuple[Host, str]:
     if any(host.exists(f"{entry}/torch/{name}") for entry in own()["path"] for name in _TORCH):
         return host, ""
     interpreters = [(interpreter(host, path), how) for path, how in likely(host)]
-    found = [(each, how) for each, how in interpreters if each and each.prefix != sys.prefix]
-    for each, how in found:
-        if each.torch:
-            return replace(host, python=each.executable), f"transload's own environment has no torch; {how} has one"
+    found = [(*each, how) for each, how in interpreters if each and each[1] != sys.prefix]
+    for executable, _, torch, how in found:
+        if torch:
+            return replace(host, python=executable), f"transload's own environment has no torch; {how} has one"
     if found and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
-        first, how = found[0]
+        executable, _, _, how = found[0]
         why = f"transload has an environment of its own, and no torch was found; this is the one of {how}"
-        return replace(host, python=first.executable), why
+        return replace(host, python=executable), why
     return host, "no environment with a torch was found; this is transload's own"
 
 
 def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     """The interpreter that ``host.python`` names by its path, the folder of its environment, or its name on PATH."""
     executable, absent = located(host)
-    report = own() if _is_own(host, executable) else absent or ask_interpreter(host, executable, deadline)
+    # Whether it is the interpreter we run in, and we were started as a user's program would be.
+    flags = sys.flags
+    unusual = flags.ignore_environment or flags.no_site or flags.no_user_site or getattr(flags, "safe_path", False)
+    theirs, mine = (  # the variables that change how an interpreter starts
+        {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
+        for environ in (host.environ, os.environ)
+    )
+    ours = executable == (sys.executable or "") and theirs == mine and not unusual
+    report = own() if ours else absent or ask_interpreter(host, executable, deadline)
     if isinstance(report, str):
         return Python(executable or host.python, why=why, problem=report)
     path = tuple(os.path.join(host.cwd, entry) for entry in report["path"])
@@ -85,17 +96,6 @@ def located(host: Host) -> tuple[str, str]:
     if host.exists(name):
         return name, ""
     return name, f"{name if target == name else f'{name} leads to {target}, which'} does not exist"
-
-
-def _is_own(host: Host, executable: str) -> bool:
-    """Whether it is the interpreter we run in, and we were started as a user's program would be."""
-    flags = sys.flags
-    unusual = flags.ignore_environment or flags.no_site or flags.no_user_site or getattr(flags, "safe_path", False)
-    theirs, mine = (  # the variables that change how an interpreter starts
-        {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
-        for environ in (host.environ, os.environ)
-    )
-    return executable == (sys.executable or "") and theirs == mine and not unusual
 
 
 # -- what an interpreter reports about itself --------------------------------------------------------------------------
@@ -162,8 +162,6 @@ def own() -> dict[str, Any]:
 
 def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, Any] | str:
     """What another interpreter reports, in the user's environment and current folder; or why it does not."""
-    from transload.diagnose.children import Child, Question
-
     with Child(Question(_FACTS + _SAY, host.real(executable), host, ("-B",)), deadline) as child:
         outcome = child.outcome()
     if outcome.state == "answered":
@@ -192,14 +190,6 @@ _EXECUTABLE = re.compile(r"python(?:3(?:\.\d+t?)?)?(?:\.exe)?", re.ASCII)
 _VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
 
 
-class Interpreter(NamedTuple):
-    """An interpreter, the environment it belongs to, and the folder of its torch; empty if it has none."""
-
-    executable: str
-    prefix: str
-    torch: str
-
-
 def others(host: Host, prefix: str, path: Sequence[str]) -> Iterator[str]:
     """Interpreters with another torch than the one of ``prefix``, whose import path is ``path``.
 
@@ -207,10 +197,10 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> Iterator[str]:
     """
     seen = {host.target(f"{entry}/torch") for entry in path}
     paths = chain((path for path, _ in likely(host)), _more(host, prefix))
-    for each in islice(filter(None, (interpreter(host, path) for path in paths)), _MANY):
-        if each.torch and each.prefix != prefix and host.target(each.torch) not in seen:
-            seen.add(host.target(each.torch))
-            yield f"{each.executable}: torch {build(host, each.torch).version or 'of unknown version'}"
+    for executable, home, torch in islice(filter(None, (interpreter(host, path) for path in paths)), _MANY):
+        if torch and home != prefix and host.target(torch) not in seen:
+            seen.add(host.target(torch))
+            yield f"{executable}: torch {build(host, torch).version or 'of unknown version'}"
 
 
 def _more(host: Host, prefix: str) -> Iterator[str]:
@@ -222,12 +212,9 @@ def _more(host: Host, prefix: str) -> Iterator[str]:
     roots = (f"{data}/jupyter", f"{home}/Library/Jupyter", f"{prefix}/share/jupyter")
     for root in (*roots, "/usr/local/share/jupyter", "/usr/share/jupyter"):
         for folder in islice(host.paths(f"{root}/kernels"), _MANY):
-            try:
-                first = json.loads(host.text(f"{folder}/kernel.json") or "{}")["argv"][0]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                continue
-            if isinstance(first, str) and first.startswith("/"):
-                yield first
+            command = _json(host, f"{folder}/kernel.json").get("argv")
+            if isinstance(command, list) and command and str(command[0]).startswith("/"):
+                yield str(command[0])
     remembered = islice((host.text(f"{home}/.conda/environments.txt") or "").splitlines(), _MANY)
     yield from (_in_folder(host, line.strip()) for line in remembered if line.startswith("/"))
     pyenv = host.environ.get("PYENV_ROOT") or f"{home}/.pyenv"
@@ -251,8 +238,8 @@ def _in_folder(host: Host, folder: str) -> str:
     return next((place for place in places if host.exists(place)), "")
 
 
-def interpreter(host: Host, executable: str) -> Interpreter | None:
-    """The interpreter at a path, judged by its files; ``None`` if there is none."""
+def interpreter(host: Host, executable: str) -> tuple[str, str, str] | None:
+    """The interpreter at a path, its environment, and the folder of its torch or nothing; ``None`` if there is none."""
     root, shims, name = executable.rpartition("/shims/")
     if shims and host.is_dir(f"{root}/versions"):  # a script of pyenv that starts the chosen version
         chosen = host.environ.get("PYENV_VERSION", "").partition(":")[0]
@@ -266,7 +253,7 @@ def interpreter(host: Host, executable: str) -> Interpreter | None:
     prefix = next(environments, host.target(executable).rpartition("/")[0].rpartition("/")[0])
     torches = (f"{folder}/torch" for folder in _folders(host, executable, prefix))
     torch = next((place for place in torches if any(host.exists(f"{place}/{name}") for name in _TORCH)), "")
-    return Interpreter(executable, prefix, torch)
+    return executable, prefix, torch
 
 
 def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
@@ -298,10 +285,6 @@ def _config(host: Host, prefix: str) -> dict[str, str]:
 
 # -- the kind of environment, and the tool that installs packages there ------------------------------------------------
 
-_LOCKS = (("uv.lock", "uv"), ("poetry.lock", "poetry"), ("pdm.lock", "pdm"))
-_TABLE = r"^\[tool\.(poetry|pdm)\b"
-_ONE_TOOL = re.compile(r"/uv/(?:tools|archive-v\d+)/")  # of `uv tool install` and `uvx`
-
 
 def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
     """The kind of environment of an interpreter with these prefixes, and the tool for a user in ``host.cwd``.
@@ -311,14 +294,15 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
 
     def project(folder: str) -> list[str]:
         """The tools of a project, by their lock files and its settings."""
-        locked = [tool for lock, tool in _LOCKS if host.exists(f"{folder}/{lock}")]
-        return locked + host.findall(_TABLE, f"{folder}/pyproject.toml")
+        locked = [tool for tool in ("uv", "poetry", "pdm") if host.exists(f"{folder}/{tool}.lock")]
+        return locked + host.findall(r"^\[tool\.(poetry|pdm)\b", f"{folder}/pyproject.toml")
 
     if host.is_dir(f"{prefix}/conda-meta"):
         return ("pixi", "pixi") if "/.pixi/envs/" in f"{prefix}/" else ("conda", "conda")
     settings = _config(host, prefix)
     if settings or prefix != base_prefix:
-        one_tool = _ONE_TOOL.search(f"{prefix}/") or host.exists(f"{prefix}/uv-receipt.toml")
+        # of `uv tool install` and `uvx`
+        one_tool = re.search(r"/uv/(?:tools|archive-v\d+)/", f"{prefix}/") or host.exists(f"{prefix}/uv-receipt.toml")
         kind = "pipx" if host.exists(f"{prefix}/pipx_metadata.json") else "uv-tool" if one_tool else "venv"
         # What manages it, the surest sign first: the project around it, what created it, where it is.
         around, _, name = prefix.rpartition("/")
@@ -418,3 +402,240 @@ def build(host: Host, folder: str) -> TorchInstall:
         why = f"{path} does not say what it was built for" if version else f"{path} names no version"
         return TorchInstall(folder, version, known=False, problem=text.reason if isinstance(text, Unknown) else why)
     return TorchInstall(folder, version, names["cuda"], names.get("hip") or names.get("rocm", ""), names.get("xpu", ""))
+
+
+# -- every torch on the import path, in import order, and what shadows it ----------------------------------------------
+
+_SUFFIX = r"(?:\.[\w-]+)?\.(?:so|pyd)"
+_MODULE = re.compile(rf"torch(?:{_SUFFIX}|\.pyc?)", re.ASCII)
+_START = re.compile(rf"__init__(?:{_SUFFIX}|\.pyc?)", re.ASCII)
+_COMPILED = re.compile(rf"_C{_SUFFIX}", re.ASCII)
+# pip renames what it removes: "~orch", or if that exists "~-rch", "~~rch" …, of the same length
+_LEFTOVER = re.compile(r"~(?:orch|[-~.=%\d]rch|[-~.=%\d]{2}ch)(?:-\d.*\.(?:dist|egg)-info)?")
+_FINDER = re.compile(r"__editable___torch_.*_finder\.py|_torch_editable\.py")
+_MAPPED = r"""['"]torch['"]\s*:\s*['"]([^'"\n]{1,4096})['"]"""
+
+
+class _PathEntry(NamedTuple):
+    """An entry of the import path: what put it there, its contents, and what ``import torch`` finds in it.
+
+    ``kind`` is empty if that is nothing. ``remains`` is a folder without ``__init__``, which an import tries last.
+    """
+
+    folder: str
+    via: str
+    names: tuple[str, ...]
+    dists: tuple[Distribution, ...]
+    kind: Literal["", "install", "remains", "file", "package", "source"]
+    path: str
+
+
+def torch(host: Host, python: Python) -> Torch:
+    """The torch that ``python`` would import from ``host.cwd``, those after it on the path, and what shadows them."""
+    if python.problem:
+        return Torch(installs=Unknown(python.problem))
+    places = tuple(_entries(host, python))
+    hits = [place for place in places if place.kind]
+
+    # In import order: packages, then folders without __init__, then what the finder of an editable install finds.
+    with_files = {hit.folder for hit in hits if hit.kind in ("install", "remains")}
+    strays = (dist for place in places if place.folder not in with_files for dist in place.dists)
+    stray = next((dist for dist in strays if _is_editable(dist)), None)  # for a torch without its own metadata
+    installs = []
+    for hit in (hit for kind in ("install", "remains") for hit in hits if hit.kind == kind):
+        release = build(host, hit.path).version.partition("+")[0]
+        fits = (dist for dist in hit.dists if dist.stated.partition("+")[0] == release)  # it wrote version.py
+        dist = next(fits, hit.dists[0] if hit.dists else stray)
+        install = _install(host, hit.path, dist, python.prefix)
+        if hit.kind == "remains" and not any(each.startswith("__init__.py:") for each in install.missing):
+            install = replace(install, missing=("__init__.py: absent", *install.missing))
+        installs.append(install)
+    known = {host.target(each.location) for each in installs}
+    # The finder that setuptools or scikit-build-core wrote for an editable install says where torch is.
+    for finder in (f"{place.folder}/{name}" for place in places for name in place.names if _FINDER.fullmatch(name)):
+        path = "".join(host.findall(_MAPPED, finder)[:1]).removesuffix("/__init__.py")
+        if path and host.is_dir(path) and host.target(path) not in known:
+            installs.append(_install(host, path, stray, python.prefix))
+
+    # Distributions without files. A second one of the same version only repeats the first.
+    taken, dangling = {each.dist_info for each in installs}, []
+    for place in places:
+        versions = {dist.stated for dist in place.dists if dist.path in taken}
+        left = [dist for dist in place.dists if dist.path not in taken and dist.stated not in versions]
+        dangling += [dist.path for dist in left if not _is_editable(dist)]
+
+    first = next((hit for hit in hits if hit.kind != "remains"), None)
+    shadow = first if first and first.kind != "install" else None
+    return Torch(
+        installs=tuple(installs),
+        shadow=shadow.path if shadow else "",
+        leftovers=tuple(f"{p.folder}/{name}" for p in places for name in p.names if _LEFTOVER.fullmatch(name)),
+        dangling=tuple(dangling),
+        shadow_kind=shadow.kind if shadow else "",
+        shadow_via=shadow.via if shadow else "",
+    )
+
+
+def _entries(host: Host, python: Python) -> Iterator[_PathEntry]:
+    """The entries of the path, each once, after the current folder, which ``python -c`` and ``python -m`` put first."""
+    listed = host.environ.get("PYTHONPATH", "").split(":") if host.environ.get("PYTHONPATH") else []
+    given = {os.path.normpath(entry if entry[:1] == "/" else f"{host.cwd}/{entry}") for entry in listed}
+    ways = [(entry, "PYTHONPATH" if os.path.normpath(entry) in given else "sys.path") for entry in python.path]
+    digits = re.findall(r"\d+", python.version)[:2]
+    safe = bool(host.environ.get("PYTHONSAFEPATH")) and tuple(map(int, digits)) >= (3, 11)
+    if host.cwd and not safe:
+        ways.insert(0, (host.cwd, "the current directory"))
+    via = dict(reversed(ways))  # the first counts if an entry is listed twice
+    for entry in host.distinct(entry for entry, _ in ways):
+        folder = entry.rstrip("/")
+        if names := host.listdir(entry):
+            dists = tuple(each for each in installed(host, [folder]) if each.name == "torch")
+            yield _PathEntry(folder, via[entry], names, dists, *_found(host, folder, names, dists))
+
+
+def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distribution]) -> tuple[Any, str]:
+    """The kind and path of what Python's ``PathFinder`` finds: a package first, then a module.
+
+    A folder without ``__init__`` counts only if there is nothing else.
+    """
+    path = f"{folder}/torch"
+    inside = host.listdir(path) or () if "torch" in names else ()
+    compiled = any(_COMPILED.fullmatch(name) for name in inside)
+    if any(_START.fullmatch(name) for name in inside):
+        # With metadata or compiled code it is an install, though perhaps a broken one.
+        if dists or compiled:
+            return "install", path
+        source = {"csrc", "_C"} & set(inside) or "cuda" in assigned(host.text(f"{path}/version.py", 1 << 16) or "")
+        return "source" if source else "package", path
+    for name in names:
+        if _MODULE.fullmatch(name) and not host.is_dir(f"{folder}/{name}"):
+            return "file", f"{folder}/{name}"
+    return ("remains", path) if compiled or "version.py" in inside else ("", "")
+
+
+# -- one installed torch: what its version.py, its dist-info and conda's records say about it --------------------------
+
+_TOGETHER = 60.0  # seconds between the first and the last package that one command installs
+_NAMED = 5  # packages named as a reason
+_NEEDS_TORCH = re.compile(r"torch\s*(?:[^\w.\s-]|$)", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?<=//)[^/]*@")  # up to the last @: a password may contain others
+_NEEDED = r'torch/(?:lib/[^/",\n]+|_C\.[^/",\n]+|(?:__init__|version)\.py)'
+_LIBRARY = re.compile(r"(?!.*_test).+\.(?:so(?:\.[\d.]+)?|dll|pyd|dylib)")  # without those of torch's own tests
+_MACH_O = (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
+
+
+def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) -> TorchInstall:
+    """The torch in ``folder``, whose distribution is ``dist``, in the environment at ``prefix``."""
+    installer = host.line(f"{dist.path}/INSTALLER") if dist else ""
+    conda = ""
+    if installer in ("", "conda") and folder.startswith(f"{prefix}/"):  # the record of its package "pytorch"
+        names = host.listdir(f"{prefix}/conda-meta") or ()
+        records = (re.fullmatch(r"pytorch-\d[^-]*-([^/]+)\.json", name) for name in names)
+        conda = next((each[1] for each in records if each), "")
+    files = _listed(dist) if dist else {}
+    damaged, altered = [], []
+    for name, expected in files.items():
+        path = f"{folder}/{name}"
+        status = host.stat(path)
+        if isinstance(status, Unknown):
+            damaged.append(f"{name}: {status.reason if host.exists(path) else 'absent'}")
+        elif not name.endswith(".py") and 0 <= expected != status.st_size:
+            # Complete is an ELF file with everything that the loader maps. Other formats are trusted.
+            head, elf = host.data(path, 4) or b"", read_elf(host.real(path))
+            complete = (isinstance(elf, Elf) and elf.segments) or head[:2] == b"MZ" or head in _MACH_O
+            if status.st_size > expected or complete:
+                altered.append(f"{name}: {status.st_size} bytes instead of {expected}")
+            else:
+                damaged.append(f"{name}: cut off after {status.st_size} of {expected} bytes")
+    there: Sequence[str] = ()
+    if not conda and any(name.startswith("lib/") for name in files):  # conda links libraries from its own folder to it
+        there = [f"lib/{name}" for name in host.listdir(f"{folder}/lib") or ()]
+    install = replace(
+        build(host, folder),
+        installer=installer or ("conda" if conda else ""),
+        conda_build=conda,
+        missing=tuple(damaged),
+        unlisted=tuple(name for name in there if name not in files and _LIBRARY.fullmatch(name)),
+        altered=tuple(altered),
+    )
+    if dist is None:
+        return install
+
+    # Packages installed with it that need it, unless the user requested torch: pip marks what was requested.
+    then, reasons = _mtime(host, dist.path), []
+    for each in installed(host, [dist.site]) if not host.exists(f"{dist.path}/REQUESTED") else ():
+        together = each.path != dist.path and abs(_mtime(host, each.path) - then) <= _TOGETHER
+        needs = each.fields("Requires-Dist") if together else ()
+        if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
+            reasons.append(each)
+    reasons.sort(key=lambda each: not host.exists(f"{each.path}/REQUESTED"))
+    return replace(
+        install,
+        dist_info=dist.path,
+        dist_version=dist.version,
+        tags=tuple(host.findall(r"(?i)^Tag:[ \t]*(\S+)", f"{dist.path}/WHEEL", 1 << 16)),
+        installed=then,
+        replaced_by=tuple(f"{each.name} {each.version}" for each in reasons[:_NAMED]),
+        origin=_CREDENTIALS.sub("", str(_json(host, f"{dist.path}/direct_url.json").get("url", ""))),
+    )
+
+
+def _is_editable(dist: Distribution) -> bool:
+    """Whether it is an editable install, whose files are elsewhere."""
+    info = _json(dist.host, f"{dist.path}/direct_url.json").get("dir_info")
+    editable = isinstance(info, dict) and info.get("editable") is True
+    return editable or (dist.host.exists(f"{dist.path}/RECORD") and "__init__.py" not in _listed(dist))
+
+
+def _json(host: Host, path: str) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    try:
+        data = json.loads(host.text(path) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _mtime(host: Host, path: str) -> float:
+    status = host.stat(path)
+    return status.st_mtime if status else 0.0
+
+
+def _listed(dist: Distribution) -> dict[str, int]:
+    """The files in RECORD that ``import torch`` needs, relative to ``torch/``, with their sizes."""
+    listed = ((path.removeprefix("torch/"), size) for path, size in dist.files(_NEEDED).items())
+    return {name: size for name, size in listed if name.endswith(".py") or _LIBRARY.fullmatch(name)}
+
+
+# -- what happens when it is imported and used -------------------------------------------------------------------------
+
+_NOISE = 20  # Lines of output that are kept.
+
+
+def question(host: Host, executable: str = "") -> Question:
+    """Run torch in an interpreter, by default the host's, in the user's environment and current directory.
+
+    The environment is unchanged: its effect on torch is what is examined.
+    """
+    return Question(source("ask_torch"), host.real(executable or host.python), host, ("-B",))
+
+
+def torch_run(outcome: Outcome) -> TorchRun:
+    """What ``ask_torch`` reported, as far as it got."""
+    facts = outcome.facts
+    failed = next((record["error"] for record in outcome.records if record.get("error")), "")
+    steps = [Step(r["step"], r["ok"], r["error"], r["seconds"]) for r in outcome.records if "step" in r]
+    doing = facts.get("doing", "import")
+    if outcome.state in {"hung", "crashed"} and doing not in {step.name for step in steps}:  # it did not return
+        seconds = max(0.0, outcome.seconds - sum(step.seconds for step in steps))
+        steps.append(Step(doing, ok=False, error=outcome.detail, seconds=round(seconds, 3)))
+    printed = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
+    cudnn = facts.get("cudnn", 0)  # 91900 is 9.19.0, 8907 is 8.9.7
+    major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
+    reported = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.fields_of(TorchRun)}
+    return replace(
+        TorchRun(outcome.answer, **reported),
+        cudnn=f"{major}.{rest // 100}.{rest % 100}" if cudnn else "",
+        warnings=(*outcome.values("warning"), *printed[-_NOISE:]),
+        steps=tuple(steps),
+    )
