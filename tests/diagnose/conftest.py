@@ -6,5 +6,5 @@ import pytest
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time enough for a busy machine: forged nodes and drivers answer at once, and a forked child may not."""
-    monkeypatch.setattr("transload.diagnose.probes.hardware.PATIENCE", 20.0)
-    monkeypatch.setattr("transload.diagnose.probes.hardware.DRIVER_PATIENCE", 20.0)
+    monkeypatch.setattr("transload.diagnose.probes.system.PATIENCE", 20.0)
+    monkeypatch.setattr("transload.diagnose.probes.system.DRIVER_PATIENCE", 20.0)

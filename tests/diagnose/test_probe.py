@@ -20,7 +20,7 @@ from transload.diagnose import probes as module
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader
-from transload.diagnose.probes import hardware, libraries, probe
+from transload.diagnose.probes import libraries, probe, system
 from transload.diagnose.saved import machine_from
 from transload.machine import Answer, DriverLibraries, Hardware, Kernel
 
@@ -115,7 +115,7 @@ def test_a_probe_that_fails_is_named_and_the_others_are_heard(monkeypatch: pytes
     def broken(_: Host) -> Hardware:
         raise ZeroDivisionError("a host nobody thought of")
 
-    monkeypatch.setattr(hardware, "hardware", broken)
+    monkeypatch.setattr(system, "hardware", broken)
     machine = probe(torch=False)
     assert machine.problems == {"hardware": "ZeroDivisionError: a host nobody thought of"}
     assert machine.hardware == Hardware()
@@ -233,7 +233,7 @@ def test_our_own_children_are_not_reported_as_stuck(monkeypatch: pytest.MonkeyPa
         return Kernel(stuck=("python (1)", *(f"python ({child.pid})" for child in started), "nvidia-smi (2)"))
 
     monkeypatch.setattr(module, "Child", Recorded)
-    monkeypatch.setattr(hardware, "kernel", stuck)
+    monkeypatch.setattr(system, "kernel", stuck)
     assert probe(torch=False).kernel.stuck == ("python (1)", "nvidia-smi (2)")
     assert len(started) == 2
 

@@ -10,8 +10,16 @@ import pytest
 from tests.diagnose.trees import FOLDER, Content, Folder, Link, Tree, TreeHost, container, plain_host, tree_host
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.hardware import accelerators, hardware, kernel, nodes
-from transload.diagnose.probes.system import platform, surroundings, toolkit, variables
+from transload.diagnose.probes.system import (
+    accelerators,
+    hardware,
+    kernel,
+    nodes,
+    platform,
+    surroundings,
+    toolkit,
+    variables,
+)
 from transload.diagnose.saved import machine_from
 from transload.machine import Machine, Unknown
 

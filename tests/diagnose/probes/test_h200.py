@@ -7,8 +7,7 @@ from pathlib import Path
 from tests.diagnose.trees import Device, Tree, TreeHost, tree_host
 from tests.each import each
 
-from transload.diagnose.probes.hardware import hardware, kernel, nodes
-from transload.diagnose.probes.system import variables
+from transload.diagnose.probes.system import hardware, kernel, nodes, variables
 from transload.machine import ProcGpu
 
 VERSION = (

@@ -26,7 +26,7 @@ from tests.diagnose.trees import (
 from tests.each import each
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.hardware import accelerators, hardware, nodes
+from transload.diagnose.probes.system import accelerators, hardware, nodes
 from transload.machine import Accelerator, Node, Nodes, PciDevice, Unknown
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def test_containers_jobs_and_wsl(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening waits for the other end of a pipe, as it would for a driver that hangs; what comes before is known."""
-    monkeypatch.setattr("transload.diagnose.probes.hardware.PATIENCE", 1.0)
+    monkeypatch.setattr("transload.diagnose.probes.system.PATIENCE", 1.0)
 
     class Hanging(TreeHost):
         def open_error(self, path: str) -> str:

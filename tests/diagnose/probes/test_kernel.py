@@ -23,7 +23,7 @@ from tests.diagnose.trees import (
 from tests.each import each
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.hardware import daemons_and_stuck, kernel, kernel_log
+from transload.diagnose.probes.system import daemons_and_stuck, kernel, kernel_log
 from transload.machine import ProcGpu, Unknown
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def test_a_card_that_was_excluded_or_is_not_understood(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_a_page_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transload.diagnose.probes.hardware.DRIVER_PATIENCE", 1.0)
+    monkeypatch.setattr("transload.diagnose.probes.system.DRIVER_PATIENCE", 1.0)
 
     class Hanging(TreeHost):
         def data(self, path: str, limit: int = 1 << 20, start: int = 0) -> bytes | Unknown:

@@ -87,13 +87,13 @@ def probe(
 
         progress("reading files")
         from transload.diagnose.loader import Loader
-        from transload.diagnose.probes import hardware, libraries, system
+        from transload.diagnose.probes import libraries, system
 
         # The user may have named a folder or a script.
         loader = attempt("loader", None, Loader, replace(here, python=examined.executable))
-        cards = attempt("hardware", bare.hardware, hardware.hardware, here)
+        cards = attempt("hardware", bare.hardware, system.hardware, here)
         drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
-        kernel = attempt("kernel", bare.kernel, hardware.kernel, here)
+        kernel = attempt("kernel", bare.kernel, system.kernel, here)
         own = tuple(f"({pid})" for pid in ours)  # our own children may hang in the driver
         linked = bare.torch_libraries
         if found.first:
@@ -105,14 +105,14 @@ def probe(
             surroundings=attempt("surroundings", bare.surroundings, system.surroundings, here),
             hardware=cards,
             kernel=replace(kernel, stuck=tuple(each for each in kernel.stuck if not each.endswith(own))),
-            nodes=attempt("nodes", bare.nodes, hardware.nodes, here),
+            nodes=attempt("nodes", bare.nodes, system.nodes, here),
             toolkit=attempt("toolkit", bare.toolkit, system.toolkit, here),
             variables=attempt("variables", bare.variables, system.variables, here),
             python=examined,
             torch=found,
             torch_libraries=linked,
             extensions=attempt("extensions", (), libraries.extensions, loader, examined.path, found.first),
-            accelerators=attempt("accelerators", (), hardware.accelerators, here, cards),
+            accelerators=attempt("accelerators", (), system.accelerators, here, cards),
         )
         # Imported while the children work: the rules take a third of the time of a run.
         import transload.diagnose.redact

@@ -1,29 +1,31 @@
-"""The operating system, its mounts and CUDA toolkits; the containers and variables around the process."""
+"""The machine around the interpreter: the operating system, containers, variables, cards, and the kernel driver."""
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from transload import machine as facts
+from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, int_or, memory, pairs
-from transload.diagnose.tables import cuda_text, sections, shown_variables, table
-from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
+from transload.diagnose.tables import cuda_text, is_listed, sections, shown_variables, table
+from transload.machine import AMD, NVIDIA, Unknown
 
 # Chassis types of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
 _LAPTOPS = frozenset({8, 9, 10, 14, 31, 32})
-
 _PRIME = {"on": "nvidia", "off": "intel", "integrated": "intel", "intel2": "intel"}
 PROGRAMS = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", "/usr/local/nvidia/toolkit")
 
 
-def platform(host: Host) -> Platform:
+def platform(host: Host) -> facts.Platform:
     """The operating system and the user. On systems other than Linux only ``uname`` and the user are known."""
     system, kernel, machine = host.uname
     shell = host.environ.get("SHELL", "").rstrip("/").rpartition("/")[2]
     if system != "Linux":
-        return Platform(system, machine, kernel, root=host.uid == 0, shell=shell)
+        return facts.Platform(system, machine, kernel, root=host.uid == 0, shell=shell)
     release = pairs(host.text("/etc/os-release") or host.text("/usr/lib/os-release") or "", "=")
     distribution, like = release.get("ID", ""), tuple(release.get("ID_LIKE", "").split())
     # The distribution's own package manager if it is installed, else the first that is.
@@ -36,7 +38,7 @@ def platform(host: Host) -> Platform:
     limit = host.findall(r"^Max address space +(\d{1,19})\b", "/proc/self/limits")
     prime = host.line("/etc/prime-discrete") or host.line("/etc/prime/current_type")  # Ubuntu's, openSUSE's
     total, free = memory(host)
-    return Platform(
+    return facts.Platform(
         system,
         machine,
         kernel,
@@ -44,7 +46,7 @@ def platform(host: Host) -> Platform:
         distribution_like=like,
         distribution_version=release.get("VERSION_ID", ""),
         distribution_name=release.get("PRETTY_NAME", ""),
-        libc=_libc(host),
+        libc=host.libc or _libc(host),
         package_manager=next(managers, ""),
         shell=shell,
         root=host.uid == 0,
@@ -59,9 +61,6 @@ def platform(host: Host) -> Platform:
 
 
 def _libc(host: Host) -> str:
-    """The libc of this process, else of the machine."""
-    if host.libc:
-        return host.libc
     if any(host.paths("/lib", "ld-musl-", ".so.1")):
         return " ".join(("musl", *host.findall(r"^P:musl\nV:(\d+\.\d+)", "/lib/apk/db/installed")[:1]))
     for folder in (f"/lib/{host.uname[2]}-linux-gnu", "/lib64", "/usr/lib64", "/usr/lib", "/lib"):
@@ -78,7 +77,6 @@ def group_names(host: Host) -> dict[str, str]:
 
 # -- file systems mounted where device nodes live, and at the root -----------------------------------------------------
 
-_OCTAL = re.compile(r"\\([0-7]{3})")  # how whitespace in a path is escaped
 _MOUNTINFO = 16 << 20  # hosts with many containers have thousands of lines
 
 
@@ -98,37 +96,27 @@ def mounts(host: Host) -> tuple[Mount, ...]:
         fields = line.split(" ", 6)
         if len(fields) == 7 and (fields[4] == "/" or f"{fields[4]}/".startswith("/dev/")):
             kind, _, rest = fields[6].partition("- ")[2].partition(" ")
-            point = _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), fields[4])
+            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])  # escaped whitespace
             found.append(Mount(point, kind, tuple(fields[5].split(",")), rest.partition(" ")[2]))
     return tuple(found)
 
 
-def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
-    """The mount that ``path`` is on: the deepest, and of several at one place the last.
-
-    >>> mount_of((Mount("/", "ext4"), Mount("/dev", "devtmpfs")), "/dev/nvidia0").kind
-    'devtmpfs'
-    """
+def mount_of(found: tuple[Mount, ...], path: str) -> Mount:
+    """The mount that ``path`` is on: the deepest, and of several at one place the last; an empty one if unknown."""
     over = [each for each in found if path == each.point or path.startswith(each.point.rstrip("/") + "/")]
-    return max(reversed(over), key=lambda each: len(each.point), default=None)
+    return max(reversed(over), key=lambda each: len(each.point), default=Mount("", ""))
 
 
 # -- CUDA toolkits, of which nothing is run ----------------------------------------------------------------------------
 
-_LOCAL = "/usr/local"
-_JSON = r'"cuda"\s*:\s*\{[^{}]*"version"\s*:\s*"(\d+\.\d+(?:\.\d+)?)'
-_TEXT = r"CUDA Version (\d+\.\d+(?:\.\d+)?)"
-_HEADER = r"^#define\s+CUDA_VERSION\s+(\d{4,6})\b"
-_FOLDER = re.compile(r"/cuda-(\d+\.\d+)(?:/|$)")
 
-
-def toolkit(host: Host) -> Toolkit:
+def toolkit(host: Host) -> facts.Toolkit:
     """The compiler that a build would find first, its version from files next to it, and the folders of toolkits."""
     home = host.environ.get("CUDA_HOME") or host.environ.get("CUDA_PATH") or ""
-    homes = [each.rstrip("/") for each in (home, f"{_LOCAL}/cuda") if each.startswith("/")]
+    homes = [each.rstrip("/") for each in (home, "/usr/local/cuda") if each.startswith("/")]
     nvcc = host.program("nvcc", (*host.search_path(), *(f"{each}/bin" for each in homes)))
-    installed = tuple(path for path in host.paths(_LOCAL, "cuda") if host.is_dir(path))
-    return Toolkit(nvcc, next(_toolkit_versions(host, nvcc), "") if nvcc else "", home, installed)
+    installed = tuple(path for path in host.paths("/usr/local", "cuda") if host.is_dir(path))
+    return facts.Toolkit(nvcc, next(_toolkit_versions(host, nvcc), "") if nvcc else "", home, installed)
 
 
 def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
@@ -137,59 +125,82 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     begin = host.data(path, 1024) or b""  # it may be a script that starts the real one
     started = re.search(rb"(/[\w./-]+/bin/nvcc)\b", begin) if begin.startswith(b"#!") else None
     home = (host.target(started[1].decode()) if started else path).removesuffix("/bin/nvcc")
-    yield from host.findall(_JSON, f"{home}/version.json")
-    yield from host.findall(_TEXT, f"{home}/version.txt")
+    yield from host.findall(r'"cuda"\s*:\s*\{[^{}]*"version"\s*:\s*"(\d+\.\d+(?:\.\d+)?)', f"{home}/version.json")
+    yield from host.findall(r"CUDA Version (\d+\.\d+(?:\.\d+)?)", f"{home}/version.txt")
     debian = ("/usr/include",) if nvcc.startswith("/usr/bin/") else ()
     targets = (host.uname[2], "sbsa") if host.uname[2] == "aarch64" else (host.uname[2],)  # Jetson, Arm servers
     for folder in (f"{home}/include", *(f"{home}/targets/{each}-linux/include" for each in targets), *debian):
-        for number in host.findall(_HEADER, f"{folder}/cuda.h", 1 << 16):
+        for number in host.findall(r"^#define\s+CUDA_VERSION\s+(\d{4,6})\b", f"{folder}/cuda.h", 1 << 16):
             yield cuda_text(int(number))
-    yield from _FOLDER.findall(home)
+    yield from re.findall(r"/cuda-(\d+\.\d+)(?:/|$)", home)
 
+
+# -- the container, scheduler and service around the process -----------------------------------------------------------
 
 _GVISOR = "Sun Jan 10 15:06:54 PST 2016"  # the constant build date that every release of gVisor reports
-_CDI = r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)"
 _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-cli")
 
 
-def surroundings(host: Host) -> Surroundings:
+def surroundings(host: Host) -> facts.Surroundings:
     """The container, scheduler and service of this process, and the evidence for them."""
     around = mounts(host)
-    signs: dict[str, tuple[Any, str]] = {}
+    signs: dict[str, Any] = {}
+    evidence = []
     for name, value, why in _signs(host, around):
-        signs.setdefault(name, (value, why))
+        if name not in signs:
+            signs[name] = value
+            evidence.append(why)
+    if "kubernetes" in signs and signs["container"] == "podman":
+        signs["container"] = "container"  # CRI-O looks like Podman
     dev = mount_of(around, "/dev/null")
-    own_dev = dev is not None and dev.point == "/dev" and dev.kind == "tmpfs"
     devices = set(host.listdir("/dev") or ("unknown",)) - {*table("containers")["private_dev"].split()}
     folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
     specifications = (path for at in folders for end in (".yaml", ".json") for path in host.paths(at, end=end))
-    drivers = {version for path in specifications for version in host.findall(_CDI, path)}
-    toolkit: bool | Unknown = any(host.program(name, PROGRAMS) for name in _CONTAINER_TOOLKIT)
+    drivers = (host.findall(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)", path) for path in specifications)
+    toolkit = any(host.program(name, PROGRAMS) for name in _CONTAINER_TOOLKIT)
     programs = host.listdir("/usr/bin")
     docker = "snap" if host.exists("/snap/bin/docker") else ""
     for path in ("/usr/bin/docker", "/usr/local/bin/docker"):
         begin = host.data(path, 256)
         if begin and b"podman" not in begin and not host.readlink(path).endswith("/snap"):  # podman-docker is a script
             docker = "installed"
-    return Surroundings(
-        **{name: value for name, (value, _) in signs.items()},
+    return facts.Surroundings(
+        **signs,
         selinux={"1": "enforcing", "0": "permissive"}.get(host.line("/sys/fs/selinux/enforce"), ""),
-        private_dev=own_dev and not devices,
-        cdi=tuple(sorted(drivers)),
+        private_dev=(dev.point, dev.kind) == ("/dev", "tmpfs") and not devices,
+        cdi=tuple(sorted({version for found in drivers for version in found})),
         container_toolkit=programs if isinstance(programs, Unknown) else toolkit,
         docker=docker,
-        evidence=tuple(why for _, why in signs.values()),
+        evidence=tuple(evidence),
     )
 
 
 def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
-    """Fields of ``Surroundings`` with values and evidence; the first of each field counts."""
-    environ, secrets = host.environ, "/var/run/secrets/kubernetes.io"
+    """Fields of ``Surroundings`` with values and evidence; the first of each field counts, from the surest sign on."""
+    environ, signs = host.environ, table("containers")["signs"]
+    yield from (("container", kind, f"{name} is set") for name, kind in signs["variables"].items() if environ.get(name))
+    yield from (("container", kind, f"{path} exists") for path, kind in signs["paths"].items() if host.exists(path))
+    # What the container manager declares to us or to the first process of the container.
+    first = host.findall(r"(?:^|\0)container=([^\0]*)", "/proc/1/environ")
+    declared = (
+        (environ.get("container", ""), "the variable container is {}"),
+        (host.line("/run/systemd/container"), "/run/systemd/container says {}"),
+        ("".join(first[:1]), "the variable container of process 1 is {}"),
+    )
+    for name, why in declared:
+        if kind := signs["names"].get(name, name):
+            yield "container", kind, why.format(name)
+    for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
+        if found := re.search(signs["cgroup"], host.text(path, 1 << 14) or ""):
+            yield "container", found.lastgroup, f"{path} names one of {found.lastgroup}"
+    root = mount_of(around, "/")
+    if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(signs["layer"], root.detail)):
+        yield "container", found.lastgroup, f"/ is a layer of {found.lastgroup}"
+
+    secrets = "/var/run/secrets/kubernetes.io"
     kubernetes = f"{secrets} exists" if host.is_dir(secrets) else ""
     if environ.get("KUBERNETES_SERVICE_HOST"):
         kubernetes = "KUBERNETES_SERVICE_HOST is set"
-    for kind, why in _containers(host, around):
-        yield "container", "container" if kubernetes and kind == "podman" else kind, why  # CRI-O looks like Podman
     if kubernetes:
         yield "container", "container", "Kubernetes runs containers"
         yield "kubernetes", True, kubernetes
@@ -216,29 +227,6 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
         yield "service", service, f"/proc/self/cgroup names {service}"
 
 
-def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, str]]:
-    """Kinds of container and the evidence for each, from the surest to the weakest."""
-    signs = table("containers")["signs"]
-    yield from ((kind, f"{name} is set") for name, kind in signs["variables"].items() if host.environ.get(name))
-    yield from ((kind, f"{path} exists") for path, kind in signs["paths"].items() if host.exists(path))
-    # What the container manager declares to us or to the first process of the container.
-    first = host.findall(r"(?:^|\0)container=([^\0]*)", "/proc/1/environ")
-    declared = (
-        (host.environ.get("container", ""), "the variable container is {}"),
-        (host.line("/run/systemd/container"), "/run/systemd/container says {}"),
-        ("".join(first[:1]), "the variable container of process 1 is {}"),
-    )
-    for name, why in declared:
-        if kind := signs["names"].get(name, name):
-            yield kind, why.format(name)
-    for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
-        if found := re.search(signs["cgroup"], host.text(path, 1 << 14) or ""):
-            yield found.lastgroup or "", f"{path} names one of {found.lastgroup}"
-    root = mount_of(around, "/") or Mount("/", "")
-    if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(signs["layer"], root.detail)):
-        yield found.lastgroup or "", f"/ is a layer of {found.lastgroup}"
-
-
 def service_of(host: Host) -> str:
     """The system service of systemd that this process belongs to; empty if it is in none.
 
@@ -253,21 +241,34 @@ def service_of(host: Host) -> str:
 
 # -- environment variables that matter, and the files that set them ----------------------------------------------------
 
-
 _LONGEST = 1 << 14
 _FILE = 256 << 10
-_MOST = 8  # files that set one variable
+_MOST_ORIGINS = 8  # files that set one variable
 _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that set no variable
 
 
-def variables(host: Host) -> Variables:
+def variables(host: Host) -> facts.Variables:
     """The values that may be shown, and where those that can break CUDA or torch are set: ``/etc/environment:3``."""
     deciding, shown = shown_variables()
     values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
     names = deciding & values.keys()
+    # NAME= of shells, systemd and Dockerfiles, setenv NAME, set -gx NAME, NAME DEFAULT= of PAM
+    name = f"(?:{'|'.join(sorted(names))})"
+    words = r"(?:setenv|ENV|set(?:\s+-\S+)+)"
+    setting = re.compile(
+        rf"(?<![\w$./{{-])({name})=|^\s*{words}\s+({name})\s|^({name})\s+(?:DEFAULT|OVERRIDE)=|\"({name})\":"
+    )
+    # The files that may set one. An unknown variable in their names becomes a character that no path contains.
+    known = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
+    *_, files = sections("variables").values()
+
+    def value(variable: re.Match[str]) -> str:
+        return known.get(variable[1], "").rstrip("/") or "\0"
+
+    places = (re.sub(r"\$(\w+)", value, pattern) for pattern in " ".join(files).split())
+    paths = (path for place in places if place.startswith("/") for path in host.glob(place))
     origins: dict[str, list[str]] = {}
-    setting = _setting(names)
-    for path in dict.fromkeys(_files(host)) if names else ():
+    for path in dict.fromkeys(paths) if names else ():
         text = host.text(path, _FILE) or ""
         for number, line in enumerate(text.split("\n") if any(name in text for name in names) else (), 1):
             for found in () if _NOT_SET.match(line) else setting.finditer(line):
@@ -288,28 +289,365 @@ def variables(host: Host) -> Variables:
         elif not os.access(real := host.real(folder), os.W_OK | os.X_OK):
             read_only = os.statvfs(real).f_flag & os.ST_RDONLY
             problem = f"{folder}: {'read-only file system' if read_only else 'EACCES'}"
-    return Variables(values, {name: tuple(found[:_MOST]) for name, found in sorted(origins.items())}, problem)
+    first = {name: tuple(found[:_MOST_ORIGINS]) for name, found in sorted(origins.items())}
+    return facts.Variables(values, first, problem)
 
 
-def _setting(names: frozenset[str]) -> re.Pattern[str]:
-    """Match ``NAME=`` of shells, systemd and Dockerfiles, ``setenv NAME``, ``set -gx NAME``, ``NAME DEFAULT=`` of PAM.
+# -- the cards on the buses --------------------------------------------------------------------------------------------
 
-    >>> _setting(frozenset({"CUDA_VISIBLE_DEVICES"})).search("export A=1 CUDA_VISIBLE_DEVICES=0")[1]
-    'CUDA_VISIBLE_DEVICES'
-    """
-    name = f"(?:{'|'.join(sorted(names))})"
-    words = r"(?:setenv|ENV|set(?:\s+-\S+)+)"
-    return re.compile(
-        rf"(?<![\w$./{{-])({name})=|^\s*{words}\s+({name})\s|^({name})\s+(?:DEFAULT|OVERRIDE)=|\"({name})\":"
+_BUS = "/sys/bus/pci/devices"
+_MEMORY, _UNSET = 0x00000200, 0x20000000  # IORESOURCE_MEM, IORESOURCE_UNSET of the kernel
+
+
+def hardware(host: Host) -> facts.Hardware:
+    """The cards on the PCI bus, and GPUs that are not on it: Windows' under WSL, and those of a Jetson."""
+    compatible = host.text("/proc/device-tree/compatible", 4096) or ""
+    release = host.line("/etc/nv_tegra_release").lstrip("# ").partition(", GCID")[0]
+    tegra = ""
+    if release or "nvidia,tegra" in compatible or host.uname[1].endswith("-tegra"):
+        tegra = ", ".join(part for part in (host.line("/proc/device-tree/model"), release) if part) or "Tegra"
+    on_linux = host.uname[0] == "Linux"
+    addresses = host.listdir(_BUS) if on_linux else Unknown(f"the PCI bus is not examined on {host.uname[0]}")
+    devices = []
+    for address in addresses or ():
+        folder = f"{_BUS}/{address}"
+        vendor, kind = _hex(host.line(f"{folder}/vendor")), _hex(host.line(f"{folder}/class"))
+        if vendor != NVIDIA and kind >> 16 not in (0x03, 0x12):  # display, accelerator
+            continue
+        power = host.line(f"{folder}/power_state")
+        # Reading the configuration space would wake a suspended card, so it is left alone. Of others no byte more is
+        # read: every word comes from the card, and a page takes 20 ms in a virtual machine.
+        asleep = power == "D3cold" or host.line(f"{folder}/power/runtime_status") == "suspended"
+        begin = host.data(f"{folder}/config", 4) if vendor == NVIDIA and not asleep else b""
+        bars = []  # sizes of the memory regions in the first six lines: start, end, flags
+        for line in (host.text(f"{folder}/resource", 4096) or "").split("\n")[:6]:
+            start, end, flags = (_hex(word) for word in line.split()) if line.count(" ") == 2 else (0, 0, 0)
+            if flags & _MEMORY:
+                bars.append(max(0, end - start + 1) if start and not flags & _UNSET else 0)
+        card = facts.PciDevice(
+            address,
+            vendor,
+            _hex(host.line(f"{folder}/device")),
+            kind,
+            driver=host.readlink(f"{folder}/driver").rpartition("/")[2],
+            power=power,
+            bars=tuple(bars),
+            dead=begin == b"\xff\xff\xff\xff",
+        )
+        devices.append(card)
+    pci = addresses if isinstance(addresses, Unknown) else tuple(devices)
+    return facts.Hardware(pci, dxg=host.exists("/dev/dxg"), tegra=tegra)
+
+
+def _hex(text: str) -> int:
+    """A hexadecimal number of sysfs, such as ``0x10de``; 0 for anything else."""
+    return int(text, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", text) else 0
+
+
+# -- NVIDIA's kernel driver: whether it is loaded, and what could keep it from loading ---------------------------------
+
+_PROC = "/proc/driver/nvidia"
+_MODULES = re.compile(r"nvidia(?:_\w+)?|nouveau|nova_\w+|nvgpu|vfio_pci|dxgkrnl|amdgpu|i915|xe|habanalabs", re.ASCII)
+_MODULE_ROOTS = ("/lib/modules", "/usr/lib/modules", "/run/booted-system/kernel-modules/lib/modules")
+# A line of modules.dep. Debian adds the flavour to the name: nvidia-current.ko, nvidia-tesla-470.ko.
+_OBJECT = re.compile(rb"^(\S*/nvidia(?:-(?:current|open|tesla|legacy)[\w-]*)?\.ko(?:\.\w+)?):", re.MULTILINE)
+_FIRMWARE = ("/lib/firmware", "/usr/lib/firmware", "/lib/firmware/updates", "/run/current-system/firmware")
+_SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+_MOST = 64  # cards, kernels, and nodes of a folder: every MIG instance of every card can have its own
+_DEPENDENCIES = 8 << 20  # a modules.dep has about one megabyte
+_STANZA = 1 << 14  # of a package
+DRIVER_PATIENCE = 0.5  # Seconds for reading the files of all cards: a broken driver may never answer.
+
+
+def kernel(host: Host) -> facts.Kernel:
+    """What the kernel reports about NVIDIA's driver. Nothing is known on systems other than Linux."""
+    if host.uname[0] != "Linux":
+        return facts.Kernel(loaded=Unknown(f"not examined on {host.uname[0]}"))
+    banner, listed = host.text(f"{_PROC}/version", 4096) or "", host.text("/proc/modules")
+    names = {line.partition(" ")[0] for line in (listed or "").split("\n")}
+    modules = tuple(sorted(name for name in names if _MODULES.fullmatch(name)))
+    loaded: bool | Unknown = host.is_dir("/sys/module/nvidia") or "NVRM version" in banner or "nvidia" in modules
+    if not loaded and isinstance(listed, Unknown) and not host.listdir("/sys/module"):
+        loaded = listed  # some containers hide all three
+    stated = re.search(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b", banner.partition("\n")[0])
+    version = host.line("/sys/module/nvidia/version") or (stated[1] if stated else "")
+
+    # Drivers have firmware since 465. Without any firmware folder this is a container, which uses the host's.
+    firmware: bool | Unknown = Unknown("the driver's version is not known")
+    if version:
+        own = host.line("/sys/module/firmware_class/parameters/path")
+        folders = [folder for folder in (own, *_FIRMWARE) if folder and host.is_dir(f"{folder}/nvidia")]
+        found = any(host.is_dir(f"{folder}/nvidia/{version}") for folder in folders)
+        firmware = found if folders else Unknown("/lib/firmware/nvidia does not exist")
+
+    data, there = host.data(_SECURE_BOOT, 16), host.listdir("/sys/firmware")
+    secure_boot: bool | Unknown = Unknown(f"{_SECURE_BOOT} is too short")
+    if isinstance(data, Unknown):
+        # A container sees an empty folder. A machine that did not boot with EFI has other things in it.
+        secure_boot = False if there and "efi" not in there else data
+    elif len(data) > 4:
+        secure_boot = data[4] == 1
+
+    # The kernels with a driver, according to depmod: modprobe loads nothing else. The file must exist.
+    root = next((root for root in _MODULE_ROOTS if host.is_dir(root)), _MODULE_ROOTS[0])
+    releases, built = host.listdir(root), []
+    for release in (releases or ())[:_MOST]:
+        folder = f"{root}/{release}"
+        dependencies = host.data(f"{folder}/modules.dep", _DEPENDENCIES) or b""
+        objects = (match[1].decode("utf-8", "surrogateescape") for match in _OBJECT.finditer(dependencies))
+        if any(host.exists(path if path.startswith("/") else f"{folder}/{path}") for path in objects):
+            built.append(release)
+
+    # The driver's own list of cards. A broken driver may hang while it is read.
+    addresses = (host.listdir(f"{_PROC}/gpus") or ())[:_MOST]
+    questions = [lambda at=each: host.text(f"{_PROC}/gpus/{at}/information", 1 << 14) or "" for each in addresses]
+    gpus = []
+    for address, text in zip(addresses, in_fork(questions, DRIVER_PATIENCE), strict=True):
+        values = pairs(text or "", ":")
+        minor = values.get("Device Minor", "")
+        gpu = facts.ProcGpu(
+            address,
+            model=values.get("Model", ""),
+            minor=int(minor) if re.fullmatch(r"\d{1,6}", minor, re.ASCII) else None,
+            firmware=values.get("GPU Firmware", ""),
+            excluded=values.get("GPU Excluded") == "Yes",
+        )
+        gpus.append(gpu)
+
+    line = host.text("/proc/cmdline", 1 << 14)
+    daemons, stuck = daemons_and_stuck(host) if loaded else ((), ())
+    mps = host.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"  # noqa: S108  where the daemon puts it
+    return facts.Kernel(
+        loaded=loaded,
+        version=version,
+        flavour="open" if "Open Kernel Module" in banner else "proprietary" if "Kernel Module" in banner else "",
+        modules=modules,
+        built_for=releases if isinstance(releases, Unknown) else tuple(built),
+        secure_boot=secure_boot,
+        uvm_disable_hmm=host.line("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"),
+        kaslr=line if isinstance(line, Unknown) else "nokaslr" not in line.split(),
+        parameters=pairs(host.text(f"{_PROC}/params", 1 << 16) or "", ":"),
+        gpus=tuple(gpus),
+        firmware=firmware,
+        log=kernel_log(host),
+        daemons=daemons,
+        stuck=stuck,
+        fabric_manager=_fabric_manager(host),
+        mps_directory=mps if host.is_dir(mps) else "",
     )
 
 
-def _files(host: Host) -> Iterator[str]:
-    """The files that may set a variable, from ``variables.md``."""
-    named = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
-    *_, files = sections("variables").values()
-    for pattern in " ".join(files).split():
-        # an unknown variable becomes a character that no path contains
-        path = re.sub(r"\$(\w+)", lambda name: named.get(name[1], "").rstrip("/") or "\0", pattern)
-        if path.startswith("/"):
-            yield from host.glob(path)
+def _fabric_manager(host: Host) -> str:
+    """Its version from the list of installed packages, else from the program, if that names only one."""
+    program = host.program("nv-fabricmanager", PROGRAMS)
+    if program or any(host.paths("/var/lib/dpkg/info", "nvidia-fabricmanager", ".list")):
+        status = host.text("/var/lib/dpkg/status", 64 << 20) or ""
+        for start in re.finditer(r"^Package: nvidia-fabricmanager(?:-\d+)?$", status, re.MULTILINE):
+            stanza = status[start.start() : start.start() + _STANZA].partition("\n\n")[0]
+            found = re.search(r"^Version: (?:\d+:)?(\d+(?:\.\d+)+)", stanza, re.MULTILINE)
+            if found and re.search(r"^Status: .* installed$", stanza, re.MULTILINE):
+                return found[1]
+    data = host.data(program, 32 << 20) if program else b""
+    versions = set(re.findall(rb"\b\d{3}\.\d{2,3}\.\d{2}\b", data or b""))
+    return versions.pop().decode() if len(versions) == 1 else ""
+
+
+# -- the kernel log ----------------------------------------------------------------------------------------------------
+
+_WORDS = ("NVRM", "nvidia", "nouveau", "Xid", "nova_core", "fallen off the bus", "request_free_mem_region")
+_NOISE = re.compile(
+    r"audit: .*apparmor=.(?:STATUS|ALLOWED)|ommand line:|input: .*HDMI|systemd\[\d+\]:|\]: segfault at |\btraps: "
+)
+_BEFORE = re.compile(r"^(?:<\d+>)?(?:.{0,80}? kernel: )?(?:\[ *[\d.]+\] ?)?")
+_LINES = 40
+_TAIL = 512 << 10  # bytes: most ring buffers are smaller, and log files may be huge
+_LINE = 1 << 11  # characters: the kernel itself writes at most half of that at once
+
+
+def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
+    """The last lines about a GPU since boot: from the kernel, else from a log file.
+
+    A line is the message without its time and host, and repeated messages appear once.
+    """
+    log = host.kernel_ring(_TAIL)
+    booted = host.findall(r"^btime (\d{1,12})$", "/proc/stat")
+    for path in ("/var/log/kern.log", "/var/log/dmesg", "/var/log/messages") if isinstance(log, Unknown) else ():
+        status = host.stat(path)
+        if isinstance(status, Unknown) or status.st_mtime < int(booted[0] if booted else 0):
+            continue  # written before the last boot
+        if data := host.data(path, _TAIL, max(0, status.st_size - _TAIL)):
+            text = data.decode("utf-8", "replace")
+            log = text[max(text.rfind("Linux version "), 0) :]
+            break
+    if isinstance(log, Unknown):
+        return log
+    lines = (line for line in log.split("\n") if any(word in line for word in _WORDS) and not _NOISE.search(line))
+    messages = [_BEFORE.sub("", line[:_LINE].strip(), count=1) for line in lines]
+    newest = tuple(dict.fromkeys(reversed(messages)))[:_LINES]  # the last one of equal messages is kept
+    return newest[::-1]
+
+
+# -- other processes that use a GPU ------------------------------------------------------------------------------------
+
+_DAEMONS = (
+    *("nv-fabricmanager", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
+    *("nvidia-gridd",),
+)
+_COMM = 15  # characters of a process name that the kernel keeps: the two of MPS have the same
+_STAT = re.compile(r"\d+ \((.*)\) (\S)", re.DOTALL)
+_MOST_PROCESSES = 4096
+_MOST_FILES = 256
+
+
+def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The running daemons, and the processes in uninterruptible sleep that wait for an NVIDIA device."""
+
+    def name_and_state(folder: str) -> tuple[str, str]:
+        found = _STAT.match(host.text(f"{folder}/stat", 512) or "")
+        return (found[1], found[2]) if found else ("", "")
+
+    def waits_for_nvidia(folder: str) -> bool:
+        """Whether it waits in the driver, by its kernel stack; if that is hidden, whether it has a device open."""
+        if stack := host.text(f"{folder}/stack", 1 << 14):
+            return "[nvidia" in stack
+        if re.match(r"_*(?:nv|uvm|rm_|os_acquire)", host.line(f"{folder}/wchan")):
+            return True
+        files = (host.listdir(f"{folder}/fd") or ())[:_MOST_FILES]
+        return any(host.readlink(f"{folder}/fd/{number}").startswith("/dev/nvidia") for number in files)
+
+    numbers = [name for name in host.listdir("/proc") or () if name.isascii() and name.isdigit()]
+    running, stuck = set(), []
+    for number in numbers[:_MOST_PROCESSES]:
+        folder = f"/proc/{number}"
+        name, state = name_and_state(folder)
+        alike = [each for each in _DAEMONS if name == each[:_COMM]] if state not in ("Z", "X") else []
+        if len(alike) > 1 and state != "D":  # reading the command line of a hanging process may hang as well
+            program = (host.text(f"{folder}/cmdline", 4096) or "").partition("\0")[0].rpartition("/")[2]
+            alike = [program] if program in alike else alike
+        running.update(alike[:1])
+        if state == "D" and name_and_state(folder)[1] == "D" and waits_for_nvidia(folder):
+            stuck.append(f"{name} ({number})")
+    return tuple(name for name in _DAEMONS if name in running), tuple(stuck)
+
+
+# -- device nodes ------------------------------------------------------------------------------------------------------
+
+_NAMES = re.compile(r"nvidia\d+|nvidiactl|nvidia-(?:uvm|uvm-tools|modeset|nvswitchctl|nvlink)|dxg|nvmap|nvhost-.*|kfd")
+_MAJORS = re.compile(r"^ *(\d{1,4}) (nvidia\S*|kfd|drm|accel)$", re.MULTILINE)
+_CGROUP = r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$"
+PATIENCE = 0.25  # Seconds. A refusal is immediate; an open that takes longer was allowed, and initializes a card.
+
+
+def nodes(host: Host) -> facts.Nodes:
+    """The nodes of NVIDIA's driver and of other compute drivers, and their device numbers."""
+    if host.uname[0] != "Linux":
+        return facts.Nodes()
+    present = [f"/dev/{name}" for name in host.listdir("/dev") or () if _NAMES.fullmatch(name)]
+    for folder, start in (("/dev/nvidia-caps", "nvidia-cap"), ("/dev/dri", "renderD"), ("/dev/accel", "accel")):
+        present += tuple(host.paths(folder, start))[:_MOST]
+    statuses = {path: host.stat(path) for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm", *present)}
+    # Cards are opened last: initializing one takes a while.
+    there = sorted(filter(statuses.get, statuses), key=lambda path: bool(re.fullmatch(r"/dev/nvidia\d+", path)))
+    answers = in_fork([lambda path=path: host.open_error(path) for path in there], PATIENCE)  # type: ignore[misc]
+    errors = dict(zip(there, answers, strict=True))
+    groups, around = group_names(host), mounts(host)
+    found = []
+    for path, status in statuses.items():
+        nodev = "nodev" in mount_of(around, path).options
+        if isinstance(status, Unknown):
+            kind = "link" if host.readlink(path) else ""
+            found.append(facts.Node(path, bool(kind), kind, mode=0, error="ENOENT", nodev=nodev))
+            continue
+        mode, device, error = status.st_mode, getattr(status, "st_rdev", 0), errors[path]
+        if isinstance(error, Unknown):
+            error = "" if os.access(host.real(path), os.R_OK | os.W_OK) else "EACCES"
+        elif error == "EACCES" and "/nvidia-caps/" in path and mode & stat.S_IROTH:
+            error = ""  # the driver only reads these
+        node = facts.Node(
+            path,
+            kind="char" if stat.S_ISCHR(mode) else "directory" if stat.S_ISDIR(mode) else "file",
+            mode=stat.S_IMODE(mode),
+            uid=status.st_uid,
+            gid=status.st_gid,
+            group=groups.get(str(status.st_gid), ""),
+            major=os.major(device),
+            minor=os.minor(device),
+            error=error,
+            nodev=nodev,
+        )
+        found.append(node)
+
+    characters = (host.text("/proc/devices", 1 << 16) or "").partition("Block devices")[0]
+    majors = {name: int(number) for number, name in _MAJORS.findall(characters)}
+    if "nvidia-frontend" in majors:  # its name in drivers before 550
+        majors = {"nvidia": majors["nvidia-frontend"], "nvidiactl": majors["nvidia-frontend"]} | majors
+
+    # cgroup v1 has a list of rules; those of v2 are a BPF program that only root can see.
+    folders = [path.rstrip("/") for path in (*host.findall(_CGROUP, "/proc/self/cgroup")[:1], "/")]
+    lists = (host.text(f"/sys/fs/cgroup/devices{folder}/devices.list", 1 << 14) for folder in folders)
+    rules = next((text for text in lists if isinstance(text, str)), "")
+    allowed = tuple(line.strip() for line in rules.split("\n") if line.strip())
+    return facts.Nodes(tuple(found), majors, allowed)
+
+
+# -- accelerators of other vendors, each with the torch build it needs -------------------------------------------------
+
+_PROPERTY = r"^(simd_count|gfx_target_version|location_id|domain) (\d{1,12})$"
+# Integrated graphics of AMD: Raven, Renoir, Van Gogh, Rembrandt, Raphael, Phoenix, Strix.
+_APU = re.compile(r"gfx(?:90[29c]|103[3567]|1103|115\d)")
+_INTEL, _HABANA, _GOOGLE = 0x8086, 0x1DA3, 0x1AE0
+_DEVICES = (
+    (re.compile(r"davinci\d+"), "npu", "Huawei Ascend"),
+    (re.compile(r"hl\d+"), "hpu", "Intel Gaudi"),
+    (re.compile(r"neuron\d+"), "neuron", "AWS Neuron"),
+    (re.compile(r"cambricon_dev\d+"), "mlu", "Cambricon MLU"),
+    (re.compile(r"mtgpu\.\d+"), "musa", "Moore Threads"),
+)
+
+
+def accelerators(host: Host, around: facts.Hardware) -> tuple[facts.Accelerator, ...]:
+    """Accelerators other than NVIDIA's, the usable ones first."""
+    found, cards = [], around.pci or ()
+    if host.uname[0] == "Darwin" and host.uname[2] == "arm64":
+        found.append(facts.Accelerator("mps", "Apple GPU", usable=True, integrated=True))
+
+    # The GPUs of AMD's compute driver, then cards on the bus that it does not list.
+    ready, driven = host.exists("/dev/kfd"), set()
+    for folder in host.paths("/sys/class/kfd/kfd/topology/nodes"):
+        values = {name: int(value) for name, value in host.findall(_PROPERTY, f"{folder}/properties")}
+        if values.get("simd_count"):
+            version, place = values.get("gfx_target_version", 0), values.get("location_id", 0)
+            # 90402 is gfx942, 90010 is gfx90a
+            gfx = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
+            address = f"{values.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+            driven.add(address)
+            name = host.line(f"{_BUS}/{address}/product_name") or "AMD GPU"
+            found.append(facts.Accelerator("rocm", name, gfx, usable=ready, integrated=bool(_APU.fullmatch(gfx))))
+
+    ids = {card.address: f"{card.vendor:04x}:{card.device:04x}" for card in cards}
+    unlisted = [card for card in cards if card.vendor == AMD and card.address not in driven]
+    found += [facts.Accelerator("rocm", "AMD GPU", ids[card.address]) for card in unlisted]
+
+    # Intel's are usable only with both parts of the driver: the kernel's, and the Level Zero library.
+    intel = [card for card in cards if card.vendor == _INTEL]
+    folders = (f"/usr/lib/{host.uname[2]}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
+    library = bool(intel) and any(any(host.paths(folder, "libze_intel_gpu.so")) for folder in folders)
+    for card in intel:
+        usable = library and card.driver in ("xe", "i915")
+        integrated = is_listed(card.device, "intel_processors")
+        if integrated or is_listed(card.device, "intel_cards"):
+            name = "Intel Core Ultra graphics" if integrated else "Intel GPU"
+            found.append(facts.Accelerator("xpu", name, ids[card.address], usable=usable, integrated=integrated))
+
+    # Others by the nodes that their drivers create, or by the bus if their vendor makes nothing else.
+    names = host.listdir("/dev") or ()
+    for pattern, kind, name in _DEVICES:
+        if count := sum(bool(pattern.fullmatch(each)) for each in names):
+            found.append(facts.Accelerator(kind, name, f"{count} in /dev", usable=True))
+    for card in cards:
+        if card.vendor == _HABANA and not any(each.startswith("hl") for each in names):
+            found.append(facts.Accelerator("hpu", "Intel Gaudi", ids[card.address], usable=card.driver == "habanalabs"))
+        elif card.vendor == _GOOGLE:
+            usable = any(each.startswith("accel") for each in names)
+            found.append(facts.Accelerator("tpu", "Google TPU", ids[card.address], usable=usable))
+    return tuple(sorted(found, key=lambda each: (not each.usable, each.integrated)))
