@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX sig
 
 def question(text: str, **environ: str) -> Question:
     """A child that runs ``text`` after what every child begins with."""
-    whole = f"{source('ask')}\nimport os, sys, time\nreport = begin()\n{text}"
+    whole = f"{source('ask')}\nimport os, sys, time\nreport = Report()\n{text}"
     return Question(whole, sys.executable, Host(environ={**os.environ, **environ}), flags=("-I", "-S", "-B"))
 
 
@@ -126,7 +126,7 @@ def test_no_core_is_dumped() -> None:
     ],
 )
 def test_a_crash_is_named_with_the_step(text: str, end: str) -> None:
-    told = outcome(f"report.say(a=1); report.doing('work'); {text}")
+    told = outcome(f"report.say(a=1); report.say(doing='work'); {text}")
     assert (told.state, told.detail) == ("crashed", end)
     assert told.facts["a"] == 1
 
@@ -146,7 +146,7 @@ def test_the_place_of_a_crash_is_found_in_pythons_stack() -> None:
         ),
         *('  File "/x/torch/a.py", line 3 in f', "", "Extension modules: a, b (total: 2)", ""),
     ]
-    told = outcome(f"report.doing('import'); os.write(2, {chr(10).join(lines)!r}.encode()); os.abort()")
+    told = outcome(f"report.say(doing='import'); os.write(2, {chr(10).join(lines)!r}.encode()); os.abort()")
     assert told.detail == "SIGABRT in import at /x/torch/a.py:3; it printed: what(): no more part"
 
 
@@ -156,7 +156,7 @@ def test_the_place_of_a_crash_is_found_in_pythons_stack() -> None:
     ids=["asleep", "silent", "forked"],
 )
 def test_a_child_that_hangs_is_ended_at_its_deadline(text: str) -> None:
-    with Child(question(f"report.doing('cuInit'); {text}"), LONG) as child:
+    with Child(question(f"report.say(doing='cuInit'); {text}"), LONG) as child:
         told = hangs_in(child, {"doing": "cuInit"})
         assert child._finished.wait(LONG)  # the pipe has no other end any more: all that held it are gone
     assert told.state == "hung"
@@ -196,7 +196,7 @@ os._exit(3)
 
 
 def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Child(question("report.doing('cuInit'); time.sleep(600)"), LONG) as child:
+    with Child(question("report.say(doing='cuInit'); time.sleep(600)"), LONG) as child:
         with monkeypatch.context() as patched:
             patched.setattr(os, "killpg", lambda *_: None)
             told = hangs_in(child, {"doing": "cuInit"})
@@ -218,7 +218,7 @@ def test_a_child_that_does_nothing_is_given_up_before_its_deadline(monkeypatch: 
     monkeypatch.setattr(children, "_POLL", 0.05)
     monkeypatch.setattr(children, "_SLOW", 0.0)
     waited: list[str] = []
-    with Child(question("report.doing('import'); time.sleep(600)"), LONG) as child:
+    with Child(question("report.say(doing='import'); time.sleep(600)"), LONG) as child:
         told = child.outcome(0.3, waited.append)
     if sys.platform == "linux":
         assert re.fullmatch(r"hung in import after \d\.\d s, idle for the last 0 s", told.detail)
@@ -276,7 +276,7 @@ with Child(Question({question(text).script!r}, sys.executable, Host(environ={{}}
 
 def test_it_ends_itself_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_BACKSTOP", 1 - LONG)
-    assert outcome("report.doing('work'); time.sleep(600)").detail == "SIGALRM in work"
+    assert outcome("report.say(doing='work'); time.sleep(600)").detail == "SIGALRM in work"
 
 
 # -- worlds ------------------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_a_script_is_one_text_for_any_python(script: str) -> None:
     assert text.isascii()  # it passes through a command line in any locale
     assert len(text) < 30_000  # and through that of Windows, which ends at 32,767
     assert not any(str(module).startswith("transload") for module in modules)
-    assert text.count("def begin(") == 1
+    assert text.count("class Report:") == 1
 
 
 def test_a_script_is_found_inside_a_zip(tmp_path: Path) -> None:

@@ -133,12 +133,41 @@ class Child(AbstractContextManager["Child"]):
         self._refusal = question.refusal
         if question.refusal:
             return
+        # It inherits one end of a pipe, the lifeline. The other end closes however this process ends, and the kernel
+        # then signals the child: SIGKILL leaves this process no time to do so. Windows has no such signal.
+        theirs = -1
+        with suppress(OSError):  # out of file descriptors: then it has only the backstop
+            theirs, self._lifeline = os.pipe()
+        inherited = (theirs,) if theirs > _STDERR and os.name == "posix" else ()
+        command = [question.python, *question.flags, "-c", question.script]
+        cwd = question.host.real(question.host.cwd)
         try:
-            self._start(question, seconds)
+            self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
+                [*command, str(round(seconds + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],
+                bufsize=0,
+                stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(question.host.environ),
+                cwd=cwd if os.path.isdir(cwd) and os.access(cwd, os.X_OK) else None,
+                start_new_session=True,
+                pass_fds=inherited,
+                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            )
+            with suppress(ImportError, AttributeError, OSError, ValueError):  # no core file in the user's folder
+                from resource import RLIMIT_CORE, prlimit
+
+                prlimit(process.pid, RLIMIT_CORE, (0, 0))
+            if process.stdin:
+                process.stdin.close()
+            threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True).start()
         except (OSError, ValueError, RuntimeError) as error:  # no such file, a NUL in a variable, out of threads
             self._refusal = f"could not be started: {reason(question.python, error)}"
             self.close()
             self._process = None
+        finally:
+            with suppress(OSError):
+                os.close(theirs)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -214,42 +243,6 @@ class Child(AbstractContextManager["Child"]):
             os.close(lifeline)  # only now: a child that ended by it would leave its own children behind
         return ended
 
-    def _start(self, question: Question, seconds: float) -> None:
-        """Start the process.
-
-        It inherits one end of a pipe, the lifeline. The other end closes however this process ends, and the kernel then
-        signals the child: SIGKILL leaves this process no time to do so. Windows has no such signal.
-        """
-        theirs = -1
-        with suppress(OSError):  # out of file descriptors: then it has only the backstop
-            theirs, self._lifeline = os.pipe()
-        inherited = (theirs,) if theirs > _STDERR and os.name == "posix" else ()
-        command = [question.python, *question.flags, "-c", question.script]
-        host, cwd = question.host, question.host.real(question.host.cwd)
-        try:
-            self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
-                [*command, str(round(seconds + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],
-                bufsize=0,
-                stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=dict(host.environ),
-                cwd=cwd if os.path.isdir(cwd) and os.access(cwd, os.X_OK) else None,
-                start_new_session=True,
-                pass_fds=inherited,
-                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-            )
-        finally:
-            with suppress(OSError):
-                os.close(theirs)
-        with suppress(ImportError, AttributeError, OSError, ValueError):  # no core file in the user's folder
-            from resource import RLIMIT_CORE, prlimit
-
-            prlimit(process.pid, RLIMIT_CORE, (0, 0))
-        if process.stdin:
-            process.stdin.close()
-        threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True).start()
-
     def _read_output(self, stream: IO[bytes]) -> None:
         with stream, suppress(OSError, ValueError):
             while data := stream.read(_LINE):
@@ -301,15 +294,14 @@ def _innermost_line(stack: Iterable[bytes]) -> str:
 
 def _work_done(session: int) -> int:
     """CPU time in clock ticks plus major page faults of all processes of a session; -1 if unknown."""
-    total, known = 0, False
+    done: list[int] = []
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdecimal():
             with suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stream:
                 fields = stream.read().rpartition(b")")[2].split()
                 if int(fields[3]) == session:
-                    known = True
-                    total += sum(int(fields[place]) for place in (9, 10, 11, 12, 13, 14))
-    return total if known else -1
+                    done += map(int, fields[9:15])
+    return sum(done) if done else -1
 
 
 def _status(code: int) -> str:
@@ -333,7 +325,7 @@ def source(script: str) -> str:
     So the other interpreter needs no transload on its path, and the script is also found inside a zip.
     """
     texts = [packaged(__package__, f"probes/{name}.py") for name in dict.fromkeys(("ask", script))]
-    dropped = ("from __future__ import", "from transload.")
+    dropped = ("from __future__ import", "from transload.", "from typing import")  # annotations are not evaluated
     lines = [line for text in texts for line in text.splitlines() if not line.startswith(dropped)]
     return "\n".join(("from __future__ import annotations", *lines))
 

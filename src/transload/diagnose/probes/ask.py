@@ -11,45 +11,37 @@ import sys
 
 
 class Report:
-    """Reports facts to the parent, one per line, on a copy of standard output that nothing else closes or redirects."""
+    """Reports facts to the parent, one per line, on a copy of standard output that nothing else closes or redirects.
+
+    It also makes this process end if its parent is killed: by the lifeline, or as a backstop by an alarm. The first two
+    arguments are the seconds until the alarm, and the file descriptor of the lifeline: a pipe. When its other end is
+    closed, the kernel ends this process by SIGIO, even while it hangs in C.
+    """
 
     def __init__(self) -> None:
         self.out = os.dup(1)
+        try:
+            from _signal import alarm  # type: ignore[import-not-found]  # signal itself would import enum
 
-    def doing(self, step: str) -> None:
-        """Report the next step, which may never return."""
-        self.say(doing=step)
+            alarm(int(sys.argv[1]))
+            from fcntl import F_SETFL, F_SETOWN, fcntl
+
+            lifeline = int(sys.argv[2])
+            fcntl(lifeline, F_SETOWN, os.getpid())
+            fcntl(lifeline, F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+            if not os.read(lifeline, 1):  # it was closed before we asked for the signal
+                os._exit(1)
+        except Exception:  # noqa: BLE001, S110  it is open; Windows; by hand; a file of the user's is called fcntl.py
+            pass
 
     def say(self, **facts: object) -> None:
-        """Report facts as Python literals: text, numbers, and collections of them."""
+        """Report facts as Python literals. ``doing`` is the next step, which may never return."""
         os.write(self.out, b"\x1e" + ascii(facts).encode() + b"\n")
 
     def done(self) -> None:
         """Report the end, and exit without the clean-up of libraries, which may hang or crash as well."""
         self.say(done=True)
         os._exit(0)
-
-
-def begin() -> Report:
-    """Make this process end if its parent is killed: by the lifeline, or as a backstop by an alarm.
-
-    The first two arguments are the seconds until the alarm, and the file descriptor of the lifeline: a pipe. When its
-    other end is closed, the kernel ends this process by SIGIO, even while it hangs in C.
-    """
-    try:
-        from _signal import alarm  # type: ignore[import-not-found]  # signal itself would import enum
-
-        alarm(int(sys.argv[1]))
-        from fcntl import F_SETFL, F_SETOWN, fcntl
-
-        lifeline = int(sys.argv[2])
-        fcntl(lifeline, F_SETOWN, os.getpid())
-        fcntl(lifeline, F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-        if not os.read(lifeline, 1):  # it was closed before we asked for the signal
-            os._exit(1)
-    except Exception:  # noqa: BLE001, S110  it is open; Windows; by hand; a file of the user's is called fcntl.py
-        pass
-    return Report()
 
 
 def mapped() -> list[tuple[int, int, str]]:

@@ -10,10 +10,9 @@ import os
 import struct
 import sys
 
-from transload.diagnose.probes.ask import Report, begin, mapped
+from transload.diagnose.probes.ask import Report, mapped
 
 DEVICES = 256  # The most devices to ask about, whatever count the driver returns.
-ABSENT = -1  # The result of a function that the library does not have.
 
 
 class Driver:
@@ -22,7 +21,7 @@ class Driver:
     def __init__(self, report: Report, name: str) -> None:
         self.report = report
         self.name = name
-        report.doing("loading " + name)
+        report.say(doing="loading " + name)
         try:
             self.library = ctypes.CDLL(name)
         except OSError as error:
@@ -40,10 +39,10 @@ class Driver:
         return hasattr(self.library, function)
 
     def call(self, function: str, *arguments: object) -> int:
-        """Call a function: 0 for success, ``ABSENT`` if the library does not have it."""
+        """Call a function: 0 for success, -1 if the library does not have it."""
         if not self.has(function):
-            return ABSENT
-        self.report.doing(function)
+            return -1
+        self.report.say(doing=function)
         return int(getattr(self.library, function)(*arguments))
 
     def call_newest(self, function: str, *arguments: object) -> int:
@@ -61,7 +60,7 @@ class Driver:
     def text(self, function: str, *arguments: object) -> str:
         """The text that a function writes into a buffer, its last arguments a buffer and a size; empty if it fails."""
         buffer = ctypes.create_string_buffer(256)
-        return "" if self.call(function, *arguments, buffer, 256) else decoded(buffer.value)
+        return "" if self.call(function, *arguments, buffer, 256) else buffer.value.decode("utf-8", "replace")
 
     def file(self, function: str) -> str:
         """The mapped file that contains a function; by the name of the file if there is no such function."""
@@ -71,11 +70,6 @@ class Driver:
             if start <= found < end if found else os.path.basename(path).startswith(stem):
                 return path
         return ""
-
-
-def decoded(raw: bytes) -> str:
-    """A name from the driver, which should be ASCII."""
-    return raw.decode("utf-8", "replace")
 
 
 # -- CUDA: whether it starts, which version it supports, and which devices this process has ----------------------------
@@ -122,7 +116,7 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
     uuid = "-".join(("MIG" if mig else "GPU", *(raw.raw.hex()[start:end] for start, end in cuts)))
     return {
         "ordinal": ordinal,
-        "name": decoded(name.value),
+        "name": name.value.decode("utf-8", "replace"),
         "capability": tuple(value for number in CAPABILITY for value in attribute(number)),
         "uuid": "" if without else uuid,
         "memory": -1 if code else memory.value,
@@ -136,12 +130,12 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
 PROCESSES = 256  # The most processes to list.
 
 # Structures of nvml.h that the library fills. A field of 64 bits is aligned to 8 bytes.
-PCI_INFO = struct.Struct("=16s5I32s")  # Legacy address, domain, bus, device, ids, ids of the subsystem, address.
-PROCESS_INFO = struct.Struct("=I4xQII")  # Process, memory, and the two MIG instances.
-FABRIC_INFO = struct.Struct("=16sIII")  # Cluster, status, clique, state.
-FABRIC_INFO_V = struct.Struct("=I16sIIII")  # Version and size of the structure, then the same, and a health mask.
-LICENCES, LICENCE = struct.Struct("=iI"), struct.Struct("=II128s128sI16s")
-"""Whether licences are supported, and how many follow; each with a code, whether it is licensed, texts, and more."""
+PCI_INFO = struct.Struct("=16s20x32s")  # Legacy address, five numbers, address.
+PROCESS_INFO = struct.Struct("=I4xQ8x")  # Process, memory, and the two MIG instances.
+FABRIC_INFO = struct.Struct("=16xI4xI")  # Cluster, status, clique, state.
+FABRIC_INFO_V = struct.Struct("=20xI4xI4x")  # Version and size of the structure, then the same, and a health mask.
+LICENCES, LICENCE = struct.Struct("=iI"), struct.Struct("=4xI276x")
+"""Whether licences are supported, and how many follow; each with a code, whether it is licensed, and texts."""
 COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
 MIG = ECC = ("disabled", "enabled")
 NVLINKS = 18  # The most links that a card has.
@@ -172,7 +166,13 @@ def ask_nvml(driver: Driver) -> None:
         numbers = range(0 if code else min(count.value, DEVICES))
         for index in numbers:
             say(gpu=nvml_gpu(driver, index))
-        say(peers=nvml_peers(driver, [nvml_card(driver, index)[0] for index in numbers]))
+        cards = [nvml_card(driver, index)[0] for index in numbers]
+        peers = []
+        for card in cards:  # how many others it can read directly; -1 if NVML does not say
+            others = [other for other in cards if other is not card and other.value and card.value]
+            states = [driver.numbers("nvmlDeviceGetP2PStatus", card, other, P2P_READ) for other in others]
+            peers.append(states.count([0]) if any(states) else -1)
+        say(peers=tuple(peers))
     driver.report.done()
 
 
@@ -180,16 +180,6 @@ def nvml_card(driver: Driver, index: int) -> tuple[ctypes.c_void_p, int]:
     """The handle of a card, and the result of getting it."""
     card = ctypes.c_void_p()
     return card, driver.call_newest("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(card))
-
-
-def nvml_peers(driver: Driver, cards: list[ctypes.c_void_p]) -> tuple[int, ...]:
-    """How many other cards each can read directly; -1 if NVML does not say."""
-    peers = []
-    for card in cards:
-        others = [other for other in cards if other is not card and other.value and card.value]
-        states = [driver.numbers("nvmlDeviceGetP2PStatus", card, other, P2P_READ) for other in others]
-        peers.append(states.count([0]) if any(states) else -1)
-    return tuple(peers)
 
 
 def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
@@ -201,22 +191,29 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
     raw = ctypes.create_string_buffer(PCI_INFO.size)
     address = ""
     if driver.call_newest("nvmlDeviceGetPciInfo_v3", card, raw) == 0:
-        legacy, *_, newer = PCI_INFO.unpack(raw.raw)
-        address = decoded((newer if driver.has("nvmlDeviceGetPciInfo_v3") else legacy).partition(b"\0")[0])
+        legacy, newer = PCI_INFO.unpack(raw.raw)
+        text = newer if driver.has("nvmlDeviceGetPciInfo_v3") else legacy
+        address = text.partition(b"\0")[0].decode("utf-8", "replace")
         if address.startswith("0000") and len(address) == 16:  # 00000000:0F:00.0, in sysfs 0000:0f:00.0
             address = address[4:]
 
     amounts = (ctypes.c_ulonglong * 3)()  # all, free, used
     memory = [-1, -1] if driver.call("nvmlDeviceGetMemoryInfo", card, amounts) else list(amounts)
     mode = driver.numbers("nvmlDeviceGetComputeMode", card)
-    state, status = fabric(driver, card)
+    raw = ctypes.create_string_buffer(FABRIC_INFO_V.size)
+    ctypes.cast(raw, ctypes.POINTER(ctypes.c_uint))[0] = FABRIC_INFO_V.size | 2 << 24
+    status, state = 0, -1
+    if driver.call("nvmlDeviceGetGpuFabricInfoV", card, raw) == 0:
+        status, state = FABRIC_INFO_V.unpack(raw.raw)
+    elif driver.call("nvmlDeviceGetGpuFabricInfo", card, raw) == 0:
+        status, state = FABRIC_INFO.unpack_from(raw.raw)
     remapped = driver.numbers("nvmlDeviceGetRemappedRows", card, count=4) or [0] * 4
     retired = driver.numbers("nvmlDeviceGetRetiredPagesPendingStatus", card)
     count = ctypes.c_uint(PROCESSES)
     raw = ctypes.create_string_buffer(PROCESS_INFO.size * PROCESSES)
     code = driver.call_newest("nvmlDeviceGetComputeRunningProcesses_v3", card, ctypes.byref(count), raw)
     running = 0 if code else min(count.value, PROCESSES)
-    processes = [PROCESS_INFO.unpack_from(raw.raw, PROCESS_INFO.size * at)[:2] for at in range(running)]
+    processes = list(PROCESS_INFO.iter_unpack(raw.raw[: PROCESS_INFO.size * running]))
 
     mig = driver.numbers("nvmlDeviceGetMigMode", card, count=2)[:1]
     room = driver.numbers("nvmlDeviceGetMaxMigDeviceCount", card) if mig == [1] else []
@@ -225,8 +222,16 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
         device = ctypes.c_void_p()
         if driver.call("nvmlDeviceGetMigDeviceHandleByIndex", card, at, ctypes.byref(device)) == 0:
             mig_devices.append(driver.text("nvmlDeviceGetUUID", device))
-    links = [state for at in range(NVLINKS) for state in driver.numbers("nvmlDeviceGetNvLinkState", card, at)]
+    links = [up for at in range(NVLINKS) for up in driver.numbers("nvmlDeviceGetNvLinkState", card, at)]
+
+    # A share of a card needs a licence for any of its features.
     virtualization = word(VIRTUALIZATION, driver.numbers("nvmlDeviceGetVirtualizationMode", card))
+    raw, licence = ctypes.create_string_buffer(LICENCES.size + 3 * LICENCE.size), ""
+    if virtualization == "vgpu" and driver.call("nvmlDeviceGetGridLicensableFeatures_v4", card, raw) == 0:
+        supported, count = LICENCES.unpack_from(raw.raw)
+        states = [LICENCE.unpack_from(raw.raw, LICENCES.size + LICENCE.size * at)[0] for at in range(min(count, 3))]
+        if supported and states:
+            licence = "licensed" if any(states) else "unlicensed"
     return {
         "index": index,
         "name": driver.text("nvmlDeviceGetName", card),
@@ -244,7 +249,7 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
         "remap_pending": bool(remapped[2]),
         "remap_failure": bool(remapped[3]),
         "virtualization": virtualization,
-        "licence": licence(driver, card) if virtualization == "vgpu" else "",  # a share of a card needs one
+        "licence": licence,
         "processes": processes,
         "ecc": word(ECC, driver.numbers("nvmlDeviceGetEccMode", card, count=2)[:1]),
         "nvlinks": sum(links) if links else -1,
@@ -260,29 +265,5 @@ def word(words: tuple[str, ...], numbers: list[int]) -> str:
     return dict(enumerate(words)).get(numbers[0], "") if numbers else ""
 
 
-def fabric(driver: Driver, card: ctypes.c_void_p) -> tuple[int, int]:
-    """State and status of the card in the NVLink fabric; the state is -1 if it is not known."""
-    raw = ctypes.create_string_buffer(FABRIC_INFO_V.size)
-    ctypes.cast(raw, ctypes.POINTER(ctypes.c_uint))[0] = FABRIC_INFO_V.size | 2 << 24
-    if driver.call("nvmlDeviceGetGpuFabricInfoV", card, raw) == 0:
-        _, _, status, _, state, _ = FABRIC_INFO_V.unpack(raw.raw)
-        return state, status
-    if driver.call("nvmlDeviceGetGpuFabricInfo", card, raw) == 0:
-        _, status, _, state = FABRIC_INFO.unpack_from(raw.raw)
-        return state, status
-    return -1, 0
-
-
-def licence(driver: Driver, card: ctypes.c_void_p) -> str:
-    """``licensed`` if any feature is; empty if none needs to be, or NVML does not say."""
-    raw = ctypes.create_string_buffer(LICENCES.size + 3 * LICENCE.size)
-    if driver.call("nvmlDeviceGetGridLicensableFeatures_v4", card, raw):
-        return ""
-    supported, count = LICENCES.unpack_from(raw.raw)
-    starts = [LICENCES.size + LICENCE.size * at for at in range(min(count, 3))]
-    states = [LICENCE.unpack_from(raw.raw, start)[1] for start in starts]
-    return ("licensed" if any(states) else "unlicensed") if supported and states else ""
-
-
 if __name__ == "__main__":
-    {"cuda": ask_cuda, "nvml": ask_nvml}[sys.argv[-2]](Driver(begin(), sys.argv[-1]))
+    {"cuda": ask_cuda, "nvml": ask_nvml}[sys.argv[-2]](Driver(Report(), sys.argv[-1]))

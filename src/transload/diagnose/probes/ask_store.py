@@ -12,15 +12,15 @@ import os
 import sys
 import time
 
-from transload.diagnose.probes.ask import begin
+from transload.diagnose.probes.ask import Report
 
 
 def exchange(rank: int, size: int, folder: str, result: str, seconds: float, grace: float) -> None:
     """Send the report to rank 0, and report its exit code; as rank 0, write each report as it arrives."""
-    report = begin()
+    report = Report()
     end = time.monotonic() + seconds
     try:
-        report.doing("importing torch")
+        report.say(doing="importing torch")
         from datetime import timedelta
 
         from torch.distributed import TCPStore
@@ -28,7 +28,7 @@ def exchange(rank: int, size: int, folder: str, result: str, seconds: float, gra
         environ = os.environ
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         is_master = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent is
-        report.doing("connecting to " + address + ":" + str(port))
+        report.say(doing="connecting to " + address + ":" + str(port))
         left = timedelta(seconds=max(0.1, end - time.monotonic()))
         store = TCPStore(address, port, size, is_master, left, wait_for_workers=False)
         report.say(connected=True)

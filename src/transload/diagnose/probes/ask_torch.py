@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
-from transload.diagnose.probes.ask import Report, begin, mapped
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from transload.diagnose.probes.ask import Report, mapped
 
 LIBRARIES = (
     *("libcuda", "libcublas", "libcudnn", "libcufft", "libcufile", "libcupti", "libcurand", "libcusolver"),
@@ -28,7 +25,7 @@ EVERY = 1.0  # Seconds between two dumps of the stack.
 
 def ask_torch() -> None:
     """Report everything."""
-    report = begin()
+    report = Report()
     try:  # report warnings, and print Python's stack at a crash and each second
         import warnings
 
@@ -36,7 +33,21 @@ def ask_torch() -> None:
         import faulthandler
 
         faulthandler.enable(file=2, all_threads=False)
-        watch(report.out, faulthandler)
+        from _thread import start_new_thread
+
+        # The parent sees from the stack where this process is. A Python thread prints it while it can get the GIL.
+        # Compiled code that keeps the GIL stops it; the stack cannot change then, and faulthandler's own thread, which
+        # needs no GIL, can read it safely.
+        def dump() -> None:
+            time.sleep(EVERY / 2)
+            while True:
+                faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=report.out)
+                faulthandler.dump_traceback(file=report.out)
+                time.sleep(EVERY)
+
+        if getattr(sys, "_is_gil_enabled", lambda: True)():  # without it, reading the stack is never safe
+            faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=report.out)
+            start_new_thread(dump, ())
     except Exception:  # noqa: BLE001, S110  where a file of the user's is called warnings.py
         pass
     imported = step(report, "import", lambda: __import__("torch"))  # whatever module has that name
@@ -45,29 +56,9 @@ def ask_torch() -> None:
     report.done()
 
 
-def watch(out: int, faulthandler: Any) -> None:
-    """Print Python's stack to a file each second, so that the parent sees where this process is.
-
-    A Python thread does so while it can get the GIL. Compiled code that keeps the GIL stops it; the stack cannot change
-    then, and faulthandler's own thread, which needs no GIL, can read it safely.
-    """
-    from _thread import start_new_thread
-
-    def dump() -> None:
-        time.sleep(EVERY / 2)
-        while True:
-            faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=out)
-            faulthandler.dump_traceback(file=out)
-            time.sleep(EVERY)
-
-    if getattr(sys, "_is_gil_enabled", lambda: True)():  # without it, reading the stack is never safe
-        faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=out)
-        start_new_thread(dump, ())
-
-
 def step(report: Report, name: str, action: Any) -> list[Any]:
     """Run an action and report how it went. The result is in a list, which is empty if it failed."""
-    report.doing(name)
+    report.say(doing=name)
     start, error, result = time.perf_counter(), "", []
     try:
         result = [action()]
@@ -80,7 +71,7 @@ def step(report: Report, name: str, action: Any) -> list[Any]:
 
 def quietly(report: Report, name: str, action: Any) -> Any:
     """The result of an action that is not reported as a step; ``None`` if it fails."""
-    report.doing(name)
+    report.say(doing=name)
     try:
         return action()
     except BaseException:  # noqa: BLE001  as above
