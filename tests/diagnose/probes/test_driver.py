@@ -29,9 +29,9 @@ from tests.fake_driver import (
     u64,
 )
 
+from transload.diagnose import probes
 from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
-from transload.diagnose.probes import driver
 from transload.machine import Answer, Cuda, CudaGpu, Nvml, NvmlGpu
 
 LONG = 60.0
@@ -53,13 +53,13 @@ class World:
 
     def cuda(self, data: bytes, hangs_in: str = "") -> Cuda:
         (self.folder / "libcuda.so.1").write_bytes(data)
-        with Child(driver.question(self.host, "cuda"), LONG) as child:
-            return driver.cuda(ended(child, hangs_in))
+        with Child(probes.driver_question(self.host, "cuda"), LONG) as child:
+            return probes.cuda_answer(ended(child, hangs_in))
 
     def nvml(self, data: bytes, hangs_in: str = "") -> Nvml:
         (self.folder / "libnvidia-ml.so.1").write_bytes(data)
-        with Child(driver.question(self.host, "nvml"), LONG) as child:
-            return driver.nvml(self.host, ended(child, hangs_in))
+        with Child(probes.driver_question(self.host, "nvml"), LONG) as child:
+            return probes.nvml_answer(self.host, ended(child, hangs_in))
 
 
 def ended(child: Child, step: str) -> Outcome:
@@ -209,11 +209,11 @@ class WithoutDriver(Host):
 @pytest.mark.skipif(sys.platform != "linux", reason="tests the Linux loader")
 def test_no_driver(tmp_path: Path) -> None:
     host = WithoutDriver(environ={}, cwd=str(tmp_path))
-    with Child(driver.question(host, "cuda"), LONG) as child:
-        told = driver.cuda(child.outcome())
+    with Child(probes.driver_question(host, "cuda"), LONG) as child:
+        told = probes.cuda_answer(child.outcome())
     assert told.answer.state == "no-library"
     assert "libcuda.so.1" in told.answer.detail
-    assert driver.experiments(host, told, LONG) == ()
+    assert probes.experiments(host, told, LONG) == ()
 
 
 @each(
@@ -234,13 +234,13 @@ def test_no_driver(tmp_path: Path) -> None:
 )
 def test_the_words_of_a_loader(words: str, state: str) -> None:
     outcome = Outcome("answered", ({"doing": "loading"}, {"failed": words}, {"done": True}), seconds=0.5)
-    assert driver.cuda(outcome).answer == Answer(state, words, 0.5)  # type: ignore[arg-type]
+    assert probes.cuda_answer(outcome).answer == Answer(state, words, 0.5)  # type: ignore[arg-type]
 
 
 def test_no_interpreter_to_ask_with() -> None:
     outcome = Outcome("unasked", end="could not be started: /x does not exist")
-    assert driver.cuda(outcome) == Cuda(Answer("unasked", "could not be started: /x does not exist"))
-    assert driver.nvml(Host(), outcome) == Nvml(Answer("unasked", "could not be started: /x does not exist"))
+    assert probes.cuda_answer(outcome) == Cuda(Answer("unasked", "could not be started: /x does not exist"))
+    assert probes.nvml_answer(Host(), outcome) == Nvml(Answer("unasked", "could not be started: /x does not exist"))
 
 
 # -- NVML --------------------------------------------------------------------------------------------------------------
@@ -363,8 +363,8 @@ def test_processes_on_a_card(world: World, tmp_path: Path) -> None:
     name = (Path("/proc") / str(os.getpid()) / "comm").read_text().strip()
     assert card.processes == (f"{name} ({os.getpid()}), 3.2 GB", "process (4190000)")
     (tmp_path / "libnvidia-ml.so.1").write_bytes(fake_nvml(devices=(Device(processes=running),)))
-    with Child(driver.question(world.host, "nvml"), LONG) as child:
-        ours = driver.nvml(world.host, child.outcome(), {os.getpid()})
+    with Child(probes.driver_question(world.host, "nvml"), LONG) as child:
+        ours = probes.nvml_answer(world.host, child.outcome(), {os.getpid()})
     assert ours.gpus[0].processes == ("process (4190000)",)
 
 
@@ -425,16 +425,16 @@ def two_drivers(world: World) -> World:
 
 @loadable
 def test_no_experiment_where_all_is_well_or_nothing_is_set(world: World) -> None:
-    assert driver.experiments(world.host, world.cuda(fake_libcuda()), LONG) == ()
+    assert probes.experiments(world.host, world.cuda(fake_libcuda()), LONG) == ()
     refused = world.cuda(fake_libcuda(init=100))
     world.environ.clear()
-    assert driver.experiments(world.host, refused, LONG) == ()
+    assert probes.experiments(world.host, refused, LONG) == ()
 
 
 @loadable
 def test_no_experiment_with_a_driver_that_hangs(world: World) -> None:
     hung = Cuda(Answer("hung", "hung in cuInit after 8.0 s", 8.0))
-    assert driver.experiments(world.host, hung, LONG) == ()
+    assert probes.experiments(world.host, hung, LONG) == ()
 
 
 @loadable
@@ -446,7 +446,7 @@ def test_each_variable_alone_and_all_of_them(two_drivers: World) -> None:
         "CUDA_MPS_LOG_DIRECTORY": "/y",
     }
     mps = ("CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_PIPE_DIRECTORY")
-    tried = {each.change: each.cuda for each in driver.experiments(two_drivers.host, refused, LONG)}
+    tried = {each.change: each.cuda for each in probes.experiments(two_drivers.host, refused, LONG)}
     assert list(tried) == [
         ("CUDA_VISIBLE_DEVICES",),
         ("LD_LIBRARY_PATH",),
@@ -464,8 +464,8 @@ def test_an_experiment_finds_the_fix(two_drivers: World) -> None:
     (two_drivers.folder / "stub.so").write_bytes(fake_libcuda(init=34))
     two_drivers.environ["LD_LIBRARY_PATH"] = str(two_drivers.folder / "good")
     two_drivers.environ["LD_PRELOAD"] = str(two_drivers.folder / "stub.so")
-    with Child(driver.question(two_drivers.host, "cuda"), LONG) as child:
-        refused = driver.cuda(child.outcome())
+    with Child(probes.driver_question(two_drivers.host, "cuda"), LONG) as child:
+        refused = probes.cuda_answer(child.outcome())
     assert refused.init == 34
-    tried = {each.change: each.cuda for each in driver.experiments(two_drivers.host, refused, LONG)}
+    tried = {each.change: each.cuda for each in probes.experiments(two_drivers.host, refused, LONG)}
     assert tried["LD_PRELOAD",].works

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from transload._version import __version__
-from transload.diagnose.children import Child, Question
+from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.host import Host
-from transload.machine import Answer, Driver, Experiment, Machine, Python, TorchRun
+from transload.machine import Answer, Cuda, CudaGpu, Driver, Experiment, Machine, Nvml, NvmlGpu, Python, TorchRun
 
 _DRIVER = 8.0
 """Seconds for the driver. It needs most of them with many cards and no persistence daemon, or when WSL is cold."""
@@ -65,11 +66,9 @@ def probe(
             ours.add(child.pid)
             return child
 
-        from transload.diagnose.probes import driver
-
         progress("asking the driver")
-        cuda_child = start(driver.question(here, "cuda"), _DRIVER)
-        nvml_child = start(driver.question(here, "nvml"), _DRIVER)
+        cuda_child = start(driver_question(here, "cuda"), _DRIVER)
+        nvml_child = start(driver_question(here, "nvml"), _DRIVER)
 
         # The other probes are imported while the children start.
         from transload.diagnose.probes import python as interpreters
@@ -120,15 +119,90 @@ def probe(
 
         progress("waiting for the driver")
         asked = waiting("waiting for the driver")
-        cuda = attempt("cuda", bare.driver.cuda, lambda: driver.cuda(cuda_child.outcome(inf, asked)))
-        nvml = attempt("nvml", bare.driver.nvml, lambda: driver.nvml(here, nvml_child.outcome(inf, asked), ours))
+        cuda = attempt("cuda", bare.driver.cuda, lambda: cuda_answer(cuda_child.outcome(inf, asked)))
+        nvml = attempt("nvml", bare.driver.nvml, lambda: nvml_answer(here, nvml_child.outcome(inf, asked), ours))
         if run and "hung" in (cuda.answer.state, nvml.answer.state) and not cuda.works:
             run.end_by(begun + _DRIVER)
         left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
-        tried: tuple[Experiment, ...] = attempt("experiments", (), driver.experiments, here, cuda, left)
+        tried: tuple[Experiment, ...] = attempt("experiments", (), experiments, here, cuda, left)
         ran = TorchRun(Answer(detail=unasked))
         if run:
             progress("running torch")
             ended = run.outcome(idle or (inf if timeout else IDLE), waiting("running torch"))
             ran = attempt("torch run", bare.torch_run, interpreters.torch_run, ended)
     return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)
+
+
+# -- the CUDA driver and NVML, each asked in a child process -----------------------------------------------------------
+
+_FLAGS = ("-I", "-S", "-B")
+"""Our own interpreter without site: half the start-up time, and nothing of the environment can break it."""
+_NAMES = {"cuda": ("libcuda.so.1", "nvcuda.dll"), "nvml": ("libnvidia-ml.so.1", "nvml.dll")}
+"""The libraries on Linux and on Windows."""
+_NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, for the memory of a process.
+
+
+def driver_question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
+    """Ask the driver in the host's environment and current directory: both decide which library is loaded."""
+    library = host.real(_NAMES[which][host.uname[0] == "Windows"])
+    return Question(source("ask_driver"), sys.executable or host.python, host, _FLAGS, (which, library))
+
+
+def cuda_answer(outcome: Outcome) -> Cuda:
+    """What CUDA answered."""
+    gpus = tuple(CudaGpu(**gpu) for gpu in outcome.values("gpu"))
+    return Cuda(_answer(outcome, "cuda"), **outcome.fields_of(Cuda), gpus=gpus)
+
+
+def nvml_answer(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
+    """What NVML answered, without our own processes, ``ours``."""
+
+    def process(pid: int, used: int) -> str:
+        """``python (4711), 3.2 GB``. A process in another container has no name here."""
+        name = host.line(f"/proc/{pid}/comm") or "process"
+        return f"{name} ({pid})" if used == _NOT_AVAILABLE else f"{name} ({pid}), {used / 1e9:.1f} GB"
+
+    gpus = []
+    peers = dict(enumerate(outcome.facts.get("peers", ())))
+    for gpu in outcome.values("gpu"):
+        others = tuple(process(*each) for each in gpu.get("processes", ()) if each[0] not in ours)
+        gpus.append(NvmlGpu(**{**gpu, "processes": others, "peers": peers.get(gpu["index"], -1)}))
+    return Nvml(_answer(outcome, "nvml"), **outcome.fields_of(Nvml), gpus=tuple(gpus))
+
+
+def _answer(outcome: Outcome, which: str) -> Answer:
+    facts, answer = outcome.facts, outcome.answer
+    if "failed" in facts:
+        words = facts["failed"]
+        # Of glibc, musl, or ctypes on Windows. It may also name a library that the file itself needs.
+        begins = r"(?:Error loading shared library |Could not find module '|dlopen\()?(?:\S*/)?"
+        named = re.match(f"{begins}(?:{'|'.join(map(re.escape, _NAMES[which]))})", words)
+        absent = named and re.search(r"No such file or directory|no such file|Could not find module", words)
+        return Answer("no-library" if absent else "not-loadable", words, answer.seconds)
+    if "missing" in facts:
+        return replace(answer, state="no-symbol", detail=f"it has no {facts['missing']}")
+    return answer
+
+
+# -- fixes that are tried before they are suggested --------------------------------------------------------------------
+
+_SUSPECTS = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_DEVICE_ORDER")
+_HOPELESS = frozenset({"no-library", "hung", "unasked"})
+"""Nothing is tried then: without a variable the loader finds no more, and a driver that hangs will hang again."""
+
+
+def experiments(host: Host, answered: Cuda, seconds: float) -> tuple[Experiment, ...]:
+    """Ask CUDA again without each variable that may be to blame, and without all of them; not if CUDA works."""
+    if answered.works or answered.answer.state in _HOPELESS:
+        return ()
+    mps = tuple(sorted(name for name in host.environ if name.startswith("CUDA_MPS_")))
+    changes = [*((name,) for name in _SUSPECTS if name in host.environ), *((mps,) if mps else ())]
+    if len(changes) > 1:
+        changes.append(tuple(name for change in changes for name in change))
+    with ExitStack() as children:
+        asked = []
+        for change in changes:
+            rest = {name: value for name, value in host.environ.items() if name not in change}
+            child = children.enter_context(Child(driver_question(replace(host, environ=rest), "cuda"), seconds))
+            asked.append((change, child))
+        return tuple(Experiment(change, cuda_answer(child.outcome())) for change, child in asked)
