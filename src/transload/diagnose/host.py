@@ -17,9 +17,7 @@ from typing import Any
 from transload.machine import Unknown
 
 _LIMIT = 1 << 20  # bytes read of a file by default: some files in /proc never end
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _FOLDERS = 64  # of PATH
-_READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 
 
 def _cwd() -> str:
@@ -178,7 +176,7 @@ class Host:
         except (OSError, AttributeError, TypeError):
             return Unknown("this system has no klogctl")
         buffer = ctypes.create_string_buffer(size)
-        length = ask(_READ_ALL, buffer, size)
+        length = ask(3, buffer, size)  # SYSLOG_ACTION_READ_ALL
         if length < 0:
             code = ctypes.get_errno()
             return Unknown(reason("the kernel's log", OSError(code, os.strerror(code))))
@@ -201,7 +199,7 @@ def reason(path: str, error: Exception) -> str:
     >>> reason("/proc/modules", PermissionError(13, "Permission denied"))
     '/proc/modules: permission denied'
     """
-    if isinstance(error, OSError) and error.errno in _ABSENT:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path} does not exist"
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f"{path}: {words[:1].lower()}{words[1:]}"

@@ -108,9 +108,8 @@ _CHANGES: tuple[_Change, ...] = (
     (re.compile(r"(?<=://)[^/\s]+@"), ""),  # up to the last @: a password may contain others
     (re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
 )
-_PATH = re.compile(
-    r"(?<![^\s:;,'\"()<>=])[^\s:;,'\"()<>=/\\]*[/\\][^\s:;,'\"()<>]*"
-)  # from its start, or it is quadratic
+# from its start, or it is quadratic
+_PATH = re.compile(r"(?<![^\s:;,'\"()<>=])[^\s:;,'\"()<>=/\\]*[/\\][^\s:;,'\"()<>]*")
 _IPV6 = re.compile(r"(?=(?:[^:]*:){2})[0-9A-Fa-f:.]+")
 _SITE = re.compile(r"(?<=://)[\w.-]+")
 _SYSTEM = ("/usr/", "/lib", "/etc/", "/proc/", "/sys/", "/dev/", "/bin/", "/sbin/")
@@ -168,10 +167,6 @@ class _Redactor:
         long = (name for name in self.users if len(name) >= _SHORTEST)
         self.step = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
         spaced = [name for name in self.users if " " in name]
-        self.homes: tuple[_Change, ...] = (
-            (self.home, "~"),
-            (_HOME, lambda match: self.others.get(match[0], match[0])),
-        )
         self.names: tuple[_Change, ...] = (
             *_CHANGES,
             (_any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"), "user"),
@@ -203,7 +198,10 @@ class _Redactor:
             text = "2001:db8::1" if _IPV6.fullmatch(text) else text
         if text.startswith("$ "):
             text = self._command(text)
-        text = _changed(self._ids(_changed(text, self.homes), field), self.names)
+        text = _HOME.sub(lambda match: self.others.get(match[0], match[0]), self.home.sub("~", text))
+        text = self._ids(text, field)
+        for pattern, word in self.names:
+            text = pattern.sub(word, text)
         if field == "origin":
             text = _SITE.sub(lambda site: site[0] if _PUBLIC.fullmatch(site[0]) else "host", text)
         return text
@@ -235,12 +233,6 @@ class _Redactor:
         if match[0] in self.users:
             return "user"
         return match[0] if match[0].lower() in _PLAIN else self.step.sub("user", match[0])
-
-
-def _changed(text: str, changes: Iterable[_Change]) -> str:
-    for pattern, word in changes:
-        text = pattern.sub(word, text)
-    return text
 
 
 def _unquoted(match: re.Match[str]) -> str:
