@@ -135,8 +135,6 @@ def probe(
 
 # -- the CUDA driver and NVML, each asked in a child process -----------------------------------------------------------
 
-_FLAGS = ("-I", "-S", "-B")
-"""Our own interpreter without site: half the start-up time, and nothing of the environment can break it."""
 _NAMES = {"cuda": ("libcuda.so.1", "nvcuda.dll"), "nvml": ("libnvidia-ml.so.1", "nvml.dll")}
 """The libraries on Linux and on Windows."""
 _NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, for the memory of a process.
@@ -145,7 +143,8 @@ _NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, for the memory of a 
 def driver_question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
     """Ask the driver in the host's environment and current directory: both decide which library is loaded."""
     library = host.real(_NAMES[which][host.uname[0] == "Windows"])
-    return Question(source("ask_driver"), sys.executable or host.python, host, _FLAGS, (which, library))
+    flags = ("-I", "-S", "-B")  # without site: half the start-up time, and nothing of the environment can break it
+    return Question(source("ask_driver"), sys.executable or host.python, host, flags, (which, library))
 
 
 def cuda_answer(outcome: Outcome) -> Cuda:
@@ -156,17 +155,15 @@ def cuda_answer(outcome: Outcome) -> Cuda:
 
 def nvml_answer(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
     """What NVML answered, without our own processes, ``ours``."""
-
-    def process(pid: int, used: int) -> str:
-        """``python (4711), 3.2 GB``. A process in another container has no name here."""
-        name = host.line(f"/proc/{pid}/comm") or "process"
-        return f"{name} ({pid})" if used == _NOT_AVAILABLE else f"{name} ({pid}), {used / 1e9:.1f} GB"
-
     gpus = []
     peers = dict(enumerate(outcome.facts.get("peers", ())))
     for gpu in outcome.values("gpu"):
-        others = tuple(process(*each) for each in gpu.get("processes", ()) if each[0] not in ours)
-        gpus.append(NvmlGpu(**{**gpu, "processes": others, "peers": peers.get(gpu["index"], -1)}))
+        others = []
+        for pid, used in gpu.get("processes", ()):
+            if pid not in ours:  # one in another container has no name here
+                name = f"{host.line(f'/proc/{pid}/comm') or 'process'} ({pid})"
+                others.append(name if used == _NOT_AVAILABLE else f"{name}, {used / 1e9:.1f} GB")
+        gpus.append(NvmlGpu(**{**gpu, "processes": tuple(others), "peers": peers.get(gpu["index"], -1)}))
     return Nvml(_answer(outcome, "nvml"), **outcome.fields_of(Nvml), gpus=tuple(gpus))
 
 
