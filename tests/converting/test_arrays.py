@@ -19,7 +19,7 @@ from transload.cli.main import main
 from transload.converting import Conversion, convert
 from transload.formats.arrays import Array, Dtype
 from transload.nodes import Call, Dict, Global
-from transload.writing.arrays import numeric_array
+from transload.writing.objects import numeric_array
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")

@@ -14,10 +14,9 @@ from transload.errors import UsageError
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Prose, Table
 from transload.render.words import plural, printable, size
-from transload.writing import write_content
+from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
 from transload.writing.plan import Candidate, Options, candidates, dtype_of, format_of, size_of
-from transload.writing.result import Conversion, report
 
 if TYPE_CHECKING:
     from transload.io.sources import SourceLike

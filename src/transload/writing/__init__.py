@@ -1,8 +1,8 @@
 """Write the tensors of an open checkpoint in another format, and read them back to be sure; torch is not needed.
 
-``write_content`` does it all: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; ``writers`` write
-it into a ``Bundle`` (``output``); ``transfer`` moves and compares the bytes; ``objects`` keeps everything that is not a
-tensor, and ``arrays`` finds numpy arrays.
+``write_content`` does it all: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; one of
+``_WRITERS`` writes it into a ``Bundle`` (``output``), and checks that a reader finds every tensor there; ``transfer``
+moves and compares the bytes; ``objects`` keeps everything that is not a tensor.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-from transload.errors import UsageError
-from transload.io.sources import SourceLike
+from transload.checkpoint import Record as Stored
+from transload.checkpoint import Tensor
+from transload.dtypes import ITEMSIZE, NUMPY
+from transload.errors import ConvertError, UsageError
+from transload.findings import join_names
+from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record, write_archive, write_checkpoint
+from transload.frozen import Frozen, Reported
+from transload.io.atomic import DescriptorFile
+from transload.io.sources import FileSource, Source, SourceLike
+from transload.render.lines import Block, Prose, as_text, row
+from transload.render.words import plural, printable, size
 from transload.tensors.content import Content
-from transload.writing.objects import Leftovers
-from transload.writing.output import Bundle, begins_with, file_identity, refuse_existing
-from transload.writing.plan import Options, Plan, notes
-from transload.writing.result import Conversion
-from transload.writing.transfer import Job, check_source
-from transload.writing.writers import WRITERS
+from transload.writing.objects import Leftovers, Omission
+from transload.writing.output import Bundle, begins_with, clear_parts, file_identity, index_name, refuse_existing
+from transload.writing.plan import SAFETENSORS_DTYPES, Options, Plan, member_name, notes
+from transload.writing.transfer import Entry, Job, check_source, read_back, write_file
 
 _LEFTOVERS_START = b'{\n "from": '
 """How every file of leftovers begins; no other file is replaced."""
@@ -62,7 +70,7 @@ def write_content(
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = Job(plan.content, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
-        WRITERS[format_](job, plan)
+        _WRITERS[format_](job, plan)
         if verify:
             check_source([*plan.entries, *plan.carried], job)
         leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.checkpoint.tensors))
@@ -114,3 +122,326 @@ def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
     names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
     names |= {part.name for part in checkpoint.parts if part.kind == "index"}
     return file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
+
+
+# -- the result
+
+
+class Conversion(Frozen, Reported):
+    """What was converted, and what was not.
+
+    ``files`` are those written; the first contains the weights, or is the directory. ``nbytes`` is the size of all
+    tensors; ``copied`` is always 0. ``aliases`` are further names of tensors that are stored once. ``left`` are tensors
+    that are not in the target; those with ``lost`` because it cannot store them. ``listed`` is what else it cannot
+    store and is not plain data, such as functions: it is written nowhere. Plain data is in the file ``leftovers``.
+    ``others`` counts tensors outside the key. ``notes`` also names the tensors that are numpy arrays in the source.
+    """
+
+    path: str
+    out: str
+    format: str
+    to: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    copied: int = 0
+    cast: int = 0
+    infinite: int = 0
+    aliases: tuple[tuple[str, str], ...] = ()
+    left: tuple[Omission, ...] = ()
+    listed: tuple[Omission, ...] = ()
+    leftovers: str = ""
+    others: int = 0
+    renamed: tuple[tuple[str, str], ...] = ()
+    verified: bool = False
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every requested tensor is in the target."""
+        return not any(each.lost for each in self.left)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        names = ("path", "out", "format", "to", "complete", "verified", "files", "tensors", "nbytes", "copied", "cast")
+        return {
+            "schema": 1,
+            **{name: getattr(self, name) for name in (*names, "infinite", "others")},
+            "files": list(self.files),
+            "seconds": round(self.seconds, 3),
+            "aliases": dict(self.aliases),
+            "renamed": [{"old": old, "new": new} for old, new in self.renamed],
+            "left": [each._asdict() for each in self.left],
+            "leftovers": self.leftovers or None,
+            "listed": [{"name": each.name, "what": each.why} for each in self.listed],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """The report as the command line gives it, without colour."""
+        return as_text(report(self))
+
+
+# -- the report
+
+_SHOWN = 16
+_FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "raw": "raw tensors"}
+
+
+def report(conversion: Conversion) -> Iterator[Block]:
+    """Everything ``transload convert`` says."""
+    yield Prose(((printable(conversion.out, None), "strong"),))
+    yield row("written", _written(conversion))
+    if conversion.cast:
+        infinite = f", {conversion.infinite:,} numbers became infinite" if conversion.infinite else ""
+        rounded = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
+        yield row("rounded", rounded, "trust" if infinite else "")
+    if conversion.aliases:
+        tied = [f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]
+        yield row("tied", join_names(tied, _SHOWN, 1000))
+    if conversion.renamed:
+        renamed = [f"{printable(old) or 'the root'} → {printable(new)}" for old, new in conversion.renamed]
+        yield row("renamed", join_names(renamed, _SHOWN, 1000), "trust")
+    if conversion.others:
+        yield row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
+    yield from _omissions("lost", [each for each in conversion.left if each.lost], "bad")
+    yield from _omissions("left out", [each for each in conversion.left if not each.lost], "")
+    if conversion.leftovers:
+        yield row("leftovers", f"everything else, as plain data: {printable(conversion.leftovers, None)}")
+    yield from _omissions("not kept", conversion.listed, "bad", "; --json names them")
+    for note in conversion.notes:
+        yield row("note", printable(note, None), "dim")
+
+
+def _written(conversion: Conversion) -> str:
+    shards = sum(name.endswith(".safetensors") for name in conversion.files)
+    files = f", {plural(shards, 'shard')} and an index" if shards > 1 else ""
+    nbytes, seconds = conversion.nbytes, conversion.seconds
+    speed = f", {size(round(nbytes / seconds))}/s" if nbytes >= 1e8 and seconds else ""
+    checked = "read back and compared" if conversion.verified else "not read back"
+    tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
+    return f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}"
+
+
+def _omissions(label: str, omissions: Sequence[Omission], role: str, hint: str = "") -> Iterator[Block]:
+    for name, why, _ in omissions[:_SHOWN]:
+        yield row(label, f"{printable(name) or 'the root'}: {printable(why)}", role)
+        label = ""  # only before the first
+    if len(omissions) > _SHOWN:
+        yield row("", f"… and {len(omissions) - _SHOWN:,} more{hint}", "dim")
+
+
+def _not_as_written(path: str, name: str = "it") -> ConvertError:
+    return ConvertError(f"{name} does not read back as it was written", where=path)
+
+
+# -- archives
+
+_Member = tuple[bytes, bytes, Entry]
+"""A name in the archive, the header before the bytes of an entry, and the entry."""
+
+
+def _records(members: Iterable[_Member], job: Job) -> Iterator[Record]:
+    for name, head, entry in members:
+        size = len(head) + entry.nbytes
+        chunks = partial(_chunks, head, entry, job)
+        yield Record(name, size, b"".join(chunk.view for chunk in chunks()) if size <= SMALL else chunks)
+
+
+def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
+    yield from [Chunk(head)] if head else []
+    for piece in job.pieces(entry, PIECE):
+        yield Chunk(bytes(piece))  # a copy: the writer reads some pieces ahead
+        job.progress(len(piece))
+
+
+def _write_torch(job: Job, plan: Plan) -> None:
+    """Write a zip archive like that of ``torch.save``, and check that our reader finds the same tensors in it."""
+    from transload.formats import read_source
+
+    storages = plan.storages
+    file = job.bundle.add(job.dst)
+    members = ((b"data/%d" % number, b"", entry) for number, entry in enumerate(storages))
+    nbytes = sum(entry.nbytes for entry in storages)
+    write_checkpoint(file, plan.opening, _records(members, job), nbytes)
+
+    source = FileSource(file.path, file.descriptor)
+    read = read_source(source)
+    problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # e.g. a long loss history
+    if len(read.tensors) != len(plan.placed) or problems:
+        raise _not_as_written(source.name)
+    for tensor, entry in zip(read.tensors, plan.placed, strict=True):
+        before = entry.tensor
+        if entry.call is not None:  # carried over with its storages
+            same = _geometry(tensor) == _geometry(before)
+        else:
+            found = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
+            same = found == (entry.dtype, entry.offset, before.shape, entry.stride, str(entry.storage))
+        if not same:
+            raise _not_as_written(source.name, entry.name)
+    if job.verify:
+        written = {storage.key: storage for storage in read.storages}
+        pairs = [(entry, written[str(number)]) for number, entry in enumerate(storages) if entry.nbytes]
+        records = [Stored(entry.name, at.offset, at.nbytes, at.stored, at.crc32) for entry, at in pairs]
+        read_back(source, records, nbytes, job)
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    parts = tuple(_geometry(part) for part in tensor.parts)
+    return tensor.kind, tensor.dtype, tensor.offset, tensor.shape, tensor.stride, parts
+
+
+# -- safetensors: one file, or shards with the index that Hugging Face's loaders expect
+
+_MAX_HEADER = 100_000_000
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def _write_safetensors(job: Job, plan: Plan) -> None:
+    """Write one file, or shards of at most ``max_shard_size`` bytes and their index."""
+    max_size = plan.options.max_shard_size
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in plan.entries:  # an entry larger than a shard gets its own shard
+        if max_size and shards[-1] and size + entry.nbytes > max_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    for shard in shards:  # wide dtypes first, so that every tensor is aligned
+        shard.sort(key=lambda entry: -ITEMSIZE[entry.dtype])
+    headers = [_header(shard, plan) for shard in shards]  # they may fail: build all before writing anything
+    names = [job.dst.removesuffix(".index.json")]
+    if (count := len(shards)) > 1:
+        stem = names[0].removesuffix(".safetensors")
+        names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    clear_parts(index_name(job.dst))
+    for name, shard, header in zip(names, shards, headers, strict=True):
+        file = job.bundle.add(name)
+        write_file(file.descriptor, header, shard, job, file.path)
+        _check_table(FileSource(file.path, file.descriptor), shard)
+    if len(shards) > 1:
+        files = [os.path.basename(name) for name in names]
+        weights = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+        total = sum(entry.nbytes for entry in plan.entries)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        job.bundle.add_index(index_name(job.dst), json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
+        if os.path.isfile(job.dst) and job.dst not in job.bundle.paths:
+            job.bundle.remove(job.dst)  # loaders would prefer it to the shards
+
+
+def _header(entries: list[Entry], plan: Plan) -> bytes:
+    names = {entry.name for entry in entries}
+    metadata = {"format": "pt", **plan.metadata, **{name: kept for name, kept in plan.aliases if kept in names}}
+    lines = [f'"__metadata__":{_json(metadata)}']
+    at = 0
+    for entry in entries:  # as text: a dictionary of all entries takes five times as much memory
+        shape = list(entry.tensor.shape)
+        if entry.dtype == "float4_e2m1fn_x2" and shape:  # torch counts pairs, safetensors counts numbers
+            shape[-1] *= 2
+        described = f'"dtype":"{SAFETENSORS_DTYPES[entry.dtype]}","shape":[{",".join(map(str, shape))}]'
+        lines.append(f'{_json(entry.name)}:{{{described},"data_offsets":[{at},{(at := at + entry.nbytes)}]}}')
+    text = f"{{{','.join(lines)}}}".encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise ConvertError(f"its header would take {len(text):,} bytes: safetensors allows {_MAX_HEADER:,}")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_table(source: Source, entries: list[Entry]) -> None:
+    """Check that our reader finds exactly the entries, at their offsets, in a file that was just written."""
+    from transload.formats.safetensors import read_safetensors
+
+    read = read_safetensors(source)
+    found = {(tensor.name, tensor.dtype, tensor.shape, tensor.file_offset) for tensor in read.tensors}
+    at = source.size - sum(entry.nbytes for entry in entries)
+    for entry in entries:
+        if entry.nbytes and (entry.name, entry.dtype, entry.tensor.shape, at) not in found:
+            raise _not_as_written(source.name, entry.name)
+        at += entry.nbytes
+    if len(read.tensors) != len(entries) or read.problems:
+        raise _not_as_written(source.name)
+
+
+# -- npz: one .npy for each tensor, not compressed, each at a multiple of 64 bytes
+
+_MAX_RANK = 64  # dimensions of an array from numpy 2.0 on; before that 32
+_MAX_NAME = 0xFFFF
+
+
+def _write_npz(job: Job, plan: Plan) -> None:
+    """Write the archive, and check that our reader finds the arrays in it."""
+    from transload.formats.zip import read_index
+
+    members: list[_Member] = []
+    for entry in plan.entries:
+        name, shape = f"{member_name(entry.name)}.npy".encode(), entry.tensor.shape
+        if len(name) > _MAX_NAME:
+            raise ConvertError(f"the name {entry.name[:40]}… is too long for a zip archive", where=job.dst)
+        if len(shape) > _MAX_RANK:
+            what = f"{entry.name} has {len(shape):,} dimensions: numpy allows {_MAX_RANK}"
+            raise ConvertError(what, where=job.dst)
+        # The header of a .npy file, padded like numpy's to a multiple of 64 bytes.
+        dtype = NUMPY.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
+        text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
+        text += b" " * (-(len(text) + 11) % 64) + b"\n"
+        members.append((name, b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text, entry))
+    file = job.bundle.add(job.dst)
+    write_archive(file, b"", _records(members, job), lambda _: ())
+
+    source = FileSource(file.path, file.descriptor)
+    index = read_index(source)
+    if len(index.records) != len(members):
+        raise _not_as_written(source.name)
+    records = []
+    for found, record, (name, head, entry) in zip(index.names, index.records.values(), members, strict=True):
+        same = found.encode() == name and record.size == len(head) + entry.nbytes
+        if not same or source.read(record.offset or 0, len(head)) != head:
+            raise _not_as_written(source.name, entry.name)
+        records.append(record._replace(name=entry.name))
+    if job.verify:
+        read_back(source, records, plan.nbytes, job)
+
+
+# -- raw: a directory with the bytes of each tensor in a numbered file, and an index in JSON
+#
+# Tensor names are only in the index: nothing that a file says becomes a path.
+
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+def _write_raw(job: Job, plan: Plan) -> None:
+    """Write the files and their index."""
+    folder = job.bundle.add_folder(job.dst).hidden
+    tensors: dict[str, Any] = {}
+    for number, entry in enumerate(plan.entries):
+        name = f"{number:06d}.bin"
+        with _new_file(os.path.join(folder, name)) as file:
+            write_file(file, b"", [entry], job, f"{job.dst} › {entry.name}")
+        shape = list(entry.tensor.shape)
+        tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
+    index = {
+        "format": "transload-raw",
+        "version": 1,
+        "byteorder": "little",
+        "order": "row-major",
+        "tensors": tensors,
+        "aliases": dict(plan.aliases),
+    }
+    with _new_file(os.path.join(folder, "index.json")) as file:
+        DescriptorFile(file).write([json.dumps(index, indent=1).encode() + b"\n"])
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[int]:
+    """Create a file; on exit, flush it to disk."""
+    file = os.open(path, _OPEN, 0o666)
+    try:
+        yield file
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+_WRITERS = {"torch": _write_torch, "safetensors": _write_safetensors, "npz": _write_npz, "raw": _write_raw}

@@ -1,21 +1,26 @@
-"""The pickled object of the source, as inert nodes: how to walk it, and everything but its tensors as plain data.
+"""The pickled object of the source, as inert nodes: its numpy arrays as tensors, and everything else as plain data.
 
-``Leftovers`` turns what a target cannot store into numbers, strings, lists and dictionaries for
-``DST.leftovers.json``. The classes of the file are never instantiated: an object becomes its attributes and the name of
-its class (``$class``), a module its parameters, buffers and children. What is not plain data is only listed, and so is
-what a hostile file shares or nests too often.
+``with_arrays`` adds the numpy arrays in the object to the tensors of the source; numpy is not needed. ``Leftovers``
+turns what a target cannot store into numbers, strings, lists and dictionaries for ``DST.leftovers.json``. The classes
+of the file are never instantiated: an object becomes its attributes and the name of its class (``$class``), a module
+its parameters, buffers and children. What is not plain data is only listed, and so is what a hostile file shares or
+nests too often.
 """
 
 from __future__ import annotations
 
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterable
-from math import isfinite
+from dataclasses import replace
+from functools import lru_cache
+from math import isfinite, prod
 from struct import unpack
 from typing import Any, NamedTuple
 
-from transload.checkpoint import Key
-from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
+from transload.checkpoint import PROGRAMS, Key, Storage, Tensor
+from transload.dtypes import FROM_NUMPY
+from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
 from transload.formats.tensors import (
     MODULE_KEYS,
     RECONSTRUCTORS,
@@ -27,7 +32,11 @@ from transload.formats.tensors import (
     short_key,
     with_slots,
 )
+from transload.io.sources import BytesSource, Source
 from transload.nodes import REBUILDS, Call, Dict, Global, Set
+from transload.tensors.content import Content
+
+Path = tuple[Key, ...]
 
 
 class Omission(NamedTuple):
@@ -122,7 +131,7 @@ class Leftovers(BoundedWalk):
     nor numbers, so their names may be ambiguous.
     """
 
-    def __init__(self, dropped: Iterable[tuple[tuple[Key, ...], Any]], tensors: frozenset[tuple[Key, ...]]) -> None:
+    def __init__(self, dropped: Iterable[tuple[Path, Any]], tensors: frozenset[Path]) -> None:
         super().__init__()
         self.listed: list[Omission] = []
         self.versions = False
@@ -148,7 +157,7 @@ class Leftovers(BoundedWalk):
         if self._unlisted:
             self.listed.append(Omission("…", f"and {self._unlisted:,} more, too many to name"))
 
-    def _list(self, path: tuple[Key, ...], node: object, why: str = "") -> Any:
+    def _list(self, path: Path, node: object, why: str = "") -> Any:
         name = "/".join(map(str, path))
         self._names_left -= len(name)
         if len(self.listed) < _MAX_LISTED and self._names_left >= 0:
@@ -158,7 +167,7 @@ class Leftovers(BoundedWalk):
             self._unlisted += 1
         return NOTHING
 
-    def _plain(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
+    def _plain(self, node: Any, path: Path, depth: int) -> Any:
         """A node as plain data, or ``NOTHING``."""
         if path in self._tensors:
             if self._below_odd:
@@ -182,7 +191,7 @@ class Leftovers(BoundedWalk):
         self.ancestors.discard(id(node))
         return made
 
-    def _container(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
+    def _container(self, node: Any, path: Path, depth: int) -> Any:
         if type(node) is Dict:
             return self._pairs(node, path, depth)
         name = called(node) if type(node) is Call else ""
@@ -206,7 +215,7 @@ class Leftovers(BoundedWalk):
             return NOTHING
         return [None if each is NOTHING else each for each in values]
 
-    def _pairs(self, items: Dict, path: tuple[Key, ...], depth: int) -> Any:
+    def _pairs(self, items: Dict, path: Path, depth: int) -> Any:
         """A dictionary without its tensors, or ``NOTHING`` if it has nothing else."""
         data: dict[str, Any] = {}
         pairs = items.pairs()
@@ -230,7 +239,7 @@ class Leftovers(BoundedWalk):
             self._text_left -= len(name)
         return data if data or not pairs else NOTHING
 
-    def _object(self, node: Call, path: tuple[Key, ...], depth: int) -> Any:
+    def _object(self, node: Call, path: Path, depth: int) -> Any:
         """The attributes of an object; for a module, also its parameters, buffers and children."""
         state = object_state(node)
         if state is None:
@@ -306,3 +315,119 @@ def numpy_number(node: Call) -> Any:
     if found is None or form is None or raw is None or len(raw) != found.dtype.itemsize:
         return NOTHING
     return unpack(f"{'>' if found.dtype.big_endian else '<'}{form}", raw)[0]
+
+
+# -- numpy arrays as tensors that any format can store
+#
+# Arrays of anything but numbers (objects, strings, structured dtypes) and instances of subclasses are left out.
+
+_MAX_SMALL = 64  # bytes: about what the call of an array takes
+
+
+def _identity(data: Any) -> int:
+    """A key that is equal for arrays of the same bytes object, or of the same string that encodes their bytes."""
+    return id(data.args[0]) if type(data) is Call and type(data.args) is tuple and data.args else id(data)
+
+
+def numeric_array(node: Call, lengths: dict[int, int]) -> Array | None:
+    """The array that a call builds, if it contains numbers and torch has their dtype.
+
+    Also a numpy scalar that JSON cannot represent (a complex number), as an array without dimensions. ``lengths``
+    caches numbers of bytes, by identity: a file can build any number of arrays from the same long string.
+    """
+    found = array_of(node)
+    if found is None or found.dtype.code not in FROM_NUMPY:
+        return None
+    if called(node) in NUMPY_SCALARS and found.dtype.code[0] != "c":
+        return None
+    if (identity := _identity(found.data)) not in lengths:
+        raw = raw_bytes(found.data)
+        lengths[identity] = -1 if raw is None else len(raw)
+    return found if lengths[identity] == prod(found.shape) * found.dtype.itemsize else None
+
+
+class _Search(BoundedWalk):
+    """Visits the same nodes as ``Leftovers`` or ``Structure``, which list every array that is not found here."""
+
+    def __init__(self, tensors: set[Path], modules: set[Path], *, into_objects: bool) -> None:
+        super().__init__()
+        self.found: list[tuple[Path, Array]] = []
+        self._tensors, self._modules, self._into_objects = tensors, modules, into_objects
+        self._arrays: dict[int, Array] = {}
+        self._lengths: dict[int, int] = {}
+
+    def visit(self, node: Any, path: Path, depth: int) -> None:
+        if type(node) not in (Call, Dict, list, tuple) or path in self._tensors or path in self._modules:
+            return
+        if self.why_stop(node, depth):
+            return
+        pairs: list[tuple[Any, Any]] = []
+        children: Iterable[tuple[Any, Any]]
+        if type(node) is Dict:
+            pairs = node.pairs()
+        elif type(node) is Call:
+            array = self._arrays.get(id(node)) or numeric_array(node, self._lengths)
+            if array is not None:
+                self._arrays[id(node)] = array  # the same object each time, so that shared arrays stay shared
+                self.found.append((path, array))
+                return
+            name = called(node)
+            if name == "collections.OrderedDict" or (name in MAPPINGS and self._into_objects):
+                pairs = Dict(call_items(node)).pairs() if not node.appended else []
+            elif self._into_objects and (state := object_state(node)) is not None and not is_module(state):
+                pairs = state.pairs()
+        if type(node) in (list, tuple):
+            children = enumerate(node)
+        else:  # keys that are unambiguous in a path: of two keys with the same text one would be lost
+            alike = Counter(str(short_key(key)) for key, _ in pairs)
+            plain = [pair for pair in pairs if type(pair[0]) in (str, int) and short_key(pair[0]) == pair[0]]
+            children = [pair for pair in plain if alike[str(pair[0])] == 1]
+        self.ancestors.add(id(node))
+        for key, child in children:
+            self.visit(child, (*path, key), depth + 1)
+        self.ancestors.discard(id(node))
+
+
+def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> tuple[Content, set[Path]]:
+    """The source with the numpy arrays in its pickles as tensors, each named after its path; and these paths.
+
+    Not those in pickled modules: they are not in a state dict. ``into_objects``: also those in the attributes of
+    objects, and in mappings of other classes.
+    """
+    checkpoint = content.checkpoint
+    main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
+    named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
+    # Where several shards fill one dictionary, a path does not identify the shard.
+    if not named or checkpoint.format in PROGRAMS or len({pickle.path for pickle in main}) != len(main):
+        return content, set()
+    search = _Search({tensor.path for tensor in checkpoint.tensors}, modules, into_objects=into_objects)
+    for pickle in main:
+        search.visit(pickle.root, pickle.path, 0)
+    raw: dict[str, Any] = {}  # the bytes of each array, by a file name that no checkpoint has
+    storages: dict[tuple[object, ...], Storage] = {}
+    added: list[Tensor] = []
+    for path, array in search.found:
+        code, big_endian, width, _, _ = array.dtype
+        dtype, nbytes = FROM_NUMPY[code], prod(array.shape) * width
+        # Small values may be shared by chance (pickle memoizes them). A file could build any number of large arrays.
+        small = nbytes <= _MAX_SMALL
+        key = (id(array),) if small else (_identity(array.data), array.dtype)
+        storage = storages.get(key)
+        if storage is None:
+            file = f"\0array {len(storages)}"
+            raw[file] = array.data
+            storage = Storage(file, file, "cpu", dtype, nbytes, nbytes, 0, file=file, big_endian=big_endian)
+            storages[key] = storage
+        added.append(Tensor(path, "/".join(map(str, path)), dtype, array.shape, array.stride, "cpu", storage.id))
+
+    @lru_cache(maxsize=2)  # decoding bytes from a string makes a copy
+    def in_memory(file: str) -> Source:
+        return BytesSource(raw_bytes(raw[file]) or b"")
+
+    def open_file(file: str) -> Source:
+        return in_memory(file) if file in raw else content.open_file(file)
+
+    tensors, found = (*checkpoint.tensors, *added), (*checkpoint.storages, *storages.values())
+    return Content(replace(checkpoint, tensors=tensors, storages=found), open_file, content.parts), {
+        tensor.path for tensor in added
+    }

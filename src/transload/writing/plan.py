@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transload.checkpoint import Checkpoint, Key, Tensor
+from transload.checkpoint import Checkpoint, Tensor
 from transload.contents import PROGRAMS
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
@@ -24,8 +24,7 @@ from transload.formats.tensors import node_at
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content, is_constant
-from transload.writing.arrays import with_arrays
-from transload.writing.objects import Leftovers, Omission
+from transload.writing.objects import Leftovers, Omission, Path, with_arrays
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
 from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
@@ -171,7 +170,7 @@ class Plan:
         self.others = 0
         self.renamed: list[tuple[str, str]] = []
         self.unmatched: list[str] = []
-        self.dropped: list[tuple[tuple[Key, ...], Any]] = []
+        self.dropped: list[tuple[Path, Any]] = []
         self.opening: list[Record] = []
         self.placed: list[Entry] = []
         self.storages: list[Entry] = []
@@ -364,7 +363,7 @@ class Plan:
         if root is not None and checkpoint.format not in PROGRAMS:
             self.dropped.append((path, root))
 
-    def _root(self, selected: list[Entry]) -> tuple[Any, tuple[Key, ...]]:
+    def _root(self, selected: list[Entry]) -> tuple[Any, Path]:
         """The object to convert and its path; ``None`` if the key does not name a container in the object."""
         root, wanted = self.checkpoint.root, _dotted(self.options.key)
         if not wanted:
@@ -413,9 +412,9 @@ def _dotted(text: str) -> str:
     return text.replace("/", ".")
 
 
-def _module_paths(tensors: Iterable[Tensor]) -> set[tuple[Key, ...]]:
+def _module_paths(tensors: Iterable[Tensor]) -> set[Path]:
     """The paths of pickled modules that have parameters or buffers, and of the modules that contain them."""
-    paths: set[tuple[Key, ...]] = set()
+    paths: set[Path] = set()
     for tensor in tensors:
         path = tensor.path
         if path[-2:-1] and path[-2] in _WEIGHTS and not tensor.name.endswith("/".join(map(str, path[-2:]))):

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Key, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.tensors import call_items, called, last_pairs, node_at, short_key
 from transload.nodes import Call, Dict, Global, Persistent, storage_id
 from transload.tensors.content import Allowance, Content
-from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, numpy_number, tensor_attributes
+from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, Path, numpy_number, tensor_attributes
 from transload.writing.transfer import Entry
 
-Path = tuple[Key, ...]
 _MAX_PARTS = 10_000  # parts of a call that are examined
 _ORDERED_DICT = "collections.OrderedDict"
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
