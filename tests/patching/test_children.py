@@ -50,7 +50,7 @@ def test_a_child_that_cannot_find_us_lives_on(monkeypatch: pytest.MonkeyPatch) -
     with transload.patch():
         prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])
     with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "transload.patching.install", None)
+        patched.setitem(sys.modules, "transload.patching", None)
         pickle.loads(prepared)
     assert devices.requested == ""
 

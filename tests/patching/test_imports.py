@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from transload.patching import install
+from transload import patching
 
 
 @pytest.fixture
@@ -18,12 +18,12 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "invented_module"
     sys.modules.pop("invented_module", None)
-    install.undo()
+    patching.undo()
 
 
 def test_something_is_done_right_after_the_import(name: str) -> None:
     seen: list[int] = []
-    install.when_imported(name, lambda module: seen.append(module.value))
+    patching.when_imported(name, lambda module: seen.append(module.value))
     assert seen == []
     module = import_module(name)
     assert seen == [1]
@@ -38,13 +38,13 @@ def test_something_is_done_right_after_the_import(name: str) -> None:
 def test_something_is_done_at_once_if_it_is_imported(name: str) -> None:
     import_module(name)
     seen: list[ModuleType] = []
-    install.when_imported(name, seen.append)
+    patching.when_imported(name, seen.append)
     assert [module.__name__ for module in seen] == [name]
 
 
 def test_an_import_that_fails_may_be_tried_again(name: str, tmp_path: Path) -> None:
     seen: list[int] = []
-    install.when_imported(name, lambda module: seen.append(module.value))
+    patching.when_imported(name, lambda module: seen.append(module.value))
     good = (tmp_path / f"{name}.py").read_text(encoding="utf-8")
     (tmp_path / f"{name}.py").write_text("raise RuntimeError('broken, and longer')\n", encoding="utf-8")
     with pytest.raises(RuntimeError, match="broken"):
@@ -55,17 +55,17 @@ def test_an_import_that_fails_may_be_tried_again(name: str, tmp_path: Path) -> N
 
 
 def test_a_module_that_is_not_there_stays_so() -> None:
-    install.when_imported("no_such_module_at_all", lambda _: None)
+    patching.when_imported("no_such_module_at_all", lambda _: None)
     try:
         with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
             import_module("no_such_module_at_all")
     finally:
-        install.undo()
+        patching.undo()
 
 
 def test_what_is_forgotten_is_not_done(name: str) -> None:
     seen: list[ModuleType] = []
-    install.when_imported(name, seen.append)
-    install.undo()
+    patching.when_imported(name, seen.append)
+    patching.undo()
     import_module(name)
     assert seen == []

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import transload
-from transload.patching import torch_patches, uncaught
-from transload.patching.install import replace, undo
+from transload import patching
+from transload.patching import replace, torch_patches, undo
 
 KNOWN = (
     "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1. "
@@ -41,7 +41,7 @@ def files(error: BaseException) -> list[str]:
 def test_frames_of_ours_are_taken_out() -> None:
     error = through_us(ValueError("no"))
     assert torch_patches.__file__ in files(error)
-    uncaught.remove_our_frames(error)
+    patching.remove_our_frames(error)
     assert torch_patches.__file__ not in files(error)
     assert set(files(error)) == {__file__}
 
@@ -63,7 +63,7 @@ def test_frames_of_ours_are_taken_out_of_causes_contexts_and_groups() -> None:
     outer.__cause__ = inner
     inner.__context__ = context
     context.__context__ = outer  # a circle is no reason to hang
-    uncaught.remove_our_frames(outer)
+    patching.remove_our_frames(outer)
     for error in (outer, inner, context, member):
         assert torch_patches.__file__ not in files(error)
 
@@ -89,7 +89,7 @@ def test_an_unknown_error_gets_its_traceback_and_nothing_more(capsys: pytest.Cap
 
 def test_a_hook_of_the_program_is_called_first() -> None:
     seen: list[Any] = []
-    hook = uncaught.explained(lambda *told: seen.append(told))
+    hook = patching.explained(lambda *told: seen.append(told))
     error = caught(lambda: vars(sys)["x"])
     hook(KeyError, error, error.__traceback__)
     transload.patch()
@@ -101,13 +101,13 @@ def test_a_failing_explanation_is_no_second_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "transload.explaining", None)  # as if it could not be imported
-    uncaught.print_explanation(RuntimeError(KNOWN))
+    patching.print_explanation(RuntimeError(KNOWN))
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit("no")], ids=["interrupt", "exit"])
 def test_leaving_is_not_explained(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
-    uncaught.print_explanation(error)
+    patching.print_explanation(error)
     assert capsys.readouterr().err == ""
 
 

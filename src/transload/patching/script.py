@@ -6,8 +6,7 @@ import builtins
 import os
 import sys
 
-from transload.patching import devices, uncaught
-from transload.patching.install import install
+from transload.patching import HOME, devices, explained, install
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def program_of(
             raise
         except BaseException as error:
             devices.refused = _was_refused(error)
-            sys.excepthook = uncaught.explained(sys.excepthook)  # around the one the program may have set
+            sys.excepthook = explained(sys.excepthook)  # around the one the program may have set
             raise
         return 0
 
@@ -165,6 +164,5 @@ def _set_sys_path(folder: str) -> None:
     """Put the program's folder first on ``sys.path``, and keep transload's there for later imports."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[:1] = [folder]
-    home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
-    if home not in sys.path:
-        sys.path.append(home)
+    if HOME not in sys.path:
+        sys.path.append(HOME)

@@ -1,9 +1,13 @@
-"""What is patched in torch: how ``torch.load`` restores a storage, and the functions that take a device.
+"""What is patched in torch: restoring a storage in ``torch.load``, functions that take a device, and ``torch.cuda``.
 
 torch has a public registry of functions that restore a storage to the device that the file, or ``map_location``, names.
 Ours come first, before torch looks for a device that is missing, and last, before it gives up. So ``torch.load`` itself
-is not replaced, and works with all its arguments and wherever it was imported. Every other function is replaced by a
-wrapper that substitutes the device and calls it.
+is not replaced, and works with all its arguments and wherever it was imported. Every other function that takes a device
+is replaced by a wrapper that substitutes the device and calls it.
+
+``torch.cuda`` gets answers, so that a program written for a GPU runs to its end on the CPU. Each is given only if the
+CPU is used instead of CUDA; on a machine with a GPU torch answers itself. Whether CUDA is there (``is_available``,
+``device_count``) is answered truthfully, unless we pretend that there is one GPU (``devices.pretending``).
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ from __future__ import annotations
 import os
 import re
 import sys
-from functools import partial, wraps
+import time
+from collections import defaultdict
+from contextlib import nullcontext
+from functools import cache, partial, wraps
+from inspect import signature
+from itertools import chain
 
 from transload.patching import devices
-from transload.patching.cuda_on_cpu import REPLACED, REPLACED_IN_FSDP, replace_classes
 from transload.patching.devices import is_missing, on_cpu, substitute
 
-TYPE_CHECKING = False  # as in install.py
+TYPE_CHECKING = False  # as in the package itself
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from transload.patching.cuda_on_cpu import Replace, Replaced
+    Replace = Callable[[object, str, object], None]
+    Replaced = tuple[tuple[Callable[..., Any], str, str], ...]
 
 _FIRST, _LAST = -1_000_003, 1_000_003  # priorities in the registry must be unique
 _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
@@ -36,7 +45,7 @@ def patch_torch(
     ``when_imported`` calls a function after a module is imported.
     """
     _register_restore(torch.serialization, at_undo)
-    replace_classes(torch, replace)
+    _replace_classes(torch, replace)
 
     # torch fills these tables of its functions at first use: let it do so before they are replaced.
     from torch.utils._device import _device_constructors
@@ -72,7 +81,7 @@ def patch_torch(
                     at_undo(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
 
     patch(torch, _REPLACED)
-    when_imported("torch.distributed.fsdp", lambda module: patch(module, REPLACED_IN_FSDP))
+    when_imported("torch.distributed.fsdp", lambda module: patch(module, _REPLACED_IN_FSDP))
 
 
 def _wrapped(real: Any, instead: Any) -> Any:
@@ -178,6 +187,409 @@ def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any
     return real(f, substitute(wanted), *args, **kwargs)
 
 
+# -- answers
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def _refuse_graphs(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("CUDA graphs record the kernels of a GPU, and there is none here: run this part without them")
+
+
+def _cpu_name(*_: Any, **__: Any) -> str:
+    from platform import machine
+
+    return f"CPU ({machine()}, {os.cpu_count()} cores)"
+
+
+def _memory(*_: Any, **__: Any) -> tuple[int, int]:
+    """Free and total host memory, in bytes."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0, 0
+
+
+def _properties(*_: Any, **__: Any) -> Any:
+    """The properties of the CPU, under the names of those of a GPU."""
+    from types import SimpleNamespace
+
+    numbers = {"total_memory": _memory()[1], "multi_processor_count": os.cpu_count() or 1, "warp_size": 1}
+    of_gpus = dict.fromkeys(_PROPERTIES.split(), 0)
+    return SimpleNamespace(name=_cpu_name(), **of_gpus, **numbers, gcnArchName="", uuid="")
+
+
+def _generator(method: str) -> Callable[..., Any]:
+    """A function that calls a method of the CPU's generator, which is used for every GPU."""
+
+    def call(*args: Any, **__: Any) -> Any:
+        import torch
+
+        return getattr(torch.default_generator, method)(*(args if method == "manual_seed" else ()))
+
+    return call
+
+
+def _set_rng_state(state: Any, *_: Any, **__: Any) -> None:
+    import torch
+
+    if state.numel() == torch.get_rng_state().numel():  # a state saved on a GPU is much smaller
+        torch.set_rng_state(state)
+
+
+def _cuda() -> Any:
+    import torch
+
+    return torch.device("cuda")
+
+
+class _Generators(tuple["Any", ...]):
+    """``torch.cuda.default_generators``, which is empty until torch finds a GPU."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        return (torch.default_generator,)[index] if on_cpu() else super().__getitem__(index)
+
+
+class _Runtime:
+    """``torch.cuda.cudart()``: each call of the CUDA runtime succeeds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+
+def _plan_cache(*_: Any) -> Any:
+    """``torch.backends.cuda.cufft_plan_cache``, which a CPU does not need."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(size=0, max_size=0, clear=_nothing)
+
+
+class _Event:
+    """``torch.cuda.Event``: work is done when a call returns, so an event is the time when it was recorded."""
+
+    cuda_event = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._at: int | None = None
+
+    def record(self, stream: Any = None) -> None:
+        del stream
+        self._at = time.perf_counter_ns()
+
+    def elapsed_time(self, end: _Event) -> float:
+        if self._at is None or end._at is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return (end._at - self._at) / 1e6
+
+    def query(self) -> bool:
+        return True
+
+    wait = synchronize = _nothing
+
+
+class _Stream(nullcontext["Any"]):
+    """``torch.cuda.Stream``: there is only one, on which all work is done."""
+
+    cuda_stream = stream_id = device_index = priority = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        import torch
+
+        super().__init__(self)
+        self.device = torch.device("cpu")
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    wait_event = wait_stream = synchronize = _nothing
+
+
+@cache
+def _the_stream() -> _Stream:
+    return _Stream()
+
+
+def _copies(tensors: Any, devices: Any, *_: Any, **__: Any) -> list[Any]:
+    return [[each.clone() if at else each.view_as(each) for each in tensors] for at, _ in enumerate(devices)]
+
+
+def _scatter(tensor: Any, devices: Any, chunk_sizes: Any = None, dim: int = 0, *_: Any, **__: Any) -> Any:
+    parts = tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
+    return tuple(part.clone() for part in parts)
+
+
+def _gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> Any:
+    import torch
+
+    del destination
+    return torch.cat([each if each.dim() else each.view(1) for each in tensors], dim, out=out)
+
+
+def _sum(inputs: Any, *_: Any, **__: Any) -> Any:
+    return sum(inputs[1:], inputs[0])
+
+
+def _apply_each(modules: Any, inputs: Any, kwargs_tup: Any = None, *_: Any, **__: Any) -> list[Any]:
+    given = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
+    return [module(*given[at], **(kwargs_tup[at] if kwargs_tup else {})) for at, module in enumerate(modules)]
+
+
+def _apply_whole(module: Any, inputs: Any, *_: Any, module_kwargs: Any = None, **__: Any) -> Any:
+    return _apply_each([module], [inputs], [module_kwargs or {}])[0]
+
+
+_NOTHING_TO_DO = """empty_cache init ipc_collect reset_accumulated_host_memory_stats reset_accumulated_memory_stats
+reset_max_memory_allocated reset_max_memory_cached reset_peak_host_memory_stats reset_peak_memory_stats
+set_per_process_memory_fraction set_stream set_sync_debug_mode"""
+_NOTHING_TO_ACCELERATE = """empty_cache empty_host_cache reset_accumulated_memory_stats reset_peak_memory_stats
+set_device_idx set_device_index set_stream synchronize"""
+_ZERO = """clock_rate current_device device_memory_used get_sync_debug_mode memory_usage power_draw temperature
+utilization"""
+_PROPERTIES = """L2_cache_size clock_rate is_integrated is_multi_gpu_board major max_threads_per_block
+max_threads_per_multi_processor memory_bus_width memory_clock_rate minor pci_bus_id pci_device_id pci_domain_id
+regs_per_multiprocessor shared_memory_per_block shared_memory_per_block_optin shared_memory_per_multiprocessor"""
+_ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "torch.cuda": {
+        **dict.fromkeys(_NOTHING_TO_DO.split(), _nothing),
+        **dict.fromkeys(_ZERO.split(), lambda *_, **__: 0),
+        "can_device_access_peer": lambda *_: False,
+        "cudart": _Runtime,
+        "current_stream": lambda *_, **__: _the_stream(),
+        "default_stream": lambda *_, **__: _the_stream(),
+        "get_allocator_backend": lambda: "native",
+        "get_device_capability": lambda *_, **__: (0, 0),
+        "get_device_name": _cpu_name,
+        "get_device_properties": _properties,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
+        "get_rng_state": _generator("get_state"),
+        "get_rng_state_all": lambda: [_generator("get_state")()],
+        "initial_seed": _generator("initial_seed"),
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": _memory,
+        "memory_snapshot": lambda *_, **__: [],
+        "memory_stats": lambda *_, **__: defaultdict(int),
+        "memory_summary": lambda *_, **__: "",
+        **dict.fromkeys(("graph_pool_handle", "make_graphed_callables"), _refuse_graphs),
+        "manual_seed": _generator("manual_seed"),
+        **dict.fromkeys(("seed", "seed_all"), _generator("seed")),
+        "set_rng_state": _set_rng_state,
+    },
+    "torch.backends.cuda": dict.fromkeys(("preferred_blas_library", "preferred_linalg_library"), _nothing),
+    "torch.backends.cuda.cuFFTPlanCacheManager": {"__getitem__": _plan_cache},
+    "torch.cuda.memory": {
+        **dict.fromkeys(("_dump_snapshot", "_record_memory_history"), _nothing),
+        "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
+    },
+    "torch.cuda.nccl": {"version": lambda: (0, 0, 0)},
+    "torch.cuda.profiler": {"cudart": _Runtime, "start": _nothing, "stop": _nothing},
+    "torch.cuda.nvtx": dict.fromkeys(("mark", "range_end", "range_pop", "range_push", "range_start"), lambda *_: 0),
+    "torch.accelerator": {
+        **dict.fromkeys(_NOTHING_TO_ACCELERATE.split(), _nothing),
+        **dict.fromkeys(("current_device_idx", "current_device_index"), lambda: 0),
+        "current_stream": lambda *_, **__: _the_stream(),
+        "get_memory_info": _memory,
+        "memory_stats": lambda *_, **__: defaultdict(int),
+    },
+    "torch.accelerator.device_index": dict.fromkeys(("__enter__", "__exit__"), _nothing),
+    # What is spread over several GPUs becomes as many parts on the CPU: copies, which autograd follows.
+    "torch.nn.parallel": {"data_parallel": _apply_whole, "parallel_apply": _apply_each},
+    "torch.nn.parallel._functions.Broadcast": {"apply": lambda to, *given: tuple(chain(*_copies(given, to)))},
+    "torch.nn.parallel._functions.Gather": {"apply": lambda _, dim, *given: _gather(given, dim)},
+    "torch.nn.parallel._functions.Scatter": {"apply": lambda to, sizes, dim, given: _scatter(given, to, sizes, dim)},
+    "torch.nn.parallel.comm": {
+        "broadcast": lambda tensor, devices: tuple(each for (each,) in _copies([tensor], devices)),
+        "broadcast_coalesced": _copies,
+        "gather": _gather,
+        "reduce_add": _sum,
+        "reduce_add_coalesced": lambda inputs, *_, **__: tuple(map(_sum, zip(*inputs, strict=True))),
+        "scatter": _scatter,
+    },
+    "torch.Tensor": {"pin_memory": lambda self, *_, **__: self, "record_stream": _nothing},
+}
+
+
+def _answering(name: str, answer: Callable[..., Any], listed: dict[str, None] = devices.answered) -> Callable[..., Any]:
+    """For a function that gives this answer on the CPU; ``name`` is listed at the end of the program."""
+
+    def answered(real: Any, *args: Any, **kwargs: Any) -> Any:
+        if devices.looking or not on_cpu():
+            return real(*args, **kwargs)
+        listed[name] = None
+        return answer(*args, **kwargs)
+
+    return answered
+
+
+def _pretending(question: str, answer: Any) -> Callable[..., Any]:
+    """For ``is_available`` and the like: records the call, and answers truthfully unless we pretend."""
+
+    def asked(real: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        if found not in (0, -1, None) or devices.looking or not is_missing("cuda"):
+            return found
+        caller = sys._getframe(2)  # noqa: SLF001
+        if not caller.f_globals.get("__name__", "").startswith("torch."):
+            devices.asked[caller.f_code, caller.f_lineno] = question
+        elif not question.startswith("torch.cuda."):  # torch itself must know where a tensor is
+            return found
+        return answer() if devices.pretending and on_cpu() else found
+
+    return asked
+
+
+# -- classes
+
+
+class _StandIn(type):
+    """A class of torch that makes instances of ``ours`` without a GPU; without a ``label``, always."""
+
+    real: Any
+    ours: Any
+    label: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = cls.chosen()
+        if made is cls.ours and cls.label:
+            devices.answered[cls.label] = None
+        return made(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        known = isinstance(cls.ours, type) and isinstance(instance, cls.ours) and on_cpu()
+        return known or isinstance(instance, cls.real)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, cls.real)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.real, name)
+
+    def chosen(cls) -> Any:
+        """The class or function that makes the instances."""
+        return cls.ours if not cls.label or on_cpu() else cls.real
+
+
+def _replace_classes(torch: Any, replace: Replace) -> None:
+    """Put stand-ins into torch: events, streams, graphs, generators, ``torch.cuda.FloatTensor`` and the like."""
+
+    def stand_in(owner: Any, name: str, ours: Any, label: str | None = None) -> None:
+        real = getattr(owner, name, None)
+        if real is None:  # in an older release
+            return
+        label = f"{owner.__name__}.{name}" if label is None else label
+        kept = staticmethod(ours) if not isinstance(ours, type) else ours
+        as_real = {"real": real, "__doc__": real.__doc__, "__module__": real.__module__}
+        replace(owner, name, _StandIn(name, (), {**as_real, "ours": kept, "label": label}))
+
+    def generator(device: Any = "cpu", real: Any = torch.Generator) -> Any:
+        return real(substitute(device))
+
+    for name in ("CUDAGraph", "graph"):
+        stand_in(torch.cuda, name, _refuse_graphs)
+    for owner in (torch, torch.cuda):
+        stand_in(owner, "Event", _Event)
+        stand_in(owner, "Stream", _Stream)
+    stand_in(torch, "Generator", generator, "")
+    is_cuda, asked = torch.Tensor.is_cuda, _pretending("Tensor.is_cuda", lambda: True)
+    replace(torch.Tensor, "is_cuda", property(lambda self: asked(is_cuda.__get__, self)))
+    replace(torch.cuda, "default_generators", _Generators(torch.cuda.default_generators))
+    for owner, hosts in ((torch.cuda, torch), (torch.cuda.sparse, torch.sparse)):
+        for name in dir(owner):
+            host = getattr(hosts, name, None)
+            if isinstance(host, type(torch.FloatTensor)) or (name.endswith("Storage") and isinstance(host, type)):
+                stand_in(owner, name, host)
+
+
+def _host_type(given: Any) -> Any:
+    """The CPU's tensor type for a CUDA tensor type, or its name; anything else unchanged."""
+    if isinstance(given, _StandIn):
+        return given.chosen()
+    if isinstance(given, str) and given.startswith("torch.cuda.") and on_cpu():
+        return given.replace("torch.cuda.", "torch.", 1)
+    return given
+
+
+def _type(real: Any, *args: Any, **kwargs: Any) -> Any:
+    return real(*map(_host_type, args), **{name: _host_type(value) for name, value in kwargs.items()})
+
+
+# -- training on several devices: NCCL becomes gloo, and a model on the CPU needs no list of GPUs
+
+
+def _group(real: Any, *args: Any, **kwargs: Any) -> Any:
+    """For a function whose argument ``backend`` may be nccl."""
+    if not on_cpu():
+        return real(*args, **kwargs)
+    kwargs.pop("device_id", None)  # torch 2.1 does not know it
+    bound = signature(real).bind(*args, **kwargs)
+    bound.arguments.pop("device_id", None)
+    if "nccl" in str(bound.arguments.get("backend")).lower():
+        devices.noted["nccl → gloo"] = None
+        bound.arguments["backend"] = "gloo"
+    return real(*bound.args, **bound.kwargs)
+
+
+def _split(real: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DataParallel``, which without a GPU is the model itself, even if we pretend that there is one."""
+    if not on_cpu():
+        return real(*args, **kwargs)
+    devices.noted["DataParallel on one device"] = None
+    devices.looking.append("cuda")
+    try:
+        return real(*args, **kwargs)
+    finally:
+        devices.looking.pop()
+
+
+def _giving(**values: Any) -> Callable[..., None]:
+    """For a function whose arguments must have these values on the CPU."""
+
+    def give(real: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature(real).bind(*args, **kwargs)
+        bound.apply_defaults()
+        wanted = {name: value for name, value in values.items() if bound.arguments.get(name, value) != value}
+        if wanted and on_cpu():
+            bound.arguments.update(wanted)
+        real(*bound.args, **bound.kwargs)
+
+    return give
+
+
+def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    real(self, getattr(substitute(device_type), "type", device_type), *args, **kwargs)
+
+
+def _optimize(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make an optimizer, add parameters, or load its state, without the options that torch refuses on the CPU."""
+    import torch
+
+    fused = "cpu" not in torch.utils._foreach_utils._get_fused_kernels_supported_devices()  # noqa: SLF001 - until 2.3
+    if fused and kwargs.get("fused") and on_cpu():
+        kwargs["fused"] = False
+    real(self, *args, **kwargs)
+    for group in self.param_groups:
+        group.update({name: False for name in ("capturable", "fused")[: 1 + fused] if group.get(name) and on_cpu()})
+
+
+def _seed(real: Any, seed: int) -> None:
+    """``torch.cuda.manual_seed_all``. ``torch.manual_seed`` calls it too, but seeds the CPU itself."""
+    if sys._getframe(2).f_globals.get("__name__") == "torch.random":  # noqa: SLF001
+        real(seed)
+    else:
+        _answering("torch.cuda.manual_seed_all", _generator("manual_seed"))(real, seed)
+
+
 _REPLACED: Replaced = (
     (
         _make,
@@ -200,5 +612,50 @@ _REPLACED: Replaced = (
     (_select, "torch.cuda.device", "__init__"),
     (_move, "torch.utils._device.DeviceContext", "__init__"),
     (_load, "torch.jit", "load"),
-    *REPLACED,
+    *(
+        (_answering(f"{path}.{name}", answer), path, name)
+        for path in _ANSWERS
+        for name, answer in _ANSWERS[path].items()
+    ),
+    *(
+        (_pretending(f"{path}.{name}()", answer), path, name)
+        for path in ("torch.cuda", "torch.accelerator")
+        for name, answer in (("is_available", lambda: True), ("device_count", lambda: 1))
+    ),
+    (_pretending("torch.accelerator.current_accelerator()", _cuda), "torch.accelerator", "current_accelerator"),
+    (_pretending("Tensor.get_device()", lambda: 0), "torch.Tensor", "get_device"),
+    (_seed, "torch.cuda", "manual_seed_all"),
+    (_type, "torch.Tensor", "type"),
+    (_type, "torch", "set_default_tensor_type"),
+    # The devices are those of its parameters.
+    (_giving(device_ids=None, output_device=None), "torch.nn.parallel.DistributedDataParallel", "__init__"),
+    (_split, "torch.nn.DataParallel", "__init__"),
+    (  # it computes on GPUs only
+        _answering("SyncBatchNorm stays BatchNorm", lambda _, module, *__, **___: module, devices.noted),
+        "torch.nn.SyncBatchNorm",
+        "convert_sync_batchnorm",
+    ),
+    (_group, "torch.distributed", "init_process_group new_group"),
+    (_mesh, "torch.distributed.device_mesh.DeviceMesh", "__init__"),
+    # The only kernel of attention that works everywhere stays enabled.
+    (lambda real, enabled: real(enabled or on_cpu()), "torch._C", "_set_sdp_use_math"),
+    *((_optimize, f"torch.optim.{name}", "__init__") for name in ("Adam", "AdamW")),
+    (_optimize, "torch.optim.Optimizer", "add_param_group load_state_dict"),
+    (_giving(use_cpu=True), "torch.autograd.profiler.profile", "__init__"),
+    (_giving(enabled=False), "torch.autograd.profiler.emit_nvtx", "__init__"),
+    (
+        _answering("no mixed precision", lambda: True, devices.noted),
+        "torch.cuda.amp.common",
+        "amp_definitely_not_available",
+    ),
 )
+"""The replacement, which gets the original as its first argument; the owner of the function, and its names."""
+
+_FSDP = "torch.distributed.fsdp"
+_CHECK = "_check_module_states_for_sync_module_states"
+_REPLACED_IN_FSDP: Replaced = (
+    (_giving(device_id="cpu"), f"{_FSDP}.FullyShardedDataParallel", "__init__"),
+    (_giving(offload_to_cpu=False), f"{_FSDP}.FullStateDictConfig", "__init__"),
+    (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
+)
+"""The same for a part of torch that ``import torch`` does not import."""
