@@ -27,7 +27,7 @@ from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.zip_writer import Chunk, Record, write_archive
 from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
-from transload.saving.background import background
+from transload.saving import background
 from transload.tensors.content import open_content
 from transload.writing import transfer
 from transload.writing.transfer import Job

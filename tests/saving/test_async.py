@@ -19,11 +19,10 @@ import torch
 from tests import forks
 from torch import nn
 
+from transload import saving as module
 from transload.errors import NoDirectoryError, SaveError, SaveWarning, UsageError
-from transload.saving import background as module
-from transload.saving import save, save_async
+from transload.saving import MAX_IN_FLIGHT, background, save, save_async
 from transload.saving import storages as snapshot
-from transload.saving.background import MAX_IN_FLIGHT, background
 from transload.saving.storages import snapshot_of
 
 

@@ -2,7 +2,7 @@
 
 A ``_Save`` checks the options, pickles the object (``pickling``), collects the storages it refers to, and writes the
 archive (``storages``) to a file or a file object. ``save_async`` copies the storages in between, and leaves the writing
-to a thread (``background``).
+to the thread of a ``Background``.
 
 A record in the file says where it comes from: the software it was saved with, and the devices of the tensors. It does
 not say who saved it, on which host, or to which path. torch ignores a record of this name.
@@ -10,6 +10,7 @@ not say who saved it, on which host, or to which path. torch ignores a record of
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -18,11 +19,15 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
 from errno import EACCES, EBUSY, EPERM, EROFS
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from threading import Condition, Thread, get_ident, main_thread
+from traceback import clear_frames
+from typing import Any
 
 from transload._version import __version__
 from transload.errors import CannotWriteError, NotAFileError, NoTorchError, SaveError, SaveWarning, UsageError
@@ -31,12 +36,13 @@ from transload.formats.torch_legacy import write_legacy
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import Record, Sink, opening_records, write_checkpoint
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic
+from transload.io.checksums import fastest_crc32
 from transload.io.pool import progress_counter
 from transload.saving.pickling import Stored, pickled
-from transload.saving.storages import bloat_warning, fetchers_for, records_of
+from transload.saving.storages import CudaFetcher, bloat_warning, records_of, snapshot_of
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+with suppress(RuntimeError):  # while the program ends
+    from concurrent.futures import ThreadPoolExecutor  # noqa: F401 - a writer must not import it in its thread
 
 _MAX_ALIGNMENT = 1 << 16  # the length of the padding is a 16-bit number
 _NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # errors of a directory that cannot have a new file
@@ -78,8 +84,6 @@ def save(
     >>> import transload
     >>> transload.save({"model": model.state_dict()}, "model.pt")  # doctest: +SKIP
     """
-    from transload.saving.background import background
-
     path = _path(f)
     background.wait_for_target(path or f)
     form = not _use_new_zipfile_serialization, not _disable_byteorder_record
@@ -110,10 +114,6 @@ def save_async(
 
     >>> future = transload.save_async(checkpoint, "step-1000.pt")  # doctest: +SKIP
     """
-    from transload.io.checksums import fastest_crc32
-    from transload.saving.background import background
-    from transload.saving.storages import snapshot_of
-
     path = _path(f)
     background.raise_unseen()
     background.make_room()
@@ -183,6 +183,16 @@ class _Save:
         self.legacy_protocol = int(protocol) if legacy else None
         self.byteorder = byteorder  # whether to write the record of this name
         self.copies: list[Record] | None = None  # of the storages, to write instead of them
+        alignment: Any = ALIGNMENT
+        with suppress(ImportError, AttributeError):  # before torch 2.7
+            from torch.utils.serialization import config
+
+            alignment = config.save.storage_alignment
+        if alignment not in range(1, _MAX_ALIGNMENT + 1):
+            what = f"torch is set to a storage_alignment of {alignment!r:.80}"
+            fix = f"torch.utils.serialization.config.save.storage_alignment = {ALIGNMENT}"
+            raise SaveError(f"{what}: it is a number from 1 to {_MAX_ALIGNMENT}", fix=fix)
+        self.alignment = int(alignment)
         with gc_paused(user_objects=True):
             self.data, self.storages = pickled(
                 obj, module, int(protocol), portable=device == "cpu", compact=compact, legacy=legacy
@@ -191,7 +201,6 @@ class _Save:
             self.origin = b"" if legacy or origin in (False, None) else _origin_of(origin, self.storages)
             self.numels = [each.numel for each in self.storages]
             self.nbytes = sum(each.nbytes for each in self.storages)
-            self.alignment = _alignment()
         if path and path.lower().endswith(".safetensors"):
             what = "torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
             warnings.warn(f"{path}: {what}", SaveWarning, stacklevel=3)
@@ -215,12 +224,13 @@ class _Save:
             raise
 
     def _write_into(self, sink: Sink) -> None:
-        fetchers = fetchers_for(self.storages)
+        devices = {each.storage.device for each in self.storages}
+        fetchers = {str(device): CudaFetcher(device) for device in devices if device.type == "cuda"}
         with ExitStack() as last:
             if self.copies is None:  # the program is waiting, and creates no garbage meanwhile
                 last.enter_context(gc_paused(user_objects=True))
             for fetcher in fetchers.values():
-                last.callback(fetcher.finish)
+                last.callback(fetcher.stream.synchronize)  # wait for all copies
             records = records_of(self.storages, fetchers) if self.copies is None else self.copies
             if self.legacy_protocol is not None:
                 report_progress = progress_counter(self.progress, self.nbytes, "saving")
@@ -241,20 +251,6 @@ class _Save:
             )
 
 
-def _alignment() -> int:
-    """The alignment of records that torch is configured to."""
-    try:
-        from torch.utils.serialization import config
-
-        configured = config.save.storage_alignment
-    except (ImportError, AttributeError):  # before torch 2.7
-        return ALIGNMENT
-    if configured not in range(1, _MAX_ALIGNMENT + 1):
-        what = f"torch is set to a storage_alignment of {configured!r:.80}: it is a number from 1 to {_MAX_ALIGNMENT}"
-        raise SaveError(what, fix=f"torch.utils.serialization.config.save.storage_alignment = {ALIGNMENT}")
-    return int(configured)
-
-
 # -- where the file comes from
 
 _ORIGIN = b".transload/origin.json"
@@ -271,7 +267,17 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
     facts: dict[str, Any] = {"schema": 1, "transload": __version__}
     facts |= {"torch": str(torch.__version__), "python": platform.python_version()}
     facts |= {name: str(version) for name in ("cuda", "hip") if (version := getattr(torch.version, name, None))}
-    facts |= {"system": platform.system().lower(), "machine": platform.machine().lower(), **_gpus()}
+    facts |= {"system": platform.system().lower(), "machine": platform.machine().lower()}
+    with suppress(Exception):  # a device that fails must not stop a save
+        if torch.cuda.is_initialized():  # saving CPU tensors must not initialise CUDA
+            devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+            facts["gpus"] = [
+                {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
+                for each in devices
+            ]
+            with open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123
+                if driver := file.read(64).strip():
+                    facts["driver"] = driver
     facts["time"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     # The devices of the storages in order, run-length encoded: a device, and the number of storages in a row on it.
     cpu = torch.device("cpu")
@@ -286,26 +292,6 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
             what = f"the entries of origin take {nbytes} bytes; {_MAX_ENTRIES} is the limit"
             raise UsageError(what, fix="Leave some out.")
     return json.dumps(facts, ensure_ascii=False, allow_nan=False).encode()
-
-
-def _gpus() -> dict[str, Any]:
-    """The GPUs and their driver, if torch already uses them: saving CPU tensors must not initialise CUDA."""
-    import torch
-
-    try:
-        if not torch.cuda.is_initialized():
-            return {}
-        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        gpus = [
-            {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
-            for each in devices
-        ]
-    except Exception:  # noqa: BLE001 - a device that fails must not stop a save
-        return {}
-    with suppress(OSError, ValueError), open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123
-        if driver := file.read(64).strip():
-            return {"gpus": gpus, "driver": driver}
-    return {"gpus": gpus}
 
 
 def _plain(value: Any, place: str, depth: int) -> Any:
@@ -333,3 +319,186 @@ def _text(value: str, place: str) -> str:
     except UnicodeEncodeError as error:
         raise UsageError(f"{place} has text that is not Unicode", fix=_FIX) from error
     return str(value)
+
+
+# -- saves in the background
+#
+# One thread writes, in the order of the calls, so the last save to a path wins. An error is raised by the future; if
+# the program does not ask the future, by the next call; or it is printed when the program ends.
+
+MAX_IN_FLIGHT = 2
+"""The most pending saves: each has a copy of everything it saves. Another call waits for the first."""
+
+
+class Saving(Future[None]):
+    """The future of a save. It records whether its error was seen, so that no error gets lost.
+
+    ``target`` is an absolute path, or a file object.
+    """
+
+    def __init__(self, target: object, write: Callable[[], None]) -> None:
+        super().__init__()
+        self.target = target
+        self.seen = False
+        self._write = write
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the save; raise its error."""
+        self.exception(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # or the error would refer to it through this frame: see run
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save; its error, or ``None``."""
+        error = super().exception(timeout)
+        background.mark_seen(self)
+        return error
+
+    def run(self) -> None:
+        """Write the file, and release the copies."""
+        self.set_running_or_notify_cancel()  # it is never cancelled
+        try:
+            self._write()
+        except BaseException as error:  # noqa: BLE001 - it is raised by the future
+            clear_frames(error.__traceback__)  # or the copies would live as long as the error
+            done = partial(self.set_exception, error)
+        else:
+            done = partial(self.set_result, None)
+        del self._write
+        with suppress(BaseException):  # an error of a callback must not stop the other saves
+            done()
+        del self, done  # the error refers to this frame, which must not refer to the error
+
+    def cancel(self) -> bool:
+        """A save cannot be cancelled."""
+        return False
+
+
+class Background:
+    """The queue, and the thread that writes, which exists only while there is work."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._pending: list[Saving] = []  # in the order of the calls
+        self._failed: list[Saving] = []
+        self._writer: int | None = None  # the ID of the thread that writes; 0 before it has started
+
+    def submit(self, target: object, write: Callable[[], None]) -> Saving:
+        """Append a save to the queue. If no thread can be started, the caller does the work: no save is lost."""
+        saving = Saving(target, write)
+        with self._changed:
+            self._pending.append(saving)
+            begin = self._writer is None
+            if begin:
+                self._writer = 0
+        if not begin:
+            return saving
+        if not main_thread().is_alive():  # the program is ending, and waits for no more threads
+            self._work()
+            _report_at_exit()
+            return saving
+        try:
+            # Not a daemon: a program does not end before its last save.
+            Thread(target=self._work, name="transload save", daemon=False).start()
+        except RuntimeError:  # the system has no more threads
+            self._work()
+        return saving
+
+    def _work(self) -> None:
+        self._writer = get_ident()
+        while True:
+            with self._changed:
+                if not self._pending:
+                    self._writer = None
+                    self._changed.notify_all()
+                    return
+            self._write_next()
+
+    def _write_next(self) -> None:
+        saving = self._waitable()[0]
+        saving.run()
+        with self._changed:
+            self._pending.remove(saving)
+            if Future.exception(saving) is not None and not saving.seen:
+                self._failed.append(saving)
+            self._changed.notify_all()
+        del saving  # see Saving.run
+
+    def _waitable(self) -> list[Saving]:
+        """The pending saves to wait for; in a callback only those not yet started, since it runs inside a save."""
+        if self._writer == get_ident():
+            return [each for each in self._pending if not (each.running() or each.done())]
+        return self._pending
+
+    def make_room(self) -> None:
+        """Wait until one more save may be pending."""
+        self._until(lambda: len(self._waitable()) < MAX_IN_FLIGHT)
+
+    def wait_for_target(self, target: object) -> None:
+        """Wait for saves to a path or a file object, and raise errors that were not seen."""
+        place = _identity(target)
+        self._until(lambda: all(_identity(each.target) != place for each in self._waitable()))
+        self.raise_unseen()
+
+    def wait(self) -> None:
+        """Wait for all saves."""
+        self._until(lambda: not self._waitable())
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition. A callback runs in the thread that writes, so it writes meanwhile."""
+        if self._writer == get_ident():
+            while not ready():
+                self._write_next()
+        else:
+            with self._changed:
+                self._changed.wait_for(ready)
+
+    def mark_seen(self, saving: Saving) -> None:
+        """Forget the error of a save, if any: the caller has seen it."""
+        with self._changed:
+            saving.seen = True
+            self._failed = [each for each in self._failed if each is not saving]
+
+    def raise_unseen(self) -> None:
+        """Raise the errors that nobody has seen, as one."""
+        with self._changed:
+            failed = self.take_unseen()
+        if failed:
+            raise _background_error(failed)
+
+    def take_unseen(self) -> list[Saving]:
+        """The failed saves whose errors nobody has seen; each is returned once."""
+        failed, self._failed = self._failed, []
+        for each in failed:
+            each.seen = True
+        return failed
+
+
+def _identity(target: object) -> object:
+    """The identity of a target: the real path, or the id of a file object."""
+    return os.path.realpath(target) if isinstance(target, str) else id(target)
+
+
+def _background_error(failed: list[Saving]) -> SaveError:
+    first = Future.exception(failed[0])
+    where = ", ".join(each.target if isinstance(each.target, str) else "a file object" for each in failed)
+    error = SaveError(f"an earlier save in the background failed: {first}", where=where, fix="Save again.")
+    error.__cause__ = first
+    return error
+
+
+background = Background()
+
+
+def _report_at_exit() -> None:
+    """Print errors that nobody has seen. Python has waited for the thread by now."""
+    background.wait()
+    for failed in background.take_unseen():
+        print(f"transload: {_background_error([failed])}", file=sys.stderr)  # noqa: T201 - nothing is left to raise it in
+
+
+atexit.register(_report_at_exit)
+if hasattr(os, "register_at_fork"):  # a child has no thread; reset in place, since others refer to the object
+    os.register_at_fork(after_in_child=background.__init__)  # type: ignore[misc]

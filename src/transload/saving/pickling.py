@@ -121,11 +121,7 @@ def pickled(
     except SaveError:
         raise
     except (pickle.PickleError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
-
-        def attempt(part: Any) -> None:
-            _dump(part, _Reducer(protocol, None, portable=True), pickle_module)
-
-        place, fix = _culprit(obj, attempt, error)
+        place, fix = _culprit(obj, protocol, pickle_module, type(error))
         raise CannotPickleError(f"{place} cannot be pickled: {error}", fix=fix) from error
     return data, reducer.storages
 
@@ -236,29 +232,23 @@ class _Reducer:
             kinds += type.__subclasses__(kind)
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """The persistent id of a storage, or of a module class in the legacy form."""
+        """The persistent id of a storage, or of a module class at its first use."""
         if not isinstance(obj, _Ref):
-            if isinstance(obj, type):
-                return self._class_id(obj)
+            if isinstance(obj, type):  # in the legacy form
+                if not issubclass(obj, self._torch.nn.Module) or obj in self._classes:
+                    return None
+                self._classes.add(obj)
+                # torch.load compares the source with that of the class it finds, and warns if it has changed. The file
+                # name is written without its folders, which are private.
+                try:
+                    file, source = (inspect.getsourcefile(obj) or "").rpartition(os.sep)[2], inspect.getsource(obj)
+                except (OSError, TypeError):  # its source is not available; torch accepts that, too
+                    return ("module", obj, None, None)
+                return ("module", obj, file, source)
             obj = self._use_of_torch(obj, None)[0]
         tag = "cpu" if self._portable else self._torch.serialization.location_tag(obj.storage)
         stored = ("storage", obj.kind, obj.key, tag, obj.numel)
         return (*stored, None) if self.legacy else stored  # None: it is not a part of another storage
-
-    def _class_id(self, kind: type) -> tuple[Any, ...] | None:
-        """The persistent id of a module class at its first use, in the legacy form: the class, its file and its source.
-
-        torch.load compares the source with that of the class it finds, and warns if it has changed. The file name is
-        written without its folders, which are private.
-        """
-        if not issubclass(kind, self._torch.nn.Module) or kind in self._classes:
-            return None
-        self._classes.add(kind)
-        try:
-            file, source = (inspect.getsourcefile(kind) or "").rpartition(os.sep)[2], inspect.getsource(kind)
-        except (OSError, TypeError):  # its source is not available; torch accepts that, too
-            return ("module", kind, None, None)
-        return ("module", kind, file, source)
 
     def _use_of_torch(self, obj: Any, geometry: Geometry | None) -> tuple[_Ref, int, tuple[int, ...]]:
         """As ``_use``, for a storage object from torch's reduction of a tensor."""
@@ -465,15 +455,15 @@ _DEPTH = 12
 _BREADTH = 10_000  # parts tried per level: finding the culprit must not take longer than the save
 
 
-def _culprit(obj: Any, attempt: Callable[[Any], object], error: Exception) -> tuple[str, str]:
-    """The place of the innermost part that alone raises the same error; and what to do about it."""
-    place, kind = "obj", type(error)
+def _culprit(obj: Any, protocol: int, pickle_module: Any, kind: type[Exception]) -> tuple[str, str]:
+    """The place of the innermost part that alone raises this kind of error; and what to do about it."""
+    place = "obj"
 
     def fails(part: Any) -> bool:
         if isinstance(part, (str, bytes, int, float, bool, type(None))):
             return False
         try:
-            attempt(part)
+            _dump(part, _Reducer(protocol, None, portable=True), pickle_module)
         except Exception as again:  # noqa: BLE001 - it may raise anything, perhaps another error
             return isinstance(again, kind)
         return False

@@ -46,15 +46,6 @@ def _copied_chunks(stored: Stored) -> Iterator[Chunk]:
     yield from _host_chunks(copied.data_ptr() + stored.start, stored.nbytes, partial(id, copied))
 
 
-def fetchers_for(storages: Sequence[Stored]) -> dict[str, CudaFetcher]:
-    """A fetcher for each CUDA device that has storages here."""
-    import torch
-
-    cpu = torch.device("cpu")
-    devices = {stored.storage.device for stored in storages if stored.storage.device != cpu}
-    return {str(device): CudaFetcher(device) for device in devices if device.type == "cuda"}
-
-
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 
 
@@ -155,10 +146,6 @@ class CudaFetcher:
         event = torch.cuda.Event()
         event.record(self.stream)
         return event.synchronize
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-        self.stream.synchronize()
 
 
 # -- copies of storages

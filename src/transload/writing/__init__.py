@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,21 @@ from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record, write_archive, write_checkpoint
 from transload.frozen import Frozen, Reported
-from transload.io.atomic import DescriptorFile
-from transload.io.sources import FileSource, Source, SourceLike
+from transload.io.atomic import remove_leftovers
+from transload.io.sources import FileSource, SourceLike
 from transload.render.lines import Block, Prose, as_text, row
 from transload.render.words import plural, printable, size
 from transload.tensors.content import Content
 from transload.writing.objects import Leftovers, Omission
-from transload.writing.output import Bundle, begins_with, clear_parts, file_identity, index_name, refuse_existing
+from transload.writing.output import (
+    PART,
+    Bundle,
+    begins_with,
+    file_identity,
+    index_name,
+    refuse_existing,
+    sibling_files,
+)
 from transload.writing.plan import SAFETENSORS_DTYPES, Options, Plan, member_name, notes
 from transload.writing.transfer import Entry, Job, check_source, read_back, write_file
 
@@ -67,7 +75,17 @@ def write_content(
     checkpoint = content.checkpoint
     total = sum(entry.nbytes for entry in (plan.storages if format_ == "torch" else plan.entries))
     report_progress = progress_counter(progress, 2 * total if verify else total, "converting")
-    sources = _source_files(checkpoint.path if src is None else src, content)
+    source: Any = checkpoint.path if src is None else src
+    sources: set[tuple[int, int]] = set()  # the identities of all files that the checkpoint is read from
+    if isinstance(source, str | os.PathLike):
+        path = os.fsdecode(source)
+        folder = path if os.path.isdir(path) else os.path.dirname(path)
+        names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
+        names |= {part.name for part in checkpoint.parts if part.kind == "index"}
+        sources = file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
+    else:
+        with suppress(AttributeError, OSError, ValueError):
+            sources = file_identity(source.fileno())
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = Job(plan.content, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
         _WRITERS[format_](job, plan)
@@ -108,20 +126,6 @@ def write_content(
             if begins_with(leftovers_path, _LEFTOVERS_START):
                 os.unlink(leftovers_path)
     return written
-
-
-def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
-    """The identities of all files that a checkpoint is read from."""
-    if not isinstance(src, str | os.PathLike):
-        with suppress(AttributeError, OSError, ValueError):
-            return file_identity(src.fileno())
-        return set()
-    path = os.fsdecode(src)
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    checkpoint = content.checkpoint
-    names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
-    names |= {part.name for part in checkpoint.parts if part.kind == "index"}
-    return file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
 
 
 # -- the result
@@ -192,7 +196,13 @@ _FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "r
 def report(conversion: Conversion) -> Iterator[Block]:
     """Everything ``transload convert`` says."""
     yield Prose(((printable(conversion.out, None), "strong"),))
-    yield row("written", _written(conversion))
+    shards = sum(name.endswith(".safetensors") for name in conversion.files)
+    files = f", {plural(shards, 'shard')} and an index" if shards > 1 else ""
+    nbytes, seconds = conversion.nbytes, conversion.seconds
+    speed = f", {size(round(nbytes / seconds))}/s" if nbytes >= 1e8 and seconds else ""
+    checked = "read back and compared" if conversion.verified else "not read back"
+    tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
+    yield row("written", f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}")
     if conversion.cast:
         infinite = f", {conversion.infinite:,} numbers became infinite" if conversion.infinite else ""
         rounded = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
@@ -212,16 +222,6 @@ def report(conversion: Conversion) -> Iterator[Block]:
     yield from _omissions("not kept", conversion.listed, "bad", "; --json names them")
     for note in conversion.notes:
         yield row("note", printable(note, None), "dim")
-
-
-def _written(conversion: Conversion) -> str:
-    shards = sum(name.endswith(".safetensors") for name in conversion.files)
-    files = f", {plural(shards, 'shard')} and an index" if shards > 1 else ""
-    nbytes, seconds = conversion.nbytes, conversion.seconds
-    speed = f", {size(round(nbytes / seconds))}/s" if nbytes >= 1e8 and seconds else ""
-    checked = "read back and compared" if conversion.verified else "not read back"
-    tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
-    return f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}"
 
 
 def _omissions(label: str, omissions: Sequence[Omission], role: str, hint: str = "") -> Iterator[Block]:
@@ -300,6 +300,8 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 def _write_safetensors(job: Job, plan: Plan) -> None:
     """Write one file, or shards of at most ``max_shard_size`` bytes and their index."""
+    from transload.formats.safetensors import read_safetensors
+
     max_size = plan.options.max_shard_size
     shards: list[list[Entry]] = [[]]
     size = 0
@@ -316,17 +318,29 @@ def _write_safetensors(job: Job, plan: Plan) -> None:
     if (count := len(shards)) > 1:
         stem = names[0].removesuffix(".safetensors")
         names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    clear_parts(index_name(job.dst))
+    for path, match in sibling_files(index_name(job.dst), PART):  # of killed conversions, of any number of shards
+        remove_leftovers(os.path.join(os.path.dirname(path), match["shard"]))
     for name, shard, header in zip(names, shards, headers, strict=True):
         file = job.bundle.add(name)
         write_file(file.descriptor, header, shard, job, file.path)
-        _check_table(FileSource(file.path, file.descriptor), shard)
+        # Our reader must find exactly the entries, at their offsets.
+        source = FileSource(file.path, file.descriptor)
+        read = read_safetensors(source)
+        found = {(tensor.name, tensor.dtype, tensor.shape, tensor.file_offset) for tensor in read.tensors}
+        at = len(header)
+        for entry in shard:
+            if entry.nbytes and (entry.name, entry.dtype, entry.tensor.shape, at) not in found:
+                raise _not_as_written(source.name, entry.name)
+            at += entry.nbytes
+        if len(read.tensors) != len(shard) or read.problems:
+            raise _not_as_written(source.name)
     if len(shards) > 1:
         files = [os.path.basename(name) for name in names]
         weights = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
         total = sum(entry.nbytes for entry in plan.entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        job.bundle.add_index(index_name(job.dst), json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+        job.bundle.add(index_name(job.dst), is_index=True).write([text])
         if os.path.isfile(job.dst) and job.dst not in job.bundle.paths:
             job.bundle.remove(job.dst)  # loaders would prefer it to the shards
 
@@ -347,21 +361,6 @@ def _header(entries: list[Entry], plan: Plan) -> bytes:
     if len(text) > _MAX_HEADER:
         raise ConvertError(f"its header would take {len(text):,} bytes: safetensors allows {_MAX_HEADER:,}")
     return len(text).to_bytes(8, "little") + text
-
-
-def _check_table(source: Source, entries: list[Entry]) -> None:
-    """Check that our reader finds exactly the entries, at their offsets, in a file that was just written."""
-    from transload.formats.safetensors import read_safetensors
-
-    read = read_safetensors(source)
-    found = {(tensor.name, tensor.dtype, tensor.shape, tensor.file_offset) for tensor in read.tensors}
-    at = source.size - sum(entry.nbytes for entry in entries)
-    for entry in entries:
-        if entry.nbytes and (entry.name, entry.dtype, entry.tensor.shape, at) not in found:
-            raise _not_as_written(source.name, entry.name)
-        at += entry.nbytes
-    if len(read.tensors) != len(entries) or read.problems:
-        raise _not_as_written(source.name)
 
 
 # -- npz: one .npy for each tensor, not compressed, each at a multiple of 64 bytes
@@ -408,8 +407,6 @@ def _write_npz(job: Job, plan: Plan) -> None:
 #
 # Tensor names are only in the index: nothing that a file says becomes a path.
 
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-
 
 def _write_raw(job: Job, plan: Plan) -> None:
     """Write the files and their index."""
@@ -417,8 +414,9 @@ def _write_raw(job: Job, plan: Plan) -> None:
     tensors: dict[str, Any] = {}
     for number, entry in enumerate(plan.entries):
         name = f"{number:06d}.bin"
-        with _new_file(os.path.join(folder, name)) as file:
-            write_file(file, b"", [entry], job, f"{job.dst} › {entry.name}")
+        with open(os.path.join(folder, name), "x+b", buffering=0) as file:
+            write_file(file.fileno(), b"", [entry], job, f"{job.dst} › {entry.name}")
+            os.fsync(file.fileno())
         shape = list(entry.tensor.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
     index = {
@@ -429,19 +427,10 @@ def _write_raw(job: Job, plan: Plan) -> None:
         "tensors": tensors,
         "aliases": dict(plan.aliases),
     }
-    with _new_file(os.path.join(folder, "index.json")) as file:
-        DescriptorFile(file).write([json.dumps(index, indent=1).encode() + b"\n"])
-
-
-@contextmanager
-def _new_file(path: str) -> Iterator[int]:
-    """Create a file; on exit, flush it to disk."""
-    file = os.open(path, _OPEN, 0o666)
-    try:
-        yield file
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with open(os.path.join(folder, "index.json"), "xb") as table:
+        table.write(json.dumps(index, indent=1).encode() + b"\n")
+        table.flush()
+        os.fsync(table.fileno())
 
 
 _WRITERS = {"torch": _write_torch, "safetensors": _write_safetensors, "npz": _write_npz, "raw": _write_raw}

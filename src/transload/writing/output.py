@@ -28,7 +28,7 @@ from transload.io.atomic import AtomicFile
 
 SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 _LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
-_PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+-[0-9a-f]{8}\.part", re.DOTALL)
+PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+-[0-9a-f]{8}\.part", re.DOTALL)
 _MAX_INDEX = 100_000_000
 
 
@@ -108,18 +108,17 @@ class Bundle:
         if isinstance(error, OSError) and not isinstance(error, TransloadError):
             raise cannot_write(error, self._files[-1].path if self._files else "") from error
 
-    def add(self, path: str) -> AtomicFile:
-        """Start a file. The last one added is renamed last."""
+    def add(self, path: str, *, is_index: bool = False) -> AtomicFile:
+        """Start a file. The last one added is renamed last.
+
+        An index refers to all others: to the old ones or to the new ones, never to both.
+        """
         refuse_existing(path, overwrite=self._overwrite)
         self._refuse_source(path, path)
         self._make_directories(path)
         self._files.append(file := AtomicFile(path))
+        self._index = path if is_index else self._index
         return file
-
-    def add_index(self, path: str, text: bytes) -> None:
-        """Add the file that refers to all others: to the old ones or to the new ones, never to both."""
-        self.add(path).write([text])
-        self._index = path
 
     def add_folder(self, path: str) -> Folder:
         """Start a directory."""
@@ -198,12 +197,6 @@ class Bundle:
         if self._index:  # the index no longer refers to links that a killed conversion left behind
             _unlink(path for path, _ in sibling_files(self._index, _LINK))
         _unlink(self._removed)
-
-
-def clear_parts(index: str) -> None:
-    """Remove unfinished shards of killed conversions, of any number of shards."""
-    for path, match in sibling_files(index, _PART):
-        atomic.remove_leftovers(os.path.join(os.path.dirname(path), match["shard"]))
 
 
 class _OldShards:
@@ -289,7 +282,13 @@ class Folder:
         self._overwrite = overwrite
         self._lock = -1
         try:
-            _clear_folders(self._target)
+            # Remove what killed conversions left. If one was killed between two renames, restore the old directory.
+            with suppress(FileNotFoundError, AttributeError):  # AttributeError: no O_DIRECTORY on this system
+                for left, match in atomic.abandoned(self._target, os.O_RDONLY | os.O_DIRECTORY, r"(?P<old>\.old)?"):
+                    if match["old"] and not os.path.lexists(self._target):
+                        os.rename(left, self._target)
+                    else:
+                        _remove_folder(left)
             self._refuse_existing()
             self.hidden = atomic.hidden_name(self._target)
             os.mkdir(self.hidden)
@@ -348,16 +347,6 @@ def _remove_folder(folder: str) -> None:
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))
         os.rmdir(folder)
-
-
-def _clear_folders(target: str) -> None:
-    """Remove what killed conversions left behind. If one was killed between two renames, restore the old directory."""
-    with suppress(FileNotFoundError, AttributeError):  # AttributeError: no O_DIRECTORY on this system
-        for path, match in atomic.abandoned(target, os.O_RDONLY | os.O_DIRECTORY, r"(?P<old>\.old)?"):
-            if match["old"] and not os.path.lexists(target):
-                os.rename(path, target)
-            else:
-                _remove_folder(path)
 
 
 _AT_FDCWD = -100  # paths are relative to the working directory
