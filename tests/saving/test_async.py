@@ -21,9 +21,7 @@ from torch import nn
 
 from transload import saving as module
 from transload.errors import NoDirectoryError, SaveError, SaveWarning, UsageError
-from transload.saving import MAX_IN_FLIGHT, background, save, save_async
-from transload.saving import storages as snapshot
-from transload.saving.storages import snapshot_of
+from transload.saving import MAX_IN_FLIGHT, background, save, save_async, snapshot_of
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +200,7 @@ def test_a_save_that_failed_holds_no_copy(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(snapshot, "snapshot_of", noted)
+    monkeypatch.setattr(module, "snapshot_of", noted)
     gc.disable()
     try:
         future = save_async({"w": torch.rand(10)}, tmp_path / "gone" / "a.pt")

@@ -17,14 +17,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from transload import saving
 from transload.errors import SaveError
 from transload.formats.zip_writer import AHEAD, Record, write_archive
 from transload.io.atomic import FileObject
 from transload.io.cuda_driver import DriverError
-from transload.saving import storages as contents
-from transload.saving import storages as snapshot
+from transload.saving import CudaFetcher, records_of
 from transload.saving.pickling import Stored
-from transload.saving.storages import CudaFetcher, records_of
 
 
 class Slot(bytearray):
@@ -86,8 +85,8 @@ class Far:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "PIECE", 4096)
-    monkeypatch.setattr(contents, "SMALL", 256)
+    monkeypatch.setattr(saving, "PIECE", 4096)
+    monkeypatch.setattr(saving, "SMALL", 256)
 
 
 def noise(count: int, seed: int) -> bytes:
@@ -159,17 +158,17 @@ def test_small_storages_are_fetched_together() -> None:
 
 @pytest.mark.parametrize("block", [100, 5000, 1 << 20])
 def test_a_snapshot_of_a_device_has_its_bytes_later(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_BLOCK", block)
-    monkeypatch.setattr(snapshot, "SMALL", 10)
+    monkeypatch.setattr(saving, "_BLOCK", block)
+    monkeypatch.setattr(saving, "SMALL", 10)
     storages, expected = stored(["cuda:0"] * 12)
     device = Device()
     pairs: list[Any] = [([], each) for each in storages]
-    snapshot.fetch_all(device, pairs)
+    saving.fetch_all(device, pairs)
     assert sum(device.asked) == sum(len(runs) for runs, _ in pairs)
     assert device.copies == device.slots == -(-sum(each.nbytes for each in storages) // block), "one for each block"
     held = io.BytesIO()
     names = [(b"data/" + each.key.encode(), each.nbytes) for each in storages]
-    records = [Record(*name, partial(snapshot._run_chunks, runs)) for name, (runs, _) in zip(names, pairs, strict=True)]
+    records = [Record(*name, partial(saving._run_chunks, runs)) for name, (runs, _) in zip(names, pairs, strict=True)]
     write_archive(FileObject(held), b"archive", records, lambda _: [], threads=2)
     with zipfile.ZipFile(held) as archive:
         assert [archive.read(f"archive/data/{number}") for number in range(12)] == expected
@@ -178,7 +177,7 @@ def test_a_snapshot_of_a_device_has_its_bytes_later(block: int, monkeypatch: pyt
 def test_a_snapshot_fetches_what_is_small_at_once() -> None:
     device = Device()
     pairs: list[Any] = [([], each) for each in few(200)]
-    snapshot.fetch_all(device, pairs)
+    saving.fetch_all(device, pairs)
     assert device.asked == [200]
     device.finish()
     assert [ctypes.string_at(*runs[0][:2]) for runs, _ in pairs] == [bytes([number]) for number in range(200)]
@@ -218,7 +217,7 @@ class Refusing:
 
 def test_a_copy_that_fails_leaves_the_thread_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Refusing()
-    monkeypatch.setattr(contents, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(saving, "cuda_driver", lambda: driver)
     fetcher = CudaFetcher.__new__(CudaFetcher)
     fetcher._device, fetcher.stream = torch.device("cuda:1"), types.SimpleNamespace(cuda_stream=0)
     with pytest.raises(SaveError, match="the device is gone"):

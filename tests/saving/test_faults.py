@@ -16,10 +16,10 @@ import pytest
 import torch
 from tests import forks
 
+from transload import saving
 from transload.errors import CannotWriteError, FullDiskError, NoDirectoryError, TransloadError
 from transload.formats import zip_writer as archive
 from transload.saving import save
-from transload.saving import storages as contents
 
 CALLS = ("open", "fstat", "fchmod", "fchown", "writev", "fsync", "replace", "close")
 """What the system is asked for, from the hidden file to the flushed directory."""
@@ -66,7 +66,7 @@ class Faults:
 def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a few kilobytes were many megabytes, so that there are many writes."""
     for module, name, value in (
-        (archive, "PIECE", 4096), (archive, "SMALL", 1024), (contents, "PIECE", 4096), (contents, "SMALL", 1024),
+        (archive, "PIECE", 4096), (archive, "SMALL", 1024), (saving, "PIECE", 4096), (saving, "SMALL", 1024),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
@@ -113,12 +113,12 @@ KILL_AT_EACH = """
 import os, signal, sys
 import pytest, torch
 from tests.saving.test_faults import Faults, save, small_writes, state
-from transload.saving import storages as contents
+from transload import saving
 from transload.formats import zip_writer as archive
 from transload.io import atomic as sinks
 
-archive.PIECE = contents.PIECE = 4096
-archive.SMALL = contents.SMALL = 1024
+archive.PIECE = saving.PIECE = 4096
+archive.SMALL = saving.SMALL = 1024
 torch.set_num_threads(1)
 patch = pytest.MonkeyPatch()
 path, count = sys.argv[1], int(sys.argv[2])

@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transload.errors import UsageError
+from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Prose, Table
 from transload.render.words import plural, printable, size
 from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
 from transload.writing.plan import Candidate, Options, candidates, dtype_of, format_of, size_of
-
-if TYPE_CHECKING:
-    from transload.io.sources import SourceLike
 
 __all__ = ["Conversion", "convert", "listing", "parts", "report"]
 
@@ -52,7 +50,16 @@ def convert(
     """
     from transload.tensors.content import open_content
 
-    target = _path(dst)
+    target: Any = os.fspath(dst) if hasattr(dst, "__fspath__") else dst
+    if not isinstance(target, str):
+        raise UsageError(f"expected the path of a file, not {type(dst).__name__}")
+    if not target:
+        raise UsageError("the target has no name")
+    valid = False
+    with suppress(UnicodeEncodeError):  # half of a surrogate pair
+        valid = b"\0" not in os.fsencode(target)
+    if not valid:
+        raise UsageError("the name of the target is not valid", where=target)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)
     options = Options(key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size))
     format_ = format_of(target, to)
@@ -77,17 +84,6 @@ def parts(src: SourceLike) -> tuple[Candidate, ...]:
     with open_content(src) as content:
         refuse_broken(content.checkpoint)
         return candidates(content.checkpoint)
-
-
-def _path(path: Any) -> str:
-    if not isinstance(path, str | os.PathLike) or isinstance(name := os.fspath(path), bytes):
-        raise UsageError(f"expected the path of a file, not {type(path).__name__}")
-    if not name:
-        raise UsageError("the target has no name")
-    with suppress(UnicodeEncodeError):  # half of a surrogate pair
-        if b"\0" not in os.fsencode(name):
-            return name
-    raise UsageError("the name of the target is not valid", where=name)
 
 
 def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:

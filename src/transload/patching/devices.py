@@ -47,12 +47,16 @@ def substitute(device: Any) -> Any:
 
     Takes anything that torch takes as a device: a name, a ``torch.device``, an index.
     """
-    name = _name(device)
-    if not name or not is_missing(name):
-        return device
     import torch
 
-    other = substitute_name(name)
+    name = device
+    if isinstance(device, int) and not isinstance(device, bool):
+        name = "cuda" if device == -1 else f"cuda:{device}"  # -1 is Tensor.get_device() of a CPU tensor
+    elif isinstance(device, torch.device):
+        name = str(device)
+    elif not isinstance(device, str):  # such as the dtype given to Tensor.to
+        return device
+    other = substitute_name(name) if is_missing(name) else ""
     return torch.device(other) if other else device
 
 
@@ -84,26 +88,18 @@ def substitute_name(name: str) -> str:
             other = f"{kind}:{int(index) % _count(kind)}"
         _substitutes[key] = other  # for good: a model and its inputs must be on the same device
         noted[f"{name} → {other}"] = None
-        _warn(name, other, found.absent)
+        if (pair := f"{kind} to {other}") not in warned:
+            from transload.errors import LandingWarning, warn
+
+            warned.add(pair)
+            absent = f"there is no {name} here{f'; {found.absent}' if found.absent else ''}"
+            warn(f"{absent}. What was saved on such a device, or is sent to it, goes to {other}", LandingWarning)
     return _substitutes[key]
 
 
 def on_cpu() -> bool:
     """Whether the CPU is used instead of CUDA."""
     return is_missing("cuda") and substitute_name("cuda") == "cpu"
-
-
-def _name(device: Any) -> str:
-    """The name of a device (``cuda:1``); empty for anything else, such as the dtype given to ``Tensor.to``."""
-    if isinstance(device, str):
-        return device
-    if isinstance(device, int):
-        if device == -1:  # Tensor.get_device() of a CPU tensor
-            return "cuda"
-        return "" if isinstance(device, bool) or device < 0 else f"cuda:{device}"
-    import torch
-
-    return str(device) if isinstance(device, torch.device) else ""
 
 
 def _count(kind: str) -> int:
@@ -132,16 +128,3 @@ def _count(kind: str) -> int:
         if _counts[key] and getattr(module, "is_initialized", bool)():
             _final_counts[kind] = _counts[key]
     return _counts[key]
-
-
-def _warn(name: str, other: str, why: str) -> None:
-    """Warn once for each pair of devices."""
-    from transload.errors import LandingWarning, warn
-
-    pair = f"{name.partition(':')[0]} to {other}"
-    if pair in warned:
-        return
-    warned.add(pair)
-    because = f"; {why}" if why else ""
-    text = f"there is no {name} here{because}. What was saved on such a device, or is sent to it, goes to {other}"
-    warn(text, LandingWarning)

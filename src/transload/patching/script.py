@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import io
 import os
 import sys
+from types import ModuleType
 
 from transload.patching import HOME, devices, explained, install
 
@@ -38,11 +41,17 @@ def program_of(
         devices.pretending = pretend
         install(device, explain=False)
         if not quiet:
-            import atexit
-
             atexit.register(_list_changes, os.getpid())
+        main = ModuleType("__main__")
         try:
-            _execute(words, module=module)
+            main.__file__, main.__loader__, main.__spec__, code = (_module if module else _script)(words)
+            main.__package__ = getattr(main.__spec__, "parent", None)
+            if sys.version_info < (3, 14):
+                main.__annotations__ = {}
+            # Only __main__ has the module itself as __builtins__.
+            vars(main).update(__cached__=getattr(main.__spec__, "cached", None), __builtins__=builtins)
+            sys.modules["__main__"] = main  # it stays for atexit functions
+            exec(code, vars(main))  # noqa: S102 - running the program is the purpose
         except SystemExit as leaving:
             devices.refused = leaving.code not in (None, 0) and _was_refused(leaving)
             raise
@@ -89,20 +98,6 @@ def _list_changes(process: int) -> None:
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
-def _execute(words: list[str], *, module: bool) -> None:
-    from types import ModuleType
-
-    main = ModuleType("__main__")
-    main.__file__, main.__loader__, main.__spec__, code = (_module if module else _script)(words)
-    main.__package__ = getattr(main.__spec__, "parent", None)
-    if sys.version_info < (3, 14):
-        main.__annotations__ = {}
-    # Only __main__ has the module itself as __builtins__.
-    vars(main).update(__cached__=getattr(main.__spec__, "cached", None), __builtins__=builtins)
-    sys.modules["__main__"] = main  # it stays for atexit functions
-    exec(code, vars(main))  # noqa: S102 - running the program is the purpose
-
-
 def _module(words: list[str]) -> _Found:
     import runpy
 
@@ -130,7 +125,15 @@ def _script(words: list[str]) -> _Found:
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return "<stdin>", BuiltinImporter, None, compile(source, "<stdin>", "exec", dont_inherit=True)
     path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - not normalised, like Python
-    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113  a folder, or a zip archive, with a __main__.py
+    packed = not os.path.isfile(path)  # noqa: PTH113  a folder, or a zip archive, with a __main__.py
+    if not packed:
+        with open(path, "rb") as start:  # noqa: PTH123
+            may_be_archive = start.read(2) in (b"PK", b"#!")
+        if may_be_archive:
+            from zipfile import is_zipfile
+
+            packed = is_zipfile(path)
+    if packed:
         from pkgutil import get_importer
 
         _set_sys_path(path)
@@ -143,21 +146,9 @@ def _script(words: list[str]) -> _Found:
     if path.endswith(".pyc"):
         compiled = SourcelessFileLoader("__main__", path)
         return path, compiled, None, compiled.get_code("__main__")
-    import io
-
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     return path, SourceFileLoader("__main__", path), None, code
-
-
-def _is_archive(path: str) -> bool:
-    with open(path, "rb") as file:  # noqa: PTH123
-        head = file.read(2)
-    if head not in (b"PK", b"#!"):
-        return False
-    from zipfile import is_zipfile
-
-    return is_zipfile(path)
 
 
 def _set_sys_path(folder: str) -> None:

@@ -17,22 +17,18 @@ import re
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial, wraps
 from inspect import signature
 from itertools import chain
+from typing import Any
 
 from transload.patching import devices
 from transload.patching.devices import is_missing, on_cpu, substitute
 
-TYPE_CHECKING = False  # as in the package itself
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    Replace = Callable[[object, str, object], None]
-    Replaced = tuple[tuple[Callable[..., Any], str, str], ...]
-
+Replace = Callable[[object, str, object], None]
+Replaced = tuple[tuple[Callable[..., Any], str, str], ...]
 _FIRST, _LAST = -1_000_003, 1_000_003  # priorities in the registry must be unique
 _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 
@@ -44,7 +40,27 @@ def patch_torch(
 
     ``when_imported`` calls a function after a module is imported.
     """
-    _register_restore(torch.serialization, at_undo)
+    serialization = torch.serialization
+
+    def restored(storage: Any, tag: str) -> Any:
+        device = devices.substitute_name(tag)
+        return serialization.default_restore_location(storage, device) if device and device != tag else None
+
+    def restore_missing(storage: Any, location: Any) -> Any:
+        tag = location.decode("ascii", "replace") if isinstance(location, bytes) else location
+        return restored(storage, tag) if isinstance(tag, str) and is_missing(tag) else None
+
+    def restore_unknown(storage: Any, location: Any) -> Any:
+        known = devices.requested and isinstance(location, str) and _DEVICE.fullmatch(location)
+        return restored(storage, location) if known else None
+
+    def unregister() -> None:  # torch has no public function for it; without the patch our entries do nothing
+        registry = getattr(serialization, "_package_registry", [])
+        registry[:] = [entry for entry in registry if entry[2] not in (restore_missing, restore_unknown)]
+
+    serialization.register_package(_FIRST, lambda _: None, restore_missing)
+    serialization.register_package(_LAST, lambda _: None, restore_unknown)
+    at_undo(unregister)
     _replace_classes(torch, replace)
 
     # torch fills these tables of its functions at first use: let it do so before they are replaced.
@@ -90,32 +106,6 @@ def _wrapped(real: Any, instead: Any) -> Any:
         return instead(real, *args, **kwargs)
 
     return ours
-
-
-def _register_restore(serialization: Any, at_undo: Callable[[Callable[[], None]], None]) -> None:
-    """Add two entries to the registry of ``torch.load``."""
-
-    def restored(storage: Any, tag: str) -> Any:
-        device = devices.substitute_name(tag)
-        return serialization.default_restore_location(storage, device) if device and device != tag else None
-
-    def restore_missing(storage: Any, location: Any) -> Any:
-        tag = location.decode("ascii", "replace") if isinstance(location, bytes) else location
-        return restored(storage, tag) if isinstance(tag, str) and is_missing(tag) else None
-
-    def restore_unknown(storage: Any, location: Any) -> Any:
-        known = devices.requested and isinstance(location, str) and _DEVICE.fullmatch(location)
-        return restored(storage, location) if known else None
-
-    ours = {restore_missing: _FIRST, restore_unknown: _LAST}
-    for restore, priority in ours.items():
-        serialization.register_package(priority, lambda _: None, restore)
-
-    def unregister() -> None:  # torch has no public function for it; without the patch our entries do nothing
-        registry = getattr(serialization, "_package_registry", [])
-        registry[:] = [entry for entry in registry if entry[2] not in ours]
-
-    at_undo(unregister)
 
 
 def _clear_compiler_tables() -> None:
@@ -246,7 +236,7 @@ def _cuda() -> Any:
     return torch.device("cuda")
 
 
-class _Generators(tuple["Any", ...]):
+class _Generators(tuple[Any, ...]):
     """``torch.cuda.default_generators``, which is empty until torch finds a GPU."""
 
     __slots__ = ()
@@ -294,7 +284,7 @@ class _Event:
     wait = synchronize = _nothing
 
 
-class _Stream(nullcontext["Any"]):
+class _Stream(nullcontext[Any]):
     """``torch.cuda.Stream``: there is only one, on which all work is done."""
 
     cuda_stream = stream_id = device_index = priority = 0

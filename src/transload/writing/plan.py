@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -108,6 +108,11 @@ def size_of(size: str | int | None) -> int:
 # -- what the formats can store
 
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
+_CAN_STORE: dict[str, Collection[str]] = {  # the dtypes that a format has, or can at least store the bytes of
+    "safetensors": SAFETENSORS_DTYPES,
+    "npz": {*NUMPY, "bfloat16", "complex32", *(dtype for dtype in ITEMSIZE if dtype.startswith("float8_"))},
+    **dict.fromkeys(("torch", "raw"), ITEMSIZE.keys() - QUANTIZED),
+}
 _CANNOT_HOLD = {
     "meta": "it was on the meta device and has no values",
     "quantized": "it is quantized: its values mean nothing without their scales",
@@ -115,15 +120,6 @@ _CANNOT_HOLD = {
     "device": "its values are in the pickle, as a numpy array",
 }
 _UNSAFE = re.compile(r'[\\:%"\x00-\x1f]')
-
-
-def _can_store(format_: str, dtype: str) -> bool:
-    """Whether a format has a dtype, or can at least store its bytes."""
-    if format_ == "safetensors":
-        return dtype in SAFETENSORS_DTYPES
-    if format_ == "npz":
-        return dtype in NUMPY or dtype in ("bfloat16", "complex32") or dtype.startswith("float8_")
-    return dtype in ITEMSIZE and dtype not in QUANTIZED
 
 
 def member_name(name: str) -> str:
@@ -297,9 +293,11 @@ class Plan:
         names_by_tie: dict[Any, str] = {}
         distinct = _Distinct(entry.name for entry in simple)
         for entry in simple:
-            entry.name = name = distinct(entry.name)
-            tensor = entry.tensor
-            if not _can_store(self.format, entry.dtype):
+            name, tensor = distinct(entry.name), entry.tensor
+            if name != entry.name:
+                self.renamed.append((entry.name, name))
+                entry.name = name
+            if entry.dtype not in _CAN_STORE[self.format]:
                 self.omitted.append(Omission(name, f"the format has no {entry.dtype}", lost=True))
                 continue
             # In the metadata of a safetensors file, "format" is what loaders look for, never an alias.
@@ -310,7 +308,6 @@ class Plan:
             if allowance is not None:
                 allowance.spend(tensor)
             self.entries.append(entry)
-        self.renamed += distinct.renamed
 
     def _plan_torch(self, selected: list[Entry]) -> None:
         """Plan a torch zip: keep the structure of the source's object if possible, else write a flat dictionary."""
@@ -322,14 +319,12 @@ class Plan:
             carry_over(checkpoint, selected)
         self._plan_entries(entry for entry in selected if entry.call is None)
         root, start = self._root(selected)
+        stored = set(self.entries)
+        kept = [entry for entry in selected if entry.call is not None or entry in stored]
         structure = None
         if root is not None and distinct and checkpoint.format not in _WITHOUT_OBJECT and not self.in_parts:
-            stored = set(self.entries)
-            kept = [entry for entry in selected if entry.call is not None or entry in stored]
             structure = Structure(root, start, kept, known=paths, modules=self._modules)
-            if len(structure.placed) != len(kept):
-                structure = None
-        if structure is not None:
+        if structure is not None and len(structure.placed) == len(kept):
             made, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
             self.numbers = structure.numbers
         else:
@@ -383,12 +378,11 @@ class _Distinct:
     """Makes names unique: a repeated name gets a number that makes it different from all ``names``.
 
     >>> distinct = _Distinct(["a", "a", "a#2"])
-    >>> distinct("a"), distinct("a"), distinct.renamed
-    ('a', 'a#3', [('a', 'a#3')])
+    >>> distinct("a"), distinct("a")
+    ('a', 'a#3')
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.renamed: list[tuple[str, str]] = []
         self._taken = set(names)
         self._used: set[str] = set()
         self._next: dict[str, int] = {}  # a file can have fifty thousand tensors with the same name
@@ -403,7 +397,6 @@ class _Distinct:
             number += 1
         self._next[name] = number + 1
         self._used.add(new)
-        self.renamed.append((name, new))
         return new
 
 
@@ -491,7 +484,13 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
     if plan.format == "npz" and opaque:
         hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
         yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"
-    if separated := _separated_views(plan):
+    stored = (each for each in plan.entries if each.tensor.kind == "strided" and each.tensor.storage is not None)
+    separated: list[str] = []
+    for group in overlapping(entry for entry in stored if entry.nbytes):
+        # Only in a torch zip can several tensors be in one storage.
+        if len({entry.name if entry.storage < 0 else entry.storage for entry in group}) > 1:
+            separated += [entry.name for entry in group]
+    if separated:
         yield f"views that shared memory are separate tensors now: {join_names(separated, _SHOWN)}"
     if odd := leftovers.odd:
         yield f"named after the printed form of a key that is neither a string nor a number: {join_names(odd, _SHOWN)}"
@@ -503,17 +502,6 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
     yield from (sentence.format(name) for name in names[:_SHOWN])
     if len(names) > _SHOWN:
         yield f"{sentence.format('…')}, and so are {len(names) - _SHOWN:,} more"
-
-
-def _separated_views(plan: Plan) -> list[str]:
-    """Tensors that overlap in the source, and no longer do in the target."""
-    stored = (each for each in plan.entries if each.tensor.kind == "strided" and each.tensor.storage is not None)
-    separated: list[str] = []
-    for group in overlapping(entry for entry in stored if entry.nbytes):
-        # Only in a torch zip can several tensors be in one storage.
-        if len({entry.name if entry.storage < 0 else entry.storage for entry in group}) > 1:
-            separated += [entry.name for entry in group]
-    return separated
 
 
 # -- the parts that a key can choose
@@ -542,19 +530,17 @@ def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
             key = "/".join(steps[:length])
             if key in parts or len(parts) < _MAX_CANDIDATES:
                 parts.setdefault(key, []).append(tensor)
-    many = len(parts) > _MAX_LEVELS
-    return tuple(
-        Candidate(key, _kind(key, tensors), len(tensors), sum(tensor.nbytes for tensor in tensors))
-        for key, tensors in parts.items()
-        if not (many and key.rpartition("/")[2].isdecimal())  # one of many similar parts: optimizer/state/17
-    )
-
-
-def _kind(key: str, tensors: list[Tensor]) -> str:
-    depth = len(key.split("/")) if key else 0
-    if any("_parameters" in tensor.path or "_buffers" in tensor.path for tensor in tensors):
-        return "module"
-    if any("/" in tensor.name[len(key) :].removeprefix("/") for tensor in tensors):
-        return "nested"
-    dotted = any("." in str(tensor.path[depth]) for tensor in tensors if len(tensor.path) > depth)
-    return "state dict" if dotted else "tensors"
+    found: list[Candidate] = []
+    for key, tensors in parts.items():
+        if len(parts) > _MAX_LEVELS and key.rpartition("/")[2].isdecimal():
+            continue  # one of many similar parts: optimizer/state/17
+        depth = len(key.split("/")) if key else 0
+        kind = "tensors"
+        if any("_parameters" in tensor.path or "_buffers" in tensor.path for tensor in tensors):
+            kind = "module"
+        elif any("/" in tensor.name[len(key) :].removeprefix("/") for tensor in tensors):
+            kind = "nested"
+        elif any("." in str(tensor.path[depth]) for tensor in tensors if len(tensor.path) > depth):
+            kind = "state dict"
+        found.append(Candidate(key, kind, len(tensors), sum(tensor.nbytes for tensor in tensors)))
+    return tuple(found)

@@ -227,10 +227,15 @@ def lay_out(entries: Iterable[Entry], content: Content) -> list[Entry]:
     for entry in entries:
         if entry.call is not None:
             continue
-        tensor = entry.tensor
-        if not entry.is_cast and _shares_storage(tensor, content):
-            sharing.append(entry)
-            continue
+        tensor, storage = entry.tensor, content.storage(entry.tensor)
+        is_plain = tensor.kind == "strided" and not tensor.flags and not entry.is_cast
+        if is_plain and storage is not None and tensor.numel:
+            low, high = byte_span(tensor)
+            mixed = storage.big_endian and ITEMSIZE[tensor.dtype] != ITEMSIZE.get(storage.dtype, 0)
+            scattered = high - low > 2 * tensor.nbytes + 4096
+            if not mixed and not scattered:
+                sharing.append(entry)
+                continue
         tie = tie_of(tensor) or id(entry)
         if tie not in alone:
             allowance.spend(tensor)
@@ -251,17 +256,6 @@ def lay_out(entries: Iterable[Entry], content: Content) -> list[Entry]:
             entry.stride = entry.tensor.stride
         storages.append(Entry(first.name, whole, dtype))
     return storages
-
-
-def _shares_storage(tensor: Tensor, content: Content) -> bool:
-    """Whether a tensor may share a storage with others; else it gets its own."""
-    storage = content.storage(tensor)
-    if tensor.kind != "strided" or tensor.flags or storage is None or not tensor.numel:
-        return False
-    low, high = byte_span(tensor)
-    mixed = storage.big_endian and ITEMSIZE[tensor.dtype] != ITEMSIZE.get(storage.dtype, 0)
-    scattered = high - low > 2 * tensor.nbytes + 4096
-    return not mixed and not scattered
 
 
 # -- the pickle
