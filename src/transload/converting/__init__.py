@@ -15,6 +15,7 @@ from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Prose, Table
 from transload.render.words import plural, printable, size
+from transload.tensors.content import open_content
 from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
 from transload.writing.plan import Candidate, Options, candidates, dtype_of, format_of, size_of
@@ -48,8 +49,6 @@ def convert(
     >>> transload.convert("model.pt", "model.safetensors")  # doctest: +SKIP
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP
     """
-    from transload.tensors.content import open_content
-
     target: Any = os.fspath(dst) if hasattr(dst, "__fspath__") else dst
     if not isinstance(target, str):
         raise UsageError(f"expected the path of a file, not {type(dst).__name__}")
@@ -79,8 +78,6 @@ def convert(
 
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
-    from transload.tensors.content import open_content
-
     with open_content(src) as content:
         refuse_broken(content.checkpoint)
         return candidates(content.checkpoint)

@@ -75,11 +75,10 @@ def checked(device: object) -> str:
     if name in ("auto", "spread"):
         return name
     from transload.devices import KINDS
+    from transload.errors import UsageError
 
     kind, _, index = name.partition(":")
     if kind not in KINDS or (index and not index.isdecimal()) or name.endswith(":"):
-        from transload.errors import UsageError
-
         raise UsageError(f"{name!r} is not a device", fix="Use auto, cpu, cuda:0, mps or the like.")
     return name
 

@@ -22,6 +22,8 @@ from contextlib import nullcontext
 from functools import cache, partial, wraps
 from inspect import signature
 from itertools import chain
+from platform import machine
+from types import SimpleNamespace
 from typing import Any
 
 from transload.patching import devices
@@ -189,8 +191,6 @@ def _refuse_graphs(*_: Any, **__: Any) -> Any:
 
 
 def _cpu_name(*_: Any, **__: Any) -> str:
-    from platform import machine
-
     return f"CPU ({machine()}, {os.cpu_count()} cores)"
 
 
@@ -205,8 +205,6 @@ def _memory(*_: Any, **__: Any) -> tuple[int, int]:
 
 def _properties(*_: Any, **__: Any) -> Any:
     """The properties of the CPU, under the names of those of a GPU."""
-    from types import SimpleNamespace
-
     numbers = {"total_memory": _memory()[1], "multi_processor_count": os.cpu_count() or 1, "warp_size": 1}
     of_gpus = dict.fromkeys(_PROPERTIES.split(), 0)
     return SimpleNamespace(name=_cpu_name(), **of_gpus, **numbers, gcnArchName="", uuid="")
@@ -252,13 +250,6 @@ class _Runtime:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 0
-
-
-def _plan_cache(*_: Any) -> Any:
-    """``torch.backends.cuda.cufft_plan_cache``, which a CPU does not need."""
-    from types import SimpleNamespace
-
-    return SimpleNamespace(size=0, max_size=0, clear=_nothing)
 
 
 class _Event:
@@ -377,7 +368,9 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
         "set_rng_state": _set_rng_state,
     },
     "torch.backends.cuda": dict.fromkeys(("preferred_blas_library", "preferred_linalg_library"), _nothing),
-    "torch.backends.cuda.cuFFTPlanCacheManager": {"__getitem__": _plan_cache},
+    "torch.backends.cuda.cuFFTPlanCacheManager": {
+        "__getitem__": lambda *_: SimpleNamespace(size=0, max_size=0, clear=_nothing)
+    },
     "torch.cuda.memory": {
         **dict.fromkeys(("_dump_snapshot", "_record_memory_history"), _nothing),
         "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},

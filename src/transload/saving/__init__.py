@@ -330,8 +330,6 @@ _MAX_THREADS = 8
 _TOGETHER = 4096  # the most small storages that are fetched together
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time
 
-_Span = tuple[Any, int, int]  # bytes of a storage: the storage, the first byte, the number of bytes
-
 
 def _name(key: str) -> bytes:
     return b"data/" + key.encode()
@@ -417,8 +415,8 @@ class CudaFetcher:
         made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return made, made.data_ptr()
 
-    def fetch(self, slot: Any, parts: Sequence[_Span]) -> Any:
-        """Start a copy; the returned function waits until it is complete."""
+    def fetch(self, slot: Any, parts: Sequence[tuple[Any, int, int]]) -> Any:
+        """Start a copy of storages, each from a byte on and so many bytes; the returned function waits for its end."""
         import torch
 
         driver = cuda_driver()
@@ -660,17 +658,15 @@ class Background:
             begin = self._writer is None
             if begin:
                 self._writer = 0
-        if not begin:
-            return saving
-        if not main_thread().is_alive():  # the program is ending, and waits for no more threads
+        if begin and not main_thread().is_alive():  # the program is ending, and waits for no more threads
             self._work()
             _report_at_exit()
-            return saving
-        try:
-            # Not a daemon: a program does not end before its last save.
-            Thread(target=self._work, name="transload save", daemon=False).start()
-        except RuntimeError:  # the system has no more threads
-            self._work()
+        elif begin:
+            try:
+                # Not a daemon: a program does not end before its last save.
+                Thread(target=self._work, name="transload save", daemon=False).start()
+            except RuntimeError:  # the system has no more threads
+                self._work()
         return saving
 
     def _work(self) -> None:

@@ -15,7 +15,6 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import islice
 from math import prod
 from operator import attrgetter, methodcaller
@@ -189,18 +188,6 @@ _FROM_OTHER_DEVICES = frozenset(
 """Functions for tensors on devices without storages. An argument names the device, which may not exist elsewhere."""
 
 
-@cache
-def _kinds() -> dict[Any, tuple[Any, int]]:
-    """The storage class in files, and the bytes of an element, for each dtype of plain tensors."""
-    import torch
-
-    return {
-        getattr(torch, dtype): (getattr(torch, name), ITEMSIZE[dtype])
-        for dtype, name in STORAGE_CLASSES.items()
-        if not dtype.startswith(("complex", "q"))  # complex tensors may be conjugated, so torch reduces them
-    }
-
-
 class _Reducer:
     """Reduces the tensors of one object, and collects their storages.
 
@@ -222,7 +209,13 @@ class _Reducer:
         self.legacy = legacy
         self._classes: set[type] = set()  # module classes whose id was written (legacy form)
         self._torch: Any = torch
-        self.tensor, self._strided, self._kinds = torch.Tensor, torch.strided, _kinds()
+        self.tensor, self._strided = torch.Tensor, torch.strided
+        # For each dtype of plain tensors: the storage class in files, and the bytes of an element.
+        self._kinds = {
+            getattr(torch, dtype): (getattr(torch, name), ITEMSIZE[dtype])
+            for dtype, name in STORAGE_CLASSES.items()
+            if not dtype.startswith(("complex", "q"))  # complex tensors may be conjugated, so torch reduces them
+        }
         self._rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
         # The classes of objects that may have a persistent id: storages, in the legacy form also classes.
         self.with_id: set[type] = {_Ref, Stored}

@@ -20,9 +20,13 @@ from transload.checkpoint import Tensor
 from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
+from transload.formats import gc_paused, read_source
+from transload.formats.safetensors import read_safetensors
+from transload.formats.zip import read_index
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record, write_archive, write_checkpoint
 from transload.frozen import Frozen, Reported
 from transload.io.atomic import remove_leftovers
+from transload.io.pool import progress_counter
 from transload.io.sources import FileSource, SourceLike
 from transload.render.lines import Block, Prose, as_text, row
 from transload.render.words import plural, printable, size
@@ -59,9 +63,6 @@ def write_content(
 
     If this raises, nothing is left behind.
     """
-    from transload.formats import gc_paused
-    from transload.io.pool import progress_counter
-
     start = time.monotonic()
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
     refuse_existing(leftovers_path, overwrite=overwrite)
@@ -258,8 +259,6 @@ def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
 
 def _write_torch(job: Job, plan: Plan) -> None:
     """Write a zip archive like that of ``torch.save``, and check that our reader finds the same tensors in it."""
-    from transload.formats import read_source
-
     storages = plan.storages
     file = job.bundle.add(job.dst)
     members = ((b"data/%d" % number, b"", entry) for number, entry in enumerate(storages))
@@ -300,8 +299,6 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 def _write_safetensors(job: Job, plan: Plan) -> None:
     """Write one file, or shards of at most ``max_shard_size`` bytes and their index."""
-    from transload.formats.safetensors import read_safetensors
-
     max_size = plan.options.max_shard_size
     shards: list[list[Entry]] = [[]]
     size = 0
@@ -371,8 +368,6 @@ _MAX_NAME = 0xFFFF
 
 def _write_npz(job: Job, plan: Plan) -> None:
     """Write the archive, and check that our reader finds the arrays in it."""
-    from transload.formats.zip import read_index
-
     members: list[_Member] = []
     for entry in plan.entries:
         name, shape = f"{member_name(entry.name)}.npy".encode(), entry.tensor.shape

@@ -328,14 +328,12 @@ class Folder:
             self.discard()
             raise
         atomic.flush_directory(os.path.dirname(self._target))
-        self._remove(old)
+        self.hidden = old
+        self.discard()
 
     def discard(self) -> None:
-        """Remove it."""
-        self._remove(self.hidden)
-
-    def _remove(self, folder: str) -> None:
-        _remove_folder(folder)
+        """Remove it; after a commit, the old directory."""
+        _remove_folder(self.hidden)
         with suppress(OSError):
             os.close(self._lock)
         self._lock = -1

@@ -20,8 +20,10 @@ from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
 from transload.formats.pickle_writer import dumps
+from transload.formats.safetensors import header_metadata, looks_like_safetensors
 from transload.formats.tensors import node_at
-from transload.formats.zip_writer import Record, opening_records
+from transload.formats.zip import starts_like_zip
+from transload.formats.zip_writer import opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays
@@ -163,13 +165,9 @@ class Plan:
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
         self.omitted: list[Omission] = []
-        self.others = 0
         self.renamed: list[tuple[str, str]] = []
-        self.unmatched: list[str] = []
         self.dropped: list[tuple[Path, Any]] = []
-        self.opening: list[Record] = []
         self.placed: list[Entry] = []
-        self.storages: list[Entry] = []
         self.numbers: list[str] = []
         self._modules = _module_paths(source.checkpoint.tensors)
         into_objects = format_ != "torch"  # an array inside an object cannot go into a torch zip
@@ -234,11 +232,7 @@ class Plan:
         distinct = _Distinct(name for name, _ in kept)
         selected = []
         for name, tensor in kept:
-            writable = name
-            try:
-                name.encode()
-            except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not have
-                writable = name.encode("utf-8", "backslashreplace").decode()
+            writable = name.encode("utf-8", "backslashreplace").decode()  # UTF-8 has no half of a surrogate pair
             reserved = self.format == "safetensors" and writable == "__metadata__"
             writable = f"{writable}#2" if reserved else writable or "tensor"
             unique = distinct(writable, invented=writable != name)
@@ -424,9 +418,6 @@ def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
 
     A safetensors file stores every tensor once; ``save_model`` records further names in the metadata.
     """
-    from transload.formats.safetensors import header_metadata, looks_like_safetensors
-    from transload.formats.zip import starts_like_zip
-
     checkpoint = content.checkpoint
     metadata: dict[str, str] = {}
     if checkpoint.format in ("safetensors", "sharded", "directory"):

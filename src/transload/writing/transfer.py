@@ -20,11 +20,15 @@ from typing import Any, TypeVar
 from transload.checkpoint import Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
+from transload.formats.verify import checksums, verify_records
 from transload.io.atomic import write_at
+from transload.io.checksums import combined, fastest_crc32
 from transload.io.memory import PAGE, Pages, is_equal, memory_at
+from transload.io.pool import each
 from transload.io.sources import Source, read_into
 from transload.nodes import Call
 from transload.tensors.content import Content, FileRange, numpy_or_none
+from transload.tensors.damage import records_of
 from transload.writing.output import Bundle
 
 _T = TypeVar("_T")
@@ -103,8 +107,6 @@ def read_back(source: Source, records: Sequence[Record], nbytes: int, job: Job) 
 
     ``nbytes`` is how many bytes progress counts.
     """
-    from transload.formats.verify import checksums
-
     left = nbytes
 
     def progress(count: int) -> None:
@@ -133,9 +135,6 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     compares its chunk, while others fill the next. Raises ``ConvertError`` if the file differs from what was written.
     Progress counts the bytes of each entry twice if they are also compared.
     """
-    from transload.io.checksums import combined, fastest_crc32
-    from transload.io.pool import each
-
     size = len(head) + sum(entry.nbytes for entry in entries)
     nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
     count = _THREADS if size > CHUNK and hasattr(os, "preadv") else 1  # Windows has one position for all threads
@@ -167,9 +166,9 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     finally:
         if direct:
             _set_direct(descriptor, on=False)
-    checksums = combined(parts)
+    found = combined(parts)
     for index, entry in enumerate(entries):
-        entry.crc32 = checksums.get(index, 0)
+        entry.crc32 = found.get(index, 0)
 
 
 class Chunk:
@@ -178,12 +177,7 @@ class Chunk:
     def __init__(self, nbytes: int) -> None:
         self.pages = Pages(nbytes)
         self.view = memory_at(self.pages.address, nbytes)
-        self.begin(0)
-
-    def begin(self, offset: int) -> None:
-        """Empty it, for bytes from ``offset`` on."""
-        self.offset = offset
-        self.filled = 0
+        self.offset = self.filled = 0
         self.parts: list[tuple[int, int, int]] = []
 
 
@@ -206,7 +200,7 @@ def _fill_chunks(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chu
                 end = chunk.offset + chunk.filled
                 yield chunk
                 chunk = free.pop()
-                chunk.begin(end)
+                chunk.offset, chunk.filled, chunk.parts = end, 0, []
             room = chunk.view[chunk.filled :]
             if run is not None:
                 count = source.readinto(run.offset + done, room[: nbytes - done])
@@ -259,9 +253,6 @@ def check_source(entries: Sequence[Entry], job: Job) -> None:
 
     Storages whose checksum was computed while they were written are not read again.
     """
-    from transload.formats.verify import verify_records
-    from transload.tensors.damage import records_of
-
     content = job.content
     unchecked: set[str] = set()
     for entry in entries:
