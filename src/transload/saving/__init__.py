@@ -304,24 +304,20 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
             raise UsageError(f"{place} has the name {wrong!r:.80}, which is not text", fix=_FIX)
-        return {_text(key, place): _plain(each, f"{place}[{key!r:.80}]", depth + 1) for key, each in value.items()}
+        return {_plain(key, place, 0): _plain(each, f"{place}[{key!r:.80}]", depth + 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each, f"{place}[{index}]", depth + 1) for index, each in enumerate(value)]
     if isinstance(value, str):
-        return _text(value, place)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{place} has text that is not Unicode", fix=_FIX) from error
+        return str(value)
     if type(value) is int and value.bit_length() > _MAX_BITS:
         raise UsageError(f"{place} is a number of more than {_MAX_BITS} bits", fix="Write it as text.")
     if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return value
     raise UsageError(f"{place} is {value!r:.80}, a {type(value).__name__}, which JSON does not hold", fix=_FIX)
-
-
-def _text(value: str, place: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{place} has text that is not Unicode", fix=_FIX) from error
-    return str(value)
 
 
 # -- storages where they are: CPU memory is written in place, CUDA memory passes through pinned memory
