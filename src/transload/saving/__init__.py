@@ -431,12 +431,10 @@ class CudaFetcher:
                 copies.append((to, storage.data_ptr() + start, nbytes))
                 to += nbytes
             try:
-                before = driver.current_context()
-                try:
+                with ExitStack() as last:
+                    last.callback(driver.set_context, driver.current_context())
                     driver.set_device(self._device.index)
                     driver.copy(copies, self.stream.cuda_stream)
-                finally:
-                    driver.set_context(before)
             except DriverError as reason:
                 raise SaveError(reason.what, fix="`transload doctor` looks for the cause.") from reason
         event = torch.cuda.Event()

@@ -120,7 +120,11 @@ class Structure(BoundedWalk):
             attributes = tensor_attributes(node)
             if attributes.items:
                 self.dropped.append(((*path, "$attributes"), attributes))
-            return self._place(path, state=False)
+            if path not in self._entries:
+                return NOTHING
+            self.placed.append(self._entries[path])
+            self.placed[-1].state = False
+            return self.placed[-1]
         if path in self._modules:
             self.dropped.append((path, node))
             made = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
@@ -128,7 +132,8 @@ class Structure(BoundedWalk):
             for inside, entry in self._entries.items():
                 if inside[: len(path)] == path:
                     name = entry.name.rpartition("/")[2] if path else entry.name
-                    made.items += [name, self._place(inside, state=True)]
+                    self.placed.append(entry)
+                    made.items += [name, entry]
             return made
         number = numpy_number(node) if type(node) is Call else NOTHING
         if number is not NOTHING:
@@ -150,42 +155,31 @@ class Structure(BoundedWalk):
             values = [self._keep(value, (*path, index), depth + 1) for index, value in enumerate(node)]
             kept = type(node)(None if value is NOTHING else value for value in values)
         else:
-            kept = self._mapping(node, path, depth + 1)
+            items: list[Any] = []
+            for value, key, _ in last_pairs(call_items(node) if ordered else node.items):
+                step = (*path, short_key(key))
+                if type(key) not in KEY_TYPES:
+                    self.dropped.append((step, value))
+                    continue
+                inner = self._keep(value, step, depth + 1)
+                if inner is NOTHING:
+                    continue
+                if type(inner) is Entry and type(key) is str and inner.tensor.name.endswith(key):
+                    # The tensor may have a new name, without a prefix that was stripped.
+                    if len(inner.tensor.name) == len(key):
+                        key = inner.name  # noqa: PLW2901 - the same key under its new name
+                    elif "/" not in key:
+                        key = inner.name.rpartition("/")[2]  # noqa: PLW2901 - as above
+                items += [key, inner]
+            kept = Dict(items)
+            if ordered:
+                kept = Call(node.callee, (), "reduce", 0)
+                kept.items = items
+            if ordered and node.states:  # state_dict() keeps the versions of its modules there
+                state = self._keep(node.states[-1], (*path, "$attributes"), depth + 1)
+                kept.states = [state] if state is not NOTHING else None
         self.ancestors.discard(id(node))
         return kept
-
-    def _place(self, path: Path, *, state: bool) -> Any:
-        if path not in self._entries:
-            return NOTHING
-        self.placed.append(self._entries[path])
-        self.placed[-1].state = state
-        return self.placed[-1]
-
-    def _mapping(self, node: Any, path: Path, depth: int) -> Dict | Call:
-        items: list[Any] = []
-        for value, key, _ in last_pairs(node.items if type(node) is Dict else call_items(node)):
-            step = (*path, short_key(key))
-            if type(key) not in KEY_TYPES:
-                self.dropped.append((step, value))
-                continue
-            kept = self._keep(value, step, depth)
-            if kept is NOTHING:
-                continue
-            if type(kept) is Entry and type(key) is str and kept.tensor.name.endswith(key):
-                # The tensor may have a new name, without a prefix that was stripped.
-                if len(kept.tensor.name) == len(key):
-                    key = kept.name  # noqa: PLW2901 - the same key under its new name
-                elif "/" not in key:
-                    key = kept.name.rpartition("/")[2]  # noqa: PLW2901 - as above
-            items += [key, kept]
-        if type(node) is Dict:
-            return Dict(items)
-        made = Call(node.callee, (), "reduce", 0)
-        made.items = items
-        if node.states:  # state_dict() keeps the versions of its modules there
-            state = self._keep(node.states[-1], (*path, "$attributes"), depth)
-            made.states = [state] if state is not NOTHING else None
-        return made
 
 
 # -- which bytes become storages
