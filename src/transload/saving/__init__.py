@@ -656,6 +656,9 @@ class Background:
             self._work()
             _report_at_exit()
         elif begin:
+            # It comes before functions that the program has registered so far, which may save something, too.
+            atexit.unregister(_report_at_exit)
+            atexit.register(_report_at_exit)
             try:
                 # Not a daemon: a program does not end before its last save.
                 Thread(target=self._work, name="transload save", daemon=False).start()
@@ -756,6 +759,5 @@ def _report_at_exit() -> None:
         print(f"transload: {_background_error([failed])}", file=sys.stderr)  # noqa: T201 - nothing is left to raise it in
 
 
-atexit.register(_report_at_exit)
 if hasattr(os, "register_at_fork"):  # a child has no thread; reset in place, since others refer to the object
     os.register_at_fork(after_in_child=background.__init__)  # type: ignore[misc]
