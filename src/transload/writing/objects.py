@@ -428,6 +428,5 @@ def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> 
         return in_memory(file) if file in raw else content.open_file(file)
 
     tensors, found = (*checkpoint.tensors, *added), (*checkpoint.storages, *storages.values())
-    return Content(replace(checkpoint, tensors=tensors, storages=found), open_file, content.parts), {
-        tensor.path for tensor in added
-    }
+    with_added = replace(checkpoint, tensors=tensors, storages=found)
+    return Content(with_added, open_file, content.parts), {tensor.path for tensor in added}
