@@ -450,6 +450,8 @@ _BREADTH = 10_000  # parts tried per level: finding the culprit must not take lo
 
 def _culprit(obj: Any, protocol: int, pickle_module: Any, kind: type[Exception]) -> tuple[str, str]:
     """The place of the innermost part that alone raises this kind of error; and what to do about it."""
+    import torch
+
     place = "obj"
 
     def fails(part: Any) -> bool:
@@ -466,20 +468,16 @@ def _culprit(obj: Any, protocol: int, pickle_module: Any, kind: type[Exception])
         if inner is None:
             break
         place, obj = place + inner[0], inner[1]
-    return f"{place} (a {type(obj).__module__}.{type(obj).__qualname__})", _fix(place, obj, kind)
-
-
-def _fix(place: str, obj: Any, kind: type[Exception]) -> str:
-    import torch
-
+    fix = "Save a state_dict instead of the object that has it" if "." in place else "Leave it out"
     if issubclass(kind, RecursionError):
-        return "It is nested too deep for pickle: make it flatter, or allow more by sys.setrecursionlimit()."
-    if isinstance(obj, torch.Tensor):
-        return "Save a plain tensor with the same numbers: to_dense() makes one of most kinds."
-    hint = "Save a state_dict instead of the object that has it" if place.count(".") else "Leave it out"
-    if isinstance(obj, torch.nn.Module):
-        return f"{hint if place.count('.') else 'Save its state_dict() instead'}."
-    return f"{hint}, or give it a name at the top of a module: pickle refers to code by name."
+        fix = "It is nested too deep for pickle: make it flatter, or allow more by sys.setrecursionlimit()."
+    elif isinstance(obj, torch.Tensor):
+        fix = "Save a plain tensor with the same numbers: to_dense() makes one of most kinds."
+    elif isinstance(obj, torch.nn.Module):
+        fix = f"{fix}." if "." in place else "Save its state_dict() instead."
+    else:
+        fix = f"{fix}, or give it a name at the top of a module: pickle refers to code by name."
+    return f"{place} (a {type(obj).__module__}.{type(obj).__qualname__})", fix
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
