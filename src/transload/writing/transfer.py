@@ -254,9 +254,8 @@ def check_source(entries: Sequence[Entry], job: Job) -> None:
     Storages whose checksum was computed while they were written are not read again.
     """
     content = job.content
-    unchecked: set[str] = set()
-    for entry in entries:
-        unchecked.update(each.storage for each in (entry.tensor, *entry.tensor.parts) if each.storage)
+    tensors = [tensor for entry in entries for tensor in (entry.tensor, *entry.tensor.parts)]
+    unchecked = {tensor.storage for tensor in tensors if tensor.storage}
     damaged: list[str] = []
     for entry in entries:
         run, known, storage = entry.run, entry.crc32, content.storage(entry.tensor)
