@@ -9,15 +9,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from transload.checkpoint import Checkpoint
 from transload.findings import Problem
+from transload.formats.zip import ZipIndex, ends_like_zip, read_index, starts_like_zip
 from transload.frozen import replace
+from transload.io.sources import Source, SourceLike, open_source
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint
     from transload.formats.foreign import Foreign
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip import ZipIndex
-    from transload.io.sources import Source, SourceLike
+
+_has_frozen = not hasattr(gc, "freeze")
+"""Whether the program has ever frozen objects: counting them takes long, so that is remembered."""
 
 
 @contextmanager
@@ -30,6 +33,7 @@ def gc_paused(*, user_objects: bool = False) -> Iterator[None]:
     itself uses ``gc.freeze``). Objects moved this way are not counted, and garbage among them may never be collected.
     So the program's own garbage is collected before; and with ``user_objects``, which may be cyclic, nothing is moved.
     """
+    global _has_frozen  # noqa: PLW0603 - one answer for the process
     collecting = gc.isenabled()
     if collecting:
         gc.collect(1)
@@ -39,21 +43,13 @@ def gc_paused(*, user_objects: bool = False) -> Iterator[None]:
         yield
     finally:
         if collecting:
-            if not (user_objects or _program_freezes()):
-                gc.freeze()
-                gc.unfreeze()
+            if not user_objects:
+                _has_frozen = _has_frozen or gc.get_freeze_count() > 0
+                if not _has_frozen:
+                    gc.freeze()
+                    gc.unfreeze()
             gc.enable()
             del _paused[-1:]
-
-
-_has_frozen = not hasattr(gc, "freeze")
-
-
-def _program_freezes() -> bool:
-    """Whether the program has ever frozen objects: counting them takes long, so that is remembered."""
-    global _has_frozen  # noqa: PLW0603 - one answer for the process
-    _has_frozen = _has_frozen or gc.get_freeze_count() > 0
-    return _has_frozen
 
 
 _paused: list[None] = []
@@ -83,8 +79,6 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
             from transload.formats.directory import read_sharded
 
             return read_sharded(path, partial(read, verify=verify))
-    from transload.io.sources import open_source
-
     source = open_source(f)
     try:
         return read_source(unpacked(source), verify=verify)
@@ -107,8 +101,6 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     Without ``tree``, the tensors of an ordinary archive without problems are only ``counted``, and its leaves left out:
     for a loader, which goes through all of them itself, and reads the file again if it needs their names.
     """
-    from transload.formats.zip import ends_like_zip, starts_like_zip
-
     if starts_like_zip(source):
         folder, name = os.path.split(source.name)
         if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
@@ -135,16 +127,15 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
 
         found = read_gguf(source)
     elif head == b"\x93NUMPY":
-        from transload.formats.npz import read_npy
+        from transload.formats.arrays import read_npy
 
         found = read_npy(source)
+    if found is None:
+        from transload.formats.plain_pickle import read_plain_pickle
+
+        found = read_plain_pickle(source)
     if found is not None:
         return found
-    from transload.formats.plain_pickle import read_plain_pickle
-
-    plain = read_plain_pickle(source)
-    if plain is not None:
-        return plain
     from transload.formats.foreign import identify
 
     what = identify(source)
@@ -155,8 +146,6 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
 
 
 def _not_a_checkpoint(source: Source, what: Foreign, index: ZipIndex | None = None) -> Checkpoint:
-    from transload.checkpoint import Checkpoint
-
     problem = Problem("not-a-checkpoint", detail="\n".join(what.details), title=what.title, fix=what.fix)
     records = tuple(index.records.values()) if index else ()
     problems = (problem, *(index.problems if index else ()))
@@ -164,9 +153,6 @@ def _not_a_checkpoint(source: Source, what: Foreign, index: ZipIndex | None = No
 
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
-    from transload.formats.torch_zip import Archive
-    from transload.formats.zip import read_index
-
     index = read_index(source)
     if not index.ok:
         from transload.formats.foreign import View, mangled
@@ -177,6 +163,8 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
         from transload.formats.zip_scan import walk_index
 
         index = walk_index(source, index)
+    from transload.formats.torch_zip import Archive
+
     archive = Archive.of_zip(source, index)
     reader = _zip_reader(archive, tree=tree)
     if reader is None:
@@ -185,7 +173,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
         what = identify_zip(index.names, source.name)
         if what.format != "npz":
             return _not_a_checkpoint(source, what, index)
-        from transload.formats.npz import read_npz
+        from transload.formats.arrays import read_npz
 
         reader = read_npz
     # The first bytes of a zip archive can be the header length of a safetensors file, which torch detects by its name.

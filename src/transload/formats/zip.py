@@ -90,11 +90,8 @@ def check_names(entries: list[Entry], problems: Problems) -> None:
     joined = b"\n".join([b"", *[entry[0] for entry in entries]])
     odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
     names = joined.lower().split(b"\n")[1:]
-    if odd or not len(set(names)) == len(names) == len(entries):
-        _check_each(entries, problems)
-
-
-def _check_each(entries: list[Entry], problems: Problems) -> None:
+    if not odd and len(set(names)) == len(names) == len(entries):
+        return
     seen: dict[bytes, Entry] = {}
     for entry in entries:
         raw = entry[0]
@@ -262,12 +259,10 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
                     problems.add("zip-two-sizes", detail=f"the end records say {narrow} and {wide}")
     if start + size != directory_end:
         # torch uses the stated offset; zipfile assumes that the directory ends at the end record.
-        detail = (
-            f"the end record puts the directory at {start} (torch reads there), it really ends at {directory_end}, "
-        )
-        detail += f"so zipfile reads at {directory_end - size}"
+        says = f"the end record puts the directory at {start} (torch reads there)"
+        really = f"it really ends at {directory_end}, so zipfile reads at {directory_end - size}"
         shifted = start + size <= source.size and source.read(start, 4) == b"PK\x01\x02"
-        problems.add("zip-shifted" if shifted else "zip-misplaced", detail=detail)
+        problems.add("zip-shifted" if shifted else "zip-misplaced", detail=f"{says}, {really}")
         if not shifted:
             raise _NoDirectoryError(f"there is no directory at byte {start}, where the end record puts it")
     if size > MAX_PAYLOAD:
@@ -401,9 +396,21 @@ def _read_locals(
         offset = header + 30 + n_name + n_extra
         if window[at + 30 : at + 30 + n_name] != raw_name:
             problems.add("zip-names-differ", name, "the record's own header has another name")
-        same = begin == plain and entry_flags == plain_flags and entry_method == plain_method
-        if not same and _compare(entry, name, begin, source, offset - n_extra, n_extra, problems):
-            plain, plain_flags, plain_method = begin, entry_flags, entry_method
+        if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
+            # torch and zipfile use the directory; readers that stream use the local header. They must agree.
+            _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
+            later = flags & 8  # a zero means that the number follows the data, as torch writes it
+            if flags == entry_flags and method == entry_method and later and not (crc or stored or size):
+                plain, plain_flags, plain_method = begin, flags, method
+            if ALL32 in (stored, size):
+                size, stored = widen(source.read(offset - n_extra, n_extra), size, stored)
+            if (flags ^ entry_flags) & _ENCRYPTION_FLAGS or method != entry_method:
+                problems.add("zip-headers-differ", name, "flags or method differ between header and directory")
+            sizes = ((stored, entry_stored), (size, entry_size))
+            if any(mine != listed and (mine or not later) for mine, listed in sizes):
+                problems.add("zip-headers-differ", name, "the size differs between header and directory")
+            if crc != entry_crc and (crc or not later):
+                problems.add("zip-crc-differs", name, "the checksum differs between header and directory")
         end = offset + entry_stored
         spans.append((header, end, name))
         if end > file_size:
@@ -422,28 +429,6 @@ def _read_locals(
         problems.add("zip-overlap", owner, "reaches into the directory")
     records.pop("", None)
     return records
-
-
-def _compare(
-    entry: Entry, name: str, begin: bytes, source: Source, extra_at: int, n_extra: int, problems: Problems
-) -> bool:
-    """Compare a local header with the directory; whether it has no sizes and checksum, as torch's writer does.
-
-    torch and zipfile use the directory; readers that stream use the local header. They must agree.
-    """
-    _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
-    later = flags & 8  # a zero means that the number follows the data, as torch writes it
-    if flags == entry.flags and method == entry.method and later and not (crc or stored or size):
-        return True
-    if ALL32 in (stored, size):
-        size, stored = widen(source.read(extra_at, n_extra), size, stored)
-    if (flags ^ entry.flags) & _ENCRYPTION_FLAGS or method != entry.method:
-        problems.add("zip-headers-differ", name, "flags or method differ between header and directory")
-    if any(mine != theirs and (mine or not later) for mine, theirs in ((stored, entry.stored), (size, entry.size))):
-        problems.add("zip-headers-differ", name, "the size differs between header and directory")
-    if crc != entry.crc32 and (crc or not later):
-        problems.add("zip-crc-differs", name, "the checksum differs between header and directory")
-    return False
 
 
 def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Payload:

@@ -270,12 +270,7 @@ def find_directory(source: Source) -> Directory:
                 best = max(best, found, key=lambda each: len(each.entries))
     if best.entries:
         return best
-    found = _find_entries(source, tail, base)  # the end record or the first entry is lost
-    return found._replace(stated=ends[0][2], stated_count=ends[0][3]) if ends and found.entries else found
-
-
-def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
-    """Find the directory by its entries: the first one in the tail of a file, and those that end where it begins."""
+    # The end record or the first entry is lost: take the first entry in the tail, and those that end where it begins.
     for match in islice(re.finditer(_CENTRAL, tail), _MAX_ENDS):
         found = _read_directory(source, base + match.start())
         if found.entries and (found.complete or found.entries[-1].end + CENTRAL.size >= source.size):
@@ -289,7 +284,8 @@ def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
                     break
                 earlier.append(entry)
                 start = entry.position
-            return found._replace(entries=[*reversed(earlier), *found.entries], start=start)
+            stated, count = ends[0][2:] if ends else (-1, -1)
+            return Directory([*reversed(earlier), *found.entries], start, stated, count, found.complete)
     return _NO_DIRECTORY
 
 

@@ -13,11 +13,12 @@ import secrets
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from errno import EACCES, EAGAIN, EIO, EISDIR
 from functools import cache
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from transload.errors import CannotWriteError, cannot_write
 
@@ -25,9 +26,6 @@ try:
     import fcntl
 except ImportError:  # Windows, where a file that is open cannot be removed anyway
     fcntl = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _AT_ONCE = 1000  # buffers per writev: the limit (IOV_MAX) is 1024
 _BEHIND = 16 << 20  # bytes after which the kernel is asked to start writing them to the disk
@@ -182,7 +180,14 @@ class AtomicFile(InPlaceFile):
             if thread.is_alive() and _free(self._target) < 2 * nbytes:
                 thread.join()
         try:
-            before = self._existing()
+            before = None
+            with suppress(FileNotFoundError):
+                before = os.stat(self._target)
+            # A path that ends with a slash names a directory. A read-only file is not replaced, though it could be.
+            if not os.path.basename(path) or (before and stat.S_ISDIR(before.st_mode)):
+                raise IsADirectoryError(EISDIR, "is a directory")  # noqa: TRY301 - as the system would
+            if before and not os.access(self._target, os.W_OK):
+                raise PermissionError(EACCES, "not writable")  # noqa: TRY301 - as above
             remove_leftovers(self._target)
             while self.descriptor < 0:
                 self._hidden = hidden_name(self._target)
@@ -209,31 +214,31 @@ class AtomicFile(InPlaceFile):
                 raise cannot_write(error, path) from error
             raise
 
-    def _existing(self) -> os.stat_result | None:
-        """The status of the existing file. A read-only file is not replaced, though the system would allow it."""
-        if not os.path.basename(self.path):  # it ends with a slash, so it names a directory
-            raise IsADirectoryError(EISDIR, "is a directory")
-        try:
-            found = os.stat(self._target)
-        except FileNotFoundError:
-            return None
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(EISDIR, "is a directory")
-        if not os.access(self._target, os.W_OK):
-            raise PermissionError(EACCES, "not writable")
-        return found
-
     def commit(self) -> None:
         """Flush, rename, and flush the directory."""
+        old = nbytes = -1
         try:
             os.fsync(self.descriptor)
             if os.name == "nt":
                 os.close(self.descriptor)
-            with _large_file_kept(self._target):
-                os.replace(self._hidden, self._target)
+            with suppress(OSError):
+                # Freeing 3 GB takes most of a second. So a large file is kept open while it is replaced, which then
+                # only changes names, and closed in a thread. Windows cannot replace an open file.
+                nbytes = os.stat(self._target).st_size
+                if nbytes >= _LARGE and os.name != "nt":
+                    old = os.open(self._target, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            os.replace(self._hidden, self._target)
         except BaseException:
             self.discard()
             raise
+        finally:
+            if old >= 0:
+                thread = Thread(target=os.close, args=(old,), name="transload replaced", daemon=True)
+                try:
+                    thread.start()
+                    _REPLACED[:] = [(thread, nbytes)]
+                except RuntimeError:  # the program is ending, or the system has no more threads
+                    os.close(old)
         if os.name != "nt":
             os.close(self.descriptor)
             flush_directory(os.path.dirname(self._target))
@@ -251,29 +256,6 @@ _REPLACED: list[tuple[Thread, int]] = []
 
 If the disk is short of space, the next file waits for it.
 """
-
-
-@contextmanager
-def _large_file_kept(target: str) -> Iterator[None]:
-    """Keep a large file open while it is replaced, and close it in a thread: freeing 3 GB takes most of a second.
-
-    While it is open, replacing it only changes names.
-    """
-    descriptor = nbytes = -1
-    with suppress(OSError):
-        nbytes = os.stat(target).st_size
-        if nbytes >= _LARGE and os.name != "nt":  # Windows cannot replace an open file
-            descriptor = os.open(target, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        yield
-    finally:
-        if descriptor >= 0:
-            thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
-            try:
-                thread.start()
-                _REPLACED[:] = [(thread, nbytes)]
-            except RuntimeError:  # the program is ending, or the system has no more threads
-                os.close(descriptor)
 
 
 def _free(target: str) -> int:

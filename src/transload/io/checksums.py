@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import import_module
-from typing import NamedTuple
 from zlib import crc32
 
 POLYNOMIAL = 0xEDB88320
@@ -17,8 +16,8 @@ ONE = 1 << 31
 Crc32 = Callable[[memoryview, int], int]
 """Takes bytes, and the CRC of what came before them."""
 
-_PACKAGES = ("isal.isal_zlib", "zlib_ng.zlib_ng")
 _LEAST = 4096  # bytes from which a library is worth the call
+_LEAST_LZMA = 50_060_022  # version 5.6.2
 
 
 @cache
@@ -28,43 +27,22 @@ def fastest_crc32() -> Crc32:
     It is from a package with ``zlib``'s functions, or from a system library; these use carry-less multiplication where
     the CPU has it, and are eight times as fast as ``zlib``. Without any of them it is ``zlib``'s.
     """
-    return next((found for found in _found() if _is_right(found)), crc32)
+    noise = memoryview(bytearray(range(251)) * 80)
+    for found in _found():
+        with suppress(Exception):  # any error disqualifies it, as does a wrong sum for one of several alignments
+            if all(found(noise[at:-at], at) == crc32(noise[at:-at], at) for at in (1, 16, 3333)):
+                return found
+    return crc32
 
 
 def _found() -> Iterator[Crc32]:
-    for name in _PACKAGES:
+    for name in ("isal.isal_zlib", "zlib_ng.zlib_ng"):
         with suppress(Exception):  # not installed, or broken
             yield import_module(name).crc32
-    for library in _LIBRARIES if sys.platform.startswith("linux") else ():
+    for library in ("libdeflate.so.0", "liblzma.so.5") if sys.platform.startswith("linux") else ():
         for folder in _folders():
             with suppress(Exception):
-                yield _of_library(f"{folder}/{library.file}", library)
-
-
-def _is_right(found: Crc32) -> bool:
-    """Whether a function agrees with ``zlib``, for several alignments."""
-    noise = memoryview(bytearray(range(251)) * 80)
-    try:
-        return all(found(noise[at:-at], at) == crc32(noise[at:-at], at) for at in (1, 16, 3333))
-    except Exception:  # noqa: BLE001 - any error disqualifies it
-        return False
-
-
-class _Library(NamedTuple):
-    """A library, its function, and whether the CRC so far is the first argument of that, or the last."""
-
-    file: str
-    function: str
-    before: bool
-    version: str = ""
-    least: int = 0
-
-
-_LIBRARIES = (
-    _Library("libdeflate.so.0", "libdeflate_crc32", before=True),  # comes with libtiff
-    # On nearly every system, and in every conda environment; fast since 5.6. 5.6.0 and 5.6.1 had a backdoor.
-    _Library("liblzma.so.5", "lzma_crc32", before=False, version="lzma_version_number", least=50_060_022),
-)
+                yield _of_library(f"{folder}/{library}")
 
 
 def _folders() -> list[str]:
@@ -78,25 +56,33 @@ def _folders() -> list[str]:
     return list(dict.fromkeys((*own, f"/usr/lib/{multiarch}", "/usr/lib64", "/usr/lib", "/usr/local/lib")))
 
 
-def _of_library(path: str, library: _Library) -> Crc32:
-    """The function of a library, through ctypes. Raises ``OSError`` or others if it is missing or too old."""
+def _of_library(path: str) -> Crc32:
+    """The function of libdeflate or liblzma, through ctypes. Raises ``OSError`` or others if it is missing or too old.
+
+    libdeflate comes with libtiff. liblzma is on nearly every system, and in every conda environment; it is fast since
+    5.6, and 5.6.0 and 5.6.1 had a backdoor.
+    """
     from ctypes import CDLL, addressof, c_char, c_size_t, c_uint32, c_void_p
 
-    loaded = CDLL(path)
-    if library.version and loaded[library.version]() < library.least:
-        raise ImportError(path)
-    function = loaded[library.function]
+    library, name = CDLL(path), path.rpartition("/")[2].partition(".")[0]
+    value_first = name == "libdeflate"  # the CRC so far
+    if value_first:
+        function = library.libdeflate_crc32
+    else:
+        function = library.lzma_crc32
+        if library.lzma_version_number() < _LEAST_LZMA:
+            raise ImportError(path)
     data_and_size = (c_void_p, c_size_t)
-    function.argtypes = (c_uint32, *data_and_size) if library.before else (*data_and_size, c_uint32)
+    function.argtypes = (c_uint32, *data_and_size) if value_first else (*data_and_size, c_uint32)
     function.restype = c_uint32
 
     def fast(data: memoryview, value: int = 0) -> int:
         if len(data) < _LEAST or data.readonly:  # from_buffer needs writable memory
             return crc32(data, value)
         held = (addressof(c_char.from_buffer(data)), len(data))
-        return int(function(value, *held) if library.before else function(*held, value))
+        return int(function(value, *held) if value_first else function(*held, value))
 
-    fast.__name__ = library.file.partition(".")[0]
+    fast.__name__ = name
     return fast
 
 

@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 from transload.errors import LoadError
 
@@ -34,12 +34,7 @@ class _Location(ctypes.Structure):
 class _Attributes(ctypes.Structure):
     """``CUmemcpyAttributes``."""
 
-    _fields_ = (
-        ("order", ctypes.c_int),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", ctypes.c_uint),
-    )
+    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
 
 
 def _call(library: Any, name: str, *arguments: Any) -> Callable[..., None]:
@@ -49,14 +44,10 @@ def _call(library: Any, name: str, *arguments: Any) -> Callable[..., None]:
 
     def call(*values: Any) -> None:
         if code := function(*values):
-            _fail(code, name.removesuffix("_v2"))
+            fix = "`transload doctor` looks for the cause; map_location='cpu' leaves the device alone."
+            raise DriverError(f"the CUDA driver answered {code} to {name.removesuffix('_v2')}", fix=fix)
 
     return call
-
-
-def _fail(code: int, call: str) -> NoReturn:
-    fix = "`transload doctor` looks for the cause; map_location='cpu' leaves the device alone."
-    raise DriverError(f"the CUDA driver answered {code} to {call}", fix=fix)
 
 
 def _handle(call: Callable[..., None], *arguments: int) -> int:
@@ -93,7 +84,10 @@ class Driver:
         self.wait_stream = _call(library, "cuStreamSynchronize", handle)
         self._attribute = library.cuDeviceGetAttribute
         self._attribute.argtypes = (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
-        self._batch: Any = getattr(library, "cuMemcpyBatchAsync_v2", None)  # since CUDA 13
+        self._batch: Callable[..., None] | None = None
+        if hasattr(library, "cuMemcpyBatchAsync_v2"):  # since CUDA 13
+            pointers = (handle, handle, handle, size, ctypes.POINTER(_Attributes), ctypes.POINTER(size))
+            self._batch = _call(library, "cuMemcpyBatchAsync_v2", *pointers, size, handle)
 
     def current_context(self) -> int:
         """The context that is current for this thread, to return to; 0 if there is none."""
@@ -131,14 +125,9 @@ class Driver:
                 self._copy(target, source, nbytes, stream)
             return
         columns = [array("Q", column) for column in zip(*copies, strict=True)]
-        targets, sources, sizes = (ctypes.c_void_p(column.buffer_info()[0]) for column in columns)
+        addresses = (column.buffer_info()[0] for column in columns)
         attributes, first = _Attributes(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
-        code = self._batch(
-            targets, sources, sizes, ctypes.c_size_t(len(copies)),
-            ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
-        )  # fmt: skip
-        if code:
-            _fail(code, "cuMemcpyBatchAsync")
+        self._batch(*addresses, len(copies), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""

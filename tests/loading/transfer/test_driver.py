@@ -136,9 +136,8 @@ def test_many_copies_are_one_call_where_the_driver_has_one(count: int) -> None:
     library = Library("cuMemcpyBatchAsync_v2")
 
     def batch(*arguments: Any) -> int:
-        number = arguments[3].value
-        found.extend(list((ctypes.c_uint64 * number).from_address(each.value)) for each in arguments[:3])
-        assert (arguments[5]._obj.value, arguments[6].value, arguments[7].value) == (0, 1, 77)
+        found.extend(list((ctypes.c_uint64 * arguments[3]).from_address(each)) for each in arguments[:3])
+        assert (arguments[5]._obj.value, *arguments[6:]) == (0, 1, 77)
         assert (arguments[4]._obj.order, ctypes.sizeof(arguments[4]._obj)) == (1, 24)
         return 0
 
