@@ -1,6 +1,6 @@
 """Name a file that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
 
-``identify`` calls each function of ``_DETECTORS`` in turn; each gets a ``View`` of the first and last bytes.
+``identify`` calls a function for each kind of file in turn; each gets a ``View`` of the first and last bytes.
 ``foreign.md`` lists the formats that a pattern detects.
 """
 
@@ -8,22 +8,54 @@ from __future__ import annotations
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable
 from functools import cache, cached_property
 
 from transload.findings import is_named, packaged, quoted, rescue_command
+from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.torch_legacy import MAGIC_PICKLE, members
+from transload.formats.zip import read_index
 from transload.frozen import NamedTuple
 from transload.io.packed import UNWRAPPED, packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 
-# Only these few bytes are read, so that a terabyte takes no longer than a small file.
+# How many bytes are read of each end of a file, and decompressed: a terabyte takes no longer than a small file.
 HEAD = 64 * 1024
-TAIL = 64 * 1024
 # How far a checkpoint behind other bytes is searched for.
 SCAN = 1 << 20
+# How many members of a tar archive are listed; each costs one small read.
+TAR_MEMBERS = 64
+# How many names of a zip archive are compared: it can have millions of empty records.
+MAX_NAMES = 10_000
+# A server's error message is a line or two; longer text is a document.
+LONGEST_ANSWER = 512
+# Longer JSON is not parsed, but described by its first bytes.
+LONGEST_JSON = 64 * 1024
+# A gzip file can decompress to itself.
+DEEPEST = 2
+# How many blocks of a file that begins with zeros are read, and their size.
+SAMPLES, SAMPLE = 16, 4096
+# Many formats begin with fewer zeros.
+ZERO_RUN = 512
+# The longest header of a zip record up to the end of its name, which ends in "data.pkl".
+RECORD_NAME = 30 + 255 + len("/data.pkl")
+# https://github.com/google/leveldb: the last eight bytes of a table.
+TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
+# The opcodes of pickle, one of which follows the protocol number.
+_OPCODES = frozenset(b"()+.012FGIJKLMNPQRSTUVXabcdeghijlopqrstu]}") | frozenset(range(0x80, 0x99))
+NEWEST_PROTOCOL = 5
 
-LONGEST_TEXT = 160
+CHECKPOINT_NAME = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2|ptl|pkl|pickle|distcp|gguf)(\.tar)?$", re.IGNORECASE)
+# The name of a compressed checkpoint: model.pt.zst.
+CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.IGNORECASE)
+# The suffixes of members that ``rescue`` extracts, and the suffix of the new file.
+_RESCUED = {**dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"), "safetensors": ".safetensors"}
+
+_OTHER_FILE = "Check the path: this is another kind of file."
+_AGAIN = "Save or download it again, and compare the sizes."
+_DOWNLOAD_AGAIN = "Download it again from the direct link, and compare the size with the one the server lists."
+_WEIGHTS = ("The weights are beside it: model.safetensors or pytorch_model.bin.",)
+_BINARY = "Copy it again in binary mode (scp, rsync; in ftp: binary; in Git: '*.pt binary' in .gitattributes)."
+_UNDONE = "If there is no other copy, this undoes it."
 
 
 class Foreign(NamedTuple):
@@ -31,9 +63,6 @@ class Foreign(NamedTuple):
 
     ``format`` is a short, stable name; ``title`` completes "this is …"; ``details`` are the evidence; ``fix`` is what
     to do, each a sentence or a command. ``holds`` is the suffix for the checkpoint inside it; empty if there is none.
-
-    >>> Foreign("html", "a web page (title: 404 Not Found), not a checkpoint").format
-    'html'
     """
 
     format: str
@@ -46,35 +75,22 @@ class Foreign(NamedTuple):
 class View:
     """The first and last bytes of a source. ``whole`` is false if only its beginning was decompressed.
 
-    ``depth`` counts the layers around it, each of which may be a compressed file or an HTTP response.
+    ``depth`` counts the layers around it, each of which may be a compressed file or an HTTP response. ``path`` is for a
+    command, ``file`` is the same, quoted for a shell.
     """
 
     def __init__(self, source: Source, *, depth: int = 0, whole: bool = True) -> None:
-        self.source = source
-        self.size = source.size
-        self.depth = depth
-        self.whole = whole
+        self.source, self.size = source, source.size
+        self.depth, self.whole = depth, whole
         self.head = source.read(0, HEAD)
-
-    @cached_property
-    def tail(self) -> bytes:
-        """The last bytes; they overlap the head in a small file."""
-        return self.source.read(max(0, self.size - TAIL), TAIL)
+        self.tail = source.read(max(0, self.size - HEAD), HEAD)  # in a small file it overlaps the head
+        self.path = source.name if is_named(source.name) else "FILE"
+        self.file = quoted(self.path)
 
     @cached_property
     def wide(self) -> bytes:
         """The first ``SCAN`` bytes."""
         return self.head if self.size <= len(self.head) else self.source.read(0, SCAN)
-
-    @property
-    def path(self) -> str:
-        """The path of the source, for a command; ``FILE`` if it has none."""
-        return self.source.name if is_named(self.source.name) else "FILE"
-
-    @property
-    def file(self) -> str:
-        """The path, quoted for a shell."""
-        return quoted(self.path)
 
 
 def rescue_advice(path: str, ending: str, member: str = "") -> tuple[str, ...]:
@@ -83,7 +99,7 @@ def rescue_advice(path: str, ending: str, member: str = "") -> tuple[str, ...]:
     return (which, rescue_command(path, ending, member))
 
 
-def clean(text: str | bytes, limit: int = LONGEST_TEXT) -> str:
+def clean(text: str | bytes, limit: int = 160) -> str:
     r"""Untrusted text on one line, shortened, without control characters.
 
     >>> clean("404\x1b[31m  Not\nFound")
@@ -115,26 +131,6 @@ def _rows(section: str, fields: int) -> list[list[str]]:
     return [[field.strip() for field in row.split(";", fields - 1)] for row in rows]
 
 
-def _at_start(pattern: str, head: bytes) -> bool:
-    return re.match(pattern.encode("ascii"), head, re.DOTALL) is not None
-
-
-# How many bytes of a compressed file are decompressed.
-UNPACKED = 64 * 1024
-# How many members of a tar archive are listed; each costs one small read.
-TAR_MEMBERS = 64
-# How many names of a zip archive are compared: it can have millions of empty records.
-MAX_NAMES = 10_000
-
-CHECKPOINT_NAME = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2|ptl|pkl|pickle|distcp|gguf)(\.tar)?$", re.IGNORECASE)
-
-# The name of a compressed checkpoint: model.pt.zst.
-CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.IGNORECASE)
-
-
-_OTHER_FILE = "Check the path: this is another kind of file."
-
-
 def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     """Identify a zip archive by the names of its records; ``path`` is for the commands in the fix.
 
@@ -159,10 +155,6 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     return Foreign("zip", title, _records(ours), (f"List its content: unzip -l {quoted(path)}",))
 
 
-# The suffixes of members that ``rescue`` extracts, and the suffix of the new file.
-_RESCUED = {**dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"), "safetensors": ".safetensors"}
-
-
 def _can_be_pasted(member: str) -> bool:
     """Whether a name is safe in a command that somebody pastes: ``--checkpoint-action=exec=…`` is not."""
     return bool(re.fullmatch(r"\w[\w./ +=-]*", member))
@@ -184,7 +176,6 @@ def _zipped(view: View) -> Foreign | None:
     """A zip archive, by the names in its directory; without one, in the headers of its records."""
     if not view.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
-    from transload.formats.zip import read_index
     from transload.formats.zip_scan import walk_index
 
     index = read_index(view.source)
@@ -209,14 +200,14 @@ def _tar(view: View) -> Foreign | None:
 
 def _packed(view: View) -> Foreign | None:
     """A compressed file, and what its decompressed beginning is."""
-    packers = (row for row in _rows("compressed files", 3) if _at_start(row[1], view.head))
+    packers = (row for row in _rows("compressed files", 3) if re.match(row[1].encode(), view.head, re.DOTALL))
     format_, _, command = next(packers, ("", "", ""))
     if not format_:
         return None
     # A block of bz2 is up to 900 kB unpacked, and gives nothing before all of it is read.
     head = view.wide[:SCAN] if format_ == "bzip2" else view.head
     kind = packed_as(head)
-    inner = b"".join(unpack(BytesSource(head), kind, UNPACKED)) if kind else b""
+    inner = b"".join(unpack(BytesSource(head), kind, HEAD)) if kind else b""
     if format_ == "zlib" and not inner:  # its two bytes occur by chance, so the data must decompress
         return None
     fix: tuple[str, ...] = (f"Unpack it first: {command} {view.file} > {quoted(view.path + '.unpacked')}",)
@@ -233,18 +224,10 @@ def _packed(view: View) -> Foreign | None:
     return Foreign(format_, f"{format_} around {content.title}", content.details, fix, content.holds)
 
 
-# https://github.com/google/leveldb: the last eight bytes of a table.
-TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
-
-# The opcodes of pickle, one of which follows the protocol number.
-_OPCODES = frozenset(b"()+.012FGIJKLMNPQRSTUVXabcdeghijlopqrstu]}") | frozenset(range(0x80, 0x99))
-NEWEST_PROTOCOL = 5
-
-
 def _by_magic(view: View) -> Foreign | None:
     head = view.head
     for format_, title, pattern, advice in _rows("first bytes", 4):
-        if _at_start(pattern, head):
+        if re.match(pattern.encode(), head, re.DOTALL):
             what = title if title.endswith("checkpoint") else f"{title}, not a checkpoint"
             fix = _OTHER_FILE if advice == "!" else advice.format(file=view.file, path=view.path)
             return Foreign(format_, what, (), (fix,))
@@ -299,15 +282,14 @@ def _by_structure(view: View) -> Foreign | None:
     return Foreign("msgpack", "a MessagePack file (Flax weights?), not a checkpoint", (f"first key: {key}",), (fix,))
 
 
-_Field = tuple[int, int, bytes]
-"""A field's number, its value or length, and the first bytes of a length-delimited one."""
+def _fields(view: View) -> list[tuple[int, int, bytes]]:
+    """The first top-level fields of a protobuf message; empty if it cannot be one.
 
-
-def _fields(view: View, most: int = 24) -> list[_Field]:
-    """The first top-level fields of a protobuf message; empty if it cannot be one."""
-    fields: list[_Field] = []
+    Each has a number, its value or length, and the first bytes if it is length-delimited.
+    """
+    fields: list[tuple[int, int, bytes]] = []
     offset = 0
-    while offset < view.size and len(fields) < most:
+    while offset < view.size and len(fields) < 24:
         data = view.source.read(offset, 128)
         tag, used = _varint(data, 0)
         value, after = _varint(data, used)
@@ -326,14 +308,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:  # the last byte of the number
             return value, at + index + 1
     return 0, 0
-
-
-# A server's error message is a line or two; longer text is a document.
-LONGEST_ANSWER = 512
-# Longer JSON is not parsed, but described by its first bytes.
-LONGEST_JSON = 64 * 1024
-
-_DOWNLOAD_AGAIN = "Download it again from the direct link, and compare the size with the one the server lists."
 
 
 def as_text(head: bytes) -> str:
@@ -362,9 +336,6 @@ def _decoded(head: bytes, encoding: str) -> str:
 def _advice(said: str) -> tuple[str, ...]:
     fixes = (fix for pattern, fix in _rows("answers", 2) if re.search(pattern, said, re.IGNORECASE))
     return (next(fixes, _DOWNLOAD_AGAIN),)
-
-
-_WEIGHTS = ("The weights are beside it: model.safetensors or pytorch_model.bin.",)
 
 
 def _text(view: View) -> Foreign | None:
@@ -443,18 +414,6 @@ def _json(view: View, found: str) -> Foreign | None:
     return Foreign("json", "a JSON document, not a checkpoint", details) if keys or view.size > LONGEST_JSON else None
 
 
-# A gzip file can decompress to itself.
-DEEPEST = 2
-# How many blocks of a file that begins with zeros are read, and their size.
-SAMPLES = 16
-SAMPLE = 4096
-
-# Many formats begin with fewer zeros.
-ZERO_RUN = 512
-# The longest header of a zip record up to the end of its name, which ends in "data.pkl".
-RECORD_NAME = 30 + 255 + len("/data.pkl")
-
-
 def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
     r"""Identify a source that could not be read as a checkpoint; for ``depth`` and ``whole`` see ``View``.
 
@@ -464,16 +423,15 @@ def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
     view = View(source, depth=depth, whole=whole)
     if not view.size:
         return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
-    found = next((foreign for detect in _DETECTORS if (foreign := detect(view)) is not None), None)
-    if found is not None:
-        return found
+    # Exact tests come first, guesses last, and a container before what it may contain.
+    exact = (_zeros, _http, mangled, _checkpoint, _zipped, _packed, _tar, _by_magic)
+    for detect in (*exact, _embedded, _zeros_first, _text, _by_structure):
+        if (found := detect(view)) is not None:
+            return found
     details = [f"first bytes: {view.head[:16].hex(' ')}"]
     if b"PK\x03\x04" in view.tail or b"PK\x01\x02" in view.tail:
         details.append("its end looks like that of a zip archive: the beginning may be lost")
     return Foreign("unknown", "a binary file of no known format", tuple(details), (_AGAIN,))
-
-
-_AGAIN = "Save or download it again, and compare the sizes."
 
 
 def _zeros(view: View) -> Foreign | None:
@@ -523,7 +481,7 @@ def mangled(view: View) -> Foreign | None:
     if zipped_or_pickled and head.count(b"\n") == head.count(b"\r\n") >= 3:  # chance is 1 in 2**24
         title = "a checkpoint copied in text mode: every line feed has become CR LF"
         seen = f"{head.count(bytes((13, 10))):,} CR LF and no bare LF"
-        return Foreign("crlf", title, (seen,), (_BINARY, *_UNDONE, rescue_command(view.path)), ".pt")
+        return Foreign("crlf", title, (seen,), (_BINARY, _UNDONE, rescue_command(view.path)), ".pt")
     may_be = head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80"))
     decoded = _decoded(head, "utf-8") if may_be else ""  # of binary data only a few bytes would decode
     if decoded.count("\ufffd") >= 4:
@@ -538,14 +496,8 @@ def mangled(view: View) -> Foreign | None:
     return None
 
 
-_BINARY = "Copy it again in binary mode (scp, rsync; in ftp: binary; in Git: '*.pt binary' in .gitattributes)."
-_UNDONE = ("If there is no other copy, this undoes it.",)
-
-
 def _checkpoint(view: View) -> Foreign | None:
     """A checkpoint, inside something else."""
-    from transload.formats.safetensors import looks_like_safetensors
-
     if view.head.startswith(MAGIC_PICKLE):
         return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)", holds=".pt")
     if looks_like_safetensors(view.source):
@@ -574,20 +526,3 @@ def _torch_record(data: bytes) -> int:
             return start
         name = data.find(b"data.pkl", name + 1)
     return -1
-
-
-# Exact tests come first, guesses last, and a container before what it may contain.
-_DETECTORS: tuple[Callable[[View], Foreign | None], ...] = (
-    _zeros,
-    _http,
-    mangled,
-    _checkpoint,
-    _zipped,
-    _packed,
-    _tar,
-    _by_magic,
-    _embedded,
-    _zeros_first,
-    _text,
-    _by_structure,
-)
