@@ -110,7 +110,16 @@ class _Header:
             self._skip((count - kept) * _LEAST[inner])
         elif inner == _STRING:
             values = [self.text() for _ in range(kept)]
-            self._skip_texts(count - kept)
+            # Move behind the others, fast: a vocabulary has hundreds of thousands.
+            unpack = struct.Struct(f"{self.order}Q").unpack_from
+            held, at = self._held, self.at
+            for _ in range(count - kept):
+                if at + 8 > len(held):
+                    self.at = at
+                    self._take(8)
+                    held = self._held
+                at += 8 + unpack(held, at)[0]
+            self._skip(at - self.at)
         else:
             values = [self.value(inner, depth + 1) for _ in range(count)][:kept]
         self.total = count
@@ -120,19 +129,6 @@ class _Header:
         """The next pairs of a key and a value."""
         for _ in self.count(number, _LEAST_PAIR, "values"):
             yield self.text(), self.value(*self.numbers("I"))
-
-    def _skip_texts(self, count: int) -> None:
-        """Move behind strings, fast: a vocabulary has hundreds of thousands."""
-        unpack = struct.Struct(f"{self.order}Q").unpack_from
-        held, at = self._held, self.at
-        for _ in range(count):
-            if at + 8 > len(held):
-                self.at = at
-                self._take(8)
-                held = self._held
-            at += 8 + unpack(held, at)[0]
-        self.at = at
-        self._skip(0)
 
 
 def read_gguf(source: Source) -> Checkpoint | None:
@@ -175,9 +171,9 @@ def read_gguf(source: Source) -> Checkpoint | None:
         names = join_names([each.name for each in quantized])
         noted.add("gguf-quantized", "", f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {names}")
     big = header.order == ">"
-    order: Any = "big" if big else "little"
-    version = int.from_bytes(source.read(4, 4), order)
+    (version,) = struct.unpack(f"{header.order}I", source.read(4, 4))
     out = Draft(source.name, "gguf", source.size, noted.problems())
+    order = "big" if big else "little"
     out.facts += [("GGUF", f"version {version}"), ("byteorder", order), ("alignment", str(align))]
     for entry in ordered:
         add_tensor(out, entry, entry.dtype, entry.shape, start, big_endian=big)

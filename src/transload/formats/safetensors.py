@@ -28,12 +28,10 @@ MAX_METADATA_SHOWN = 50
 MAX_METADATA_TEXT = 500
 
 FIELDS = ("dtype", "shape", "data_offsets")
-BITS: dict[str, int] = {
-    **{name: 8 * ITEMSIZE[dtype] for name, dtype in SAFETENSORS.items()},
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
+_FIELD_SET = frozenset(FIELDS)
+_LAYOUT = ("safetensors-hole", "safetensors-overlap", "safetensors-truncated", "safetensors-trailing")
+_new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
+BITS = {name: 8 * ITEMSIZE[dtype] for name, dtype in SAFETENSORS.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 class Entry(NamedTuple):
@@ -102,7 +100,14 @@ def read_safetensors(source: Source) -> Checkpoint:
     if header and not noted.has("safetensors-header-invalid"):
         check_layout(entries, source.size - start, noted)
     for entry in entries:
-        add_tensor(out, entry, *_as_torch(entry, noted), start)
+        kind, shape = entry.dtype, entry.shape
+        dtype = SAFETENSORS.get(kind, kind)
+        if kind == "F4" and shape and shape[-1] % 2 == 0:  # an element of torch's float4_e2m1fn_x2 is a pair
+            shape = (*shape[:-1], shape[-1] // 2)
+        elif kind == "F4" or (kind in BITS and kind not in SAFETENSORS):
+            dtype = kind
+            noted.add("safetensors-dtype-not-in-torch", _at(entry.name), f"{kind} {list(shape)[:8]}")
+        add_tensor(out, entry, dtype, shape, start)
     return out.checkpoint(problems=noted.problems())
 
 
@@ -138,9 +143,9 @@ def _parse(header: bytes, noted: LimitedProblems) -> dict[str, object]:
             header.decode("utf-8"),
             object_pairs_hook=pairs,
             # Only -0 needs the hook, without which parsing is twice as fast.
-            parse_int=_integer if b"-0" in header else int,
-            parse_float=_real,
-            parse_constant=_refuse,
+            parse_int=_number if b"-0" in header else int,
+            parse_float=_number,
+            parse_constant=_number,
         )
         if b"\\ud" in header.lower():
             # Python's parser accepts lone surrogates, which cannot be written to a terminal or file.
@@ -163,20 +168,14 @@ def _parse(header: bytes, noted: LimitedProblems) -> dict[str, object]:
     return table
 
 
-def _integer(text: str) -> int | float:
-    """A JSON integer. For the reference, -0 is a float, which no field accepts."""
-    return _real(text) if text == "-0" else int(text)
-
-
-def _real(text: str) -> float:
-    value = float(text)
+def _number(text: str) -> int | float:
+    """A JSON number. For the reference, -0 is a float, which no field accepts."""
+    if text.endswith(("NaN", "Infinity")):
+        raise ValueError(f"{text} is not JSON")
+    value = int(text) if text.removeprefix("-").isdecimal() and text != "-0" else float(text)
     if value in (float("inf"), float("-inf")):
         raise ValueError("a number is out of range")
     return value
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _cut(text: str) -> str:
@@ -185,10 +184,6 @@ def _cut(text: str) -> str:
 
 def _at(name: str) -> str:
     return f"header › {_cut(name)}"
-
-
-_new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
-_FIELD_SET = frozenset(FIELDS)
 
 
 def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
@@ -233,9 +228,6 @@ def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
     return None if numel >= MAX_COUNT else Entry(name, _cut(dtype), shape, begin, max(begin, end), broken=True)
 
 
-_LAYOUT = ("safetensors-hole", "safetensors-overlap", "safetensors-truncated", "safetensors-trailing")
-
-
 def check_layout(
     entries: list[Entry], held: int, noted: LimitedProblems, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
 ) -> None:
@@ -261,18 +253,6 @@ def check_layout(
         noted.add(truncated, "", f"{lost}; {whole:,} of {len(entries):,} tensors are whole")
     elif padded < held:
         noted.add(trailing, "", f"{held - padded:,} bytes after the last tensor belong to nothing")
-
-
-def _as_torch(entry: Entry, noted: LimitedProblems) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape of an entry in torch."""
-    kind, shape = entry.dtype, entry.shape
-    if kind != "F4" and kind in SAFETENSORS:
-        return SAFETENSORS[kind], shape
-    if kind == "F4" and shape and shape[-1] % 2 == 0:  # an element of torch's float4_e2m1fn_x2 is a pair
-        return SAFETENSORS[kind], (*shape[:-1], shape[-1] // 2)
-    if kind in BITS:
-        noted.add("safetensors-dtype-not-in-torch", _at(entry.name), f"{kind} {list(shape)[:8]}")
-    return kind, shape
 
 
 def add_tensor(
