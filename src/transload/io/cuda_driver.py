@@ -9,7 +9,7 @@ import ctypes
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from transload.errors import LoadError
@@ -27,16 +27,6 @@ class DriverError(LoadError):
     """A call of the driver failed."""
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes``."""
-
-    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
-
-
 def _call(library: Any, name: str, *arguments: Any) -> Callable[..., None]:
     """A function of the driver that raises ``DriverError`` unless it returns 0."""
     function = getattr(library, name)
@@ -50,30 +40,36 @@ def _call(library: Any, name: str, *arguments: Any) -> Callable[..., None]:
     return call
 
 
-def _handle(call: Callable[..., None], *arguments: int) -> int:
-    """The handle that a call writes through its first argument, a pointer."""
-    out = ctypes.c_void_p()
-    call(ctypes.byref(out), *arguments)
-    return out.value or 0
+def _getter(library: Any, name: str, *arguments: Any) -> Callable[..., int]:
+    """A function of the driver that returns the handle that it writes through its first argument, a pointer."""
+    call = _call(library, name, ctypes.POINTER(ctypes.c_void_p), *arguments)
+
+    def get(*values: int) -> int:
+        out = ctypes.c_void_p()
+        call(ctypes.byref(out), *values)
+        return out.value or 0
+
+    return get
 
 
 class Driver:
     """The calls of libcuda that copying bytes takes. Handles of streams, events and contexts are integers.
 
-    ``set_context`` makes a context current for this thread. ``record_event`` records an event on a stream;
-    ``wait_event`` and ``wait_stream`` block the host until an event, or all work on a stream, has completed.
+    ``current_context`` is that of this thread, to return to, 0 if there is none; ``set_context`` makes another current.
+    ``create_stream`` and ``create_event`` are for the current device; a stream does not wait for the default stream.
+    ``record_event`` records an event on a stream; ``wait_event`` and ``wait_stream`` block the host until an event, or
+    all work on a stream, has completed.
     """
 
     def __init__(self, library: Any) -> None:
         handle, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
-        pointer = ctypes.POINTER(handle)
         self._contexts: dict[int, int] = {}
-        self._primary = _call(library, "cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
-        self._get_current = _call(library, "cuCtxGetCurrent", pointer)
+        self._primary = _getter(library, "cuDevicePrimaryCtxRetain", ctypes.c_int)
+        self.current_context = _getter(library, "cuCtxGetCurrent")
         self.set_context = _call(library, "cuCtxSetCurrent", handle)
-        self._stream_create = _call(library, "cuStreamCreate", pointer, number)
+        self.create_stream = partial(_getter(library, "cuStreamCreate", number), _NON_BLOCKING)
         self._stream_destroy = _call(library, "cuStreamDestroy_v2", handle)
-        self._event_create = _call(library, "cuEventCreate", pointer, number)
+        self.create_event = partial(_getter(library, "cuEventCreate", number), _NO_TIMING)
         self._event_destroy = _call(library, "cuEventDestroy_v2", handle)
         self._register = _call(library, "cuMemHostRegister_v2", handle, size, number)
         self.unpin = _call(library, "cuMemHostUnregister", handle)
@@ -86,26 +82,14 @@ class Driver:
         self._attribute.argtypes = (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
         self._batch: Callable[..., None] | None = None
         if hasattr(library, "cuMemcpyBatchAsync_v2"):  # since CUDA 13
-            pointers = (handle, handle, handle, size, ctypes.POINTER(_Attributes), ctypes.POINTER(size))
-            self._batch = _call(library, "cuMemcpyBatchAsync_v2", *pointers, size, handle)
-
-    def current_context(self) -> int:
-        """The context that is current for this thread, to return to; 0 if there is none."""
-        return _handle(self._get_current)
+            arguments = (handle, handle, handle, size, handle, handle, size, handle)
+            self._batch = _call(library, "cuMemcpyBatchAsync_v2", *arguments)
 
     def set_device(self, device: int) -> None:
         """Make the primary context of a device current for this thread."""
         if device not in self._contexts:
-            self._contexts[device] = _handle(self._primary, device)
+            self._contexts[device] = self._primary(device)
         self.set_context(self._contexts[device])
-
-    def create_stream(self) -> int:
-        """A new stream on the current device, which does not wait for the default stream."""
-        return _handle(self._stream_create, _NON_BLOCKING)
-
-    def create_event(self) -> int:
-        """A new event on the current device."""
-        return _handle(self._event_create, _NO_TIMING)
 
     def destroy(self, streams: Iterable[int], events: Iterable[int]) -> None:
         """Destroy idle streams and events of the current device."""
@@ -126,7 +110,8 @@ class Driver:
             return
         columns = [array("Q", column) for column in zip(*copies, strict=True)]
         addresses = (column.buffer_info()[0] for column in columns)
-        attributes, first = _Attributes(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
+        # CUmemcpyAttributes is six numbers: the order, two locations, flags. They apply from the first copy on.
+        attributes, first = (ctypes.c_int * 6)(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
         self._batch(*addresses, len(copies), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
