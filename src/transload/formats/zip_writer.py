@@ -43,20 +43,18 @@ from transload.io.pool import cores
 
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
 
-PIECE = 2 << 20
-"""Bytes of a write, about: few enough to be still in the cache when they are written, after they were summed."""
-
-SMALL = 16 << 10
-"""Records of up to this size are given as bytes, and adjacent ones are joined."""
-
-AHEAD = 7
-"""Writes whose checksums are being computed while another is written."""
-
+PIECE = 2 << 20  # bytes of a write, about: few enough to be in the cache when they are written, after they were summed
+SMALL = 16 << 10  # records of up to this size are given as bytes, and adjacent ones are joined
+AHEAD = 7  # writes whose checksums are being computed while another is written
 _MANY = 300  # chunks of a write: writev takes 1024 buffers; and small records that are joined
+_LITTLE = 4 << 20  # fewer bytes are not worth starting threads
+_MAX_THREADS = 8
 
+_ROOT = b"archive"
+"""The folder of all records. torch since 1.13 uses the name of the file, so that files with equal contents differ, and
+reveal the name under which they were saved."""
 
-# -- what torch writes around records
-
+_ALL = (1 << 64) - 1
 _FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
 _FLAGS_OF_NOTHING = 0x0800  # an empty record has no descriptor
 _MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
@@ -69,6 +67,9 @@ _ENTRY, _ENTRY_OF_NOTHING = (
     CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, _FLAGS_OF_NOTHING)
 )
 _NEEDED = 45  # the first version of the specification with 64-bit sizes
+
+
+# -- what torch writes around records
 
 
 def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:
@@ -148,7 +149,6 @@ class Sink(Protocol):
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         """Write all buffers, in this order."""
-        ...
 
 
 class _Write:
@@ -171,8 +171,8 @@ class _Archive:
     def __init__(self, root: bytes, alignment: int) -> None:
         self.checksums: list[int] = []
         self.end = 0
-        self._entries: list[bytes] = []
-        self._places: dict[int, tuple[bytes, int, int]] = {}  # name, size, offset of records without a checksum
+        self.entries: list[bytes] = []
+        self.places: dict[int, tuple[bytes, int, int]] = {}  # name, size, offset of records without a checksum
         self._lead = root + b"/" if root else b""
         self._alignment = alignment
 
@@ -195,12 +195,12 @@ class _Archive:
                 padding = -least % alignment
                 tail = describe(b"PK\x07\x08", checksum, size, size)
                 out += (_HEAD, lengths(length, padding + 4), name, _padding_field(padding), content, tail)
-                self._entries.append(enter(_ENTRY, checksum, size, size, length, NOTHING_ELSE, offset) + name)
+                self.entries.append(enter(_ENTRY, checksum, size, size, length, NOTHING_ELSE, offset) + name)
                 offset = least + padding + size + DESCRIPTOR.size
             else:
                 parts = local_header(name, size, offset, alignment), content, descriptor(size, checksum, offset)
                 out += parts
-                self._entries.append(central_entry(name, size, checksum, offset))
+                self.entries.append(central_entry(name, size, checksum, offset))
                 offset += sum(map(len, parts))
         contents.clear()
         write.buffers.append(b"".join(out))
@@ -224,8 +224,8 @@ class _Archive:
                 self._add_small(write, small)
             name, offset, number = self._lead + short, self.end, len(self.checksums)
             header = local_header(name, size, offset, self._alignment)
-            self._places[number] = name, size, offset
-            self._entries.append(central_entry(name, size, 0, offset))  # final if it is empty
+            self.places[number] = name, size, offset
+            self.entries.append(central_entry(name, size, 0, offset))  # final if it is empty
             self.checksums.append(0)
             self.end += len(header) + size + len(descriptor(size, 0, offset))
             write.buffers.append(header)
@@ -249,24 +249,6 @@ class _Archive:
         if write.buffers:
             yield write
 
-    def complete(self, write: _Write) -> None:
-        """Wait for the checksums of a write, and fill in its descriptors."""
-        try:
-            sums = write.sums()
-        finally:
-            write.sums = list  # an error holds this frame, which must not hold the error and the chunks in turn
-        for (number, chunk, slot), checksum in zip(write.parts, sums, strict=True):
-            after = self.checksums[number] = crc32_combine(self.checksums[number], checksum, len(chunk.view))
-            if slot >= 0:
-                name, size, offset = self._places.pop(number)
-                write.buffers[slot] = descriptor(size, after, offset)
-                self._entries[number] = central_entry(name, size, after, offset)
-
-    def directory(self) -> bytes:
-        """The directory, and the end of the archive."""
-        entries = b"".join(self._entries)
-        return entries + end_of_archive(len(self._entries), self.end, len(entries))
-
 
 def write_archive(
     sink: Sink,
@@ -287,8 +269,18 @@ def write_archive(
     waiting: deque[_Write] = deque()
 
     def write_first() -> None:
+        """Wait for the checksums of a write, and fill in its descriptors."""
         write = waiting.popleft()
-        archive.complete(write)
+        try:
+            sums = write.sums()
+        finally:
+            write.sums = list  # an error holds this frame, which must not hold the error and the chunks in turn
+        for (number, chunk, slot), checksum in zip(write.parts, sums, strict=True):
+            after = archive.checksums[number] = crc32_combine(archive.checksums[number], checksum, len(chunk.view))
+            if slot >= 0:
+                name, size, offset = archive.places.pop(number)
+                write.buffers[slot] = descriptor(size, after, offset)
+                archive.entries[number] = central_entry(name, size, after, offset)
         sink.write(write.buffers)
         if report_progress is not None:
             report_progress(write.contents)
@@ -316,7 +308,8 @@ def write_archive(
             pool.shutdown(cancel_futures=True)
     for write in archive.writes(closing(archive.checksums)):
         sink.write([b"".join(write.buffers)])
-    sink.write([archive.directory()])
+    entries = b"".join(archive.entries)
+    sink.write([entries + end_of_archive(len(archive.entries), archive.end, len(entries))])
 
 
 def _sums(chunks: Sequence[Chunk]) -> list[int]:
@@ -330,14 +323,6 @@ def _sums(chunks: Sequence[Chunk]) -> list[int]:
 
 
 # -- an archive as torch.save writes it
-
-_ROOT = b"archive"
-"""The folder of all records. torch since 1.13 uses the name of the file, so that files with equal contents differ, and
-reveal the name under which they were saved."""
-
-_LITTLE = 4 << 20  # fewer bytes are not worth starting threads
-_MAX_THREADS = 8
-_ALL = (1 << 64) - 1
 
 
 def opening_records(pickled: bytes, alignment: int = ALIGNMENT, byteorder: str = "little") -> list[Record]:

@@ -11,11 +11,9 @@ import os
 import re
 import secrets
 import stat
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from errno import EACCES, EAGAIN, EIO, EISDIR
-from functools import cache
 from threading import Thread
 from types import TracebackType
 from typing import Any
@@ -30,6 +28,13 @@ except ImportError:  # Windows, where a file that is open cannot be removed anyw
 _AT_ONCE = 1000  # buffers per writev: the limit (IOV_MAX) is 1024
 _BEHIND = 16 << 20  # bytes after which the kernel is asked to start writing them to the disk
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+_MAX_NAME = 180  # bytes of the target's name in the hidden one: file systems allow 255
+_LARGE = 32 << 20  # bytes from which freeing a file is worth a thread
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+_OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+
+_REPLACED: list[tuple[Thread, int]] = []
+"""The thread that frees the last large file that was replaced, and its size. If space is short, the next file waits."""
 
 
 class DescriptorFile:
@@ -55,20 +60,12 @@ class DescriptorFile:
                 if count:
                     left[0] = memoryview(left[0])[count:]
         if self._written - self._begun >= _BEHIND:
+            from transload.io.memory import libc
+
             # On some disks this makes a save of 500 MB a third faster. It is only a hint, so errors are ignored.
-            if begin := _sync_file_range():
-                begin(self.descriptor, self._begun, self._written - self._begun, _BEGIN_WRITING)
+            if hasattr(libc(), "sync_file_range"):  # Linux
+                libc().sync_file_range(self.descriptor, self._begun, self._written - self._begun, _BEGIN_WRITING)
             self._begun = self._written
-
-
-@cache
-def _sync_file_range() -> Any:
-    import ctypes
-
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -102,12 +99,6 @@ class FileObject:
                 if count < 1:
                     raise OSError(EIO, "it takes no more bytes")
                 view = view[count:]
-
-
-_MAX_NAME = 180  # bytes of the target's name in the hidden one: file systems allow 255
-_LARGE = 32 << 20  # bytes from which freeing a file is worth a thread
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-_OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
 
 
 def is_atomic(path: str) -> bool:
@@ -245,17 +236,9 @@ class AtomicFile(InPlaceFile):
 
     def discard(self) -> None:
         """Remove the hidden file."""
-        with suppress(OSError):
-            os.close(self.descriptor)
+        super().discard()
         with suppress(OSError):
             os.unlink(self._hidden)
-
-
-_REPLACED: list[tuple[Thread, int]] = []
-"""The thread that frees the last large file that was replaced, and the size of that file.
-
-If the disk is short of space, the next file waits for it.
-"""
 
 
 def _free(target: str) -> int:

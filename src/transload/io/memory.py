@@ -10,9 +10,7 @@ from typing import Any
 
 from transload.errors import DoesNotFitError
 
-PAGE = 4096
-"""``O_DIRECT`` needs positions, lengths and addresses that are multiples of this."""
-
+PAGE = 4096  # ``O_DIRECT`` needs positions, lengths and addresses that are multiples of this
 _HUGE = 2 << 20
 _LITTLE = 4 << 20  # smaller memory is not worth the call, and may be part of the heap
 _MADV_DONTFORK = 10
@@ -94,7 +92,7 @@ def advise_huge_pages(address: int, nbytes: int) -> None:
 
 @cache
 def libc() -> Any:
-    """The C library, with the argument types of its functions on memory."""
+    """The C library, with the argument types of the functions used here."""
     library = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.memmove.argtypes = library.memcmp.argtypes = (address, address, size)
@@ -102,4 +100,6 @@ def libc() -> Any:
         library.madvise.argtypes = (address, size, number)
         library.mmap.argtypes, library.mmap.restype = (address, size, number, number, number, ctypes.c_long), address
         library.munmap.argtypes = (address, size)
+    if hasattr(library, "sync_file_range"):
+        library.sync_file_range.argtypes = (number, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return library
