@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from transload.checkpoint import Checkpoint
-from transload.findings import Problem
+from transload.findings import Problem, quoted
 from transload.formats.zip import ZipIndex, ends_like_zip, read_index, starts_like_zip
 from transload.frozen import replace
 from transload.io.sources import Source, SourceLike, open_source
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _has_frozen = not hasattr(gc, "freeze")
 """Whether the program has ever frozen objects: counting them takes long, so that is remembered."""
+
+_paused: list[None] = []  # one for each thread that has paused the garbage collector
 
 
 @contextmanager
@@ -50,10 +52,6 @@ def gc_paused(*, user_objects: bool = False) -> Iterator[None]:
                     gc.unfreeze()
             gc.enable()
             del _paused[-1:]
-
-
-_paused: list[None] = []
-"""One for each thread that has paused the garbage collector."""
 
 
 def _resume_in_child() -> None:
@@ -105,7 +103,6 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
         folder, name = os.path.split(source.name)
         if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
             # A sequence of small archives, which another file describes.
-            from transload.findings import quoted
             from transload.formats.foreign import Foreign
 
             title = "one of the files of a torch.distributed.checkpoint directory"

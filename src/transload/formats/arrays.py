@@ -79,9 +79,8 @@ def dtype_of(node: Any) -> Dtype | None:
         if args[1:] != (False, True) or type(state) is not tuple or not 5 <= len(state) <= 9:
             return None
     size, flags = (*state[5:6], -1)[0], (*state[7:8], 0)[0]
-    if type(flags) is not int or size not in ((itemsize,) if code[0] in "SUV" else (itemsize, -1)):
-        return None
-    if state[1] not in _ENDIANS:
+    sizes = (itemsize,) if code[0] in "SUV" else (itemsize, -1)
+    if type(flags) is not int or size not in sizes or state[1] not in _ENDIANS:
         return None
     objects = bool(flags & _OBJECTS)
     plain = not any(state[2:5]) and not any(state[8:]) and not objects and _PLAIN_CODE.fullmatch(code) is not None

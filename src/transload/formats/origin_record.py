@@ -7,9 +7,7 @@ from json import dumps, loads
 
 from transload.render.words import plural
 
-MAX_RECORD = 1 << 20
-"""``transload.save`` writes less than 100 kB. A longer record was written by something else, and is not parsed."""
-
+MAX_RECORD = 1 << 20  # ``transload.save`` writes less than 100 kB: what wrote a longer one was something else
 _MAX_TEXT = 200  # characters of a value that are shown
 _MAX_ITEMS = 64  # GPUs, rows of storages, entries
 _PLAIN = ("transload", "torch", "cuda", "hip", "python", "system", "machine", "driver", "time")

@@ -23,6 +23,25 @@ if TYPE_CHECKING:
     from transload.formats.tensors import StorageTable, Tree
 
 RECORD = ".transload/origin.json"
+MAX_TEXT_RECORD = 4096  # records such as ``version`` have a few bytes; a deflated one can unpack to gigabytes
+_TEXT_RECORDS = (
+    "version",
+    "byteorder",
+    ".format_version",
+    ".storage_alignment",
+    ".data/serialization_id",
+    ".data/version",
+)
+_NEWEST_VERSION = 10
+_STRAY_WINDOWS = (1 << 16, 1 << 20, 16 << 20)  # how much is run of a record that torch.load does not read, in steps
+_MAX_STRAY = 256 << 20  # the limit for all such records together: an archive may contain a whole data set
+_MAX_PACKED = 16 << 20
+"""A compressed index may unpack to this, or to 16 times its size. Half a megabyte can unpack to half a gigabyte, which
+can be a pickle of half a billion dictionaries; the index of 160,000 tensors takes 16 MiB."""
+
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # nested archives
+_ZIP_IDS: Mapping[str, tuple[int, ...]] = {"storage": (5,)}
+_ANY_IDS = {"storage": (5, 6), "module": (4,)}
 _PLAIN_CALLS = frozenset(
     {("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")}
 )
@@ -69,30 +88,6 @@ def _list_plain_storages(
         found[key] = tuple.__new__(Storage, (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ()))
     others = 1 + sum(name in records for name in small)  # the index, and the small records
     return (tuple(found.values()), tuple(Counter(tags).items())) if len(records) == len(found) + others else None
-
-
-MAX_TEXT_RECORD = 4096
-"""Records such as ``version`` have a few bytes; a deflated one can unpack to gigabytes."""
-
-_TEXT_RECORDS = (
-    "version",
-    "byteorder",
-    ".format_version",
-    ".storage_alignment",
-    ".data/serialization_id",
-    ".data/version",
-)
-_NEWEST_VERSION = 10
-
-_STRAY_WINDOWS = (1 << 16, 1 << 20, 16 << 20)
-"""How much of a record that torch.load does not read is run as a pickle, in growing steps."""
-
-_MAX_STRAY = 256 << 20
-"""The limit for all such records together: an archive may contain a whole data set."""
-
-_MAX_PACKED = 16 << 20
-"""A compressed index may unpack to this, or to 16 times its size. Half a megabyte can unpack to half a gigabyte, which
-can be a pickle of half a billion dictionaries; the index of 160,000 tensors takes 16 MiB."""
 
 
 class Archive:
@@ -223,10 +218,6 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
 
 
-_ZIP_IDS: Mapping[str, tuple[int, ...]] = {"storage": (5,)}
-_ANY_IDS = {"storage": (5, 6), "module": (4,)}
-
-
 def read_pickle(
     archive: Archive, name: str, problems: Problems, ids: Mapping[str, tuple[int, ...]] = _ZIP_IDS
 ) -> Pickle:
@@ -255,12 +246,9 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
         out.add("pickle-broken", pickle.name, pickle.broken)
     elif pickle.end < size:
         out.add("pickle-trailing-bytes", pickle.name, f"{size - pickle.end} bytes after its end")
-    if pickle.ambiguous:
-        at, text = pickle.ambiguous[0]
-        out.add("pickle-ambiguous", f"{pickle.name} › byte {at}", text)
-    if pickle.irregular:
-        at, text = pickle.irregular[0]
-        out.add("pickle-irregular", f"{pickle.name} › byte {at}", text)
+    for code, places in (("pickle-ambiguous", pickle.ambiguous), ("pickle-irregular", pickle.irregular)):
+        for at, text in places[:1]:
+            out.add(code, f"{pickle.name} › byte {at}", text)
     if pickle.undecoded:
         detail = f"{pickle.undecoded} texts that Python 2 wrote are not UTF-8: torch.load(path) fails on them"
         out.add("pickle-python2-bytes", pickle.name, detail)
@@ -289,10 +277,8 @@ def storage_table(
     from transload.formats.tensors import StorageTable
 
     def locate(key: str, nbytes: int) -> Record | None:  # noqa: ARG001 - other containers need the size
-        for prefix, suffix in forms:
-            if (record := archive.find(f"{prefix}{key}{suffix}")) is not None:
-                return record
-        return None
+        found = (archive.find(f"{prefix}{key}{suffix}") for prefix, suffix in forms)
+        return next(filter(None, found), None)
 
     return StorageTable(locate, big_endian=big_endian)
 
@@ -325,9 +311,6 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
 def needed_by(storage: Storage) -> str:
     """Which tensors need a storage."""
     return f"needed by {join_names([name or 'the root' for name in storage.tensors], 4) or 'no tensor'}"
-
-
-_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # nested archives
 
 
 def stray_records(

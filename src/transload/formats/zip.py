@@ -41,12 +41,8 @@ _LOCAL_NUMBERS = Struct("<4s5H3L")
 CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
 NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
 
-MAX_PAYLOAD = 512 << 20
-"""Larger records are not read into memory. The index of 20,000 tensors takes 2 MB."""
-
-_MAX_ENTRIES = 1_000_000
-"""An entry of 47 bytes costs a kilobyte of memory; 20,000 tensors are 20,006 entries."""
-
+MAX_PAYLOAD = 512 << 20  # larger records are not read into memory; the index of 20,000 tensors takes 2 MB
+_MAX_ENTRIES = 1_000_000  # an entry of 47 bytes costs a kilobyte of memory; 20,000 tensors are 20,006 entries
 _TAIL = 4096 + 16 * 4093  # torch looks for the end record in steps of 4 KiB, and so a little further back than zipfile
 _NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive that says more, torch does not look
 _DOS_DIRECTORY = 0x10
@@ -61,11 +57,8 @@ _WIDE_WINDOW = 256 << 10
 _NARROW = 8 << 10  # if there are fewer bytes between headers, many are read at a time
 _new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 
-FOLDER_PROBLEMS = ("zip-no-folder", "zip-two-folders")
-"""Only torch's own readers need a folder around the records."""
-
-ALIGNMENT = 64
-"""torch's default, with which every vector unit reads the tensors of a mapped file at full speed."""
+FOLDER_PROBLEMS = ("zip-no-folder", "zip-two-folders")  # only torch's own readers need a folder around the records
+ALIGNMENT = 64  # torch's default, with which every vector unit reads the tensors of a mapped file at full speed
 
 
 class Entry(NamedTuple):

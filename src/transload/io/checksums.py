@@ -10,12 +10,8 @@ from importlib import import_module
 from zlib import crc32
 
 POLYNOMIAL = 0xEDB88320
-ONE = 1 << 31
-"""The polynomial 1: the constant term of a polynomial over GF(2) is the highest bit."""
-
-Crc32 = Callable[[memoryview, int], int]
-"""Takes bytes, and the CRC of what came before them."""
-
+ONE = 1 << 31  # the polynomial 1: the constant term of a polynomial over GF(2) is the highest bit
+Crc32 = Callable[[memoryview, int], int]  # takes bytes, and the CRC of what came before them
 _LEAST = 4096  # bytes from which a library is worth the call
 _LEAST_LZMA = 50_060_022  # version 5.6.2
 

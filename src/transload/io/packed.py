@@ -9,8 +9,7 @@ from typing import Any
 
 from transload.io.sources import BytesSource, Source, decompressed
 
-_LZMA_MEMORY = 128 << 20
-"""The most memory a stream may ask for: 1 KiB of xz can ask for 4 GiB."""
+_LZMA_MEMORY = 128 << 20  # the most memory a stream may ask for: 1 KiB of xz can ask for 4 GiB
 
 # By format: the first bytes of a file, the modules that may have a decompressor, its name there, and its arguments.
 _FORMATS: dict[str, tuple[tuple[bytes, ...], str, str, dict[str, int]]] = {

@@ -10,6 +10,10 @@ from threading import Lock, Thread
 from typing import TextIO, TypeVar
 
 _GROUP = "/sys/fs/cgroup"
+_MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
+_EVERY = 0.1  # seconds between two updates of the line
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_Task = TypeVar("_Task")
 
 
 def cores(root: str = "") -> int:
@@ -29,10 +33,6 @@ def _words(path: str) -> list[str]:
             return file.read().split()
     except (OSError, ValueError):
         return []
-
-
-_Task = TypeVar("_Task")
-_MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 
 
 def threads() -> int:
@@ -89,10 +89,6 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
 
 
 # -- progress, reported to the caller's function or on a terminal
-
-_EVERY = 0.1
-"""Seconds between two updates of the line."""
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class Progress:

@@ -6,16 +6,17 @@ import os
 import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol
 
 from transload.errors import CannotReadError, NotAFileError, UsageError
 from transload.frozen import NamedTuple
 
 _PIECE = 1 << 20
+_LONGEST_NAME = 200  # file systems allow names of 255 bytes
+_SEEKING = allocate_lock()
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
 
-@runtime_checkable
 class Source(Protocol):
     """Bytes that can be read at any position.
 
@@ -29,7 +30,6 @@ class Source(Protocol):
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
-        ...
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
@@ -53,6 +53,8 @@ class FileSource(Source):
     ``opened`` is a descriptor of a file that does not have this name yet; it is left open.
     """
 
+    descriptor = -1
+
     def __init__(self, path: str | os.PathLike[str], opened: int = -1) -> None:
         self.name = os.fspath(path)
         try:
@@ -63,8 +65,7 @@ class FileSource(Source):
             raise cannot_read(self.name, error) from error
         status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
-            os.close(self.descriptor)
-            self.descriptor = -1
+            self.close()
             fix = "Copy the bytes to a file first."
             raise CannotReadError("not a regular file (a device, pipe or socket)", where=self.name, fix=fix)
         self.size = status.st_size
@@ -108,12 +109,7 @@ class FileSource(Source):
             self._close(self.descriptor)
             self.descriptor = -1
 
-    def __del__(self) -> None:
-        if getattr(self, "descriptor", -1) >= 0:
-            self.close()
-
-
-_SEEKING = allocate_lock()
+    __del__ = close
 
 
 def read_at(descriptor: int, offset: int, count: int) -> bytes:
@@ -345,9 +341,6 @@ class Assembly(Source):
             offset += len(data)
             index += inside + len(data) == part.length
         return found[0] if len(found) == 1 else b"".join(found)
-
-
-_LONGEST_NAME = 200  # file systems allow names of 255 bytes
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
