@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, product
 
 from transload.checkpoint import Record, Storage
 from transload.findings import Problems
@@ -39,9 +39,7 @@ from transload.formats.zip import (
 from transload.frozen import NamedTuple
 from transload.io.sources import Source, inflated
 
-HAS_DESCRIPTOR = 8
-"""The zip flag for checksum and sizes that follow the bytes, in a descriptor."""
-
+HAS_DESCRIPTOR = 8  # the zip flag for checksum and sizes that follow the bytes, in a descriptor
 _LOCAL = b"PK\x03\x04"
 _CENTRAL = b"PK\x01\x02"
 _DESCRIPTOR = b"PK\x07\x08"
@@ -51,26 +49,14 @@ _CHUNK = 1 << 20
 _BLOCK = 4096
 _TAIL = 1 << 17
 _PICKLE_WINDOW = 1 << 16
-_MAX_NAME = 4096
-"""In bytes. The names in a program have a hundred or two."""
-
+_MAX_NAME = 4096  # bytes; the names in a program have a hundred or two
 _MAX_EXTRA = 1 << 16
-_MAX_DIRECTORY = 64 << 20
-"""In bytes: enough for half a million records."""
-
-_MAX_ENDS = 8
-"""How many end records are tried: a hostile file can have any number of false ones."""
-
-_MAX_STEPS = 300_000
-"""A gigabyte of empty headers would take minutes; 20,000 tensors are 20,006 records."""
-
-_MAX_GAP = 1 << 30
-"""Bytes searched for the next header, in all searches of one file together."""
-
+_MAX_DIRECTORY = 64 << 20  # bytes: enough for half a million records
+_MAX_ENDS = 8  # how many end records are tried: a hostile file can have any number of false ones
+_MAX_STEPS = 300_000  # a gigabyte of empty headers would take minutes; 20,000 tensors are 20,006 records
+_MAX_GAP = 1 << 30  # bytes searched for the next header, in all searches of one file together
 _MIN_SEARCH = 256 << 20
-_MAX_SEARCH = 4
-"""Bytes searched for the ends of records, in one file together: ``_MIN_SEARCH``, and so many times its size."""
-
+_MAX_SEARCH = 4  # for the ends of records, so many times the size of the file are searched, and ``_MIN_SEARCH``
 _MAX_INFLATED = 256 << 20
 _MIN_ZEROS = 512
 
@@ -350,7 +336,6 @@ class Scan:
         self._read_index = read_index
         self._listed = listed
         self.records: list[FoundRecord] = []
-        self._position = 0
         directory = find_directory(source) if listed else _NO_DIRECTORY
         # The directory of an archive inside this one lists none of its records.
         first = _read_local(source, 0)
@@ -451,9 +436,9 @@ class Scan:
             whole = record._replace(payload=local.end, stored=entry.stored, present=entry.stored, descriptor=found)
             if agree and whole.end == following:
                 return whole
-        options = [option for option in self._options(record, following) if option[0] > 0]
-        if options:
-            return max(options, key=lambda option: option[0])[1]
+        score, best = max(self._options(record, following), key=lambda option: option[0], default=(0, record))
+        if score > 0:
+            return best
         if local is None or local.end > self._source.size:  # the file ends within its header
             return None
         length = self._size_by_index(local) if entry is None else entry.stored
@@ -465,11 +450,11 @@ class Scan:
 
     def _options(self, record: FoundRecord, following: int | None) -> Iterator[tuple[int, FoundRecord]]:
         """Each offset and size that the bytes may have, with a score: how much more evidence is for it than against."""
-        header, local, entry, wide, *_ = record
+        source, (header, local, entry, wide, *_) = self._source, record
         names = [each.name for each in (local, entry) if each is not None and each.name]
         fields = (0, 12, 20) if wide else (0,)  # sizes of the zip64 field
         unpadded = {header + LOCAL.size + 4 + len(name) + field for name in names for field in fields}
-        padded = {each + int.from_bytes(self._source.read(each - 2, 2), "little") for each in unpadded}
+        padded = {each + int.from_bytes(source.read(each - 2, 2), "little") for each in unpadded}
         starts = padded | {each + -each % ALIGNMENT for each in unpadded}
         sizes: set[int] = set()
         if local is not None:
@@ -480,7 +465,7 @@ class Scan:
             sizes |= {entry.stored} if entry.method else {entry.stored, entry.size}
         if following is not None:
             width = 24 if wide else 16
-            before = _read_descriptor(self._source, following - width, wide=wide)
+            before = _read_descriptor(source, following - width, wide=wide)
             if before is not None:
                 sizes |= {before.stored, before.size}
                 starts |= {following - width - before.stored, following - width - before.size}
@@ -488,36 +473,31 @@ class Scan:
         measured = self._measure(local, following) if local is not None and entry is None else None
         if measured is not None:
             sizes.add(measured)
-        for start in sorted(starts):
-            for size in sorted(sizes):
-                if size >= 0 and header + LOCAL.size <= start <= self._source.size:
-                    present = max(0, min(size, self._source.size - start))
-                    descriptor = _read_descriptor(self._source, start + size, wide=wide) if size else None
-                    option = record._replace(payload=start, stored=size, present=present, descriptor=descriptor)
-                    evidence = [start in padded, *self._evidence(option, following)]
-                    yield 2 * sum(evidence) - len(evidence), option
-
-    def _evidence(self, option: FoundRecord, following: int | None) -> Iterator[bool]:
-        """What is for (true) and against (false) an offset and size."""
-        source, start, size, descriptor = self._source, option.payload, option.stored, option.descriptor
-        local, entry = option.local, option.entry
-        cut = descriptor is None and option.end + 24 > source.size  # the file ends within the descriptor
-        if following is not None:
-            yield option.end == following
-        if not cut and option.end < source.size:
-            yield any(_is_near(source.read(option.end, 4), signature) for signature in (_LOCAL, _CENTRAL))
-        if local is not None:
-            yield local.end == start
-            if local.stored or not local.flags & HAS_DESCRIPTOR:
-                yield from [local.stored == size] * 2
-        if entry is not None:
-            yield from [entry.stored == size] if entry.method else [entry.stored == size, entry.size == size]
-        if descriptor is not None:
-            yield from (True, size in (descriptor.stored, descriptor.size))
+        for start, size in product(sorted(starts), sorted(sizes)):
+            if size < 0 or not header + LOCAL.size <= start <= source.size:
+                continue
+            present = max(0, min(size, source.size - start))
+            descriptor = _read_descriptor(source, start + size, wide=wide) if size else None
+            option = record._replace(payload=start, stored=size, present=present, descriptor=descriptor)
+            cut = descriptor is None and option.end + 24 > source.size  # the file ends within the descriptor
+            evidence = [start in padded]  # true is for this offset and size, false is against it
+            if following is not None:
+                evidence.append(option.end == following)
+            if not cut and option.end < source.size:
+                evidence.append(any(_is_near(source.read(option.end, 4), each) for each in (_LOCAL, _CENTRAL)))
+            if local is not None:
+                evidence.append(local.end == start)
+                if local.stored or not local.flags & HAS_DESCRIPTOR:
+                    evidence += [local.stored == size] * 2
             if entry is not None:
-                yield descriptor.crc32 == entry.crc32
-        elif size and not cut:
-            yield local is not None and not local.flags & HAS_DESCRIPTOR
+                evidence += [entry.stored == size] if entry.method else [entry.stored == size, entry.size == size]
+            if descriptor is not None:
+                evidence += (True, size in (descriptor.stored, descriptor.size))
+                if entry is not None:
+                    evidence.append(descriptor.crc32 == entry.crc32)
+            elif size and not cut:
+                evidence.append(local is not None and not local.flags & HAS_DESCRIPTOR)
+            yield 2 * sum(evidence) - len(evidence), option
 
     # -- the size of a record whose header does not have it
 
