@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from errno import EAGAIN, EIO, ELOOP, ENXIO
+from hashlib import sha256
 from shlex import quote
 from struct import Struct
 from typing import Literal, NamedTuple
@@ -21,6 +21,19 @@ from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageE
 from transload.frozen import Frozen
 from transload.io.atomic import AtomicFile, flush_directory, try_lock, write_at
 from transload.io.sources import Assembly, BytesSource, Part, Source, cannot_read, has_journal, journal_path, read_at
+
+_CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0)
+_CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+_UNCHANGED = "nothing was changed"
+
+_MAGIC = b"TLRETAG1"
+_HEAD = Struct("<8s3Q?I")  # magic, inode, both sizes, whether to keep it, how many runs
+_RUN = Struct("<3Q")
+_DIGEST = 32
+
+_FICLONE = 0x40049409
+_PIECE = 16 << 20
+_MOST = 1 << 30
 
 
 class Change(NamedTuple):
@@ -61,24 +74,12 @@ def undo_path(path: str) -> str:
     return journal_path(path).removesuffix("retag") + "undo"
 
 
-_CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0)
-_CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
-
-
 def _remove(*paths: str) -> None:
     """Remove files of one folder, if they exist, and flush the folder."""
     for path in paths:
         with suppress(FileNotFoundError):
             os.unlink(path)  # noqa: PTH108 - pathlib costs ten milliseconds to import
     flush_directory(os.path.dirname(paths[0]))  # noqa: PTH120 - as above
-
-
-_UNCHANGED = "nothing was changed"
-
-_MAGIC = b"TLRETAG1"
-_HEAD = Struct("<8s3Q?I")  # magic, inode, both sizes, whether to keep it, how many runs
-_RUN = Struct("<3Q")
-_DIGEST = 32
 
 
 class Journal(NamedTuple):
@@ -93,8 +94,6 @@ class Journal(NamedTuple):
 
     def encoded(self) -> bytes:
         """The bytes of the journal."""
-        from hashlib import sha256
-
         old_size, new_size = self.changes.old_size, self.changes.new_size
         runs = self.changes.runs
         head = _HEAD.pack(_MAGIC, self.inode, old_size, new_size, self.keep, len(runs))
@@ -111,8 +110,6 @@ def journal_of(data: bytes) -> Journal | None:
     >>> journal_of(b"") is None
     True
     """
-    from hashlib import sha256
-
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
     if len(body) < _HEAD.size or body[:8] != _MAGIC or sha256(body).digest() != digest:
         return None
@@ -378,10 +375,6 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
 
 # -- a changed copy
 
-_FICLONE = 0x40049409
-_PIECE = 16 << 20
-_MOST = 1 << 30
-
 
 def refuse_target(path: str, out: str) -> None:
     """Refuse to write a copy over anything that exists."""
@@ -436,11 +429,18 @@ def _clone(source: int, target: int) -> bool:
 def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
     """Copy the bytes between two positions, ``shift`` further on; return whether the kernel copied them.
 
-    Holes stay holes.
+    Holes stay holes, where the system can find them.
     """
-    kernel = hasattr(os, "copy_file_range")
-    for start, end in _extents(source, begin, stop):
-        position = start
+    kernel, position = hasattr(os, "copy_file_range"), begin
+    while position < stop:
+        end = stop
+        if hasattr(os, "SEEK_DATA"):
+            try:
+                position = os.lseek(source, position, os.SEEK_DATA)
+                end = min(os.lseek(source, position, os.SEEK_HOLE), stop)
+            except OSError as error:
+                if error.errno == ENXIO:  # there is nothing but a hole
+                    break
         while position < end:
             done = 0
             if kernel:
@@ -456,20 +456,3 @@ def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
                 done = len(data)
             position += done
     return kernel
-
-
-def _extents(source: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file that are not holes, between two positions; all of it where the system cannot say."""
-    if not hasattr(os, "SEEK_DATA"):
-        yield start, end
-        return
-    while start < end:
-        try:
-            data = os.lseek(source, start, os.SEEK_DATA)
-            hole = os.lseek(source, data, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno != ENXIO:  # ENXIO: there is nothing but a hole
-                yield start, end
-            return
-        yield data, min(hole, end)
-        start = hole
