@@ -25,6 +25,7 @@ import transload
 from transload.checkpoint import Storage
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.zip_writer import Chunk, Record, write_archive
+from transload.io.atomic import FileObject
 from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
 from transload.saving import background
@@ -170,7 +171,7 @@ def _fail(_: object) -> None:
     b"\xff".decode()
 
 
-class Nowhere:
+class Nowhere(FileObject):
     def write(self, buffers: Sequence[object]) -> None: ...
 
 
@@ -180,7 +181,7 @@ def test_a_checksum_that_fails_holds_no_chunk(threads: int) -> None:
         owner = torch.rand(9)
         chunk = Chunk(memoryview(b"x"), partial(_fail, owner))
         records = [Record(name, 1, lambda: iter([chunk])) for name in (b"asked", b"unasked")]
-        write_archive(Nowhere(), b"a", records, lambda _: [], threads=threads)
+        write_archive(Nowhere(None), b"a", records, lambda _: [], threads=threads)
 
     def tried() -> None:
         with pytest.raises(UnicodeDecodeError):

@@ -154,26 +154,25 @@ def test_progress_is_told() -> None:
 def test_no_thread_reads_when_the_writer_is_interrupted() -> None:
     import threading
 
-    class Interrupted:
+    class Interrupted(FileObject):
         def write(self, buffers: Sequence[Any]) -> None:
             raise KeyboardInterrupt(len(buffers))
 
     before = threading.active_count()
     data = noise(3_000_000)
     with pytest.raises(KeyboardInterrupt):
-        write_archive(Interrupted(), b"a", [Record(b"x", len(data), Parts(data, 100_000))], lambda _: [], threads=3)
+        write_archive(Interrupted(None), b"a", [Record(b"x", len(data), Parts(data, 100_000))], lambda _: [], threads=3)
     assert threading.active_count() == before
 
 
 def test_a_sink_gets_few_large_buffers() -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.writes = 0
+    class Counting(FileObject):
+        writes = 0
 
         def write(self, buffers: Sequence[Any]) -> None:
             self.writes += len(buffers)
 
-    sink = Counting()
+    sink = Counting(None)
     many = [Record(b"data/%d" % number, 256, b"x" * 256) for number in range(10_000)]
     write_archive(sink, b"a", many, lambda _: [])
     assert sink.writes <= 40, "of about 100 kB each"

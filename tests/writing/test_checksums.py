@@ -13,11 +13,12 @@ from zlib import crc32
 import pytest
 
 from transload.formats.zip_writer import Chunk, Record, write_archive
+from transload.io.atomic import FileObject
 
 PARTS = [b"trans", b"load" * 1000, b"", b"\0" * 70_000]
 
 
-class Nowhere:
+class Nowhere(FileObject):
     def write(self, buffers: Sequence[Any]) -> None:
         pass
 
@@ -30,7 +31,7 @@ def computed(threads: int) -> list[int]:
         return []
 
     records = [Record(b"%d" % len(part), len(part), partial(iter, [Chunk(memoryview(part))])) for part in PARTS]
-    write_archive(Nowhere(), b"a", records, closing, threads=threads)
+    write_archive(Nowhere(None), b"a", records, closing, threads=threads)
     return found
 
 

@@ -40,6 +40,7 @@ _MAX_PACKED = 16 << 20
 can be a pickle of half a billion dictionaries; the index of 160,000 tensors takes 16 MiB."""
 
 _PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # nested archives
+_FORMS = (("data/", ""), ("tensors/", ""))
 _ZIP_IDS: Mapping[str, tuple[int, ...]] = {"storage": (5,)}
 _ANY_IDS = {"storage": (5, 6), "module": (4,)}
 _PLAIN_CALLS = frozenset(
@@ -268,17 +269,16 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
 
 
 def storage_table(
-    archive: Archive,
-    *,
-    forms: tuple[tuple[str, str], ...] = (("data/", ""), ("tensors/", "")),
-    big_endian: bool = False,
+    archive: Archive, *, forms: tuple[tuple[str, str], ...] = _FORMS, big_endian: bool = False
 ) -> StorageTable:
     """A table that finds storages among the records of an archive. ``forms`` are prefixes and suffixes around a key."""
     from transload.formats.tensors import StorageTable
 
     def locate(key: str, nbytes: int) -> Record | None:  # noqa: ARG001 - other containers need the size
-        found = (archive.find(f"{prefix}{key}{suffix}") for prefix, suffix in forms)
-        return next(filter(None, found), None)
+        for prefix, suffix in forms:
+            if (record := archive.find(f"{prefix}{key}{suffix}")) is not None:
+                return record
+        return None
 
     return StorageTable(locate, big_endian=big_endian)
 

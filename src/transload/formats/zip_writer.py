@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 from transload.formats.zip import (
@@ -38,10 +38,12 @@ from transload.formats.zip import (
     NOTHING_ELSE,
 )
 from transload.frozen import NamedTuple
+from transload.io.atomic import DescriptorFile, FileObject
 from transload.io.checksums import crc32_combine, fastest_crc32
 from transload.io.pool import cores
 
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
+Sink = DescriptorFile | FileObject  # where an archive goes
 
 PIECE = 2 << 20  # bytes of a write, about: few enough to be in the cache when they are written, after they were summed
 SMALL = 16 << 10  # records of up to this size are given as bytes, and adjacent ones are joined
@@ -142,13 +144,6 @@ class Record(NamedTuple):
     name: bytes
     size: int
     content: bytes | Callable[[], Iterator[Chunk]]
-
-
-class Sink(Protocol):
-    """Where an archive goes."""
-
-    def write(self, buffers: Sequence[Buffer]) -> None:
-        """Write all buffers, in this order."""
 
 
 class _Write:
