@@ -18,28 +18,18 @@ from transload.frozen import NamedTuple
 from transload.io.packed import UNWRAPPED, packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 
-# How many bytes are read of each end of a file, and decompressed: a terabyte takes no longer than a small file.
-HEAD = 64 * 1024
-# How far a checkpoint behind other bytes is searched for.
-SCAN = 1 << 20
-# How many members of a tar archive are listed; each costs one small read.
-TAR_MEMBERS = 64
-# How many names of a zip archive are compared: it can have millions of empty records.
-MAX_NAMES = 10_000
-# A server's error message is a line or two; longer text is a document.
-LONGEST_ANSWER = 512
-# Longer JSON is not parsed, but described by its first bytes.
-LONGEST_JSON = 64 * 1024
-# A gzip file can decompress to itself.
-DEEPEST = 2
-# How many blocks of a file that begins with zeros are read, and their size.
-SAMPLES, SAMPLE = 16, 4096
-# Many formats begin with fewer zeros.
-ZERO_RUN = 512
+HEAD = 64 * 1024  # bytes read of each end, and decompressed: a terabyte takes no longer than a small file
+SCAN = 1 << 20  # how far a checkpoint behind other bytes is searched for
+TAR_MEMBERS = 64  # how many members of a tar archive are listed; each costs one small read
+MAX_NAMES = 10_000  # how many names of a zip archive are compared: it can have millions of empty records
+LONGEST_ANSWER = 512  # a server's error message is a line or two; longer text is a document
+LONGEST_JSON = 64 * 1024  # longer JSON is not parsed, but described by its first bytes
+DEEPEST = 2  # a gzip file can decompress to itself
+SAMPLES, SAMPLE = 16, 4096  # how many blocks of a file that begins with zeros are read, and their size
+ZERO_RUN = 512  # many formats begin with fewer zeros
 # The longest header of a zip record up to the end of its name, which ends in "data.pkl".
 RECORD_NAME = 30 + 255 + len("/data.pkl")
-# https://github.com/google/leveldb: the last eight bytes of a table.
-TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
+TABLE_MAGIC = bytes.fromhex("57fb808b247547db")  # https://github.com/google/leveldb: the last eight bytes of a table
 # The opcodes of pickle, one of which follows the protocol number.
 _OPCODES = frozenset(b"()+.012FGIJKLMNPQRSTUVXabcdeghijlopqrstu]}") | frozenset(range(0x80, 0x99))
 NEWEST_PROTOCOL = 5

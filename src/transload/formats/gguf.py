@@ -29,10 +29,8 @@ _STRING, _ARRAY = 8, 9
 _LEAST = {**{kind: struct.calcsize(f"={code}") for kind, code in _STRUCTS.items()}, _STRING: 8, _ARRAY: 12}
 _LEAST_PAIR, _LEAST_TENSOR = 13, 24
 
-# How much is read first: enough for a header without a vocabulary.
-_FIRST = 1 << 16
-# A header of the largest size could describe four million tensors, which would take gigabytes of memory.
-_MAX_ENTRIES = 1 << 20
+_FIRST = 1 << 16  # how much is read first: enough for a header without a vocabulary
+_MAX_ENTRIES = 1 << 20  # the largest header could describe four million tensors, which would take gigabytes of memory
 _MAX_DIMENSIONS = 4  # ggml's own limit
 _MAX_NESTING = 4
 _MAX_NUMEL = 1 << 63

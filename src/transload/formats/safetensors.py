@@ -17,12 +17,9 @@ from transload.frozen import NamedTuple
 from transload.io.sources import Source
 
 PREFIX = 8
-# The reference's limit. Without one, a length of 2**60 would allocate as much memory.
-MAX_HEADER = 100_000_000
-# A file with a longer header is still safetensors, with a problem, if the upper bytes of the length are zero.
-MAX_PLAUSIBLE = 1 << 40
-# The reference counts in 64 bits, and refuses what does not fit.
-MAX_COUNT = 1 << 64
+MAX_HEADER = 100_000_000  # the reference's limit; without one, a length of 2**60 would allocate as much memory
+MAX_PLAUSIBLE = 1 << 40  # a file with a header of up to this length is still safetensors, with a problem
+MAX_COUNT = 1 << 64  # the reference counts in 64 bits, and refuses what does not fit
 # __metadata__ is text of any size: a report shows its beginning.
 MAX_METADATA_SHOWN = 50
 MAX_METADATA_TEXT = 500

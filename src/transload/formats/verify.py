@@ -27,6 +27,9 @@ _SMALL = 64 << 10
 _TINY = 8 << 10  # zlib does not release the GIL for fewer bytes
 _ALONE = 8 << 20  # fewer bytes are not worth starting threads
 
+_Task = tuple[int, int, list[tuple[int, int, int]]]
+"""The offset and size of bytes to read: part of a record, or small ones; of each its offset, size and index."""
+
 
 def verify_records(source: Source, records: Iterable[Record], storages: Iterable[Storage]) -> list[Problem]:
     """A problem for each record whose bytes do not have the checksum in the directory."""
@@ -57,10 +60,6 @@ def mismatch(record: Record, value: int | Lost, tensors: tuple[str, ...] = ()) -
     lost = value if isinstance(value, Lost) else Lost(f"checksum {value:08x}, saved with {record.crc32 or 0:08x}")
     detail = f"{lost.why}; holds {join_names([name or 'the root' for name in tensors], 4)}" if tensors else lost.why
     return Problem(lost.code, record.name, detail)
-
-
-_Task = tuple[int, int, list[tuple[int, int, int]]]
-"""The offset and size of bytes to read: part of a record, or small ones; of each its offset, size and index."""
 
 
 def checksums(
