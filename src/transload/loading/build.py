@@ -67,7 +67,7 @@ def build_object(
         raise LoadError("there is no object in it", where=piece.checkpoint.path)
     where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
     try:
-        return _Builder(piece, pickle, storages, device_map, encoding).run(pickle.root)
+        return _Builder(piece, pickle, storages, device_map, encoding).run()
     except TransloadError as error:
         position = error.position if isinstance(error, Malformed) else None
         error.where = error.where or (where if position is None else f"{where} › byte {position}")
@@ -97,7 +97,7 @@ class _Builder:
         self._piece = piece
         self._device_map = device_map
         self._encoding = encoding
-        self._built = pickle.built
+        self._pickle = pickle
         # In a pickle of Python 2, bytes are text that was not decoded, and encoding="bytes" asks for text as bytes.
         self._texts = pickle.python2_texts if encoding == "bytes" else frozenset()
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
@@ -111,14 +111,14 @@ class _Builder:
 
         return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode())
 
-    def run(self, root: object) -> Any:
-        """The object of a node and of all that it refers to; ``Malformed`` if it is malformed."""
-        if self._built:
+    def run(self) -> Any:
+        """The object of the root and of all that it refers to; ``Malformed`` if it is malformed."""
+        if self._pickle.built:
             raise Malformed("attributes of something that cannot have any")
+        node = root = self._pickle.root
         made, atoms, ready = self.made, self._atoms, self._ready
         begun: set[int] = set()
         waiting: dict[int, list[_Task]] = {}  # for something that is not made yet
-        node = root
         stack: list[_Task] = [(root, None, ())]
         try:
             while stack:
@@ -184,17 +184,22 @@ class _Builder:
         elif kind is tuple:
             made[ident] = node if all(type(child) in self._atoms for child in node) else tuple((yield node))
         elif kind is Set:
-            from transload.loading.values import value_of
+            from transload.loading.rebuild import value_of
 
             if node.frozen:
                 made[ident] = value_of("builtins.frozenset", ((yield node.items),))
             else:
                 made[ident] = members = set()
                 members |= value_of("builtins.set", ((yield node.items),))
-        elif kind is bytearray:
+        elif kind is bytearray or (kind is bytes and self._encoding == "bytes"):
             made[ident] = node
-        elif kind is bytes:
-            made[ident] = self._text(node)
+        elif kind is bytes:  # text of Python 2 that is not UTF-8
+            try:
+                made[ident] = node.decode(self._encoding)
+            except UnicodeDecodeError as error:
+                what = f"Python 2 wrote text into it that is not {self._encoding}"
+                fix = "Pass encoding='latin1', or the encoding it was written in."
+                raise LoadError(what, fix=fix) from error
         elif kind is str:
             made[ident] = node.encode() if ident in self._texts else node
         elif kind is Global:
@@ -203,17 +208,6 @@ class _Builder:
             made[ident] = self._rebuilder.persistent(node)
         else:
             raise Malformed(_ODD.get(kind, "something that is not a value"))
-
-    def _text(self, node: bytes) -> Any:
-        """Decode text of Python 2 that is not UTF-8."""
-        if self._encoding == "bytes":
-            return node
-        try:
-            return node.decode(self._encoding)
-        except UnicodeDecodeError as error:
-            what = f"Python 2 wrote text into it that is not {self._encoding}"
-            fix = "Pass encoding='latin1', or the encoding it was written in."
-            raise LoadError(what, fix=fix) from error
 
     # -- calls
 
@@ -232,7 +226,7 @@ class _Builder:
 
             value = plain_value(node.callee) if node.kind == "reduce" else ""
             if value:
-                from transload.loading.values import value_of
+                from transload.loading.rebuild import value_of
 
                 made = value_of(value, tuple((yield node.args)))
             else:  # what is called is looked up first
@@ -244,10 +238,8 @@ class _Builder:
         elif name in _FROM_TYPE:
             # Its first argument is a function, which is used by name: torch may no longer have it.
             made = self._rebuilder.from_type(node.args[:1], (yield node.args[1:]))
-        elif name.startswith("numpy.") and _makes_array(name):
-            from transload.loading.values import from_numpy
-
-            self.made[id(node)] = from_numpy(node)
+        elif name.startswith("numpy.") and (array := self._rebuilder.from_numpy(name, node)) is not None:
+            self.made[id(node)] = array
             return
         else:
             args = tuple((yield node.args))
@@ -263,10 +255,17 @@ class _Builder:
                 self._rebuilder.check_type(made, "are put into")
             _set_items(made, values)
         for state in (yield node.states) if node.states else ():
-            if type(made) is OrderedDict:
-                _set_attributes(made, state)
-            else:
+            if type(made) is not OrderedDict:
                 self._rebuilder.set_state(made, state)
+                continue
+            # Set attributes such as the _metadata of a state dict, but none that an OrderedDict has already.
+            if not isinstance(state, Mapping):
+                raise Malformed("an OrderedDict whose state does not name attributes")
+            for name in state:
+                text = name.decode("latin-1") if type(name) is bytes else name  # encoding="bytes" makes it bytes
+                if type(text) is not str or hasattr(OrderedDict, text):
+                    raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it already has")
+            vars(made).update(state)
 
     def _checked(self, entry: Entry, args: Args) -> Any:
         """A tensor whose offset, size or stride needs all checks; ``None`` if this torch does not have its dtype."""
@@ -285,13 +284,6 @@ def _name_of(node: Global) -> str:
     from transload.loading.refusal import name_of
 
     return name_of(node)
-
-
-def _makes_array(name: str) -> bool:
-    """Whether a function makes an array, a number or a dtype of numpy."""
-    from transload.formats.arrays import NUMPY_CALLS
-
-    return name in NUMPY_CALLS
 
 
 def _send(steps: _Steps, values: Any) -> Any:
@@ -313,17 +305,6 @@ def _set_items(into: Any, values: list[Any]) -> None:
             into[key] = value
     except TypeError as error:
         raise Malformed(f"a key that cannot be in a dictionary: {error}") from error
-
-
-def _set_attributes(made: OrderedDict[Any, Any], state: Any) -> None:
-    """Set attributes such as the ``_metadata`` of a state dict, but none that an OrderedDict has already."""
-    if not isinstance(state, Mapping):
-        raise Malformed("an OrderedDict whose state does not name attributes")
-    for name in state:
-        text = name.decode("latin-1") if type(name) is bytes else name  # encoding="bytes" makes it bytes, as in torch
-        if type(text) is not str or hasattr(OrderedDict, text):
-            raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it already has")
-    vars(made).update(state)
 
 
 def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:

@@ -3,21 +3,35 @@
 A ``Rebuilder`` checks the arguments and then does what torch's rebuild functions do. torch trusts those arguments. Here
 a view that reaches beyond its storage (which torch would silently enlarge), parts of a nested tensor beyond its buffer,
 or fewer scales than channels are reported as damage.
+
+Values beside weights (numpy arrays, dates, paths, arguments) are data. Each is made by a constructor in ``VALUES``,
+after the types of its arguments were checked; nothing that the file names is called. Arrays that could hold any object
+(of objects, structured ones) are not made.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import argparse
+import datetime as dt
+import os
+import pathlib
+import types
+import uuid
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import LoadError, Malformed, UnsafeError
+from transload.formats.arrays import NUMPY_CALLS, NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.tensors import MAX_RANK, MAX_SIZE
 from transload.judge.names import can_be_allowed
 from transload.loading.refusal import Allowed, name_of, weights_only_error
-from transload.loading.values import VALUES, set_state, value_of
-from transload.nodes import REBUILDS, Global, Persistent, module_class, storage_id
+from transload.nodes import REBUILDS, Call, Global, Persistent, module_class, storage_id
+from transload.tensors.content import numpy_or_none
 
 if TYPE_CHECKING:
     import torch
@@ -29,121 +43,13 @@ Args = tuple[Any, ...]
 Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
 """A storage as ``build.entries`` has it."""
 
-
-# -- tensors
-
-
-def _meta(maker: Rebuilder, dtype: object, size: Any, stride: Any, grad: object) -> torch.Tensor:
-    if not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
-        raise Malformed("a meta tensor whose size or stride is not an integer")
-    kind = maker.dtype(dtype)
-    return maker.torch.empty_strided(size, stride, dtype=kind, device="meta", requires_grad=grad is True)
-
-
-def _wrapper(maker: Rebuilder, *args: Any) -> torch.Tensor:
-    """(class, dtype, size, stride, offset, layout, device, requires_grad)."""
-    kind, dtype, size, stride, offset, layout, device, grad = args
-    if not isinstance(kind, type) or not issubclass(kind, maker.torch.Tensor):
-        raise Malformed("a wrapper of a class that is not a tensor class")
-    if not are_sizes(size) or not are_sizes(stride):
-        raise Malformed("a wrapper whose size or stride is not an integer")
-    made: torch.Tensor = maker.torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as torch.load does
-        kind,
-        size,
-        strides=stride,
-        dtype=maker.dtype(dtype),
-        storage_offset=offset,
-        layout=layout,
-        device=maker.device_map.device(str(device)),
-        requires_grad=grad is True,
-    )
-    return made
-
-
-# -- quantized
-
-
-def _quantized(maker: Rebuilder, *args: Any) -> Any:
-    """(storage, offset, size, stride, quantizer, requires_grad, hooks).
-
-    The quantizer is (scheme, scale, zero point), or (scheme, scales, zero points, axis).
-    """
-    storage, offset, size, stride, quantizer, grad, hooks = args
-    maker.check(*maker.storage(storage), offset, size, stride)
-    torch = maker.torch
-    if type(quantizer) is not tuple or not quantizer or not isinstance(quantizer[0], torch.qscheme):
-        raise Malformed("a quantized tensor without a quantizer")
-    scheme, *numbers = quantizer
-    if scheme == torch.per_tensor_affine:
-        if [type(number) for number in numbers] != [float, int]:
-            raise Malformed("a quantized tensor whose scale is not a number")
-    elif scheme not in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) or len(numbers) != 3:
-        raise Malformed("a quantized tensor of an unknown scheme")
-    else:
-        *parts, axis = numbers
-        if type(axis) is not int or not 0 <= axis < len(size):
-            raise Malformed("a quantized tensor whose axis is not one of its dimensions")
-        for part in parts:  # tensors; lists in files of older releases
-            is_list = type(part) is list and all(type(number) in (int, float) for number in part)
-            count = len(part) if is_list else maker.tensor(part, "a quantized tensor with a scale").numel()
-            if count != size[axis]:
-                raise Malformed("a quantized tensor with more or fewer scales than channels")
-    made = torch._utils._rebuild_qtensor(storage, offset, size, stride, quantizer, False, hooks)  # noqa: SLF001 - as torch.load does
-    return maker.finish(made, grad, hooks)
-
-
-# -- sparse
-
-
-def _sparse(maker: Rebuilder, layout: Any, data: Any) -> Any:
-    parts = 2 if layout == maker.torch.sparse_coo else 3
-    most = 4  # the last item of a COO tensor may be whether it is coalesced
-    if type(data) is not tuple or not parts < len(data) <= most or not are_sizes(data[parts]):
-        raise Malformed("a sparse tensor whose parts are missing")
-    for part in data[:parts]:
-        maker.tensor(part, "a sparse tensor with a part")
-    try:
-        made = sparse_tensor(layout, data)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
-    maker.to_check.append(made)
-    return made
-
-
-# -- nested
-
-
-def _nested(maker: Rebuilder, buffer: object, sizes: object, strides: object, offsets: object) -> Any:
-    held = maker.tensor(buffer, "a nested tensor with a buffer")
-    numbers = [maker.tensor(part, "a nested tensor with sizes") for part in (sizes, strides, offsets)]
-    if held.device.type != "meta":
-        try:
-            for size, stride, offset in zip(*(part.tolist() for part in numbers), strict=True):
-                last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-                negative = any(type(number) is not int or number < 0 for number in (*size, *stride, offset))
-                if negative or (0 not in size and last >= held.numel()):
-                    raise Malformed("a nested tensor that reaches beyond its buffer")
-        except (TypeError, ValueError) as error:
-            raise Malformed("a nested tensor whose parts do not fit together") from error
-    return maker.torch._nested_view_from_buffer(held, *numbers)  # noqa: SLF001 - as torch.load does
-
-
-# -- other devices
-
-
-def _from_cpu(maker: Rebuilder, data: object, dtype: object, device: object, grad: object) -> torch.Tensor:
-    where = maker.device_map.device(str(device))
-    made = maker.tensor(data, "a device tensor made of something").to(dtype=maker.dtype(dtype), device=where)
-    made.requires_grad = grad is True
-    return made
-
-
-def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad: object) -> torch.Tensor:
-    try:
-        held = maker.torch.from_numpy(data)
-    except TypeError as error:
-        raise Malformed(f"a device tensor that is not made of an array: {error}") from error
-    return _from_cpu(maker, held, dtype, device, grad)
+_HELD: dict[type, tuple[str, type]] = {
+    UserDict: ("data", dict),
+    UserList: ("data", list),
+    UserString: ("data", str),
+    ChainMap: ("maps", list),
+}
+"""Classes with one attribute: its name and its type."""
 
 
 class Rebuilder:
@@ -155,15 +61,15 @@ class Rebuilder:
     def __init__(self, piece: Piece, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
         import torch
 
-        self.torch = torch
-        self.device_map = device_map
+        self._torch = torch
+        self._device_map = device_map
         self._allowed = Allowed()
         self._known = known
-        self._typed: dict[tuple[str, object], Any] = {}
-        self._made: dict[str, Any] = {}
+        self._made: dict[tuple[str, object], Any] = {}
+        """Typed storages, their parts, and the tensors of a tar archive."""
         # What torch does with a loaded tensor under FakeTensorMode.
         self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
-        self.to_check: list[torch.Tensor] = []
+        self._to_check: list[torch.Tensor] = []
         """Sparse tensors, whose indices are checked at the end."""
         self._tar_tensors: Mapping[str, Any] = {}
         self._tar_storages: Mapping[str, Any] = {}
@@ -182,15 +88,15 @@ class Rebuilder:
         if type(kwargs) is dict and not kwargs:
             if name in VALUES:
                 return value_of(name, args)
-            if name in _MAKERS:
-                return self._make(name, args)
+            if name in self._MAKERS:
+                return self._rebuild(name, args)
         target = self._allowed.user(callee)
         if target is None and self._allowed.is_known(callee):
             if args or not name.endswith("Tensor"):
                 raise Malformed(f"a call of {name} that no checkpoint makes")
             kind = self.object_of(callee)  # torch.FloatTensor(), whose state is set later
             return self._run(name, kind.__new__, (kind,))
-        return self._invoke(name, target, how, args, kwargs)
+        return self._run(name, target, args, kwargs, how)
 
     def call_attribute(self, target: Any, how: str, args: Args, kwargs: Any) -> Any:
         """The result of calling what ``getattr`` found, if the program has allowed that too."""
@@ -198,34 +104,28 @@ class Rebuilder:
         if not self._allowed.allows(target):
             fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
             raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"), fix=fix)
-        return self._invoke(name, target, how, args, kwargs)
+        return self._run(name, target, args, kwargs, how)
 
-    def _make(self, name: str, args: Args) -> Any:
+    def _rebuild(self, name: str, args: Args) -> Any:
         if not REBUILDS[name].least <= len(args) <= REBUILDS[name].most:
             raise Malformed(f"{name} is called with {len(args)} arguments")
-        return _MAKERS[name](self, *args)
+        return self._MAKERS[name](self, *args)
 
     def object_of(self, node: Global) -> Any:
         """The object of an allowed name; ``UnsafeError`` for any other name."""
         found = self._allowed.object_of(node)
         if found is None:
-            what = weights_only_error(f"it names {node.full_name}, which nobody has allowed", node)
-            raise UnsafeError(what)
+            raise UnsafeError(weights_only_error(f"it names {node.full_name}, which nobody has allowed", node))
         return found
 
-    def _invoke(self, name: str, target: Any, how: str, args: Args, kwargs: Any) -> Any:
+    def _run(self, name: str, target: Any, args: Args, kwargs: Any = None, how: str = "reduce") -> Any:
         """Call what the program has allowed, as pickle would."""
-        if how == "reduce" or target is None:
-            return self._run(name, target, args)
-        if not isinstance(target, type):
-            raise Malformed(f"an object of {name}, which is not a class")
-        if how in ("newobj", "newobj_ex") or not args:
-            return self._run(name, target.__new__, (target, *args), kwargs)
-        return self._run(name, target, args)
-
-    def _run(self, name: str, target: Any, args: Args, kwargs: Any = None) -> Any:
         if target is None:
             raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"))
+        if how != "reduce" and not isinstance(target, type):
+            raise Malformed(f"an object of {name}, which is not a class")
+        if how in ("newobj", "newobj_ex") or (how != "reduce" and not args):
+            target, args = target.__new__, (target, *args)
         try:
             return target(*args, **(kwargs or {}))
         except Exception as error:
@@ -241,12 +141,26 @@ class Rebuilder:
 
     def set_state(self, made: Any, state: Any) -> None:
         """Do what the opcode BUILD does, for values and allowed classes."""
-        if type(made) in (self.torch.Tensor, self.torch.nn.Parameter):
+        kind = type(made)
+        if kind in (self._torch.Tensor, self._torch.nn.Parameter):
             self._set_old_state(made, state)
-            return
-        if not set_state(made, state):
+        elif kind in (argparse.Namespace, types.SimpleNamespace):
+            if type(state) is not dict or any(type(key) is not str for key in state):
+                raise Malformed("a namespace whose values have no names")
+            vars(made).update(state)
+        elif kind in _HELD:
+            name, held = _HELD[kind]
+            if type(state) is not dict or [*state] != [name] or type(state[name]) is not held:
+                raise Malformed(f"a {kind.__name__} with a state that Python does not write")
+            vars(made).update(state)
+        elif kind is uuid.UUID:
+            number = state.get("int") if type(state) is dict else None
+            if type(number) is not int or not 0 <= number < 1 << 128:
+                raise Malformed("an identifier that is not a number of 128 bits")
+            made.__setstate__({"int": number})
+        else:
             self.check_type(made, "are given as state to")
-            self._run(f"the state of {type(made).__name__}", _set_object_state, (made, state))
+            self._run(f"the state of {kind.__name__}", _set_object_state, (made, state))
 
     def check_type(self, made: Any, how: str) -> None:
         """Raise unless the program has allowed a class, whose methods are about to be called."""
@@ -259,16 +173,46 @@ class Rebuilder:
         fix = fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
         raise UnsafeError(what, fix=fix)
 
+    def from_numpy(self, name: str, node: Call) -> Any:
+        """An array, number or dtype of numpy, by its description in the file; ``None`` for any other name."""
+        if name not in NUMPY_CALLS:
+            return None
+        np: Any = numpy_or_none()
+        if np is None:
+            raise LoadError("it holds numpy arrays, and numpy cannot be imported", fix="Install numpy.")
+        array = None if name == "numpy.dtype" else array_of(node)
+        dtype = dtype_of(node) if name == "numpy.dtype" else array and array.dtype
+        if dtype is None or not dtype.plain:
+            kind = "a numpy array of objects or records, or of a class of its own"
+            what = weights_only_error(f"it holds {kind}, which is more than plain data", node.callee)
+            fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
+            raise UnsafeError(what, fix=fix)
+        stored = np.dtype(dtype.code).newbyteorder(">" if dtype.big_endian else "<")
+        if array is None:
+            return stored
+        raw = raw_bytes(array.data)
+        if raw is None or not dtype.itemsize or len(raw) != prod(array.shape) * dtype.itemsize:
+            raise Malformed("an array with more or fewer bytes than its shape has")
+        steps = tuple(step * dtype.itemsize for step in array.stride)
+        try:
+            made = np.ndarray(array.shape, stored, raw or bytearray(), 0, steps)
+            if raw:  # numpy.core.multiarray._reconstruct gives native byte order
+                own = np.dtype(dtype.code) if name.endswith("._reconstruct") else stored
+                made = made.astype(own, "K") if own != stored else made.copy("K")
+        except ValueError as error:  # an empty array may claim any size in the other dimensions
+            raise Malformed(f"an array that numpy cannot make: {error}") from error
+        return made[()] if name in NUMPY_SCALARS else made
+
     # -- persistent ids
 
     def persistent(self, node: Persistent) -> Any:
         """The typed storage of an id, in older formats also the class or tensor; the same object each time."""
         name = "" if type(node.id) is tuple else str(node.id)
         if name in self._tar_tensors:
-            if name not in self._made:
+            if ("tensor", name) not in self._made:
                 storage, *rest = self._tar_tensors[name]
-                self._made[name] = _tensor(self, self._storage_of(storage), *rest)
-            return self._made[name]
+                self._made["tensor", name] = self._make_tensor(self._storage_of(storage), *rest)
+            return self._made["tensor", name]
         named = None if storage_id(node) else module_class(node)
         return self.object_of(named) if type(named) is Global else self._storage_of(node)
 
@@ -285,49 +229,47 @@ class Rebuilder:
         if not nbytes:  # an empty storage may have several dtypes: each id has one
             if type(pid[1]) is Global:
                 name = STORAGES.get(pid[1].name.rpartition(".")[2], name)
-                dtype = getattr(self.torch, name, None)
+                dtype = getattr(self._torch, name, None)
             dtype = getattr(pid[1], "dtype", dtype)
         if dtype is None:
             raise Malformed(f"a storage of {name}, which this torch does not have")
         view, held = pid[5] if len(pid) == 6 else None, storage
         if not nbytes:  # like torch, a new one for each tensor
-            held = self.torch.UntypedStorage(0, device=storage.device)
+            held = self._torch.UntypedStorage(0, device=storage.device)
         known: tuple[str, object] = ("whole", key)
         if view is not None:
             match view:  # a part of a storage: key, first element, elements
                 case (str() | bytes() as part, int() as first, int() as count) if first >= 0 and count >= 0:
-                    width = self.torch.empty((), dtype=dtype, device="meta").element_size()
+                    width = self._torch.empty((), dtype=dtype, device="meta").element_size()
                 case _:
                     raise Malformed("a part of a storage that is not described by a key and two numbers")
             if (first + count) * width > storage.nbytes():
                 raise Malformed("a part of a storage that reaches beyond it")
             known, held = ("view", part), storage[first * width : (first + count) * width]
-        if known not in self._typed or not nbytes:
+        if known not in self._made or not nbytes:
             # The class is going away, and has no public constructor.
-            self._typed[known] = self.torch.storage.TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
-        return self._typed[known]
+            self._made[known] = self._torch.storage.TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
+        return self._made[known]
 
     # -- checked arguments
 
-    def storage(self, storage: object) -> tuple[torch.UntypedStorage, torch.dtype]:
+    def _storage(self, storage: object) -> tuple[torch.UntypedStorage, torch.dtype]:
         """The untyped storage and the dtype of a typed storage."""
-        if not isinstance(storage, self.torch.storage.TypedStorage):
+        if not isinstance(storage, self._torch.storage.TypedStorage):
             raise Malformed("a tensor without a storage")
         return storage._untyped_storage, storage.dtype  # noqa: SLF001 - the public way warns
 
-    def dtype(self, dtype: object) -> torch.dtype:
-        """A dtype."""
-        if not isinstance(dtype, self.torch.dtype):
+    def _dtype(self, dtype: object) -> torch.dtype:
+        if not isinstance(dtype, self._torch.dtype):
             raise Malformed("a tensor whose dtype is not a dtype")
         return dtype
 
-    def tensor(self, value: object, what: str) -> torch.Tensor:
-        """A tensor."""
-        if not isinstance(value, self.torch.Tensor):
+    def _tensor(self, value: object, what: str) -> torch.Tensor:
+        if not isinstance(value, self._torch.Tensor):
             raise Malformed(f"{what} that is not a tensor")
         return value
 
-    def check(
+    def _check(
         self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
     ) -> torch.device:
         """Raise ``Malformed`` unless a view is within its storage; the device of the storage."""
@@ -344,7 +286,7 @@ class Rebuilder:
         device, name = storage.device, str(dtype).removeprefix("torch.")
         # The size of a dtype that is newer than our list is torch's.
         known = name in ITEMSIZE
-        nbytes = itemsize(name, end) if known else end * self.torch.empty((), dtype=dtype).element_size()
+        nbytes = itemsize(name, end) if known else end * self._torch.empty((), dtype=dtype).element_size()
         # A meta storage has no memory, and older releases of torch resize it with every view.
         if numel and nbytes > storage.nbytes() and device.type != "meta":
             raise Malformed(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
@@ -356,7 +298,7 @@ class Rebuilder:
         self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
     ) -> torch.Tensor:
         """A tensor within a storage."""
-        empty = self.torch.empty((0,), dtype=dtype, device=self.check(storage, dtype, offset, size, stride))
+        empty = self._torch.empty((0,), dtype=dtype, device=self._check(storage, dtype, offset, size, stride))
         return empty.set_(storage, offset, size, stride)
 
     def finish(self, made: Any, grad: object, hooks: object, flags: object = None) -> Any:
@@ -370,13 +312,13 @@ class Rebuilder:
         if flags:
             if type(flags) is not dict or any(type(flag) is not bool for flag in flags.values()):
                 raise Malformed("a tensor with flags that are not true or false")
-            self.torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
+            self._torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
         made._backward_hooks = hooks  # noqa: SLF001 - the same
         return made if self._faked is None else self._faked(made)
 
     # -- attributes and classes
 
-    def with_state(self, made: Any, state: object) -> Any:
+    def _with_state(self, made: Any, state: object) -> Any:
         """Set the attributes of a tensor: a dictionary, or a pair of them if its class has slots."""
         parts = state if type(state) is tuple else (state,)
         if len(parts) > 2 or any(part is not None and type(part) is not dict for part in parts):
@@ -385,7 +327,7 @@ class Rebuilder:
         odd = next((name for name in names if type(name) is not str or name.startswith("__")), None)
         if odd is not None:
             raise Malformed(f"a tensor whose state sets the attribute {str(odd)[:60]!r}")
-        return self.torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
+        return self._torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
 
     def from_type(self, function: Args, values: list[Any]) -> Any:
         """``torch._tensor._rebuild_from_type_v2(function, class, arguments, state)``: a tensor of a subclass."""
@@ -395,14 +337,15 @@ class Rebuilder:
         if type(args) is not tuple:
             raise Malformed("a tensor made of arguments that are not a tuple")
         name = name_of(function[0])
-        made = self._make(name, args) if name in _MAKERS else self._run(name, self._allowed.user(function[0]), args)
-        tensor: Any = self.torch.Tensor
+        known = name in self._MAKERS
+        made = self._rebuild(name, args) if known else self._run(name, self._allowed.user(function[0]), args)
+        tensor: Any = self._torch.Tensor
         if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
             raise Malformed("a tensor of a class that is not a tensor class")
         if type(made) is not kind:
             made = made.as_subclass(kind)
         if getattr(kind, "__setstate__", tensor.__setstate__) is tensor.__setstate__:
-            return self.with_state(made, state)
+            return self._with_state(made, state)
         made.__setstate__(state)
         return made
 
@@ -411,12 +354,12 @@ class Rebuilder:
         if type(state) is not tuple or len(state) not in (3, 4, 5):
             raise Malformed("a tensor whose state is not that of a tensor")
         if len(state) == 4:
-            storage, dtype = self.storage(state[0])
-            self.check(storage, dtype, *state[1:])
+            storage, dtype = self._storage(state[0])
+            self._check(storage, dtype, *state[1:])
             made.set_(storage, *state[1:])
             return
         if len(state) == 5:
-            made.data = self.tensor(state[0], "the data of a variable")
+            made.data = self._tensor(state[0], "the data of a variable")
             state = (state[3], state[4], state[2])
         made.requires_grad = False
         self.finish(made, state[0], state[2])
@@ -426,10 +369,144 @@ class Rebuilder:
         if self._faked is not None:
             return
         try:
-            for made in self.to_check:
+            for made in self._to_check:
                 validate_sparse(made)
         except RuntimeError as error:
             raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
+
+    # -- torch's rebuild functions
+
+    def _make_meta(self, dtype: object, size: Any, stride: Any, grad: object) -> torch.Tensor:
+        if not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
+            raise Malformed("a meta tensor whose size or stride is not an integer")
+        kind = self._dtype(dtype)
+        return self._torch.empty_strided(size, stride, dtype=kind, device="meta", requires_grad=grad is True)
+
+    def _make_wrapper(self, *args: Any) -> Any:
+        """(class, dtype, size, stride, offset, layout, device, requires_grad)."""
+        kind, dtype, size, stride, offset, layout, device, grad = args
+        if not isinstance(kind, type) or not issubclass(kind, self._torch.Tensor):
+            raise Malformed("a wrapper of a class that is not a tensor class")
+        if not are_sizes(size) or not are_sizes(stride):
+            raise Malformed("a wrapper whose size or stride is not an integer")
+        return self._torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as torch.load does
+            kind,
+            size,
+            strides=stride,
+            dtype=self._dtype(dtype),
+            storage_offset=offset,
+            layout=layout,
+            device=self._device_map.device(str(device)),
+            requires_grad=grad is True,
+        )
+
+    def _make_quantized(self, *args: Any) -> Any:
+        """(storage, offset, size, stride, quantizer, requires_grad, hooks).
+
+        The quantizer is (scheme, scale, zero point), or (scheme, scales, zero points, axis).
+        """
+        storage, offset, size, stride, quantizer, grad, hooks = args
+        self._check(*self._storage(storage), offset, size, stride)
+        torch = self._torch
+        if type(quantizer) is not tuple or not quantizer or not isinstance(quantizer[0], torch.qscheme):
+            raise Malformed("a quantized tensor without a quantizer")
+        scheme, *numbers = quantizer
+        if scheme == torch.per_tensor_affine:
+            if [type(number) for number in numbers] != [float, int]:
+                raise Malformed("a quantized tensor whose scale is not a number")
+        elif scheme not in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) or len(numbers) != 3:
+            raise Malformed("a quantized tensor of an unknown scheme")
+        else:
+            *parts, axis = numbers
+            if type(axis) is not int or not 0 <= axis < len(size):
+                raise Malformed("a quantized tensor whose axis is not one of its dimensions")
+            for part in parts:  # tensors; lists in files of older releases
+                is_list = type(part) is list and all(type(number) in (int, float) for number in part)
+                count = len(part) if is_list else self._tensor(part, "a quantized tensor with a scale").numel()
+                if count != size[axis]:
+                    raise Malformed("a quantized tensor with more or fewer scales than channels")
+        made = torch._utils._rebuild_qtensor(storage, offset, size, stride, quantizer, False, hooks)  # noqa: SLF001 - as torch.load does
+        return self.finish(made, grad, hooks)
+
+    def _make_sparse(self, layout: Any, data: Any) -> Any:
+        parts = 2 if layout == self._torch.sparse_coo else 3
+        most = 4  # the last item of a COO tensor may be whether it is coalesced
+        if type(data) is not tuple or not parts < len(data) <= most or not are_sizes(data[parts]):
+            raise Malformed("a sparse tensor whose parts are missing")
+        for part in data[:parts]:
+            self._tensor(part, "a sparse tensor with a part")
+        try:
+            made = sparse_tensor(layout, data)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
+        self._to_check.append(made)
+        return made
+
+    def _make_nested(self, buffer: object, sizes: object, strides: object, offsets: object) -> Any:
+        held = self._tensor(buffer, "a nested tensor with a buffer")
+        numbers = [self._tensor(part, "a nested tensor with sizes") for part in (sizes, strides, offsets)]
+        if held.device.type != "meta":
+            try:
+                for size, stride, offset in zip(*(part.tolist() for part in numbers), strict=True):
+                    last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+                    negative = any(type(number) is not int or number < 0 for number in (*size, *stride, offset))
+                    if negative or (0 not in size and last >= held.numel()):
+                        raise Malformed("a nested tensor that reaches beyond its buffer")
+            except (TypeError, ValueError) as error:
+                raise Malformed("a nested tensor whose parts do not fit together") from error
+        return self._torch._nested_view_from_buffer(held, *numbers)  # noqa: SLF001 - as torch.load does
+
+    def _make_from_cpu(self, data: object, dtype: object, device: object, grad: object) -> torch.Tensor:
+        where = self._device_map.device(str(device))
+        made = self._tensor(data, "a device tensor made of something").to(dtype=self._dtype(dtype), device=where)
+        made.requires_grad = grad is True
+        return made
+
+    def _make_from_numpy(self, data: Any, dtype: object, device: object, grad: object) -> torch.Tensor:
+        try:
+            held = self._torch.from_numpy(data)
+        except TypeError as error:
+            raise Malformed(f"a device tensor that is not made of an array: {error}") from error
+        return self._make_from_cpu(held, dtype, device, grad)
+
+    def _make_tensor(self, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
+        return self.strided(*self._storage(storage), offset, size, stride)
+
+    def _make_tensor_v2(self, *args: Any) -> Any:
+        """(storage, offset, size, stride, requires_grad, hooks), and perhaps flags."""
+        return self.finish(self._make_tensor(*args[:4]), *args[4:])
+
+    def _make_tensor_v3(self, *args: Any) -> Any:
+        """(storage, offset, size, stride, requires_grad, hooks, dtype), and perhaps flags."""
+        made = self.strided(self._storage(args[0])[0], self._dtype(args[6]), *args[1:4])
+        return self.finish(made, *args[4:6], *args[7:])
+
+    def _make_plain_parameter(self, data: object, grad: object = True) -> Any:
+        return self._torch.nn.Parameter(self._tensor(data, "a Parameter made of something"), grad is not False)
+
+    def _make_parameter(self, data: object, grad: object, hooks: object, state: object = None) -> Any:
+        made = self._torch.nn.Parameter(self._tensor(data, "a Parameter made of something"), requires_grad=False)
+        return self._with_state(self.finish(made, grad, hooks), state)
+
+    _MAKERS: ClassVar[dict[str, Callable[..., Any]]] = {
+        "torch._utils._rebuild_tensor": _make_tensor,
+        "torch._utils._rebuild_tensor_v2": _make_tensor_v2,
+        "torch._utils._rebuild_tensor_v3": _make_tensor_v3,
+        "torch._utils._rebuild_parameter": _make_parameter,
+        "torch._utils._rebuild_parameter_with_state": _make_parameter,
+        "torch.nn.parameter.Parameter": _make_plain_parameter,
+        "torch._utils._rebuild_qtensor": _make_quantized,
+        "torch._utils._rebuild_sparse_tensor": _make_sparse,
+        "torch._utils._rebuild_sparse_csr_tensor": _make_sparse,
+        "torch._utils._rebuild_nested_tensor": _make_nested,
+        "torch._utils._rebuild_meta_tensor_no_storage": _make_meta,
+        "torch._utils._rebuild_wrapper_subclass": _make_wrapper,
+        "torch._utils._rebuild_device_tensor_from_numpy": _make_from_numpy,
+        "torch._utils._rebuild_xla_tensor": _make_from_numpy,
+        "torch._utils._rebuild_mlc_tensor": _make_from_numpy,
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor": _make_from_cpu,
+    }
+    """The method for each of torch's functions."""
 
 
 def _set_object_state(made: Any, state: Any) -> None:
@@ -443,51 +520,6 @@ def _set_object_state(made: Any, state: Any) -> None:
         vars(made).update(state)
     for name, value in (slots or {}).items():
         setattr(made, name, value)
-
-
-def _tensor(maker: Rebuilder, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
-    return maker.strided(*maker.storage(storage), offset, size, stride)
-
-
-def _tensor_v2(maker: Rebuilder, *args: Any) -> Any:
-    """(storage, offset, size, stride, requires_grad, hooks), and perhaps flags."""
-    return maker.finish(_tensor(maker, *args[:4]), *args[4:])
-
-
-def _tensor_v3(maker: Rebuilder, *args: Any) -> Any:
-    """(storage, offset, size, stride, requires_grad, hooks, dtype), and perhaps flags."""
-    made = maker.strided(maker.storage(args[0])[0], maker.dtype(args[6]), *args[1:4])
-    return maker.finish(made, *args[4:6], *args[7:])
-
-
-def _plain_parameter(maker: Rebuilder, data: object, grad: object = True) -> Any:
-    return maker.torch.nn.Parameter(maker.tensor(data, "a Parameter made of something"), grad is not False)
-
-
-def _parameter(maker: Rebuilder, data: object, grad: object, hooks: object, state: object = None) -> Any:
-    made = maker.torch.nn.Parameter(maker.tensor(data, "a Parameter made of something"), requires_grad=False)
-    return maker.with_state(maker.finish(made, grad, hooks), state)
-
-
-_MAKERS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch.nn.parameter.Parameter": _plain_parameter,
-    "torch._utils._rebuild_qtensor": _quantized,
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_sparse_csr_tensor": _sparse,
-    "torch._utils._rebuild_nested_tensor": _nested,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper,
-    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
-    "torch._utils._rebuild_xla_tensor": _from_numpy,
-    "torch._utils._rebuild_mlc_tensor": _from_numpy,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
-}
-"""The function here for each of torch's."""
 
 
 def sparse_tensor(layout: Any, data: Any) -> Any:
@@ -536,3 +568,129 @@ def are_sizes(value: Any) -> bool:
         if type(number) is not int or not 0 <= number < MAX_SIZE:
             return False
     return True
+
+
+# -- values
+
+
+def value_of(name: str, args: Args) -> Any:
+    """A value by the name of its class or function; ``Malformed`` for arguments that Python never pickles."""
+    maker, *kinds = VALUES[name]
+    if len(args) > len(kinds) or any(not isinstance(*pair) for pair in zip(args, kinds, strict=False)):
+        raise Malformed(f"a call of {name} with unexpected arguments")
+    try:
+        return maker(*args)
+    except (ValueError, TypeError, OverflowError, ArithmeticError) as error:
+        raise Malformed(f"a call of {name} that fails: {error}") from error
+
+
+# -- constructors
+
+_FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter)
+
+
+def _latin(text: str, codec: str) -> bytes:
+    if codec not in ("latin1", "latin-1"):
+        raise ValueError(f"the codec is {codec!r}")
+    return str.encode(text, "latin1")
+
+
+def _bytearray(content: Any = b"", *codec: str) -> bytearray:
+    return bytearray(_latin(content, *codec) if codec else content)
+
+
+def _counter(content: Any = ()) -> Counter[Any]:
+    counted: Counter[Any] = Counter()
+    dict.update(counted, content)  # Counter.update would count
+    return counted
+
+
+def _defaultdict(factory: Any = None) -> defaultdict[Any, Any]:
+    if factory is not None and factory not in _FACTORIES:
+        raise ValueError("the factory does not make plain values")
+    return defaultdict(factory)
+
+
+def _size(sizes: tuple[Any, ...] = ()) -> Any:
+    if any(type(size) is not int or not -(1 << 63) <= size < 1 << 63 for size in sizes):
+        raise ValueError("a size is not an integer of 64 bits")
+    return _late("torch", "Size", sizes)
+
+
+def _layout(name: str) -> Any:
+    import torch
+
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"there is no layout {name[:80]!r}")  # noqa: TRY004 - the name is wrong, not its type
+    return found
+
+
+def _path(kind: str) -> Callable[..., Any]:
+    """The class for a path; a pure one for paths of the other system."""
+    windows = "Windows" in kind
+    if not kind.startswith("Pure") and windows == (os.name == "nt"):
+        return pathlib.Path
+    return pathlib.PureWindowsPath if windows else pathlib.PurePosixPath
+
+
+def _late(module: str, name: str, *args: Any) -> Any:
+    """Call a class of a module that is imported only now."""
+    return getattr(import_module(module), name)(*args)
+
+
+def _zone(key: str, cached: object = True) -> Any:
+    from zoneinfo import ZoneInfo
+
+    try:
+        return ZoneInfo(key) if cached else ZoneInfo.no_cache(key)
+    except (LookupError, OSError) as error:
+        raise LoadError(f"the time zone {key[:80]!r} is not known here", fix="pip install tzdata") from error
+
+
+def _bare(kind: Any) -> Callable[..., Any]:
+    """A function that makes an object whose state is set later."""
+    return lambda *_: kind.__new__(kind)
+
+
+_ZONE = (dt.tzinfo, type(None))
+_INDEX = (int, type(None))
+_NUMBER = (float, int)
+_LIST = (list, tuple)
+_ITEMS = (dict, list)  # Python 2 writes a list of pairs
+VALUES: dict[str, tuple[Any, ...]] = {
+    "_codecs.encode": (_latin, str, str),  # bytes, as protocol 2 writes them
+    "builtins.bytearray": (_bytearray, (bytes, str), str),
+    "builtins.bytes": (bytes,),
+    "builtins.complex": (complex, _NUMBER, _NUMBER),
+    "builtins.frozenset": (frozenset, _LIST),
+    "builtins.set": (set, _LIST),
+    "collections.Counter": (_counter, _ITEMS),
+    "collections.OrderedDict": (OrderedDict, _ITEMS),
+    "collections.defaultdict": (_defaultdict, object),
+    "torch.Size": (_size, tuple),
+    "torch.device": (partial(_late, "torch", "device"), (str, int), int),
+    "torch.serialization._get_layout": (_layout, str),
+    "torch.torch_version.TorchVersion": (partial(_late, "torch.torch_version", "TorchVersion"), str),
+    "argparse.Namespace": (argparse.Namespace,),
+    "types.SimpleNamespace": (types.SimpleNamespace,),
+    "builtins.range": (range, int, int, int),
+    "builtins.slice": (slice, _INDEX, _INDEX, _INDEX),
+    "collections.deque": (deque, _LIST, _INDEX),
+    **{f"collections.{kind.__name__}": (_bare(kind), *((str,) if kind is UserString else ())) for kind in _HELD},
+    "datetime.date": (dt.date, (bytes, int), int, int),
+    "datetime.datetime": (dt.datetime, bytes, _ZONE),
+    "datetime.time": (dt.time, bytes, _ZONE),
+    "datetime.timedelta": (dt.timedelta, int, int, int),
+    "datetime.timezone": (dt.timezone, dt.timedelta, str),
+    "zoneinfo.ZoneInfo._unpickle": (_zone, str, (bool, int)),
+    "decimal.Decimal": (partial(_late, "decimal", "Decimal"), str),
+    "fractions.Fraction": (partial(_late, "fractions", "Fraction"), (str, int), int),
+    "uuid.UUID": (_bare(uuid.UUID),),
+    **{
+        f"{module}.{kind}": (_path(kind), *(str,) * 64)
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+"""For each name the function to call, and the types of its arguments, of which there may be fewer."""
