@@ -18,7 +18,8 @@ import transload
 from transload.errors import LoadError
 from transload.formats import read_source
 from transload.io.sources import open_source
-from transload.loading.trusted import load_exported, load_script
+from transload.loading.trusted import load_program
+from transload.tensors import Piece
 
 pytestmark = [
     *QUIET,
@@ -37,11 +38,11 @@ def everything_to(device: str) -> Callable[[str], str]:
     return lambda _: device
 
 
-def load(function: Callable[..., Any], f: Path | bytes, device_of: Callable[[str], str] = str) -> Any:
+def load(f: Path | bytes, device_of: Callable[[str], str] = str) -> Any:
     source = open_source(f)
     path = str(f) if isinstance(f, Path) else ""
     try:
-        return function(source, read_source(source), device_of, path=path)
+        return load_program(Piece(read_source(source), lambda _: source, path), device_of)
     finally:
         source.close()
 
@@ -57,13 +58,13 @@ def devices(held: dict[str, torch.Tensor]) -> set[str]:
     "path", [path for path in SCRIPTS if "torch-1.0.0" not in str(path)], ids=lambda p: p.parent.name
 )
 def test_a_script_is_what_torch_makes_of_it(path: Path) -> None:
-    same(torch.jit.load(str(path)), load(load_script, path))
-    same(torch.jit.load(str(path)), load(load_script, path.read_bytes()))
+    same(torch.jit.load(str(path)), load(path))
+    same(torch.jit.load(str(path)), load(path.read_bytes()))
 
 
 def test_a_script_of_an_absent_gpu_lands_on_the_cpu() -> None:
     path = H200 / "torchscript_cuda0.pt"
-    made = load(load_script, path, everything_to("cpu"))
+    made = load(path, everything_to("cpu"))
     same(torch.jit.load(str(path), map_location="cpu"), made)
     assert devices(made.state_dict()) == {"cpu"}
 
@@ -71,13 +72,13 @@ def test_a_script_of_an_absent_gpu_lands_on_the_cpu() -> None:
 def test_a_script_of_several_devices_lands_on_the_one_that_is_no_cpu() -> None:
     held = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), held)
-    made = load(load_script, held.getvalue(), everything_to("meta"))
+    made = load(held.getvalue(), everything_to("meta"))
     assert devices(made.state_dict()) == {"meta"}
 
 
 def test_a_script_that_torch_cannot_read_is_told_in_a_line() -> None:
     with pytest.raises(LoadError, match=r"torch\.jit\.load cannot load this program") as caught:
-        load(load_script, RELEASES / "torch-1.0.0-py2.7.18" / "traced_cpu.pt")
+        load(RELEASES / "torch-1.0.0-py2.7.18" / "traced_cpu.pt")
     assert len(str(caught.value).splitlines()) == 2
     assert torch.__version__ in caught.value.fix
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -91,7 +92,7 @@ def test_operators_that_are_missing_are_named() -> None:
     assert b"torch.relu" in data or b"relu" in data
     foreign = _replaced(data, name, b"ops.torchvision.nms(input)")
     with pytest.raises(LoadError, match="torchvision") as caught:
-        load(load_script, foreign)
+        load(foreign)
     assert "import torchvision" in caught.value.fix
 
 
@@ -129,23 +130,23 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_exported_program_is_what_torch_makes_of_it(program: Path) -> None:
-    same(torch.export.load(program), load(load_exported, program))
-    same(torch.export.load(program), load(load_exported, program.read_bytes()))
+    same(torch.export.load(program), load(program))
+    same(torch.export.load(program), load(program.read_bytes()))
 
 
 def test_it_runs_and_gives_the_same(program: Path) -> None:
-    made, x = load(load_exported, program), torch.rand(4, 3)
+    made, x = load(program), torch.rand(4, 3)
     assert torch.equal(made.module()(x), torch.export.load(program).module()(x))
 
 
 def test_a_name_that_is_not_that_of_a_program_is_no_matter(program: Path, tmp_path: Path) -> None:
     other = tmp_path / "net.pt"
     other.write_bytes(program.read_bytes())
-    same(torch.export.load(program), load(load_exported, other))
+    same(torch.export.load(program), load(other))
 
 
 def test_it_can_be_moved_whole(program: Path) -> None:
-    made = load(load_exported, program, everything_to("meta"))
+    made = load(program, everything_to("meta"))
     assert devices(made.state_dict) == {"meta"}
     assert "device(type='cpu')" not in made.graph_module.code
     if made.example_inputs is not None:  # since torch 2.2
@@ -156,7 +157,7 @@ def test_moving_is_what_torchs_own_pass_does(program: Path) -> None:
     passes = pytest.importorskip("torch.export.passes", reason="this torch has no pass that moves a program")
     moved = passes.move_to_device_pass(torch.export.load(program), "meta")
     moved.graph_module.recompile()  # it changes the graph, and leaves the code
-    made = load(load_exported, program, everything_to("meta"))
+    made = load(program, everything_to("meta"))
     assert made.graph_module.code.replace("device(type='meta')", "'meta'") == moved.graph_module.code
     assert {key: value.device for key, value in made.state_dict.items()} == {
         key: value.device for key, value in moved.state_dict.items()
@@ -170,7 +171,7 @@ def current_archive() -> bool:
 
 @pytest.mark.skipif(not current_archive(), reason="this torch reads only older archives")
 def test_a_program_of_an_absent_gpu_runs_on_the_cpu() -> None:
-    made = load(load_exported, EXPORTED, everything_to("cpu"))
+    made = load(EXPORTED, everything_to("cpu"))
     assert devices(made.state_dict) == {"cpu"}
     inputs = [torch.rand(x.shape) for x in made.example_inputs[0]]
     script = torch.jit.load(str(H200 / "torchscript_cuda0.pt"), map_location="cpu").eval()
@@ -185,7 +186,7 @@ def test_a_program_that_torch_cannot_read_is_told_in_a_line(tmp_path: Path) -> N
         for name in before.namelist():
             after.writestr(name, b"{}" if name.endswith(".json") else before.read(name))
     with pytest.raises(LoadError, match=r"torch\.export\.load cannot load this program"):
-        load(load_exported, path, everything_to("cpu"))
+        load(path, everything_to("cpu"))
 
 
 def test_an_exported_program_moved_for_good(data: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from transload.loading.jobs import (
     can_read_to,
     jobs,
 )
-from transload.loading.placement import DeviceMap, Plan, plan_here
+from transload.loading.placement import DeviceMap, plan_here
 from transload.tensors import OpenCheckpoint
 
 if TYPE_CHECKING:
@@ -112,8 +112,31 @@ def load(
         if freed:
             warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: the file may run code", stacklevel=2)
     trusted = not (weights_only or forced)
-    _check_arguments(pickle_load_args, pickle_module, trusted=trusted)
-    mapped = _is_mapped(f, mmap)
+    known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
+    odd = next((name for name in pickle_load_args if name not in known), None)
+    if odd is not None:
+        hint = " with weights_only=True" if odd in _PICKLE_ARGUMENTS else ""
+        raise TypeError(f"load() got an unexpected keyword argument {odd!r}{hint}")
+    if not trusted and pickle_module is not None:
+        fix = "Leave it out; or pass weights_only=False, if you trust the file."
+        raise UsageError("a pickle_module is used only with weights_only=False", fix=fix)
+    encoding = pickle_load_args.get("encoding", "utf-8")
+    if encoding not in ("utf-8", "bytes"):
+        import codecs
+
+        try:
+            codecs.lookup(encoding)
+        except (LookupError, TypeError) as error:
+            fix = "'utf-8', 'latin1' and 'bytes' are usual."
+            raise UsageError(f"there is no encoding {encoding!r}", fix=fix) from error
+    is_path = isinstance(f, str | os.PathLike)
+    if mmap and not is_path:
+        raise UsageError("mmap=True needs a path", fix="Pass the path of the file instead of a file object or bytes.")
+    mapped = bool(mmap)
+    if mmap is None and is_path:
+        # torch.utils.serialization.config.load.mmap, from torch 2.5 on; it cannot have been set before it is imported.
+        config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)
+        mapped = config is not None and bool(config.load.mmap)
     settings = check_settings(threads, pinned_mb, direct)
     # First without the tree of the pickle, where ordinary tensors are only counted; if something is wrong, with it.
     for tree in (True,) if trusted else (False, True):
@@ -124,7 +147,11 @@ def load(
 
                 leave_out(opened)
             checkpoint = opened.checkpoint
-            plan = _plan(checkpoint, map_location, mapped=mapped)
+            plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
+            short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
+            if short:
+                fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
+                raise DoesNotFitError("; ".join(map(str, short)), where=checkpoint.path, fix=fix)
             device_map = DeviceMap(plan, map_location, checkpoint.path)
             report_progress = None
             if progress is not None:
@@ -133,11 +160,14 @@ def load(
                 report_progress = progress_counter(progress, checkpoint.tensor_nbytes)
             options = ReadOptions(verify, mapped, report_progress, settings)
             try:
+                make = partial(build_object, encoding=encoding)
                 if trusted:
-                    made = _load_trusted(opened, device_map, options, pickle_module, pickle_load_args)
+                    from transload.loading.trusted import load_program, load_trusted
+
+                    make = partial(load_trusted, pickle_module=pickle_module, **pickle_load_args)
+                if trusted and checkpoint.format in ("torchscript", "torch-export"):
+                    made = load_program(opened.pieces[0], device_map.device)
                 else:
-                    encoding = pickle_load_args.get("encoding", "utf-8")
-                    make = partial(build_object, device_map=device_map, encoding=encoding)
                     made = _each_piece(opened, device_map, options, make)
             except Malformed:
                 if checkpoint.counted:
@@ -154,42 +184,6 @@ def load(
         if wrong := load_warning(checkpoint):
             warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
     return made
-
-
-# -- arguments
-
-
-def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> None:
-    known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
-    odd = next((name for name in given if name not in known), None)
-    if odd is not None:
-        hint = " with weights_only=True" if odd in _PICKLE_ARGUMENTS else ""
-        raise TypeError(f"load() got an unexpected keyword argument {odd!r}{hint}")
-    if not trusted and pickle_module is not None:
-        fix = "Leave it out; or pass weights_only=False, if you trust the file."
-        raise UsageError("a pickle_module is used only with weights_only=False", fix=fix)
-    encoding = given.get("encoding", "utf-8")
-    if encoding in ("utf-8", "bytes"):
-        return
-    import codecs
-
-    try:
-        codecs.lookup(encoding)
-    except (LookupError, TypeError) as error:
-        fix = "'utf-8', 'latin1' and 'bytes' are usual."
-        raise UsageError(f"there is no encoding {encoding!r}", fix=fix) from error
-
-
-def _is_mapped(f: object, mmap: bool | None) -> bool:
-    """Whether to map the file: ``mmap``, else torch's setting; never a file object or bytes."""
-    is_path = isinstance(f, str | os.PathLike)
-    if mmap and not is_path:
-        raise UsageError("mmap=True needs a path", fix="Pass the path of the file instead of a file object or bytes.")
-    if mmap is not None or not is_path:
-        return bool(mmap)
-    # torch.utils.serialization.config.load.mmap, from torch 2.5 on; it cannot have been set before it is imported.
-    config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)
-    return bool(config is not None and config.load.mmap)
 
 
 def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Settings:
@@ -226,23 +220,10 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
         refuse_unsafe(checkpoint, Allowed())
 
 
-def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
-    """The plan; ``DoesNotFitError`` if a device has too little memory for it."""
-    plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
-    short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
-    if short:
-        what = "; ".join(map(str, short))
-        fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
-        raise DoesNotFitError(what, where=checkpoint.path, fix=fix)
-    return plan
-
-
 # -- bytes and objects
 
-Make = Callable[["Piece", Any], Any]
 
-
-def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Make) -> Any:
+def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Callable[..., Any]) -> Any:
     """The object of the only piece, or the dictionaries of all shards merged."""
     made = []
     import torch
@@ -257,7 +238,7 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
         for piece in opened.pieces:
             storages = read_storages(piece, device_map, options)
             plain = piece.checkpoint.format in ("safetensors", "gguf", "npz", "npy")
-            made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages))
+            made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages, device_map))
     finally:
         if has_state:
             state.map_location = before
@@ -273,24 +254,6 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
             raise LoadError(what, where=path, fix="Load the shards one by one.")
         joined.update(shard)
     return joined
-
-
-def _load_trusted(
-    opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, pickle_module: Any, arguments: dict[str, Any]
-) -> Any:
-    """The object, by running the file's pickle; or the program that the file is."""
-    from transload.loading.trusted import load_exported, load_script, load_trusted
-
-    if opened.checkpoint.format in ("torchscript", "torch-export"):
-        (piece,) = opened.pieces
-        if piece.index:
-            fix = "Zip the folder itself, stored, and load that."
-            raise LoadError("this program is unpacked", where=piece.checkpoint.path, fix=fix)
-        load_program = load_script if piece.checkpoint.format == "torchscript" else load_exported
-        return load_program(piece.open(""), piece.checkpoint, device_map.device, path=piece.path)
-
-    make = partial(load_trusted, device_map=device_map, pickle_module=pickle_module, **arguments)
-    return _each_piece(opened, device_map, options, make)
 
 
 # -- storages: each is read once, into freshly allocated memory, and put on its device
@@ -407,7 +370,10 @@ class _Reader:
         for storage in storages:
             if storage.file not in numbers:
                 numbers[storage.file] = len(sources)
-                sources.append(self._source(storage))
+                packed = self._content.unpacked(storage) if storage.compressed else None
+                if storage.compressed and (packed is None or packed.size != storage.nbytes):
+                    raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
+                sources.append(packed or self._piece.open(storage.file))
             where = numbers[storage.file], storage.offset or 0, storage.nbytes, devices[storage.device]
             requests.append(_new(ReadRequest, where))
         held: dict[int, torch.UntypedStorage] = {}
@@ -431,14 +397,6 @@ class _Reader:
                 self._check_sum(storage, value)
         return {storage.id: held[index] for index, storage in enumerate(storages)}
 
-    def _source(self, storage: Storage) -> Source:
-        if not storage.compressed:
-            return self._piece.open(storage.file)
-        packed = self._content.unpacked(storage)
-        if packed is None or packed.size != storage.nbytes:
-            raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
-        return packed
-
     # -- one by one
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
@@ -451,20 +409,27 @@ class _Reader:
             return made
         if self._skips or not storage.nbytes:
             return self._device_map.put(self._empty(storage), storage.device)
-        held = self._mapped(storage)
-        if held is None:
-            if not storage.compressed and (storage.offset is None or storage.stored < storage.nbytes):
-                raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
+        is_swapped = (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
+        # Where its bytes are, if the file has all of them as they are.
+        start = None if storage.compressed or storage.stored < storage.nbytes else storage.offset
+        if self._map is not None and start is not None and start % _ALIGNED == 0 and not is_swapped:
+            held: torch.UntypedStorage = self._map[start : start + storage.nbytes]
+            if self._options.verify:
+                from zlib import crc32
+
+                self._check_sum(storage, crc32(memory_at(held.data_ptr(), held.nbytes())))
+            if self._options.report_progress is not None:
+                self._options.report_progress(storage.nbytes)
+        elif start is not None or storage.compressed:
             held = self._read([storage], {storage.device: "cpu"})[storage.id]
-        if self._is_swapped(storage):
+        else:
+            raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
+        if is_swapped:
             dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
             if dtype is None:
                 raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be byte-swapped")
             held.byteswap(dtype)
         return self._device_map.put(held, storage.device)
-
-    def _is_swapped(self, storage: Storage) -> bool:
-        return (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
 
     @cached_property
     def _dtypes(self) -> dict[str | None, str]:
@@ -487,21 +452,6 @@ class _Reader:
     def _lost(self, storage: Storage, detail: str, how: str = "are not all there") -> BrokenFileError:
         what = f"the bytes of {_named(self._piece, storage)} {how}: {detail}"
         return BrokenFileError(what, where=self._piece.checkpoint.path, fix=_AGAIN)
-
-    def _mapped(self, storage: Storage) -> torch.UntypedStorage | None:
-        """A part of the mapped file; ``None`` if the bytes there are not those in memory."""
-        if self._map is None or storage.offset is None or storage.offset % _ALIGNED or storage.stored < storage.nbytes:
-            return None
-        if storage.compressed or self._is_swapped(storage):
-            return None
-        part: torch.UntypedStorage = self._map[storage.offset : storage.offset + storage.nbytes]
-        if self._options.verify:
-            from zlib import crc32
-
-            self._check_sum(storage, crc32(memory_at(part.data_ptr(), part.nbytes())))
-        if self._options.report_progress is not None:
-            self._options.report_progress(storage.nbytes)
-        return part
 
 
 def _named(piece: Piece, storage: Storage) -> str:

@@ -6,8 +6,7 @@ This runs any code the file asks for, and only ``weights_only=False`` leads here
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
@@ -141,23 +140,6 @@ def _sparse(layout: Any, data: Any) -> Any:
     return made
 
 
-def class_of(cls: Any, file: Any, source: Any) -> Any:
-    """A class that a legacy file has with its source code; like torch, warn if the source here differs."""
-    import inspect
-    import warnings
-
-    import torch
-
-    try:
-        here = inspect.getsource(cls)
-    except (OSError, TypeError):
-        here = source
-    if file and source and here != source:
-        text = f"source code of class '{torch.typename(cls)}' has changed since the file was saved"
-        warnings.warn(text, torch.serialization.SourceChangeWarning, stacklevel=2)
-    return cls
-
-
 DeviceOf = Callable[[str], str]
 _ZIP = b"PK\x03\x04"
 
@@ -165,36 +147,55 @@ _OPERATORS = {"fbgemm": "fbgemm_gpu", "tensorrt": "torch_tensorrt"}
 """The package that has the operators of a namespace, if its name differs."""
 
 
-def load_script(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:
-    """What ``torch.jit.load`` makes of a TorchScript archive, with its tensors where ``device_of`` says.
+def load_program(piece: Piece, device_of: DeviceOf) -> Any:
+    """What ``torch.jit.load`` or ``torch.export.load`` makes of a program, with its tensors where ``device_of`` says.
 
-    torch moves the tensors of a program all together or not at all: if some go to another device, all go to the
-    accelerator among the destinations. Devices named in the code stay as they are. ``path`` is set if the source is a
-    file on disk.
+    Any error of torch becomes a ``LoadError`` with the first of its many lines and a fix.
     """
     import torch
 
-    devices = {use.device: device_of(use.device) for use in checkpoint.devices}
-    target = None  # each stays where it was
-    if any(tag != device for tag, device in devices.items()):
-        target = next((device for device in devices.values() if device != "cpu"), "cpu")
-    with _program_errors(checkpoint, "torch.jit.load"):
-        return torch.jit.load(path or as_file(source), map_location=target)
+    checkpoint, is_script = piece.checkpoint, piece.checkpoint.format == "torchscript"
+    if piece.index:
+        fix = "Zip the folder itself, stored, and load that."
+        raise LoadError("this program is unpacked", where=checkpoint.path, fix=fix)
+    try:
+        if not is_script:
+            return _load_exported(piece, device_of)
+        # torch moves the tensors of a script all together or not at all: if some go to another device, all go to the
+        # accelerator among the destinations. Devices named in the code stay as they are.
+        devices = {use.device: device_of(use.device) for use in checkpoint.devices}
+        target = None  # each stays where it was
+        if any(tag != device for tag, device in devices.items()):
+            target = next((device for device in devices.values() if device != "cpu"), "cpu")
+        return torch.jit.load(piece.path or as_file(piece.open("")), map_location=target)
+    except TransloadError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        function = "torch.jit.load" if is_script else "torch.export.load"
+        what = f"{function} cannot load this program: {lines[0] if lines else type(error).__name__}"
+        _, found, tail = str(error).partition("Unknown builtin op: ")
+        namespace, ended, _ = tail.partition("::")
+        fix = f"It may need another release than torch {torch.__version__}; the one it was made with loads it."
+        if found and ended:
+            package = _OPERATORS.get(namespace, namespace)
+            fix = f"It uses operators of {package}: `import {package}` before loading it."
+        raise LoadError(what, where=checkpoint.path, fix=fix) from error
 
 
-def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:
+def _load_exported(piece: Piece, device_of: DeviceOf) -> Any:
     """What ``torch.export.load`` makes of a file, as if it had been exported on the devices ``device_of`` gives.
 
     ``torch.export.load`` has no ``map_location``, and fails if a device is absent. So if anything moves, devices are
-    replaced in a copy of the archive in memory: those of the weights, of the example inputs and in the graph. ``path``
-    is set if the source is a file on disk.
+    replaced in a copy of the archive in memory: those of the weights, of the example inputs and in the graph.
     """
     import json
     from zipfile import ZipFile
 
     import torch
 
-    landed = {use.device: device_of(use.device) for use in checkpoint.devices}
+    landed = {use.device: device_of(use.device) for use in piece.checkpoint.devices}
+    source = piece.open("")
 
     def note(device: str) -> str:
         return landed.setdefault(device, device_of(device))
@@ -202,12 +203,12 @@ def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = 
     def restore(storage: torch.UntypedStorage, tag: str) -> Any:
         return torch.serialization.default_restore_location(storage, device_of(tag))
 
-    with _program_errors(checkpoint, "torch.export.load"), ZipFile(as_file(source)) as old:
+    with ZipFile(as_file(source)) as old:
         named = {name: old.read(name) for name in old.namelist() if name.endswith(".json")}
         parsed = {name: json.loads(data) for name, data in named.items() if not data.startswith(_ZIP)}
         moved = {name: _moved_json(value, note) for name, value in parsed.items()}
         if all(tag == device for tag, device in landed.items()):
-            return torch.export.load(path if path.endswith(".pt2") else as_file(source))
+            return torch.export.load(piece.path if piece.path.endswith(".pt2") else as_file(source))
         out = io.BytesIO()
         with ZipFile(out, "w") as new:
             for name in old.namelist():
@@ -243,28 +244,6 @@ def _moved_json(value: Any, device_of: DeviceOf) -> Any:
     return moved
 
 
-@contextmanager
-def _program_errors(checkpoint: Checkpoint, function: str) -> Iterator[None]:
-    """Turn an error of torch for a program into a ``LoadError`` with the first of its many lines and a fix."""
-    try:
-        yield
-    except TransloadError:
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        what = f"{function} cannot load this program: {lines[0] if lines else type(error).__name__}"
-        _, found, tail = str(error).partition("Unknown builtin op: ")
-        namespace, ended, _ = tail.partition("::")
-        if found and ended:
-            package = _OPERATORS.get(namespace, namespace)
-            fix = f"It uses operators of {package}: `import {package}` before loading it."
-        else:
-            import torch
-
-            fix = f"It may need another release than torch {torch.__version__}; the one it was made with loads it."
-        raise LoadError(what, where=checkpoint.path, fix=fix) from error
-
-
 def load_trusted(
     piece: Piece,
     storages: dict[str, torch.UntypedStorage],
@@ -277,7 +256,9 @@ def load_trusted(
     ``pickle_module`` and ``arguments`` (``encoding``, ``errors``, ``fix_imports``) are those of ``torch.load``. The
     file's code may raise anything: it comes as a ``LoadError`` with the original as its cause.
     """
+    import inspect
     import pickle
+    import warnings
 
     import torch
 
@@ -290,13 +271,20 @@ def load_trusted(
     kind, checkpoint, path = unpickler_of(pickle_module or pickle), piece.checkpoint, piece.checkpoint.path
     source = piece.open(piece.index)  # the pickle of an unpacked archive, else the file
     held: Callable[[bytes], Any] | None = None
-
     tar = checkpoint.format == "torch-tar"
 
     def find(pid: Any) -> Any:
         """What an id names: a storage, a class with its source, in a tar archive a tensor."""
         if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
-            return class_of(*(pid if tar else pid[1:]))
+            cls, file, code = pid if tar else pid[1:]
+            try:
+                here = inspect.getsource(cls)
+            except (OSError, TypeError):
+                here = code
+            if file and code and here != code:  # torch warns, too
+                text = f"source code of class '{torch.typename(cls)}' has changed since the file was saved"
+                warnings.warn(text, torch.serialization.SourceChangeWarning, stacklevel=2)
+            return cls
         if isinstance(pid, tuple) and pid[0] not in ("storage", b"storage"):
             raise Malformed(f"a persistent id of unknown kind: {pid[0]!r}")
         return rebuilder.persistent(Persistent(pid, 0))
@@ -354,10 +342,9 @@ def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
     records = checkpoint.records
     named = {**{record.name.lower(): record for record in records}, **{record.name: record for record in records}}
     if "data.pkl" not in named:
-        what = "the record data.pkl, which says what the file holds, is missing"
-        raise BrokenFileError(what, where=checkpoint.path)
+        raise BrokenFileError("the record data.pkl, which says what the file holds, is missing")
     record = named["data.pkl"]
     payload = read_payload(source, record, max(record.size, record.stored))
     if payload.problem:
-        raise BrokenFileError(f"data.pkl cannot be read: {payload.problem}", where=checkpoint.path)
+        raise BrokenFileError(f"data.pkl cannot be read: {payload.problem}")
     return payload.data
