@@ -130,7 +130,8 @@ def test_why_there_is_no_gpu(bare: pytest.MonkeyPatch, cuda: str | None, hip: st
 
 
 def test_the_host_tells_its_memory() -> None:
-    assert here._host().name == "cpu"
+    (host,) = devices_here([]).available
+    assert host.name == "cpu"
 
 
 # -- what is wanted, and where it goes

@@ -51,7 +51,6 @@ from transload.tensors import OpenCheckpoint
 if TYPE_CHECKING:
     import torch
 
-    from transload.checkpoint import Checkpoint
     from transload.io.sources import Source, SourceLike
     from transload.tensors import Piece
     from transload.tensors.content import Content
@@ -141,12 +140,29 @@ def load(
     # First without the tree of the pickle, where ordinary tensors are only counted; if something is wrong, with it.
     for tree in (True,) if trusted else (False, True):
         with gc_paused(user_objects=trusted), OpenCheckpoint(f, tree=tree) as opened:
-            _refuse(opened.checkpoint, trusted=trusted)
-            if opened.checkpoint.findings:
+            checkpoint = opened.checkpoint
+            # Refuse what must not be loaded, in this order, so that what is not a checkpoint is never called unsafe. A
+            # sound file with nothing but tensors needs no such checks.
+            plain = checkpoint.counted or checkpoint.format == "safetensors"
+            plain = plain and not checkpoint.problems and checkpoint.safety == "data-only"
+            if not plain:
+                from transload.judge.problems import refuse_broken
+                from transload.loading.refusal import refuse_program, refuse_unsafe
+
+                refuse_broken(checkpoint)
+                refuse_program(checkpoint, trusted=trusted)
+            try:
+                import torch  # noqa: F401 - from here on it is needed
+            except ImportError as error:
+                what = f"torch cannot be imported: {error}"
+                raise NoTorchError(what, where=checkpoint.path, fix="`transload doctor` says why.") from error
+            if not (plain or trusted):
+                refuse_unsafe(checkpoint)
+            if checkpoint.findings:
                 from transload.loading.refusal import leave_out
 
                 leave_out(opened)
-            checkpoint = opened.checkpoint
+                checkpoint = opened.checkpoint
             plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
             short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
             if short:
@@ -195,29 +211,6 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
         what = f"pinned_mb={pinned_mb!r} is too little to read into"
         raise UsageError(what, fix=f"Each thread takes {least} MiB: pass at least {least}, or leave it out.")
     return Settings(threads, None if pinned_mb is None else pinned_mb << 20, direct)
-
-
-# -- before bytes are read
-
-
-def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
-    """Raise if the file must not be loaded; in this order, so that what is not a checkpoint is never called unsafe."""
-    # A sound file with nothing but tensors needs no further checks.
-    data = checkpoint.counted or checkpoint.format == "safetensors"
-    plain = data and not checkpoint.problems and checkpoint.safety == "data-only"
-    if not plain:
-        from transload.judge.problems import refuse_broken
-        from transload.loading.refusal import Allowed, refuse_program, refuse_unsafe
-
-        refuse_broken(checkpoint)
-        refuse_program(checkpoint, trusted=trusted)
-    try:
-        import torch  # noqa: F401 - from here on it is needed
-    except ImportError as error:
-        what = f"torch cannot be imported: {error}"
-        raise NoTorchError(what, where=checkpoint.path, fix="`transload doctor` says why.") from error
-    if not (plain or trusted):
-        refuse_unsafe(checkpoint, Allowed())
 
 
 # -- bytes and objects

@@ -305,7 +305,30 @@ def read_ranges(
     short for. Even if this raises, no read or copy is in flight afterwards.
     """
     files = [File(source) for source in sources]
-    choice = choose(_facts(files, requests), settings)
+    cuda = sum(request.nbytes for request in requests if request.device != "cpu")
+    host = sum(request.nbytes for request in requests) - cuda
+    facts = Facts(host, cuda, 1, None, all(file.descriptor >= 0 for file in files))
+    if host + cuda >= FEW_BYTES:
+        from transload.io.pool import cores
+
+        facts = facts._replace(cores=cores(), huge=host >= FEW_BYTES and huge_pages_pay(host))
+    if host + cuda >= FEW_BYTES and facts.on_disk:
+        spans: dict[int, list[int]] = {}
+        for request in requests:
+            span = spans.setdefault(request.file, [request.offset, 0])
+            span[0] = min(span[0], request.offset)
+            span[1] = max(span[1], request.offset + request.nbytes)
+        # Sample the largest file; the others are probably alike.
+        largest, (begin, end) = max(spans.items(), key=lambda item: item[1][1] - item[1][0])
+        facts = facts._replace(cached=cached_fraction(files[largest].descriptor, begin, end))
+        if cuda:
+            from transload.io.cuda_driver import cuda_driver
+
+            driver = cuda_driver()
+            numbers = [int(name.partition(":")[2]) for name in {request.device for request in requests} - {"cpu"}]
+            mappable = driver is not None and all(map(driver.can_pin_read_only, numbers))
+            facts = facts._replace(mappable=mappable)
+    choice = choose(facts, settings)
     transfer = Transfer(files, requests, address_of, checksums, choice.huge)
     try:
         if choice.direct:
@@ -359,34 +382,6 @@ class Transfer:
         self.fences[device] = event.cuda_event
 
 
-def _facts(files: Sequence[File], requests: Sequence[ReadRequest]) -> Facts:
-    cuda = sum(request.nbytes for request in requests if request.device != "cpu")
-    host = sum(request.nbytes for request in requests) - cuda
-    on_disk = all(file.descriptor >= 0 for file in files)
-    if host + cuda < FEW_BYTES:
-        return Facts(host, cuda, 1, None, on_disk)
-    from transload.io.pool import cores
-
-    cached, mappable = None, False
-    if on_disk:
-        spans: dict[int, list[int]] = {}
-        for request in requests:
-            span = spans.setdefault(request.file, [request.offset, 0])
-            span[0] = min(span[0], request.offset)
-            span[1] = max(span[1], request.offset + request.nbytes)
-        # Sample the largest file; the others are probably alike.
-        largest, (begin, end) = max(spans.items(), key=lambda item: item[1][1] - item[1][0])
-        cached = cached_fraction(files[largest].descriptor, begin, end)
-    if cuda and on_disk:
-        from transload.io.cuda_driver import cuda_driver
-
-        driver = cuda_driver()
-        devices = {request.device for request in requests} - {"cpu"}
-        mappable = driver is not None and all(driver.can_pin_read_only(int(name.partition(":")[2])) for name in devices)
-    huge = host >= FEW_BYTES and huge_pages_pay(host)
-    return Facts(host, cuda, cores(), cached, on_disk, mappable, huge)
-
-
 # -- to CUDA devices
 
 
@@ -432,10 +427,16 @@ class RingLane:
 
         Afterwards the thread's CUDA context is the one it was before.
         """
-        with ExitStack() as last:
-            last.callback(self._restore_context)
-            last.callback(self._drain)
-            self._do_jobs(next_job)
+        try:
+            try:
+                self._do_jobs(next_job)
+            finally:
+                self._drain()
+        finally:
+            if self._device >= 0:  # it may be the program's main thread
+                self._used.clear()
+                self._device, self._fence = -1, 0
+                self._driver.set_context(self._before)
 
     def _do_jobs(self, next_job: NextJob) -> None:
         while (job := next_job()) is not None:
@@ -507,13 +508,6 @@ class RingLane:
         with suppress(DriverError):  # a failed device fails again below
             self._driver.set_device(device)
         self._driver.wait_stream(self._streams[device])
-
-    def _restore_context(self) -> None:
-        """Restore the thread's context: it may be the program's main thread."""
-        if self._device >= 0:
-            self._used.clear()
-            self._device, self._fence = -1, 0
-            self._driver.set_context(self._before)
 
     def close(self) -> None:
         """Release everything, as far as the devices allow."""
@@ -600,7 +594,15 @@ class MappedLane(RingLane):
 
     def _do_jobs(self, next_job: NextJob) -> None:
         while taken := list(islice(iter(next_job, None), _GROUP)):
-            for group in _neighbours(taken):
+            groups: list[list[Job]] = []  # close together in one file, and for one device
+            for job in taken:
+                last = groups[-1][-1] if groups else job
+                same = (job.file, job.device) == (last.file, last.device)
+                if groups and same and 0 <= job.begin - last.end <= job.end - job.begin:
+                    groups[-1].append(job)
+                else:
+                    groups.append([job])
+            for group in groups:
                 if group[0].device == "cpu" or not self._copy_from_file(group):
                     for job in group:
                         self._read(job)
@@ -657,16 +659,3 @@ class MappedLane(RingLane):
         with ExitStack() as all_of_them:
             while self._parts:
                 all_of_them.callback(self._release, self._parts.popleft())
-
-
-def _neighbours(jobs: list[Job]) -> list[list[Job]]:
-    """Jobs in groups that are close together in one file, and for one device."""
-    groups: list[list[Job]] = []
-    for job in jobs:
-        last = groups[-1][-1] if groups else job
-        same = (job.file, job.device) == (last.file, last.device)
-        if groups and same and 0 <= job.begin - last.end <= job.end - job.begin:
-            groups[-1].append(job)
-        else:
-            groups.append([job])
-    return groups

@@ -191,27 +191,21 @@ class File:
     def read_job(self, job: Job, slot: int) -> int:
         """Read a job into a slot of a cell's size; the difference between an address there and its file position."""
         start = slot - job.begin // CELL * CELL
-        if self.direct and self._read_direct(job, start):
-            return start
         begin, length = job.begin, job.end - job.begin
+        if self.direct:  # read whole blocks
+            position, end = begin // PAGE * PAGE, (job.end + PAGE - 1) // PAGE * PAGE
+            with suppress(OSError, OverflowError):  # the file system refuses after all
+                while position < job.end:
+                    count = os.preadv(self._direct_descriptor, [memory_at(start + position, end - position)], position)
+                    position += count
+                    if not count or position % PAGE:  # the file ends
+                        break
+            if position >= job.end:
+                return start
         received = self._source.readinto(begin, memory_at(start + begin, length))
         if received < length:
             raise self.ended(job.runs, begin + received)
         return start
-
-    def _read_direct(self, job: Job, start: int) -> bool:
-        """Read whole blocks; false if the file system refuses after all, or the file ends."""
-        position = job.begin // PAGE * PAGE
-        end = (job.end + PAGE - 1) // PAGE * PAGE
-        while position < job.end:
-            try:
-                count = os.preadv(self._direct_descriptor, [memory_at(start + position, end - position)], position)
-            except (OSError, OverflowError):
-                return False
-            position += count
-            if position < job.end and (not count or position % PAGE):
-                return False
-        return True
 
     def ended(self, runs: Sequence[Run], position: int) -> ShortReadError:
         """The error for the first run that reaches beyond ``position``, where the file ends."""

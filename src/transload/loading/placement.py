@@ -474,20 +474,18 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
     the host only if ``nbytes``, the bytes to load, are many enough to be worth the time.
     """
     names = [name for name in wanted if name not in _PLAIN]
-    host = _host() if nbytes >= _LITTLE else Device("cpu")
+    host = Device("cpu")
+    if nbytes >= _LITTLE:
+        from transload.diagnose.host import Host, memory
+
+        total, free = memory(Host())
+        host = Device("cpu", free, total)
     rank = local_rank(os.environ)
     if not names:
         return Devices((host,), rank=rank)
     from transload.loading.accelerators import with_accelerators
 
     return with_accelerators(names, host, rank)
-
-
-def _host() -> Device:
-    from transload.diagnose.host import Host, memory
-
-    total, free = memory(Host())
-    return Device("cpu", free, total)
 
 
 class DeviceMap:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
+from importlib import import_module
 from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,6 @@ from transload.judge.safety import DO_NOT_LOAD, finds_plain_values, full_name, j
 from transload.nodes import Global
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transload.checkpoint import Checkpoint, Tensor
     from transload.nodes import Pickle
     from transload.tensors import OpenCheckpoint
@@ -75,15 +75,12 @@ class Allowed:
         spellings = (torch_spelling(node.module, node.name), full_name(node))
         if spellings[0].partition(".")[0] in _BLOCKED or spellings[1] in _BLOCKED:
             return None
-        found = next((self._by_program[name] for name in spellings if name in self._by_program), None)
-        if found is None and (module := registrar(spellings[0])):
-            from importlib import import_module
-
+        module = registrar(spellings[0])
+        if module and not self._by_program.keys() & {*spellings}:
             with suppress(ImportError, RuntimeError):  # a torch without this part
                 import_module(module)
             del self._by_program  # to be asked for again
-            found = next((self._by_program[name] for name in spellings if name in self._by_program), None)
-        return found
+        return next((self._by_program[name] for name in spellings if name in self._by_program), None)
 
     def allows(self, found: object) -> bool:
         """Whether the program has allowed a class or function, under any name.
@@ -95,8 +92,6 @@ class Allowed:
 
     def object_of(self, node: Global) -> Any:
         """The object of a name that a file refers to without calling it: a dtype, a class, a function."""
-        from importlib import import_module
-
         full = name_of(node)
         if full not in _KNOWN and full != "numpy.ndarray":
             return self.user(node)
@@ -105,10 +100,9 @@ class Allowed:
             from torch.serialization import StorageType
 
             return StorageType(name)
-        if module.startswith("torch"):
-            import_module("torch")
-        home = sys.modules.get(module) if module.startswith("torch") else import_module(module)
-        found = getattr(home, name, None)
+        # Modules of torch that it does not import itself are left alone.
+        import_module("torch" if module.startswith("torch") else module)
+        found = getattr(sys.modules.get(module), name, None)
         if found is None:
             raise LoadError(f"it holds {full}, which this torch does not have", fix="A newer torch may have it.")
         return found
@@ -192,9 +186,9 @@ def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
     return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
 
 
-def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
+def refuse_unsafe(checkpoint: Checkpoint) -> None:
     """Raise if the file needs names that are not allowed, naming all of them; or if it is an attack."""
-    pickles = loaded_pickles(checkpoint)
+    allowed, pickles = Allowed(), loaded_pickles(checkpoint)
     nodes = allowed.refused(pickles)
     refused = {canonical(node.module, node.name) for node in nodes}
     if not refused and checkpoint.safety != "dangerous":

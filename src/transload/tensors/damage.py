@@ -192,10 +192,6 @@ def _where(storage: Storage, name: str) -> str:
 # -- the indices of sparse tensors
 
 
-class _OutsideError(Exception):
-    """What is wrong with the indices."""
-
-
 def misplaced(content: Content) -> dict[str, str]:
     """The reason for each sparse tensor, by name, whose parts do not fit together. Unreadable ones are left out."""
     allowance = Allowance(content.checkpoint)
@@ -211,31 +207,33 @@ def misplaced(content: Content) -> dict[str, str]:
         try:
             for part in tensor.parts[:-1]:
                 allowance.spend(part)
-            (_check_coordinates if tensor.kind == "sparse_coo" else _check_compressed)(content, tensor)
-        except _OutsideError as error:
-            wrong[tensor.name] = str(error)
+            check = _check_coordinates if tensor.kind == "sparse_coo" else _check_compressed
+            if why := check(content, tensor):
+                wrong[tensor.name] = why
         except TransloadError:  # the bytes cannot be read, which is reported as for any other tensor
             continue
     return wrong
 
 
-def _check_coordinates(content: Content, tensor: Tensor) -> None:
+def _check_coordinates(content: Content, tensor: Tensor) -> str:
+    """What is wrong with the indices of a COO tensor; empty if nothing is."""
     indices, values = tensor.parts
     size = tensor.shape
     if len(indices.shape) != 2 or indices.shape[0] > len(size):
-        raise _OutsideError(f"its indices have the shape {indices.shape}, and it the shape {size}")
+        return f"its indices have the shape {indices.shape}, and it the shape {size}"
     axes, count = indices.shape
     if values.shape != (count, *size[axes:]):
-        raise _OutsideError(f"it has {count:,} indices, and values of the shape {values.shape}")
+        return f"it has {count:,} indices, and values of the shape {values.shape}"
     numbers = _numbers(content, indices)
     for axis, length in enumerate(size[:axes]):
         outside = next((number for number in islice(numbers, count) if not 0 <= number < length), None)
         if outside is not None:
-            raise _OutsideError(f"an index is {outside}, and axis {axis} has {length:,} places")
+            return f"an index is {outside}, and axis {axis} has {length:,} places"
+    return ""
 
 
-def _check_compressed(content: Content, tensor: Tensor) -> None:
-    """Check the rows of a CSR tensor, or their equivalents: columns, or rows or columns of blocks."""
+def _check_compressed(content: Content, tensor: Tensor) -> str:
+    """The same for the rows of a CSR tensor, or their equivalents: columns, or rows or columns of blocks."""
     compressed, plain, values = tensor.parts
     batch, count = plain.shape[:-1], plain.shape[-1] if plain.shape else 0
     rank = len(batch)
@@ -243,27 +241,27 @@ def _check_compressed(content: Content, tensor: Tensor) -> None:
     size = tensor.shape[rank : rank + 2]
     block = values.shape[rank + 1 : rank + 3] if tensor.kind in ("sparse_bsr", "sparse_bsc") else (1, 1)
     if len(size) != 2 or len(block) != 2 or 0 in block or values.shape[: rank + 1] != plain.shape:
-        raise _OutsideError("its parts do not fit together")
+        return "its parts do not fit together"
     rows, columns = size[1 - along] // block[1 - along], size[along] // block[along]
     if compressed.shape != (*batch, rows + 1):
-        raise _OutsideError(f"it has {rows:,} rows, and their ends have the shape {compressed.shape}")
+        return f"it has {rows:,} rows, and their ends have the shape {compressed.shape}"
     ends, places = _numbers(content, compressed), _numbers(content, plain)
     for _ in range(prod(batch)):
         begin = next(ends)
         if begin:
-            raise _OutsideError(f"its first row begins at {begin}")
+            return f"its first row begins at {begin}"
         for end in islice(ends, rows):
             if not begin <= end <= min(begin + columns, count):
-                words = f"a row reaches from {begin:,} to {end:,}, with {columns:,} columns and {count:,} values"
-                raise _OutsideError(words)
+                return f"a row reaches from {begin:,} to {end:,}, with {columns:,} columns and {count:,} values"
             last = -1
             for place in islice(places, end - begin):
                 if not last < place < columns:
-                    raise _OutsideError(f"an index is {place}, after {last}, in a row of {columns:,}")
+                    return f"an index is {place}, after {last}, in a row of {columns:,}"
                 last = place
             begin = end
         if begin != count:
-            raise _OutsideError(f"its rows have {begin:,} values of {count:,}")
+            return f"its rows have {begin:,} values of {count:,}"
+    return ""
 
 
 def _numbers(content: Content, tensor: Tensor) -> Iterator[int]:
