@@ -283,6 +283,7 @@ class Opened(OpenCheckpoint):
         All that is in files, and can be read straight into memory, is read in one call.
         """
         import torch
+        from torch.autograd import graph
 
         waiting = list(items)
         straight: list[tuple[Tensor, Elements, torch.Tensor]] = []
@@ -296,13 +297,17 @@ class Opened(OpenCheckpoint):
                         target.copy_(self.read(tensor, index))
                     else:
                         elements, dtype = self._elements(tensor, index)
-                        if not _has_same_bytes(elements, dtype, target):
+                        direct = target.dtype == dtype and can_read_to(target.device.type)
+                        layout = tuple(target.shape), target.stride()
+                        if not direct or _needs_conversion(elements) or not elements.view.has_layout(*layout):
                             self._read_staged(tensor, elements, dtype, target.detach())
                         elif getattr(elements.source, "descriptor", -1) >= 0:
                             straight.append((tensor, elements, target))
                         else:
                             self._read_straight([(tensor, elements, target)])
-                        increment_version(target)
+                        # As an in-place operation would: torch did not see the write.
+                        if not target.is_inference() and hasattr(graph, "increment_version"):
+                            graph.increment_version(target)
         except TransloadError:
             raise
         except (RuntimeError, NotImplementedError) as error:
@@ -359,7 +364,10 @@ class Opened(OpenCheckpoint):
         return made if stays else made.to(device, wanted)
 
     def _elements(self, tensor: Tensor, index: Index) -> tuple[Elements, torch.dtype]:
-        """The elements of a strided tensor, and its dtype; ``LoadError`` if it is known that they cannot be read."""
+        """The elements of a strided tensor, or of the part that a basic index selects, and its dtype.
+
+        ``LoadError`` if it is known that they cannot be read. Errors of the index are torch's.
+        """
         import torch
 
         dtype = getattr(torch, tensor.dtype, None)
@@ -372,31 +380,25 @@ class Opened(OpenCheckpoint):
             )
         view = View(tensor.shape, tensor.stride, tensor.offset)
         if type(index) is not tuple or index:
-            view = self._selected(tensor, index)
+            steps = []
+            for step in index if isinstance(index, tuple) else (index,):
+                # Anything with ``__index__`` is a number, except True and False, which are masks to torch.
+                mask = isinstance(step, bool) or getattr(step, "dtype", None) is torch.bool
+                number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not mask
+                if not (number or step is None or step is ... or isinstance(step, slice)):
+                    what = f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}"
+                    raise TypeError(what)
+                steps.append(step.__index__() if number else step)
+            try:
+                whole = torch.empty_strided(tensor.shape, tensor.stride, dtype=torch.uint8, device="meta")
+            except RuntimeError as error:
+                raise BrokenFileError(f"torch cannot have it: {error}", where=self._place(tensor)) from error
+            part = whole[tuple(steps)]
+            view = View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
         try:
             return self.content.elements(tensor, view), dtype
         except ContentError as error:
             raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
-
-    def _selected(self, tensor: Tensor, index: Index) -> View:
-        """The part that a basic index selects, as torch does; its errors are torch's."""
-        import torch
-
-        steps = []
-        for step in index if isinstance(index, tuple) else (index,):
-            # Anything with ``__index__`` is a number, except True and False, which are masks to torch.
-            mask = isinstance(step, bool) or getattr(step, "dtype", None) is torch.bool
-            number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not mask
-            if not (number or step is None or step is ... or isinstance(step, slice)):
-                what = f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}"
-                raise TypeError(what)
-            steps.append(step.__index__() if number else step)
-        try:
-            whole = torch.empty_strided(tensor.shape, tensor.stride, dtype=torch.uint8, device="meta")
-        except RuntimeError as error:
-            raise BrokenFileError(f"torch cannot have it: {error}", where=self._place(tensor)) from error
-        part = whole[tuple(steps)]
-        return View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
 
     def _read_straight(
         self, parts: Sequence[tuple[Tensor, Elements, torch.Tensor]], settings: Settings = _DEFAULT
@@ -537,23 +539,9 @@ STAGE = 16 << 20
 _PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 
 
-def increment_version(target: torch.Tensor) -> None:
-    """Increment autograd's version counter, as an in-place operation would: torch did not see the write."""
-    from torch.autograd import graph
-
-    if not target.is_inference() and hasattr(graph, "increment_version"):
-        graph.increment_version(target)
-
-
 def _needs_conversion(elements: Elements) -> bool:
     """Whether the bytes in the file differ from those torch has in memory."""
     return bool(elements.flags) or (elements.swapped != (sys.byteorder == "big") and elements.itemsize > 1)
-
-
-def _has_same_bytes(elements: Elements, dtype: torch.dtype, inner: torch.Tensor) -> bool:
-    """Whether the bytes in the file, in their order, can be read straight into a tensor's memory."""
-    same: bool = inner.dtype == dtype and not _needs_conversion(elements) and can_read_to(inner.device.type)
-    return same and elements.view.has_layout(tuple(inner.shape), inner.stride())
 
 
 def _has_plain_memory(target: torch.Tensor) -> bool:

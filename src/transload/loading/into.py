@@ -320,7 +320,18 @@ def find(
     ``wanted`` are the model's keys with their shapes; ``user_rename`` renames those of the file. ``UsageError`` if two
     branches with different tensors fit equally well, or if nothing has the ``prefix``.
     """
-    chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
+    chosen = list(branches(checkpoint).values())
+    if prefix is not None:  # the branch of this name; else all tensors whose names begin with it
+        lead = prefix if prefix[-1:] in "./" else f"{prefix}."
+        tensors = {t.name[len(lead) :].replace("/", "."): t for t in checkpoint.tensors if t.name.startswith(lead)}
+        named = [branch for branch in chosen if branch.name == prefix.rstrip("/")]
+        if not named and not tensors:
+            # The places that have tensors as direct members, largest first.
+            held = sorted(chosen, key=lambda branch: len(branch.deep) - len(branch.tensors))
+            there = [branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)]
+            fix = f"There are tensors below: {join_names(there, _SHOWN)}"
+            raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=fix)
+        chosen = named[-1:] or [Branch((lead,), tensors)]
     leads, wrapped = _leads(wanted), any(map(_INNER.search, wanted))
     matches: list[Match] = []
     most = 0
@@ -358,22 +369,6 @@ def find(
 def _bytes(match: Match) -> dict[str, tuple[object, ...]]:
     """Which bytes a match would load, by the model's keys."""
     return {key: (t.storage or t.path, t.offset, t.stride) for key, t in match.tensors.items()}
-
-
-def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
-    """The branch of a name; else all tensors whose names begin with it, by the rest of their names."""
-    known = branches(checkpoint).values()
-    named = {branch.name: branch for branch in known}
-    if prefix.rstrip("/") in named:
-        return named[prefix.rstrip("/")]
-    lead = prefix if prefix[-1:] in "./" else f"{prefix}."
-    begun = [tensor for tensor in checkpoint.tensors if tensor.name.startswith(lead)]
-    if begun:
-        return Branch((lead,), {tensor.name[len(lead) :].replace("/", "."): tensor for tensor in begun})
-    # The places that have tensors as direct members, largest first.
-    held = sorted(known, key=lambda branch: len(branch.deep) - len(branch.tensors))
-    there = join_names([branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)], _SHOWN)
-    raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=f"There are tensors below: {there}")
 
 
 def _match_with(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[str, Shape], rename: Rename) -> Match:
@@ -448,25 +443,6 @@ def _slots(model: torch.nn.Module) -> dict[str, _Slot]:
                 found[prefix + name] = _Slot(module, name, tensor, shape)
         if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
             found[prefix + _EXTRA] = _Slot(module, _EXTRA, None, None)
-    return found
-
-
-def _custom_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The outermost modules with custom loading code: a ``_load_from_state_dict``, or pre-hooks.
-
-    The norms override theirs only for files without ``num_batches_tracked``, which ``compare`` handles.
-    """
-    import torch
-    from torch.nn.modules.batchnorm import _NormBase
-    from torch.nn.modules.instancenorm import _InstanceNorm
-
-    kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
-    ways = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
-    found: dict[str, torch.nn.Module] = {}
-    for prefix, module in _modules(model):
-        custom = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
-        if custom and not prefix.startswith(tuple(found)):
-            found[prefix] = module
     return found
 
 
@@ -612,6 +588,10 @@ class _Loading:
         prefix: str | None,
         user_rename: KeyFunction | None = None,
     ) -> None:
+        import torch
+        from torch.nn.modules.batchnorm import _NormBase
+        from torch.nn.modules.instancenorm import _InstanceNorm
+
         self._model = model
         self._opened = opened
         self._destinations = destinations
@@ -619,7 +599,15 @@ class _Loading:
         self._renames = user_rename is not None
         self._user_rename: KeyFunction = user_rename or (lambda key: key)
         self._slots = _slots(model)
-        self._custom = _custom_modules(model)
+        # The outermost modules with custom loading code: a ``_load_from_state_dict``, or pre-hooks. The norms override
+        # theirs only for files without ``num_batches_tracked``, which ``compare`` handles.
+        self._custom: dict[str, torch.nn.Module] = {}
+        kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
+        ways = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
+        for lead, module in _modules(model):
+            custom = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+            if custom and not lead.startswith(tuple(self._custom)):
+                self._custom[lead] = module
         shapes = {key: slot.shape for key, slot in self._slots.items()}
         self._match = find(opened.checkpoint, shapes, prefix, user_rename)
         names = Counter(map(self._user_rename, self._match.branch.tensors))
@@ -657,9 +645,24 @@ class _Loading:
             dtype = str(slot.tensor.dtype).removeprefix("torch.")
             if tensor.dtype != dtype and not cast:
                 self.dtypes.append(Difference(key, tensor.dtype, dtype))
-        filled = self._list_tasks(custom)
+        # One task per parameter, in file order; of two tensors for one parameter the last counts, as in torch.
+        tasks: dict[int, _Task] = {}
+        places: defaultdict[int, list[_Slot]] = defaultdict(list)
+        ignored = {each.key for each in self._ignored}
+        for key, slot in self._slots.items():
+            if slot.tensor is not None:
+                places[id(slot.tensor)].append(slot)
+                if key in match.tensors and key not in ignored:
+                    part = (0,) if slot.takes_scalar(match.tensors[key]) else ()
+                    tasks[id(slot.tensor)] = _Task(key, match.tensors[key], part, places[id(slot.tensor)])
+
+        def place(task: _Task) -> tuple[str, int, int]:
+            storage = opened.content.storage(task.tensor)
+            return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
+
+        self._tasks = sorted((task for task in tasks.values() if not task.key.startswith(custom)), key=place)
         for key, slot in slots.items():
-            if key in match.tensors or key in self._extras or id(slot.tensor) in filled:
+            if key in match.tensors or key in self._extras or id(slot.tensor) in tasks:
                 continue
             if slot.name == "num_batches_tracked" and isinstance(slot.module, _NormBase):
                 version = self._versions.get(key.rpartition(".")[0], {}).get("version")
@@ -687,29 +690,6 @@ class _Loading:
             raise self._error()
         for task in self._tasks:
             opened.check(task.tensor)
-
-    def _list_tasks(self, custom: tuple[str, ...]) -> set[int]:
-        """List one task per parameter, in file order; of two tensors for one parameter the last counts, as in torch.
-
-        Returns the identities of all parameters that the file has a tensor for, including those of custom modules.
-        """
-        tasks: dict[int, _Task] = {}
-        places: defaultdict[int, list[_Slot]] = defaultdict(list)
-        ignored = {each.key for each in self._ignored}
-        for key, slot in self._slots.items():
-            if slot.tensor is not None:
-                places[id(slot.tensor)].append(slot)
-                tensor = None if key in ignored else self._match.tensors.get(key)
-                if tensor is not None:
-                    part = (0,) if slot.takes_scalar(tensor) else ()
-                    tasks[id(slot.tensor)] = _Task(key, tensor, part, places[id(slot.tensor)])
-
-        def place(task: _Task) -> tuple[str, int, int]:
-            storage = self._opened.content.storage(task.tensor)
-            return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
-
-        self._tasks = sorted((task for task in tasks.values() if not task.key.startswith(custom)), key=place)
-        return {*tasks}
 
     @cached_property
     def _values(self) -> list[str]:
@@ -832,16 +812,7 @@ class _Loading:
             notes += (f"left {count} of another shape as in the model: {join_names(differing, _SHOWN, 1000)}",)
         if notes:
             warn(f"{path}: {'; '.join(notes)}", KeysWarning)
-        if left := self._left_on_meta():
-            note = f"still on the meta device, since the file has no values for them: {join_names(left, _SHOWN)}"
-            fix = "Compute them as the model does when it is made: until then it cannot be run."
-            warn(f"{path}: {note}. {fix}", LandingWarning)
-            notes += (note,)
-        loaded.found, loaded.notes = match.branch.name, notes
-        return loaded
-
-    def _left_on_meta(self) -> list[str]:
-        """Keys that stay without values and are not missing: buffers that are never saved, and ignored shapes."""
+        # Keys that stay without values and are not missing: buffers that are never saved, and ignored shapes.
         ignored = {each.key for each in self._ignored}
         held = {
             prefix + name: tensor
@@ -849,9 +820,14 @@ class _Loading:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - as above
             if tensor is not None
         }
-        if all(tensor.is_meta for tensor in held.values()):  # all of the model is, as the caller wants it
-            return []
-        return [key for key, t in held.items() if t.is_meta and (key not in self._slots or key in ignored)]
+        left = [key for key, t in held.items() if t.is_meta and (key not in self._slots or key in ignored)]
+        if left and not all(tensor.is_meta for tensor in held.values()):  # else all of it is, as the caller wants it
+            note = f"still on the meta device, since the file has no values for them: {join_names(left, _SHOWN)}"
+            fix = "Compute them as the model does when it is made: until then it cannot be run."
+            warn(f"{path}: {note}. {fix}", LandingWarning)
+            notes += (note,)
+        loaded.found, loaded.notes = match.branch.name, notes
+        return loaded
 
     def _load_custom(self) -> None:
         if not self._custom:
@@ -874,8 +850,19 @@ class _Loading:
                 slot.table[slot.name] = new
 
     def _fill(self, settings: Settings) -> None:
-        """Fill every parameter."""
-        targets = [self._target_of(task) for task in self._tasks]
+        """Fill every parameter; a new one in place of one on the meta device."""
+        import torch
+
+        targets: list[Any] = []
+        for task in self._tasks:
+            target: Any = task.places[0].tensor
+            if target.is_meta:
+                made = torch.empty_like(target, device=self._destinations.device(task.tensor.device))
+                if isinstance(target, torch.nn.Parameter):
+                    made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
+                vars(made).update(vars(target))
+                target = made
+            targets.append(target)
         try:
             items = [(task.tensor, target, task.part) for task, target in zip(self._tasks, targets, strict=True)]
             self._opened.fill(items, settings)
@@ -886,16 +873,3 @@ class _Loading:
             for slot in task.places:
                 if slot.tensor is not target:
                     slot.table[slot.name] = target
-
-    def _target_of(self, task: _Task) -> Any:
-        """The parameter to fill; a new one for one on the meta device."""
-        import torch
-
-        target: Any = task.places[0].tensor
-        if not target.is_meta:
-            return target
-        made = torch.empty_like(target, device=self._destinations.device(task.tensor.device))
-        if isinstance(target, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
-        vars(made).update(vars(target))
-        return made
