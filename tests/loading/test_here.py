@@ -11,7 +11,6 @@ from tests.place.makers import checkpoint
 
 from transload.devices import Device
 from transload.errors import LoadError, NoDeviceError
-from transload.loading import placement as here
 from transload.loading.placement import DeviceMap, Move, Plan, devices_here, plan_here, wanted_devices
 
 GIB = 1 << 30
@@ -56,7 +55,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch, "cuda", Cards([]))
     monkeypatch.setattr(torch, "xpu", Cards([]), raising=False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(here, "_host", lambda: Device("cpu", 10 * GIB, 16 * GIB))
+    monkeypatch.setattr("transload.diagnose.host.memory", lambda _: (16 * GIB, 10 * GIB))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return monkeypatch
 

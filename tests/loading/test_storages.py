@@ -198,11 +198,8 @@ def test_a_file_that_is_cut_while_it_is_loaded(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.devices import Device
-    from transload.loading import placement as here
-
-    monkeypatch.setattr(here, "_LITTLE", 0)
-    monkeypatch.setattr(here, "_host", lambda: Device("cpu", 16, 64))
+    monkeypatch.setattr("transload.loading.placement._LITTLE", 0)
+    monkeypatch.setattr("transload.diagnose.host.memory", lambda _: (64, 16))
     with pytest.raises(DoesNotFitError) as raised:
         load(forge.checkpoint())
     assert isinstance(raised.value, MemoryError)

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.frozen import NamedTuple
 from transload.io.memory import memory_at
+from transload.io.sources import FileSource, Source, SourceLike
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import (
     FEW_BYTES,
@@ -51,7 +53,6 @@ from transload.tensors import OpenCheckpoint
 if TYPE_CHECKING:
     import torch
 
-    from transload.io.sources import Source, SourceLike
     from transload.tensors import Piece
     from transload.tensors.content import Content
 
@@ -319,7 +320,20 @@ class _Reader:
         self._faked = is_fake_mode()
         # torch.serialization.skip_data: storages are allocated, but not read.
         self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
-        self._map = _mapping(piece) if options.mapped else None
+        self._map: torch.UntypedStorage | None = None
+        source = piece.open("") if options.mapped and piece.path else None
+        # The path may lead to another file by now.
+        if isinstance(source, FileSource) and source.size and source.is_same_file(piece.path):
+            # Whether the program has set torch's mmap options so that writes go to the file.
+            ask = getattr(torch.serialization, "get_default_mmap_options", None)
+            shared = False
+            if ask is not None and sys.platform != "win32":
+                from mmap import MAP_SHARED
+
+                shared = bool(ask() == MAP_SHARED)
+            # No mmap here, no address space, or a file that was just truncated: reading reports which.
+            with suppress(RuntimeError):
+                self._map = torch.UntypedStorage.from_file(piece.path, shared, source.size)
         # The byte order if the archive does not say: little, unless the program has set another default in torch.
         self._big_endian = False
         ask = getattr(torch.serialization, "get_default_load_endianness", None)
@@ -455,24 +469,3 @@ def _named(piece: Piece, storage: Storage) -> str:
         found = find_tensors(pickle.root, StorageTable()).storages
         names = next((each.tensors for each in found if each.key == storage.key), names)
     return join_names([name or "the root" for name in names], 4) or f"storage {storage.key}"
-
-
-def _mapping(piece: Piece) -> torch.UntypedStorage | None:
-    """The whole file, mapped; ``None`` if it is not one file, or if its path now leads to another."""
-    import torch
-
-    source = piece.open("") if piece.path else None
-    is_same_file = getattr(source, "is_same_file", None)
-    if source is None or is_same_file is None or not source.size or not is_same_file(piece.path):
-        return None
-    # Whether the program has set torch's mmap options so that writes go to the file.
-    ask = getattr(torch.serialization, "get_default_mmap_options", None)
-    shared = False
-    if ask is not None and sys.platform != "win32":
-        from mmap import MAP_SHARED
-
-        shared = bool(ask() == MAP_SHARED)
-    try:
-        return torch.UntypedStorage.from_file(piece.path, shared, source.size)
-    except RuntimeError:  # no mmap here, no address space, or a file that was just truncated: reading reports which
-        return None

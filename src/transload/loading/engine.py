@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -93,11 +93,6 @@ class Choice(Frozen):
     """Whether to ask for huge pages in fresh host memory."""
     why: str = ""
 
-    @property
-    def pinned(self) -> int:
-        """Bytes of pinned memory it takes."""
-        return (self.lanes - self.mapped) * SLOT_PAIR if self.ring else 0
-
 
 def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B008 - a named tuple does not change
     """Choose how to read.
@@ -121,10 +116,11 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         if facts.cuda and settings.pinned is not None:
             lanes = min(lanes, settings.pinned // SLOT_PAIR)
         lanes = max(1, min(lanes, -(-nbytes // CELL)))  # no more than there are cells
-    made = Choice(lanes, facts.cuda > 0, mapped, direct, facts.huge and facts.host >= FEW_BYTES)
+    huge = facts.huge and facts.host >= FEW_BYTES
+    pinned = (lanes - mapped) * SLOT_PAIR if facts.cuda else 0
     why = ["1 thread" if lanes == 1 else f"{lanes} threads"]
-    if made.pinned:
-        why.append(f"pinned {made.pinned >> 20} MiB")
+    if pinned:
+        why.append(f"pinned {pinned >> 20} MiB")
     if mapped:
         why.append("the device fetches from the page cache")
     elif direct:
@@ -134,9 +130,9 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     if facts.cached is not None and not warm:
         percent = f"{100 * facts.cached:.0f} %"
         why.append(f"which holds {percent} of it" if direct else f"{percent} cached")
-    if made.huge:
+    if huge:
         why.append("huge pages")
-    return replace(made, why=", ".join(why))
+    return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ", ".join(why))
 
 
 def forecast(path: str, host: int, cuda: int) -> Choice:

@@ -69,7 +69,12 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     read its tensors, so files that torch.load would only load on trust open too; of a damaged one every tensor whose
     bytes are there can be read.
     """
-    return Handle(open_checkpoint(f), device, _dtype(dtype))
+    import torch
+
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(found, torch.dtype):
+        raise UsageError(f"{dtype!r} is not a dtype", fix="Pass one of torch's, such as torch.bfloat16.")
+    return Handle(open_checkpoint(f), device, found)
 
 
 class Handle(Mapping[str, "torch.Tensor"]):
@@ -222,17 +227,6 @@ class Lazy:
 
     def __repr__(self) -> str:
         return f"<{self._tensor.name or 'tensor'}: {self.dtype} {list(self.shape)}, not read>"
-
-
-def _dtype(dtype: Any) -> torch.dtype | None:
-    import torch
-
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise UsageError(f"{dtype!r} is not a dtype", fix="Pass one of torch's, such as torch.bfloat16.")
-    return found
 
 
 class Opened(OpenCheckpoint):

@@ -119,8 +119,9 @@ def load_into(
     with opened:
         destinations = Destinations(opened.checkpoint, "auto" if device is None else device)
         with gc_paused():
-            loading = _Loading(model, opened, destinations, prefix, user_rename)
-            loading.compare(cast=cast, ignore_shapes=ignore_mismatched_sizes)
+            loading = _Loading(
+                model, opened, destinations, prefix, user_rename, cast=cast, ignore_shapes=ignore_mismatched_sizes
+            )
             loading.refuse(strict=strict)
         loaded = loading.read(settings, strict=strict)
         opened.check_unchanged()
@@ -587,6 +588,9 @@ class _Loading:
         destinations: Destinations,
         prefix: str | None,
         user_rename: KeyFunction | None = None,
+        *,
+        cast: bool = False,
+        ignore_shapes: bool = False,
     ) -> None:
         import torch
         from torch.nn.modules.batchnorm import _NormBase
@@ -600,13 +604,13 @@ class _Loading:
         self._user_rename: KeyFunction = user_rename or (lambda key: key)
         self._slots = _slots(model)
         # The outermost modules with custom loading code: a ``_load_from_state_dict``, or pre-hooks. The norms override
-        # theirs only for files without ``num_batches_tracked``, which ``compare`` handles.
+        # theirs only for files without ``num_batches_tracked``, which is handled below.
         self._custom: dict[str, torch.nn.Module] = {}
         kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
         ways = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
         for lead, module in _modules(model):
-            custom = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
-            if custom and not lead.startswith(tuple(self._custom)):
+            own = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+            if own and not lead.startswith(tuple(self._custom)):
                 self._custom[lead] = module
         shapes = {key: slot.shape for key, slot in self._slots.items()}
         self._match = find(opened.checkpoint, shapes, prefix, user_rename)
@@ -614,7 +618,6 @@ class _Loading:
         if twice := [name for name, count in names.items() if name is not None and count > 1]:
             what = f"rename gives several keys of the file the same name: {join_names(twice, _SHOWN)}"
             raise UsageError(what, where=opened.checkpoint.path, fix="Return None for all but one of them.")
-        self._tasks: list[_Task] = []
         self._extras: dict[str, Tensor | _Unbuilt] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -622,12 +625,8 @@ class _Loading:
         self.dtypes: list[Difference] = []
         self._ignored: list[Difference] = []
         self._errors: list[str] = []
-
-    def compare(self, *, cast: bool, ignore_shapes: bool) -> None:
-        """Compare every key, shape and dtype, and list what to read."""
-        from torch.nn.modules.batchnorm import _NormBase
-
-        match, opened, custom = self._match, self._opened, tuple(self._custom)
+        # Compare every key, shape and dtype, and list what to read.
+        match, custom = self._match, tuple(self._custom)
         slots = {key: slot for key, slot in self._slots.items() if not key.startswith(custom)}  # those load the rest
         for key in (key for key, slot in slots.items() if slot.tensor is None):
             held = opened.node((*match.branch.path, self._entry(key)))
@@ -782,7 +781,6 @@ class _Loading:
             trial = _Loading(self._model, self._opened, self._destinations, self._prefix, key_function(table))
         except UsageError:  # several keys would get the same name, or several places fit
             return ""
-        trial.compare(cast=False, ignore_shapes=False)
         after = trial._match.tensors
         if len(after) <= len(before.tensors):
             return ""
@@ -853,7 +851,7 @@ class _Loading:
         """Fill every parameter; a new one in place of one on the meta device."""
         import torch
 
-        targets: list[Any] = []
+        filled: list[tuple[_Task, Any]] = []
         for task in self._tasks:
             target: Any = task.places[0].tensor
             if target.is_meta:
@@ -862,14 +860,13 @@ class _Loading:
                     made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
                 vars(made).update(vars(target))
                 target = made
-            targets.append(target)
+            filled.append((task, target))
         try:
-            items = [(task.tensor, target, task.part) for task, target in zip(self._tasks, targets, strict=True)]
-            self._opened.fill(items, settings)
+            self._opened.fill([(task.tensor, target, task.part) for task, target in filled], settings)
         except TransloadError as error:
             error.fix = f"The model may be partly filled. {error.fix}".rstrip()
             raise
-        for task, target in zip(self._tasks, targets, strict=True):
+        for task, target in filled:
             for slot in task.places:
                 if slot.tensor is not target:
                     slot.table[slot.name] = target

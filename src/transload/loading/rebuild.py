@@ -142,8 +142,19 @@ class Rebuilder:
     def set_state(self, made: Any, state: Any) -> None:
         """Do what the opcode BUILD does, for values and allowed classes."""
         kind = type(made)
-        if kind in (self._torch.Tensor, self._torch.nn.Parameter):
-            self._set_old_state(made, state)
+        if kind in (self._torch.Tensor, self._torch.nn.Parameter):  # saved by releases before 0.4
+            if type(state) is not tuple or len(state) not in (3, 4, 5):
+                raise Malformed("a tensor whose state is not that of a tensor")
+            if len(state) == 4:
+                storage, dtype = self._storage(state[0])
+                self._check(storage, dtype, *state[1:])
+                made.set_(storage, *state[1:])
+                return
+            if len(state) == 5:
+                made.data = self._tensor(state[0], "the data of a variable")
+                state = (state[3], state[4], state[2])
+            made.requires_grad = False
+            self.finish(made, state[0], state[2])
         elif kind in (argparse.Namespace, types.SimpleNamespace):
             if type(state) is not dict or any(type(key) is not str for key in state):
                 raise Malformed("a namespace whose values have no names")
@@ -348,21 +359,6 @@ class Rebuilder:
             return self._with_state(made, state)
         made.__setstate__(state)
         return made
-
-    def _set_old_state(self, made: Any, state: Any) -> None:
-        """Set the state that releases before 0.4 saved for a tensor or parameter."""
-        if type(state) is not tuple or len(state) not in (3, 4, 5):
-            raise Malformed("a tensor whose state is not that of a tensor")
-        if len(state) == 4:
-            storage, dtype = self._storage(state[0])
-            self._check(storage, dtype, *state[1:])
-            made.set_(storage, *state[1:])
-            return
-        if len(state) == 5:
-            made.data = self._tensor(state[0], "the data of a variable")
-            state = (state[3], state[4], state[2])
-        made.requires_grad = False
-        self.finish(made, state[0], state[2])
 
     def check_sparse(self) -> None:
         """Raise ``Malformed`` if the indices of a sparse tensor are out of range."""

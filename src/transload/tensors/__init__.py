@@ -40,7 +40,6 @@ class OpenCheckpoint:
 
         self.closed = False
         self._open: dict[str, Source] = {}
-        self._read_files: dict[str, Checkpoint] = {}
         self._tree = tree
         self._folder: str | None = None  # the folder that file names are relative to, if there are several files
         self._members: dict[int, dict[Key, object]] = {}
@@ -140,14 +139,19 @@ class OpenCheckpoint:
         from transload.formats.directory import read_directory, read_sharded
 
         self._folder = path if is_directory else os.path.dirname(path)  # noqa: PTH120 - the same
-        read = self._read_file
+        checkpoints: dict[str, Checkpoint] = {}
+
+        def read(file: str) -> Checkpoint:
+            checkpoints[file] = checkpoint = read_source(self._open_file(file))
+            return checkpoint
+
         checkpoint = read_directory(path, read, read_source) if is_directory else read_sharded(path, read)
         sharded = not is_directory or checkpoint.format == "sharded"
         if sharded or "unpacked" not in dict(checkpoint.facts):
             kind = "shard" if sharded else "weights"
             files = [_join(self._folder, part.name) for part in checkpoint.parts if part.kind == kind]
-            files = [file for file in files if file in self._read_files]
-            return checkpoint, tuple(_piece(self._read_files[file], self._open[file], file) for file in files)
+            known = [file for file in files if file in checkpoints]
+            return checkpoint, tuple(_piece(checkpoints[file], self._open[file], file) for file in known)
         index = "data.pkl"
         if not os.path.exists(_join(path, index)):  # noqa: PTH110 - the same
             index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder that unzip made
@@ -163,12 +167,6 @@ class OpenCheckpoint:
             self._open[""], source, path = inner, inner, ""
         checkpoint = read_source(source, tree=self._tree)
         return checkpoint, (_piece(checkpoint, source, path),)
-
-    def _read_file(self, path: str) -> Checkpoint:
-        from transload.formats import read_source
-
-        checkpoint = self._read_files[path] = read_source(self._open_file(path))
-        return checkpoint
 
     def _open_file(self, path: str) -> Source:
         """One of several files; kept open unless that would leave the program too few file descriptors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from transload.loading.engine import Choice, Facts, choose
-from transload.loading.jobs import FEW_BYTES, Settings
+from transload.loading.jobs import FEW_BYTES, SLOT_PAIR, Settings
 
 GB = 1 << 30
 NONE = Settings()
@@ -104,4 +104,4 @@ def test_the_reason_is_said(facts: Facts, why: str) -> None:
 
 def test_pinned_memory_stays_within_what_is_allowed() -> None:
     for limit in range(8 << 20, 200 << 20, 5 << 20):
-        assert choose(Facts(0, GB, 16, 1.0), Settings(pinned=limit)).pinned <= limit
+        assert choose(Facts(0, GB, 16, 1.0), Settings(pinned=limit)).lanes * SLOT_PAIR <= limit
