@@ -48,12 +48,11 @@ from transload.loading.jobs import (
     jobs,
 )
 from transload.loading.placement import DeviceMap, plan_here
-from transload.tensors import OpenCheckpoint
+from transload.tensors import OpenCheckpoint, Piece
 
 if TYPE_CHECKING:
     import torch
 
-    from transload.tensors import Piece
     from transload.tensors.content import Content
 
 Progressing = bool | Callable[[int, int], object] | None
@@ -212,9 +211,6 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
         what = f"pinned_mb={pinned_mb!r} is too little to read into"
         raise UsageError(what, fix=f"Each thread takes {least} MiB: pass at least {least}, or leave it out.")
     return Settings(threads, None if pinned_mb is None else pinned_mb << 20, direct)
-
-
-# -- bytes and objects
 
 
 def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Callable[..., Any]) -> Any:

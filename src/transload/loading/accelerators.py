@@ -48,12 +48,10 @@ def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devic
 def _card(module: Any, name: str) -> Device:
     index = split(name)[1]
     label = str(module.get_device_name(index)) if hasattr(module, "get_device_name") else ""
-    if not hasattr(module, "mem_get_info"):
-        return Device(name, label=label)
     try:
         free, total = module.mem_get_info(index)
         reserve = module.memory_reserved(index) - module.memory_allocated(index)  # torch's cache is free, too
-    except RuntimeError:  # some devices do not say
+    except (AttributeError, RuntimeError):  # some devices do not say
         return Device(name, label=label)
     return Device(name, int(free + max(0, reserve)), int(total), label)
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transload.errors import CannotReadError
 from transload.frozen import Frozen
-from transload.io.cuda_driver import DriverError
+from transload.io.cuda_driver import Driver, DriverError
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
-from transload.io.sources import FileSource
+from transload.io.sources import FileSource, Source
 from transload.loading.jobs import (
     CELL,
     FEW_BYTES,
@@ -41,10 +41,6 @@ from transload.loading.jobs import (
     Settings,
     jobs,
 )
-
-if TYPE_CHECKING:
-    from transload.io.cuda_driver import Driver
-    from transload.io.sources import Source
 
 # -- how to read
 
@@ -181,7 +177,6 @@ class Lane(Protocol):
 
     def run(self, next_job: NextJob) -> None:
         """Do jobs until there are no more. When this returns or raises, none is in flight."""
-        ...
 
 
 def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: ReportProgress | None = None) -> None:

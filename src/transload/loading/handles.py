@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
-from transload.checkpoint import contiguous
+from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
 from transload.errors import (
     BrokenFileError,
     ContentError,
@@ -45,8 +45,6 @@ from transload.tensors.content import Content, Elements, MissingBytesError, View
 
 if TYPE_CHECKING:
     import torch
-
-    from transload.checkpoint import Checkpoint, Key, Tensor
 
 Index = Any
 """A basic index: an integer, a slice, ``...`` or ``None``, or a tuple of them."""
@@ -499,9 +497,6 @@ class Destinations:
         return DeviceMap(plan, self._map_location, self._checkpoint.path)
 
 
-# -- tensors that are not strided
-
-
 def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) -> Any:
     """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
     from transload.loading.refusal import Allowed
@@ -524,8 +519,6 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
     return build_object(alone, read_storages(alone, device_map, ReadOptions()), device_map, pickle=part)
 
-
-# -- strided tensors
 
 STAGE = 16 << 20
 """Bytes of the buffer between the file and memory that cannot be read into directly."""

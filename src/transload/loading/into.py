@@ -17,24 +17,21 @@ from functools import cache, cached_property
 from itertools import accumulate, product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.checkpoint import Tensor
+from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import LandingWarning, LoadError, TransloadError, UsageError, warn
 from transload.findings import join_names
 from transload.formats import gc_paused
+from transload.io.sources import SourceLike
 from transload.loading import check_settings
-from transload.loading.handles import Destinations, build_node, open_checkpoint
+from transload.loading.handles import Destinations, Opened, build_node, open_checkpoint
 from transload.loading.jobs import Settings
 from transload.nodes import Call, Dict
 from transload.render.words import plural
+from transload.tensors import Piece
 from transload.tensors.content import is_constant
 
 if TYPE_CHECKING:
     import torch
-
-    from transload.checkpoint import Checkpoint, Key
-    from transload.io.sources import SourceLike
-    from transload.loading.handles import Opened
-    from transload.tensors import Piece
 
 
 class MismatchError(LoadError):
@@ -793,7 +790,22 @@ class _Loading:
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
         match, path = self._match, self._opened.checkpoint.path
         extras = dict(_State(dict(self._extras), self._opened, self._destinations))
-        self._load_custom()
+        if self._custom:
+            entries: dict[str, Any] = {**match.rest, **match.tensors}
+            for name in self._values:
+                node, new = self._opened.node((*match.branch.path, name)), self._user_rename(name)
+                if node and new is not None and match.rename(new) not in match.tensors:
+                    entries[match.rename(new)] = _Unbuilt(*node)
+            state = _State(entries, self._opened, self._destinations)
+            for prefix, module in self._custom.items():
+                state.load(module, prefix, self._versions, (self.missing, self.unexpected, self._errors))
+            # If a module has replaced a parameter on the meta device, the other slots of that get the new one, too.
+            now = [(slot, slot.table.get(slot.name)) for slot in self._slots.values()]
+            replaced = {id(slot.tensor): held for slot, held in now if held is not slot.tensor}
+            for slot, _ in now:
+                other = replaced.get(id(slot.tensor))
+                if slot.tensor is not None and slot.tensor.is_meta and other is not None:
+                    slot.table[slot.name] = other
         self._fill(settings)
         for key, value in extras.items():
             self._slots[key].module.set_extra_state(value)
@@ -826,26 +838,6 @@ class _Loading:
             notes += (note,)
         loaded.found, loaded.notes = match.branch.name, notes
         return loaded
-
-    def _load_custom(self) -> None:
-        if not self._custom:
-            return
-        match = self._match
-        entries: dict[str, Any] = {**match.rest, **match.tensors}
-        for name in self._values:
-            node, new = self._opened.node((*match.branch.path, name)), self._user_rename(name)
-            if node and new is not None and match.rename(new) not in match.tensors:
-                entries[match.rename(new)] = _Unbuilt(*node)
-        state = _State(entries, self._opened, self._destinations)
-        for prefix, module in self._custom.items():
-            state.load(module, prefix, self._versions, (self.missing, self.unexpected, self._errors))
-        # If a module has replaced a parameter on the meta device, the other slots of that get the new one, too.
-        now = [(slot, slot.table.get(slot.name)) for slot in self._slots.values()]
-        made = {id(slot.tensor): held for slot, held in now if held is not slot.tensor}
-        for slot, _ in now:
-            new = made.get(id(slot.tensor))
-            if slot.tensor is not None and slot.tensor.is_meta and new is not None:
-                slot.table[slot.name] = new
 
     def _fill(self, settings: Settings) -> None:
         """Fill every parameter; a new one in place of one on the meta device."""

@@ -11,13 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from transload.frozen import NamedTuple
 from transload.io.memory import PAGE, Pages, copy, memory_at
-
-if TYPE_CHECKING:
-    from transload.io.sources import Source
+from transload.io.sources import Source
 
 CELL = 4 << 20
 """Bytes of a cell. Of 2, 4, 8 and 16 MiB, measured on an H200 with 16 cores, 4 and 8 saturate the bus, and 4 takes less

@@ -462,7 +462,6 @@ def _shortages(
 
 # -- what torch has
 
-_PLAIN = frozenset({"cpu", "meta"})
 _LITTLE = 16 << 20
 
 
@@ -473,7 +472,7 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
     of a GPU costs half a second and half a gigabyte. Free memory is determined for the devices that may be used; for
     the host only if ``nbytes``, the bytes to load, are many enough to be worth the time.
     """
-    names = [name for name in wanted if name not in _PLAIN]
+    names = [name for name in wanted if name not in ("cpu", "meta")]
     host = Device("cpu")
     if nbytes >= _LITTLE:
         from transload.diagnose.host import Host, memory
@@ -507,14 +506,11 @@ class DeviceMap:
 
     def put(self, storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
         """Move a storage from the CPU to its device."""
-        if self._choose is None:
-            return self._moved(storage, self._devices.get(tag, tag))
-        chosen = self._choose(storage, tag)
-        return self._moved(storage, tag) if chosen is None else self._as_storage(chosen)
-
-    def _moved(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
         import torch
 
+        if self._choose is not None and (chosen := self._choose(storage, tag)) is not None:
+            return self._as_storage(chosen)
+        device = self._devices.get(tag, tag) if self._choose is None else tag
         if device == "cpu":
             return storage
         try:

@@ -29,15 +29,14 @@ from transload.errors import LoadError, Malformed, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS, NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.tensors import MAX_RANK, MAX_SIZE
 from transload.judge.names import can_be_allowed
+from transload.loading.placement import DeviceMap
 from transload.loading.refusal import Allowed, name_of, weights_only_error
 from transload.nodes import REBUILDS, Call, Global, Persistent, module_class, storage_id
+from transload.tensors import Piece
 from transload.tensors.content import numpy_or_none
 
 if TYPE_CHECKING:
     import torch
-
-    from transload.loading.placement import DeviceMap
-    from transload.tensors import Piece
 
 Args = tuple[Any, ...]
 Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
@@ -303,8 +302,6 @@ class Rebuilder:
             raise Malformed(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
         return device
 
-    # -- strided tensors
-
     def strided(
         self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
     ) -> torch.Tensor:
@@ -326,8 +323,6 @@ class Rebuilder:
             self._torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
         made._backward_hooks = hooks  # noqa: SLF001 - the same
         return made if self._faked is None else self._faked(made)
-
-    # -- attributes and classes
 
     def _with_state(self, made: Any, state: object) -> Any:
         """Set the attributes of a tensor: a dictionary, or a pair of them if its class has slots."""

@@ -8,8 +8,9 @@ from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from types import BuiltinMethodType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
 from transload.findings import first_lines
@@ -17,12 +18,8 @@ from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import DO_NOT_LOAD, finds_plain_values, full_name, judge_pickles, safe_globals_lines
-from transload.nodes import Global
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Tensor
-    from transload.nodes import Pickle
-    from transload.tensors import OpenCheckpoint
+from transload.nodes import Global, Pickle
+from transload.tensors import OpenCheckpoint
 
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
 """Never allowed, even if the program allows them (torch/_weights_only_unpickler.py, and two more)."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
+from transload.checkpoint import Checkpoint
 from transload.errors import (
     BrokenFileError,
     LoadError,
@@ -22,15 +23,13 @@ from transload.errors import (
 from transload.formats.pickle_state import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
+from transload.loading.placement import DeviceMap
 from transload.loading.rebuild import Rebuilder, sparse_tensor, validate_sparse
 from transload.nodes import REBUILDS, Persistent
+from transload.tensors import Piece
 
 if TYPE_CHECKING:
     import torch
-
-    from transload.checkpoint import Checkpoint
-    from transload.loading.placement import DeviceMap
-    from transload.tensors import Piece
 
 _BUFFER = 1 << 20
 

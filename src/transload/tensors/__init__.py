@@ -12,15 +12,11 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from threading import Lock
-from typing import TYPE_CHECKING
 
+from transload.checkpoint import Checkpoint, Key
 from transload.errors import BrokenFileError, UsageError
 from transload.frozen import Frozen, replace
 from transload.io.sources import FileSource, ObjectSource, Slice, Source, SourceLike, has_journal, open_source
-
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Key
-
 
 _ABSENT = object()  # no node: a node may be None
 _STREAM = "\0"

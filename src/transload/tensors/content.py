@@ -156,32 +156,27 @@ class Content:
         if storage is None:
             raise self._lost(tensor, "the file does not say where they are")
         view = view or View(tensor.shape, tensor.stride, tensor.offset)
-        source, start = BytesSource(b""), 0
+        source: Source = BytesSource(b"")
+        start = 0
         if view.extent:
             if itemsize(tensor.dtype, view.offset + view.extent) > storage.stored:
                 stored = f"{storage.stored:,} of {storage.nbytes:,}"
                 raise self._lost(tensor, f"{stored} bytes of its storage are in the file")
-            source, start = self._source(tensor, storage)
+            if storage.offset is None and not storage.compressed:
+                raise self._lost(tensor, "the file does not say where its record begins")
+            source, start = self.open_file(storage.file), storage.offset or 0
+            if storage.offset is None:
+                # Tensors that share a storage are often read one after the other, and reading on is cheap.
+                last, source = self._last
+                if last != storage.id:
+                    unpacked = self.unpacked(storage)
+                    if unpacked is None:
+                        raise self._error(tensor, f"is in a record with an unsupported compression ({storage.record})")
+                    source = unpacked
+                    self._last = storage.id, source
         width = ITEMSIZE.get(tensor.dtype, 1)
         swapped = storage.big_endian and _component(tensor.dtype, width) > 1
         return Elements(source, start, view, tensor.dtype, width, swapped, tensor.flags)
-
-    def _source(self, tensor: Tensor, storage: Storage) -> tuple[Any, int]:
-        """The source of a storage, and where the storage begins in it."""
-        if storage.offset is None and not storage.compressed:
-            raise self._lost(tensor, "the file does not say where its record begins")
-        source = self.open_file(storage.file)
-        if storage.offset is not None:
-            return source, storage.offset
-        # Tensors that share a storage are often read one after the other, and reading on is cheap.
-        last, inflating = self._last
-        if last != storage.id:
-            opened = self.unpacked(storage)
-            if opened is None:
-                raise self._error(tensor, f"is in a record with an unsupported compression ({storage.record})")
-            inflating = opened
-            self._last = storage.id, inflating
-        return inflating, 0
 
     def unpacked(self, storage: Storage) -> Inflating | None:
         """A source that decodes a storage: deflated in a record, or text in a pickle. ``None`` if torch cannot read it.
@@ -320,11 +315,6 @@ class View(NamedTuple):
             expected *= size
         return self.shape == shape
 
-    def part(self, box: Box) -> View:
-        """The part of it in a box."""
-        first = sum(start * step for start, step in zip(box.start, self.stride, strict=True))
-        return View(box.shape, self.stride, self.offset + first)
-
 
 class Box(NamedTuple):
     """A rectangular part of a tensor: its start in each dimension, and its shape."""
@@ -456,7 +446,8 @@ class Elements(NamedTuple):
 
         They are read into ``out``, which has their size in bytes. The result is ``out``, unless they need conversion.
         """
-        view = self.view.part(box)
+        first = sum(start * step for start, step in zip(box.start, self.view.stride, strict=True))
+        view = View(box.shape, self.view.stride, self.view.offset + first)
         if view.is_contiguous:
             _read_all(self.source, self.start + view.offset * self.itemsize, out)
         else:
@@ -524,9 +515,6 @@ class Axis(NamedTuple):
     out_step: int
 
 
-_ONE = Axis(1, 1, 1)
-
-
 def axes_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Axis]:
     """The dimensions of a view that is copied into row-major order, merged into as few as possible.
 
@@ -563,7 +551,7 @@ class _Gather:
     def fill(self, axes: list[Axis], first: int, out: memoryview, at: int = 0) -> None:
         """Copy the elements of a view that begins at element ``first`` into ``out``, from element ``at`` on."""
         width = self._itemsize
-        outer = max(axes, key=lambda axis: axis.step, default=_ONE)
+        outer = max(axes, key=lambda axis: axis.step, default=Axis(1, 1, 1))
         rest = [axis for axis in axes if axis is not outer]
         inner = 1 + sum((axis.size - 1) * axis.step for axis in rest)  # elements from the first of a row to its last
         # Where gaps are large, only the needed part of each row is read.
