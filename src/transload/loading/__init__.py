@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
     from transload.tensors.content import Content
 
-Progressing = bool | Callable[[int, int], object] | None
-
 _PICKLE_ARGUMENTS = frozenset({"encoding", "errors", "fix_imports", "buffers"})
 
 
@@ -68,7 +66,7 @@ def load(
     weights_only: bool | None = None,
     mmap: bool | None = None,
     verify: bool = False,
-    progress: Progressing = None,
+    progress: bool | Callable[[int, int], object] | None = None,
     threads: int | None = None,
     pinned_mb: int | None = None,
     direct: bool | None = None,

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from transload.loading.rebuild import Rebuilder
     from transload.tensors import Piece
 
-Args = tuple[Any, ...]
 _Steps = Generator[Any, list[Any], None]
 """Makes one object: yields the nodes it needs, and is sent their objects."""
 _Task = tuple[Any, "_Steps | None", Any]
@@ -267,7 +266,7 @@ class _Builder:
                     raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it already has")
             vars(made).update(state)
 
-    def _checked(self, entry: Entry, args: Args) -> Any:
+    def _checked(self, entry: Entry, args: tuple[Any, ...]) -> Any:
         """A tensor whose offset, size or stride needs all checks; ``None`` if this torch does not have its dtype."""
         storage, _, (*_, dtype, _) = entry
         if dtype is None:
@@ -349,8 +348,6 @@ tensor with a new version counter, in a tenth of the time of ``torch.empty``."""
 Entry = tuple[Any, int, Kind]
 """An untyped storage, its size in bytes, and the kind of tensors in it."""
 
-Make = Callable[..., Any]
-
 _ABSENT = object()
 _MAX_RANK_ORDINARY = 64
 _V2 = "torch._utils._rebuild_tensor_v2"
@@ -415,7 +412,7 @@ def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tens
     return empty.data.set_(storage, offset, size, stride) if end <= nbytes else None
 
 
-def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Make:
+def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Callable[..., Any]:
     """A function that makes the tensor or parameter of a call, and puts its hooks into ``made``; else gives ``None``.
 
     ``names`` are the current names of the globals in the file. Its second argument, if given, is called with the entry

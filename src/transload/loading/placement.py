@@ -260,7 +260,22 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
     """
     if is_device_list(map_location):
         return _first_available(checkpoint, devices, map_location)
-    totals = _totals(checkpoint)
+    # The totals of each tag, the one with the most bytes first; shared storages count once.
+    found: dict[str, _Total] = defaultdict(_Total)
+    # A tensor that is rebuilt on a device has a CPU tensor in the file, which is copied to the device.
+    held: list[Storage | Tensor] = [*checkpoint.storages]
+    held += [tensor for tensor in checkpoint.tensors if tensor.kind == "device"]
+    for each in held:
+        total = found[each.device]
+        total.nbytes += each.nbytes
+        total.bfloat16_nbytes += each.nbytes // _HALVED.get(each.dtype, 1)
+    tensors: Sequence[Storage | Tensor] = checkpoint.storages if checkpoint.counted else checkpoint.tensors
+    for (tag, dtype), count in Counter((each.device, each.dtype) for each in tensors).items():
+        found[tag].wide |= dtype in _WIDE
+        found[tag].tensors += 0 if checkpoint.counted else count
+    for tag, count in checkpoint.counted:
+        found[tag].tensors += count
+    totals = dict(sorted(found.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
     automatic = isinstance(map_location, str) and map_location == AUTO
     refused, fix = "", "Ask for a device that is here, or leave map_location out."
     chosen: Mapping[str, _Chosen]
@@ -298,9 +313,8 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
             refused = f"it holds float64, which {lost[0].detail} does not have"
         else:
             if meant := closest_device(lost[0].detail):
-                fix = (
-                    f"Did you mean map_location={meant!r}? Or leave it out: each tensor lands on a device that is here."
-                )
+                lands = "each tensor lands on a device that is here"
+                fix = f"Did you mean map_location={meant!r}? Or leave it out: {lands}."
             names = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
             here = listed([device.name for device in devices.available])
             refused = f"there is no {names} here, only {here}{f'; {devices.absent}' if devices.absent else ''}"
@@ -331,25 +345,6 @@ def tags_of(checkpoint: Checkpoint) -> list[str]:
     saved = (each.device for held in (checkpoint.storages, checkpoint.tensors) for each in held)
     counted = (tag for tag, _ in checkpoint.counted)
     return [*dict.fromkeys((*saved, *counted))]
-
-
-def _totals(checkpoint: Checkpoint) -> dict[str, _Total]:
-    """The totals of each tag, the one with the most bytes first; shared storages count once."""
-    totals: dict[str, _Total] = defaultdict(_Total)
-    # A tensor that is rebuilt on a device has a CPU tensor in the file, which is copied to the device.
-    held: list[Storage | Tensor] = [*checkpoint.storages]
-    held += [tensor for tensor in checkpoint.tensors if tensor.kind == "device"]
-    for each in held:
-        total = totals[each.device]
-        total.nbytes += each.nbytes
-        total.bfloat16_nbytes += each.nbytes // _HALVED.get(each.dtype, 1)
-    tensors: Sequence[Storage | Tensor] = checkpoint.storages if checkpoint.counted else checkpoint.tensors
-    for (tag, dtype), count in Counter((each.device, each.dtype) for each in tensors).items():
-        totals[tag].wide |= dtype in _WIDE
-        totals[tag].tensors += 0 if checkpoint.counted else count
-    for tag, count in checkpoint.counted:
-        totals[tag].tensors += count
-    return dict(sorted(totals.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
 
 
 # -- map_location
