@@ -72,7 +72,7 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(found, torch.dtype):
         raise UsageError(f"{dtype!r} is not a dtype", fix="Pass one of torch's, such as torch.bfloat16.")
-    return Handle(open_checkpoint(f), device, found)
+    return Handle(Opened(f, device), found)
 
 
 class Handle(Mapping[str, "torch.Tensor"]):
@@ -83,9 +83,8 @@ class Handle(Mapping[str, "torch.Tensor"]):
     copies, without gradients. Reading from several threads is safe.
     """
 
-    def __init__(self, opened: Opened, device: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, opened: Opened, dtype: torch.dtype | None) -> None:
         self._opened = opened
-        self._destinations = Destinations(opened.checkpoint, device)
         self._dtype = dtype
         self._names: dict[str, Tensor] = {}
         for tensor in opened.checkpoint.tensors:
@@ -143,7 +142,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
 
     def _read(self, tensor: Tensor, index: Index) -> torch.Tensor:
         self._opened.check_open()
-        return self._opened.read(tensor, index, self._destinations.device(tensor.device), self._dtype)
+        return self._opened.read(tensor, index, self._opened.device(tensor.device), self._dtype)
 
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:
         self._opened.check_open()
@@ -228,7 +227,39 @@ class Lazy:
 
 
 class Opened(OpenCheckpoint):
-    """An open checkpoint whose tensors are read one by one."""
+    """An open checkpoint whose tensors are read one by one, from a path, bytes or a file object.
+
+    ``map_location`` is as for ``transload.load``; the plan is made when first needed. Memory is not checked, since
+    tensors are read one at a time, and perhaps not all of them. ``NotACheckpointError`` if it is not a checkpoint. A
+    damaged one opens, as long as it has any tensors.
+    """
+
+    def __init__(self, f: SourceLike, map_location: Any) -> None:
+        with gc_paused():
+            super().__init__(f)
+        self._map_location = map_location
+        self._warning = ""
+        if self.checkpoint.integrity == "not-a-checkpoint" or not self.checkpoint.tensors:
+            try:
+                refuse_broken(self.checkpoint)
+            except LoadError:
+                self.close()
+                raise
+
+    def device(self, tag: str) -> str:
+        """The device for tensors with a tag; ``NoDeviceError`` if this machine does not have it."""
+        device = self.device_map.device(tag)
+        if device != tag and self._warning:
+            text, self._warning = f"{self.checkpoint.path}: {self._warning}", ""  # once
+            warn(text, LandingWarning)
+        return device
+
+    @cached_property
+    def device_map(self) -> DeviceMap:
+        """The map that puts storages there."""
+        plan = plan_here(self.checkpoint, self._map_location, 0, "device")
+        self._warning = plan.warning
+        return DeviceMap(plan, self._map_location, self.checkpoint.path)
 
     @cached_property
     def content(self) -> Content:
@@ -444,57 +475,12 @@ class Opened(OpenCheckpoint):
         return f"{self.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
-def open_checkpoint(f: SourceLike) -> Opened:
-    """Open, read and judge a path, bytes or a file object.
-
-    ``NotACheckpointError`` if it is not a checkpoint. A damaged one opens, as long as it has any tensors.
-    """
-    with gc_paused():
-        opened = Opened(f)
-    checkpoint = opened.checkpoint
-    if checkpoint.integrity == "not-a-checkpoint" or not checkpoint.tensors:
-        try:
-            refuse_broken(checkpoint)
-        except LoadError:
-            opened.close()
-            raise
-    return opened
-
-
 _VALUES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "bool": lambda text: text == "True",
     "None": lambda _: None,
 }
-
-
-class Destinations:
-    """The device for each tag, from a plan that is made when it is first needed.
-
-    ``map_location`` is as for ``transload.load``. Memory is not checked, since tensors are read one at a time, and
-    perhaps not all of them.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, map_location: Any) -> None:
-        self._checkpoint = checkpoint
-        self._map_location = map_location
-        self._warning = ""
-
-    def device(self, tag: str) -> str:
-        """The device for tensors with a tag; ``NoDeviceError`` if this machine does not have it."""
-        device = self.device_map.device(tag)
-        if device != tag and self._warning:
-            text, self._warning = f"{self._checkpoint.path}: {self._warning}", ""  # once
-            warn(text, LandingWarning)
-        return device
-
-    @cached_property
-    def device_map(self) -> DeviceMap:
-        """The map that puts storages there."""
-        plan = plan_here(self._checkpoint, self._map_location, 0, "device")
-        self._warning = plan.warning
-        return DeviceMap(plan, self._map_location, self._checkpoint.path)
 
 
 def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) -> Any:
@@ -514,7 +500,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
         what = f"it is made by {', '.join(refused)}, which nobody has allowed"
         fix = "transload.load(path, weights_only=False) does it, for a file of people you trust."
         raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
-    device_map = device_map or Destinations(piece.checkpoint, "cpu").device_map
+    device_map = device_map or DeviceMap(plan_here(piece.checkpoint, "cpu", 0), "cpu", piece.checkpoint.path)
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
     return build_object(alone, read_storages(alone, device_map, ReadOptions()), device_map, pickle=part)

@@ -23,7 +23,7 @@ from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
-from transload.loading.handles import Destinations, Opened, build_node, open_checkpoint
+from transload.loading.handles import Opened, build_node
 from transload.loading.jobs import Settings
 from transload.nodes import Call, Dict
 from transload.render.words import plural
@@ -112,13 +112,10 @@ def load_into(
         fix = "For a dictionary of tensors there is transload.load."
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
     user_rename = None if rename is None else cache(key_function(rename))
-    opened = open_checkpoint(f)
+    opened = Opened(f, "auto" if device is None else device)
     with opened:
-        destinations = Destinations(opened.checkpoint, "auto" if device is None else device)
         with gc_paused():
-            loading = _Loading(
-                model, opened, destinations, prefix, user_rename, cast=cast, ignore_shapes=ignore_mismatched_sizes
-            )
+            loading = _Loading(model, opened, prefix, user_rename, cast=cast, ignore_shapes=ignore_mismatched_sizes)
             loading.refuse(strict=strict)
         loaded = loading.read(settings, strict=strict)
         opened.check_unchanged()
@@ -457,19 +454,18 @@ class _State(UserDict[str, Any]):
     With ``lands``, tensors are read onto their destination, since they become the parameters themselves.
     """
 
-    def __init__(self, entries: dict[str, Any], opened: Opened, destinations: Destinations) -> None:
+    def __init__(self, entries: dict[str, Any], opened: Opened) -> None:
         self.data = entries
         self.lands = False
         self._opened = opened
-        self._destinations = destinations
 
     def __getitem__(self, key: str) -> Any:
         value = self.data[key]
         if isinstance(value, _Unbuilt):
-            return build_node(value.piece, value.node, self._destinations.device_map)
+            return build_node(value.piece, value.node, self._opened.device_map)
         if not isinstance(value, Tensor):
             return value
-        return self._opened.read(value, device=self._destinations.device(value.device) if self.lands else "cpu")
+        return self._opened.read(value, device=self._opened.device(value.device) if self.lands else "cpu")
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self.data))  # a hook may remove entries meanwhile
@@ -477,7 +473,7 @@ class _State(UserDict[str, Any]):
     def load(self, module: torch.nn.Module, prefix: str, versions: dict[str, dict[str, Any]], report: _Report) -> None:
         """Let a module and its children load their entries, as ``load_state_dict`` does."""
         held = {key: value for key, value in self.data.items() if key.startswith(prefix)}
-        state = _State(held, self._opened, self._destinations)
+        state = _State(held, self._opened)
         state.lands = any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         about = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if state.lands else {})}
         module._load_from_state_dict(state, prefix, about, True, *report)  # noqa: SLF001 - what load_state_dict calls
@@ -582,7 +578,6 @@ class _Loading:
         self,
         model: torch.nn.Module,
         opened: Opened,
-        destinations: Destinations,
         prefix: str | None,
         user_rename: KeyFunction | None = None,
         *,
@@ -595,7 +590,6 @@ class _Loading:
 
         self._model = model
         self._opened = opened
-        self._destinations = destinations
         self._prefix = prefix
         self._renames = user_rename is not None
         self._user_rename: KeyFunction = user_rename or (lambda key: key)
@@ -775,7 +769,7 @@ class _Loading:
                 group = old[: old.find(".", len(theirs)) + 1] or old
                 table[group] = new if group == old else before.rename(group)
         try:
-            trial = _Loading(self._model, self._opened, self._destinations, self._prefix, key_function(table))
+            trial = _Loading(self._model, self._opened, self._prefix, key_function(table))
         except UsageError:  # several keys would get the same name, or several places fit
             return ""
         after = trial._match.tensors
@@ -789,14 +783,14 @@ class _Loading:
 
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
         match, path = self._match, self._opened.checkpoint.path
-        extras = dict(_State(dict(self._extras), self._opened, self._destinations))
+        extras = dict(_State(dict(self._extras), self._opened))
         if self._custom:
             entries: dict[str, Any] = {**match.rest, **match.tensors}
             for name in self._values:
                 node, new = self._opened.node((*match.branch.path, name)), self._user_rename(name)
                 if node and new is not None and match.rename(new) not in match.tensors:
                     entries[match.rename(new)] = _Unbuilt(*node)
-            state = _State(entries, self._opened, self._destinations)
+            state = _State(entries, self._opened)
             for prefix, module in self._custom.items():
                 state.load(module, prefix, self._versions, (self.missing, self.unexpected, self._errors))
             # If a module has replaced a parameter on the meta device, the other slots of that get the new one, too.
@@ -847,7 +841,7 @@ class _Loading:
         for task in self._tasks:
             target: Any = task.places[0].tensor
             if target.is_meta:
-                made = torch.empty_like(target, device=self._destinations.device(task.tensor.device))
+                made = torch.empty_like(target, device=self._opened.device(task.tensor.device))
                 if isinstance(target, torch.nn.Parameter):
                     made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
                 vars(made).update(vars(target))
