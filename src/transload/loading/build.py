@@ -143,8 +143,6 @@ class _Builder:
             raise
         if waiting:
             raise Malformed("an object that needs itself to be made")
-        if "_rebuilder" in vars(self):
-            self._rebuilder.check_sparse()
         return root if type(root) in atoms else made[id(root)]
 
     def _ready(self, nodes: Iterable[Any]) -> list[Any] | None:

@@ -12,7 +12,6 @@ import re
 from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -223,13 +222,12 @@ _SHOWN = 8
 _MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """The tensors below one place of a checkpoint, by the keys they would have in a state dict."""
 
     path: tuple[Key, ...]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    deep: dict[str, Key] = field(default_factory=dict)
+    tensors: dict[str, Tensor]
+    deep: dict[str, Key]
     """Keys that are joined from several steps, because the tensor is nested deeper; each with its first step."""
 
     @property
@@ -238,8 +236,7 @@ class Branch:
         return "/".join(map(str, self.path))
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """A branch compared with a model: the tensor for each of the model's keys, and the tensors that are left over."""
 
     branch: Branch
@@ -296,7 +293,7 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
         elif modules and any(steps[:depth] in modules for depth in range(len(steps))):
             continue  # an attribute, or a buffer that is never saved
         for depth in range(len(steps) or 1):
-            branch = found.get(steps[:depth]) or found.setdefault(steps[:depth], Branch(steps[:depth]))
+            branch = found.get(steps[:depth]) or found.setdefault(steps[:depth], Branch(steps[:depth], {}, {}))
             key = ".".join(map(str, steps[depth:]))
             branch.tensors[key] = tensor
             if depth + 1 < len(steps):
@@ -326,7 +323,7 @@ def find(
             there = [branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)]
             fix = f"There are tensors below: {join_names(there, _SHOWN)}"
             raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=fix)
-        chosen = named[-1:] or [Branch((lead,), tensors)]
+        chosen = named[-1:] or [Branch((lead,), tensors, {})]
     leads, wrapped = _leads(wanted), any(map(_INNER.search, wanted))
     matches: list[Match] = []
     most = 0
@@ -345,7 +342,7 @@ def find(
         matches.append(best)
         most = max(most, best.score[0])
     if not matches:
-        return Match(Branch(()), Rename(), {}, {}, {})
+        return Match(Branch((), {}, {}), Rename(), {}, {}, {})
     score = max(match.score for match in matches)
     if score == (0, 0):
         return max(matches, key=lambda m: (len(m.branch.tensors) - len(m.branch.deep), -len(m.branch.path)))

@@ -68,8 +68,6 @@ class Rebuilder:
         """Typed storages, their parts, and the tensors of a tar archive."""
         # What torch does with a loaded tensor under FakeTensorMode.
         self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
-        self._to_check: list[torch.Tensor] = []
-        """Sparse tensors, whose indices are checked at the end."""
         self._tar_tensors: Mapping[str, Any] = {}
         self._tar_storages: Mapping[str, Any] = {}
         if piece.checkpoint.format == "torch-tar":
@@ -355,16 +353,6 @@ class Rebuilder:
         made.__setstate__(state)
         return made
 
-    def check_sparse(self) -> None:
-        """Raise ``Malformed`` if the indices of a sparse tensor are out of range."""
-        if self._faked is not None:
-            return
-        try:
-            for made in self._to_check:
-                validate_sparse(made)
-        except RuntimeError as error:
-            raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
-
     # -- torch's rebuild functions
 
     def _make_meta(self, dtype: object, size: Any, stride: Any, grad: object) -> torch.Tensor:
@@ -427,11 +415,9 @@ class Rebuilder:
         for part in data[:parts]:
             self._tensor(part, "a sparse tensor with a part")
         try:
-            made = sparse_tensor(layout, data)
+            return sparse_tensor(layout, data, validate=self._faked is None)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
-        self._to_check.append(made)
-        return made
 
     def _make_nested(self, buffer: object, sizes: object, strides: object, offsets: object) -> Any:
         held = self._tensor(buffer, "a nested tensor with a buffer")
@@ -513,8 +499,10 @@ def _set_object_state(made: Any, state: Any) -> None:
         setattr(made, name, value)
 
 
-def sparse_tensor(layout: Any, data: Any) -> Any:
+def sparse_tensor(layout: Any, data: Any, *, validate: bool = True) -> Any:
     """What ``torch._utils._rebuild_sparse_tensor`` makes, without appending it to torch's global list.
+
+    It is validated here: its bytes have been read. ``RuntimeError`` if its parts do not fit together.
 
     ``check_invariants`` is the program's setting. Any other value sets a global switch for the duration of the call,
     which two loads at a time could leave set; without the argument, torch warns. Without ``device``, the tensor would
@@ -524,31 +512,28 @@ def sparse_tensor(layout: Any, data: Any) -> Any:
 
     device = data[0].device
     switch = device.type != "meta" and torch.sparse.check_sparse_tensor_invariants.is_enabled()
-    if layout == torch.sparse_coo:
+    is_coo = layout == torch.sparse_coo
+    if is_coo:
         coalesced = data[3] if len(data) > 3 else None
-        return torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=switch, is_coalesced=coalesced)
-    return torch.sparse_compressed_tensor(*data, device=device, layout=layout, check_invariants=switch)
-
-
-def validate_sparse(made: Any) -> None:
-    """Raise ``RuntimeError`` for a sparse tensor whose parts do not fit; torch has no public function for it."""
-    import torch
-
-    if made.device.type == "meta":
-        return
-    if made.layout == torch.sparse_coo:
-        check_arguments = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - the same
+        made = torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=switch, is_coalesced=coalesced)
+    else:
+        made = torch.sparse_compressed_tensor(*data, device=device, layout=layout, check_invariants=switch)
+    if not validate or device.type == "meta":
+        return made
+    if is_coo:
+        check_arguments = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - torch has no public function for it
         indices: tuple[Any, ...] = (made._indices(),)  # noqa: SLF001 - the public way wants it coalesced
         rest = (made._values(), made.size(), made.is_coalesced())  # noqa: SLF001 - the same
     else:
-        check_arguments = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - the same
-        rows = made.layout in (torch.sparse_csr, torch.sparse_bsr)
+        check_arguments = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - as above
+        rows = layout in (torch.sparse_csr, torch.sparse_bsr)
         indices = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
-        rest = (made.values(), made.size(), made.layout)
+        rest = (made.values(), made.size(), layout)
     try:
         check_arguments(*indices, *rest, check_pinning=False)  # checking it would initialise CUDA
     except TypeError:  # older releases have no such argument
         check_arguments(*indices, *rest)
+    return made
 
 
 def are_sizes(value: Any) -> bool:

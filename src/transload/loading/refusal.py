@@ -157,9 +157,8 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
         what, fix = _DIRECTORIES[kind]
         raise LoadError(f"this is {what}, which is not loaded as one object", where=checkpoint.path, fix=fix)
     if kind in _PROGRAMS and not (trusted and kind in ("torchscript", "torch-export")):
-        what = f"this is {_PROGRAMS[kind]}, not a file of tensors, and weights_only=True runs no program"
-        if trusted:
-            what = f"this is {_PROGRAMS[kind]}, not a file of tensors"
+        what = f"this is {_PROGRAMS[kind]}, not a file of tensors"
+        what += "" if trusted else ", and weights_only=True runs no program"
         without = _without_code(checkpoint) if kind == "torchscript" else ""
         raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind] + without)
 
@@ -206,10 +205,8 @@ def refuse_unsafe(checkpoint: Checkpoint) -> None:
         from torch import serialization
 
         fix = "Only if you trust its author: "
-        allowing: tuple[str, ...] = ()
-        if hasattr(serialization, "safe_globals"):
-            allowing = safe_globals_lines(uses, judgement.inside, "transload.load")
-        if allowing:
+        can_allow = hasattr(serialization, "safe_globals")
+        if can_allow and (allowing := safe_globals_lines(uses, judgement.inside, "transload.load")):
             fix = "\n".join(["Only if you trust its author, allow them:", *(f"  {line}" for line in allowing), "or "])
         fix += "pass weights_only=False, which runs whatever the file says."
         raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=fix + _without_code(checkpoint))

@@ -24,7 +24,7 @@ from transload.formats.pickle_state import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
 from transload.loading.placement import DeviceMap
-from transload.loading.rebuild import Rebuilder, sparse_tensor, validate_sparse
+from transload.loading.rebuild import Rebuilder, sparse_tensor
 from transload.nodes import REBUILDS, Persistent
 from transload.tensors import Piece
 
@@ -93,7 +93,7 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
             if (module, name) == LOADER and self.held is not None:
                 return self.held
             if module == "torch._utils" and name in ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"):
-                return _sparse
+                return sparse_tensor  # which validates it
             found = _imported(super().find_class, module, name)
             at = _DEVICE_AT.get(f"{module}.{name}")
             if at is None:
@@ -130,13 +130,6 @@ def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
             what = f"the file needs {module}.{name}, and {module} has no {name} here"
             fix = f"Install the version of {module.partition('.')[0]} that the file was saved with."
         raise MissingClassError(what, fix=fix) from error
-
-
-def _sparse(layout: Any, data: Any) -> Any:
-    """A sparse tensor, validated immediately: its bytes have been read."""
-    made = sparse_tensor(layout, data)
-    validate_sparse(made)
-    return made
 
 
 DeviceOf = Callable[[str], str]
