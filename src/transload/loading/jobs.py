@@ -40,7 +40,6 @@ class Run(NamedTuple):
     offset: int
     """Where it begins in the file."""
     request: int
-    """Index of the request."""
     begin: int
     """Where it begins in the memory of the request."""
     nbytes: int
@@ -56,9 +55,7 @@ class Job:
         self.device = device
         self.runs = runs
         self.begin = runs[0].offset
-        """The first requested byte."""
         self.end = max([run[0] + run[3] for run in runs])
-        """The end of the last requested byte."""
         self.wanted = sum([run[3] for run in runs])
         """The number of requested bytes."""
 

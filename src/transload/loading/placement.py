@@ -427,8 +427,6 @@ def _shortages(
     checkpoint: Checkpoint, moves: Iterable[Move], totals: Mapping[str, _Total], devices: Devices
 ) -> Iterable[Shortage]:
     """The devices that have too little memory, each with what would fit instead."""
-    if all(device.free < 0 for device in devices.available):
-        return
     needed: Counter[str] = Counter()
     bfloat16_nbytes: Counter[str] = Counter()
     for move in moves:

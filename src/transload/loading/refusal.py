@@ -33,7 +33,6 @@ _REGISTERED_BY = (
 )
 """Modules of torch that allow some classes as soon as they are imported."""
 
-_METHODS = (BuiltinMethodType, MethodType)
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
 _KNOWN = _PLAIN | ALSO_DATA
 
@@ -85,7 +84,8 @@ class Allowed:
         A bound method is a new object each time it is looked up, so methods are compared by ``==``.
         """
         same = [each for each in self._by_program.values() if each is found or type(each) is type(found)]
-        return any(each is found or (isinstance(found, _METHODS) and each == found) for each in same)
+        is_method = isinstance(found, BuiltinMethodType | MethodType)
+        return any(each is found or (is_method and each == found) for each in same)
 
     def object_of(self, node: Global) -> Any:
         """The object of a name that a file refers to without calling it: a dtype, a class, a function."""
@@ -214,7 +214,7 @@ def refuse_unsafe(checkpoint: Checkpoint) -> None:
 
 def _listed(what: str, lines: list[str], refused: list[Global]) -> str:
     """The message with its list, and, as in torch's message, the first refused name."""
-    shown = "\n  ".join((f"{what}:", *first_lines(lines, _SHOWN)))
+    shown = "\n  ".join((f"{what}:", *first_lines(lines, 50)))
     return weights_only_error(shown, refused[0] if refused else None)
 
 
@@ -231,6 +231,3 @@ def _without_code(checkpoint: Checkpoint) -> str:
     """How to get the tensors without trusting the file, if it has any."""
     command = convert_command(checkpoint)
     return f"\n{WITHOUT_CODE}\n{command}" if command else ""
-
-
-_SHOWN = 50

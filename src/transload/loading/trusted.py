@@ -31,8 +31,6 @@ from transload.tensors import Piece
 if TYPE_CHECKING:
     import torch
 
-_BUFFER = 1 << 20
-
 
 class _Stream(io.RawIOBase):
     """A source as a raw file object."""
@@ -65,7 +63,7 @@ def as_file(source: Source) -> io.BufferedReader:
     >>> as_file(open_source(b"abc")).read(2)
     b'ab'
     """
-    return io.BufferedReader(_Stream(source), _BUFFER)
+    return io.BufferedReader(_Stream(source), 1 << 20)
 
 
 _DEVICE_AT = {name: found.device for name, found in REBUILDS.items() if found.device < found.most}

@@ -30,7 +30,6 @@ WINDOW = 16 << 20
 _PIECE = 4 << 20
 _MOST_CUT = 8  # a tensor that is cut in many dimensions could have billions of corners
 _MOST_PACKED = 1032  # the highest compression ratio of deflate
-_LOST = "Fetch the file again; its other tensors can be read."
 
 
 @contextmanager
@@ -222,8 +221,8 @@ class Content:
             raise self._error(tensor, f"has elements of {tensor.dtype}, which cannot be read one by one")
 
     def _lost(self, tensor: Tensor, why: str) -> ContentError:
-        what = f"{_not_there(tensor)}{why}"
-        return ContentError(what, where=self.checkpoint.path, fix=_LOST)
+        fix = "Fetch the file again; its other tensors can be read."
+        return ContentError(f"{_not_there(tensor)}{why}", where=self.checkpoint.path, fix=fix)
 
     def _error(self, tensor: Tensor, what: str) -> ContentError:
         return ContentError(f"{_named(tensor)} {what}", where=self.checkpoint.path)
