@@ -213,9 +213,9 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
 
 def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Callable[..., Any]) -> Any:
     """The object of the only piece, or the dictionaries of all shards merged."""
-    made = []
     import torch
 
+    made = []
     # Rebuild functions, of torch and of programs, ask torch for the map_location of the load in progress.
     state: Any = getattr(torch.serialization, "_serialization_tls", None)
     has_state = hasattr(state, "map_location")

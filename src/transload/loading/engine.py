@@ -42,8 +42,6 @@ from transload.loading.jobs import (
     jobs,
 )
 
-# -- how to read
-
 MOST_RING = 12
 """Lanes to a device. On an H200 with PCIe 5, 8 reach 87 % of the bus's bandwidth, 12 reach 94 %, 16 no more."""
 _MOST_HOST = 16
@@ -54,6 +52,18 @@ _FEW_CORES = 2
 _COLD = 0.5
 _WARM = 0.95
 _SAMPLES = 64
+_POLL = 0.05
+"""Seconds between two looks at how far the threads are."""
+SLOTS = 2
+"""Slots per lane: one is read into while the device copies from the other. Four were not faster."""
+KEPT = 16
+"""The most lanes kept between loads: 128 MiB."""
+_GROUP = 8
+"""Jobs whose pages are pinned together: 32 MiB."""
+_IN_FLIGHT = 2
+"""Such groups at a time: the device copies from one while the next is pinned."""
+
+# -- how to read
 
 
 class Facts(NamedTuple):
@@ -164,9 +174,6 @@ def cached_fraction(descriptor: int, begin: int, end: int) -> float | None:
 
 
 # -- threads
-
-_POLL = 0.05
-"""Seconds between two looks at how far the threads are."""
 
 
 class Lane(Protocol):
@@ -376,13 +383,6 @@ class Transfer:
 # -- to CUDA devices
 
 
-SLOTS = 2
-"""Slots per lane: one is read into while the device copies from the other. Four were not faster."""
-
-KEPT = 16
-"""The most lanes kept between loads: 128 MiB."""
-
-
 class _Slot:
     """Pinned memory of a cell's size."""
 
@@ -545,13 +545,6 @@ def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
                 _idle.append(lane)
             elif lane.reusable:
                 lane.close()
-
-
-_GROUP = 8
-"""Jobs whose pages are pinned together: 32 MiB."""
-
-_IN_FLIGHT = 2
-"""Such groups at a time: the device copies from one while the next is pinned."""
 
 
 class _Part:

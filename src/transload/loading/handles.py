@@ -49,7 +49,17 @@ if TYPE_CHECKING:
 Index = Any
 """A basic index: an integer, a slice, ``...`` or ``None``, or a tuple of them."""
 
+STAGE = 16 << 20
+"""Bytes of the buffer between the file and memory that cannot be read into directly."""
+
+_PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 _DEFAULT = Settings()
+_VALUES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": lambda text: text == "True",
+    "None": lambda _: None,
+}
 
 
 def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  # noqa: A001 - as torch has load
@@ -475,14 +485,6 @@ class Opened(OpenCheckpoint):
         return f"{self.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
-_VALUES: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "bool": lambda text: text == "True",
-    "None": lambda _: None,
-}
-
-
 def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) -> Any:
     """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
     from transload.loading.refusal import Allowed
@@ -504,12 +506,6 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
     return build_object(alone, read_storages(alone, device_map, ReadOptions()), device_map, pickle=part)
-
-
-STAGE = 16 << 20
-"""Bytes of the buffer between the file and memory that cannot be read into directly."""
-
-_PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 
 
 def _needs_conversion(elements: Elements) -> bool:

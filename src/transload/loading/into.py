@@ -32,6 +32,27 @@ from transload.tensors.content import is_constant
 if TYPE_CHECKING:
     import torch
 
+KeyFunction = Callable[[str], str | None]
+"""The new name of a key, or ``None`` to leave it out."""
+Shape = tuple[int, ...] | None
+"""``None`` if any shape fits."""
+Renamed = tuple[str, str, list[tuple[str, str]]]
+"""A prefix in the file, the one in the model, and the pairs of keys that are equal after them."""
+_Report = tuple[list[str], list[str], list[str]]
+"""Missing keys, unexpected keys, and error messages."""
+
+_LEAD = re.compile(r"module\.|_orig_mod\.|model\.")
+_LEADING = re.compile(rf"(?:{_LEAD.pattern})+")
+"""What DataParallel, torch.compile and trainers put before every key."""
+_INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What wrappers put inside a key, where a part of the model is wrapped."""
+_MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
+_EXTRA = "_extra_state"
+_FIX = "Pass {'encoder.': 'backbone.'}, [(r'^encoder\\.', 'backbone.')], or a function of a key."
+_SHOWN = 8
+_MOST = 12
+_FEW = 6
+
 
 class MismatchError(LoadError):
     """The file and the model do not fit. The text says how, in groups; every name is in the attributes."""
@@ -121,12 +142,6 @@ def load_into(
         return loaded
 
 
-KeyFunction = Callable[[str], str | None]
-"""The new name of a key, or ``None`` to leave it out."""
-
-_FIX = "Pass {'encoder.': 'backbone.'}, [(r'^encoder\\.', 'backbone.')], or a function of a key."
-
-
 def key_function(rename: Any) -> KeyFunction:
     r"""One function for all forms of ``rename``; ``UsageError`` for anything else.
 
@@ -174,14 +189,6 @@ def key_function(rename: Any) -> KeyFunction:
     return renamed
 
 
-_LEAD = re.compile(r"module\.|_orig_mod\.|model\.")
-_LEADING = re.compile(rf"(?:{_LEAD.pattern})+")
-"""What DataParallel, torch.compile and trainers put before every key."""
-
-_INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What wrappers put inside a key, where a part of the model is wrapped."""
-
-
 class Rename(NamedTuple):
     """A change of all keys of a file: ``strip`` at their front becomes ``add``; ``inner`` removes wrappers inside."""
 
@@ -213,13 +220,6 @@ def _leads(keys: Iterable[str]) -> list[str]:
     """The prefixes to try that some key begins with: ``""``, ``module.``, ``module.model.``."""
     whole = {match[0] for match in map(_LEADING.match, keys) if match}
     return sorted({"", *(lead for each in whole for lead in accumulate(_LEAD.findall(each)))}, key=len)
-
-
-Shape = tuple[int, ...] | None
-"""``None`` if any shape fits."""
-
-_SHOWN = 8
-_MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Branch(NamedTuple):
@@ -389,8 +389,6 @@ def _match_with(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[
 
 # -- the model
 
-_EXTRA = "_extra_state"
-
 
 class _Slot(NamedTuple):
     """A parameter, a buffer, or (without a tensor) the place of a module's extra state."""
@@ -479,14 +477,7 @@ class _State(UserDict[str, Any]):
                 state.load(child, f"{prefix}{name}.", versions, report)
 
 
-_Report = tuple[list[str], list[str], list[str]]
-"""Missing keys, unexpected keys, and error messages."""
-
-
 # -- what does not fit
-
-_MOST = 12
-_FEW = 6
 
 
 class Difference(NamedTuple):
@@ -495,10 +486,6 @@ class Difference(NamedTuple):
     key: str
     file: str
     model: str
-
-
-Renamed = tuple[str, str, list[tuple[str, str]]]
-"""A prefix in the file, the one in the model, and the pairs of keys that are equal after them."""
 
 
 def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> list[Renamed]:

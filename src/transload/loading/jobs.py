@@ -23,6 +23,21 @@ pinned memory; with 2 the threads wait for one another."""
 GAP = 64 << 10
 """Unrequested bytes that are read to save another system call, which costs about as much as copying this many."""
 
+FEW_BYTES = 16 << 20
+"""Fewer bytes than this are read by the calling thread: starting others takes longer."""
+
+_SMALL = 32 << 10
+"""Runs shorter than this on average are read together and copied out: a system call for each would take longer."""
+
+SLOT_PAIR = 2 * CELL
+_new = tuple.__new__  # a third of the time that calling the class takes, once per tensor
+
+NextJob = Callable[[], "Job | None"]
+ReportProgress = Callable[[int], None]
+"""Is called with the number of bytes that were read since the last call."""
+AddressOf = Callable[[int], int]
+"""The address where the request of an index is to be read to."""
+
 
 class ReadRequest(NamedTuple):
     """Bytes of a file to read into memory on a device: those of a storage, or of a parameter."""
@@ -90,13 +105,6 @@ def jobs(requests: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> I
         yield Job(file, device, tuple(together))
 
 
-_new = tuple.__new__  # a third of the time that calling the class takes, once per tensor
-
-
-FEW_BYTES = 16 << 20
-"""Fewer bytes than this are read by the calling thread: starting others takes longer."""
-
-
 def can_read_to(kind: str) -> bool:
     """Whether bytes can be read into the memory of devices of a kind."""
     if kind != "cuda":
@@ -104,15 +112,6 @@ def can_read_to(kind: str) -> bool:
     from transload.io.cuda_driver import cuda_driver
 
     return cuda_driver() is not None
-
-
-SLOT_PAIR = 2 * CELL
-
-NextJob = Callable[[], "Job | None"]
-ReportProgress = Callable[[int], None]
-"""Is called with the number of bytes that were read since the last call."""
-AddressOf = Callable[[int], int]
-"""The address where the request of an index is to be read to."""
 
 
 class Settings(NamedTuple):
@@ -210,9 +209,6 @@ class File:
 
 
 # -- into host memory
-
-_SMALL = 32 << 10
-"""Runs shorter than this on average are read together and copied out: a system call for each would take longer."""
 
 
 class Checksums:

@@ -40,10 +40,22 @@ _WORDS: dict[Reason, str] = {
 _SHOWN = 8
 _LONGEST = 40
 _TAGS = 16
-
-
 _MOVE = ("tag", "device", "reason", "why", "tensors", "nbytes")
 _SHORTAGE = ("device", "needed", "free", "missing")
+
+AUTO = "auto"
+MapLocation = Any
+"""What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), ``auto``, or a
+list of devices."""
+
+_Chosen = tuple[str, Reason, str]
+"""A device, the reason, and its detail."""
+
+_WIDE = frozenset({"float64", "complex128"})
+"""dtypes that mps does not have: https://github.com/pytorch/pytorch/issues/79019"""
+_HALVED = {"float32": 2, "float64": 4}
+_MAPPED = frozenset({"torch-zip", "safetensors", "gguf"})
+_UNTAGGED = frozenset({"safetensors", "sharded", "gguf", "npz", "npy"})
 
 
 class Move(Frozen):
@@ -222,21 +234,6 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
             yield Prose(((printable(what, None), "strong"),), lead=(("✗ ", "bad"),))
         for fix in fixes:
             yield Prose(printable(fix, None), lead=(("  → ", "good"),))
-
-
-AUTO = "auto"
-MapLocation = Any
-"""What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), ``auto``, or a
-list of devices."""
-
-_Chosen = tuple[str, Reason, str]
-"""A device, the reason, and its detail."""
-
-_WIDE = frozenset({"float64", "complex128"})
-"""dtypes that mps does not have: https://github.com/pytorch/pytorch/issues/79019"""
-_HALVED = {"float32": 2, "float64": 4}
-_MAPPED = frozenset({"torch-zip", "safetensors", "gguf"})
-_UNTAGGED = frozenset({"safetensors", "sharded", "gguf", "npz", "npy"})
 
 
 class _Total:

@@ -36,6 +36,30 @@ _REGISTERED_BY = (
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
 _KNOWN = _PLAIN | ALSO_DATA
 
+_PROGRAMS = {
+    "torchscript": "a TorchScript program",
+    "torch-export": "a torch.export program",
+    "aotinductor": "an AOTInductor package, which is compiled code",
+    "torch-package": "a torch.package archive, which holds code",
+}
+_PROGRAM_FIXES = {
+    "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False.",
+    "torch-export": "Pass weights_only=False; torch.export.load(path) fails where the device is not that it names.",
+    "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
+    "torch-package": "Open it with torch.package.PackageImporter(path).",
+}
+_DIRECTORIES = {
+    "dcp": (
+        "a torch.distributed.checkpoint directory",
+        "Make a file of it first: transload convert DIR NEW.pt; transload.open and load_into read it as it is.",
+    ),
+    "deepspeed": (
+        "a DeepSpeed checkpoint directory",
+        "Gather it first, with DeepSpeed: python -m deepspeed.utils.zero_to_fp32 DIR OUT",
+    ),
+    "megatron": ("a Megatron checkpoint directory", "Load it with Megatron, which puts its ranks together."),
+}
+
 
 class Allowed:
     """Which names are allowed. Made for each load, since a program may change what it allows at any time."""
@@ -114,31 +138,6 @@ def name_of(node: Global) -> str:
 def registrar(full: str) -> str:
     """The module of torch that allows a name when it is imported; empty if there is none."""
     return next((module for prefix, module in _REGISTERED_BY if full.startswith(prefix)), "")
-
-
-_PROGRAMS = {
-    "torchscript": "a TorchScript program",
-    "torch-export": "a torch.export program",
-    "aotinductor": "an AOTInductor package, which is compiled code",
-    "torch-package": "a torch.package archive, which holds code",
-}
-_PROGRAM_FIXES = {
-    "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False.",
-    "torch-export": "Pass weights_only=False; torch.export.load(path) fails where the device is not that it names.",
-    "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
-    "torch-package": "Open it with torch.package.PackageImporter(path).",
-}
-_DIRECTORIES = {
-    "dcp": (
-        "a torch.distributed.checkpoint directory",
-        "Make a file of it first: transload convert DIR NEW.pt; transload.open and load_into read it as it is.",
-    ),
-    "deepspeed": (
-        "a DeepSpeed checkpoint directory",
-        "Gather it first, with DeepSpeed: python -m deepspeed.utils.zero_to_fp32 DIR OUT",
-    ),
-    "megatron": ("a Megatron checkpoint directory", "Load it with Megatron, which puts its ranks together."),
-}
 
 
 def is_plain(tensor: Tensor) -> bool:

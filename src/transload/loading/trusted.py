@@ -31,6 +31,15 @@ from transload.tensors import Piece
 if TYPE_CHECKING:
     import torch
 
+_DEVICE_AT = {name: found.device for name, found in REBUILDS.items() if found.device < found.most}
+"""Functions that take a device as an argument, and the position of that."""
+
+DeviceOf = Callable[[str], str]
+_ZIP = b"PK\x03\x04"
+
+_OPERATORS = {"fbgemm": "fbgemm_gpu", "tensorrt": "torch_tensorrt"}
+"""The package that has the operators of a namespace, if its name differs."""
+
 
 class _Stream(io.RawIOBase):
     """A source as a raw file object."""
@@ -64,10 +73,6 @@ def as_file(source: Source) -> io.BufferedReader:
     b'ab'
     """
     return io.BufferedReader(_Stream(source), 1 << 20)
-
-
-_DEVICE_AT = {name: found.device for name, found in REBUILDS.items() if found.device < found.most}
-"""Functions that take a device as an argument, and the position of that."""
 
 
 def unpickler_of(pickle_module: Any) -> type[Any]:
@@ -128,13 +133,6 @@ def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
             what = f"the file needs {module}.{name}, and {module} has no {name} here"
             fix = f"Install the version of {module.partition('.')[0]} that the file was saved with."
         raise MissingClassError(what, fix=fix) from error
-
-
-DeviceOf = Callable[[str], str]
-_ZIP = b"PK\x03\x04"
-
-_OPERATORS = {"fbgemm": "fbgemm_gpu", "tensorrt": "torch_tensorrt"}
-"""The package that has the operators of a namespace, if its name differs."""
 
 
 def load_program(piece: Piece, device_of: DeviceOf) -> Any:

@@ -31,6 +31,13 @@ _PIECE = 4 << 20
 _MOST_CUT = 8  # a tensor that is cut in many dimensions could have billions of corners
 _MOST_PACKED = 1032  # the highest compression ratio of deflate
 
+_Unpack = Callable[..., Iterator[bytes]]
+_UNPACK: dict[int, _Unpack] = {
+    8: inflated,  # deflate, as zip tools write it
+    AS_TEXT: partial(from_text, "utf-8"),
+    AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
+}
+
 
 @contextmanager
 def open_content(f: SourceLike, *, tree: bool = True) -> Iterator[Content]:
@@ -612,14 +619,6 @@ def numpy_or_none() -> Any:
 
 
 # -- compressed storages
-
-
-_Unpack = Callable[..., Iterator[bytes]]
-_UNPACK: dict[int, _Unpack] = {
-    8: inflated,  # deflate, as zip tools write it
-    AS_TEXT: partial(from_text, "utf-8"),
-    AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
-}
 
 
 class Inflating(Source):
