@@ -343,8 +343,6 @@ class _Reader:
 
         return Content(self._piece.checkpoint, self._piece.open)
 
-    # -- read by the engine
-
     def together(self, storages: Sequence[Storage]) -> dict[str, torch.UntypedStorage]:
         """The storages whose bytes in the file are those in memory, by id: all read in one call."""
         if self._faked or self._skips or self._map is not None:
@@ -397,8 +395,6 @@ class _Reader:
             for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
                 self._check_sum(storage, value)
         return {storage.id: held[index] for index, storage in enumerate(storages)}
-
-    # -- one by one
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         if self._faked or self._device_map.planned_device(storage.device) == "meta":

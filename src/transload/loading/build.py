@@ -206,8 +206,6 @@ class _Builder:
         else:
             raise Malformed(_ODD.get(kind, "something that is not a value"))
 
-    # -- calls
-
     def _call(self, node: Call) -> _Steps:
         """Make the result of a call, then append to it, set its items and its state."""
         tensor = self._single(node, self._checked)

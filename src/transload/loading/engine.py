@@ -285,9 +285,6 @@ def _run_lane(jobs: Iterable[Job], lane: Lane, report_progress: ReportProgress |
     lane.run(next_job)
 
 
-# -- the entry point
-
-
 def read_ranges(
     sources: Sequence[Source],
     requests: Sequence[ReadRequest],

@@ -87,8 +87,6 @@ class Loaded(_Keys):
         head = keys if self.missing_keys or self.unexpected_keys else "All keys matched successfully"
         return f"<{'; '.join([head, *([f'found in {self.found}'] if self.found else []), *self.notes])}>"
 
-    __str__ = __repr__
-
 
 def load_into(
     model: torch.nn.Module,
@@ -655,15 +653,14 @@ class _Loading:
 
     def refuse(self, *, strict: bool) -> None:
         """Raise for everything that is known before a byte is read."""
-        match, slots, opened = self._match, self._slots, self._opened
         # Custom modules and hooks may still remove keys from the lists.
         later = self._custom or any(module._load_state_dict_post_hooks for _, module in _modules(self._model))  # noqa: SLF001
         keys_differ = (self.missing or self.unexpected) and strict and not later
-        nothing = not match.tensors and not self._custom and bool(slots)
+        nothing = not self._match.tensors and not self._custom and bool(self._slots)
         if self.shapes or self.dtypes or keys_differ or nothing:
             raise self._error()
         for task in self._tasks:
-            opened.check(task.tensor)
+            self._opened.check(task.tensor)
 
     @cached_property
     def _values(self) -> list[str]:

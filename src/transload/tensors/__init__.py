@@ -201,9 +201,6 @@ def _join(folder: str, name: str) -> str:
     return str(Path(folder, name))
 
 
-# -- sources
-
-
 class ReopenedFile(FileSource):
     """A file that is opened for each read, where a process cannot have all of them open."""
 
