@@ -37,6 +37,7 @@ from tests.test_doctor_pages import README_MACHINE
 import transload
 import transload.diagnose
 from transload.cli.main import main
+from transload.diagnose.rules import judge_machine
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NOT_RUN = [block for block in BLOCKS if block.note.startswith("not run: ")]
@@ -89,7 +90,7 @@ PAGES_THAT_RUN = [page for page in PAGES if {block.kind for block in blocks_of(p
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=[page.stem for page in PAGES_THAT_RUN])
 def test_blocks_do_what_the_page_says(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examine, machine = transload.diagnose.doctor, healthy() if page.name == "api.md" else README_MACHINE
-    monkeypatch.setattr(transload, "doctor", lambda *_, **__: transload.diagnose.judge_machine(machine))
+    monkeypatch.setattr(transload, "doctor", lambda *_, **__: judge_machine(machine))
     monkeypatch.setattr(transload.diagnose, "doctor", lambda python="", **_: examine(python, torch=False))
     names, section = prelude(), "none yet"
     for block in blocks_of(page):

@@ -13,9 +13,8 @@ from tests.each import each
 from tests.schema import validate
 from tests.test_docs import ROOT, load_script
 
-from transload.diagnose import judge_machine
 from transload.diagnose.case import Rule
-from transload.diagnose.rules import BY_CODE
+from transload.diagnose.rules import BY_CODE, judge_machine
 from transload.findings import Finding
 from transload.machine import Experiment, Library, Machine, Variables
 

@@ -20,9 +20,9 @@ from tests.elf_forge import NATIVE
 from tests.fake_driver import Device as Gpu
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, returns
 
-from transload.diagnose import judge_machine
 from transload.diagnose.probes import probe
 from transload.diagnose.report import Diagnosis
+from transload.diagnose.rules import judge_machine
 from transload.machine import Machine
 
 LIB = "/usr/lib/x86_64-linux-gnu"

@@ -14,8 +14,8 @@ from tests.diagnose.rules.machine_rows import with_gpu
 from tests.each import each
 
 from transload.cli.main import main
-from transload.diagnose import judge_machine
 from transload.diagnose.compare import FACTS, Comparison, compare, folded, report
+from transload.diagnose.rules import judge_machine
 from transload.diagnose.saved import reports_in
 from transload.machine import Machine, Unknown
 from transload.render.lines import as_text

@@ -15,12 +15,12 @@ from tests.elf_forge import LOADABLE
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
 
 from transload._version import __version__
-from transload.diagnose import judge_machine
 from transload.diagnose import probes as module
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader
 from transload.diagnose.probes import libraries, probe, system
+from transload.diagnose.rules import judge_machine
 from transload.diagnose.saved import machine_from
 from transload.machine import Answer, DriverLibraries, Hardware, Kernel
 

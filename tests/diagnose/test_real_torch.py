@@ -27,11 +27,11 @@ from tests.diagnose.true_torch import (
 from tests.elf_forge import NATIVE, library
 from tests.fake_driver import fake_libcuda, fake_nvml, fills, returns, u32
 
-from transload.diagnose import judge_machine
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.probes import probe
 from transload.diagnose.probes.python import question, torch_run
+from transload.diagnose.rules import judge_machine
 from transload.machine import Machine, TorchInstall
 
 if why_not():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.diagnose.machines import UUID, bare, changed, dead, healthy, in_container, in_slurm, in_wsl, install, refused
 from tests.each import each
 
-from transload.diagnose import judge_machine
 from transload.diagnose.redact import Names, names_here, redacted
-from transload.diagnose.visible import visible_devices
+from transload.diagnose.rules import judge_machine
+from transload.diagnose.rules.process import visible_devices
 from transload.findings import Finding
 from transload.machine import Machine, Node, Torch, Variables
 

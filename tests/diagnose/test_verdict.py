@@ -7,7 +7,7 @@ from tests.each import each
 
 from transload.diagnose.case import LAYERS, Case, Found, Match, Rule
 from transload.diagnose.report import Diagnosis
-from transload.diagnose.rules import decide
+from transload.diagnose.rules import judge_machine
 from transload.findings import Severity
 
 
@@ -30,19 +30,19 @@ BROKEN = refused(healthy(), 999)
 
 
 def test_nothing_found_on_a_machine_that_works_is_ok() -> None:
-    diagnosis = decide(healthy(), [silent("K01", "kernel")])
+    diagnosis = judge_machine(healthy(), [silent("K01", "kernel")])
     assert (diagnosis.status, diagnosis.cause, diagnosis.findings, diagnosis.muted) == ("ok", None, (), ())
 
 
 def test_no_accelerator_and_nothing_wrong_is_no_fault() -> None:
-    diagnosis = decide(bare(), [row("H01", "hardware", "note")])
+    diagnosis = judge_machine(bare(), [row("H01", "hardware", "note")])
     assert (diagnosis.status, diagnosis.cause) == ("no-gpu", None)
     assert codes(diagnosis) == ["H01"]
     assert diagnosis.ok
 
 
 def test_the_first_broken_layer_is_the_cause_and_the_later_ones_follow_from_it() -> None:
-    diagnosis = decide(BROKEN, [row("X08", "driver"), row("D01", "nodes"), row("K01", "kernel")])
+    diagnosis = judge_machine(BROKEN, [row("X08", "driver"), row("D01", "nodes"), row("K01", "kernel")])
     assert diagnosis.status == "broken"
     assert diagnosis.cause is not None
     assert diagnosis.cause.code == "K01"
@@ -50,59 +50,59 @@ def test_the_first_broken_layer_is_the_cause_and_the_later_ones_follow_from_it()
 
 
 def test_in_a_layer_the_order_of_the_table_decides() -> None:
-    assert codes(decide(BROKEN, [row("D02", "nodes"), row("D01", "nodes")])) == ["D02"]
+    assert codes(judge_machine(BROKEN, [row("D02", "nodes"), row("D01", "nodes")])) == ["D02"]
 
 
 def test_faults_of_different_chains_are_both_told_in_the_order_to_fix_them() -> None:
     rows = [row("E01", "variables"), row("K01", "kernel"), row("T01", "build")]
-    diagnosis = decide(BROKEN, rows)
+    diagnosis = judge_machine(BROKEN, rows)
     assert codes(diagnosis) == ["T01", "K01", "E01"]
     assert diagnosis.muted == ()
 
 
 @each("earlier", ["build", "kernel", "libraries"])
 def test_whether_driver_and_build_fit_cannot_be_told_before_both_are_there(earlier: str) -> None:
-    diagnosis = decide(BROKEN, [row("Z01", earlier), row("V01", "fit")])
+    diagnosis = judge_machine(BROKEN, [row("Z01", earlier), row("V01", "fit")])
     assert codes(diagnosis) == ["Z01"]
     assert diagnosis.muted[0].because == "Z01"
 
 
 def test_a_hidden_card_does_not_excuse_an_old_driver() -> None:
-    assert codes(decide(BROKEN, [row("E01", "variables"), row("V01", "fit")])) == ["E01", "V01"]
+    assert codes(judge_machine(BROKEN, [row("E01", "variables"), row("V01", "fit")])) == ["E01", "V01"]
 
 
 def test_a_symptom_is_muted_by_any_fault_but_stands_where_there_is_none() -> None:
     symptom = row("X08", "driver", symptom=True)
-    assert codes(decide(BROKEN, [symptom])) == ["X08"]
+    assert codes(judge_machine(BROKEN, [symptom])) == ["X08"]
     for fault in (row("T01", "build"), row("E01", "variables"), row("V01", "fit"), row("S05", "run")):
-        diagnosis = decide(BROKEN, [symptom, fault])
+        diagnosis = judge_machine(BROKEN, [symptom, fault])
         assert codes(diagnosis) == [fault.code]
         assert diagnosis.muted[0].because == fault.code
 
 
 def test_a_symptom_follows_from_a_cause_of_its_own_chain_where_there_is_one() -> None:
     symptom, build, stub = row("X08", "driver", symptom=True), row("T01", "build"), row("U04", "libraries")
-    assert decide(BROKEN, [symptom, build, stub]).muted[0].because == "U04"
-    assert decide(BROKEN, [symptom, build, row("E01", "variables")]).muted[0].because == "E01"
+    assert judge_machine(BROKEN, [symptom, build, stub]).muted[0].because == "U04"
+    assert judge_machine(BROKEN, [symptom, build, row("E01", "variables")]).muted[0].because == "E01"
 
 
 def test_a_driver_at_work_does_not_settle_what_torch_died_of() -> None:
     machine = dead(healthy(), available=True, error="RuntimeError: CUDA error: uncorrectable ECC error encountered")
-    assert codes(decide(machine, [row("H03", "hardware")])) == ["H03"]
-    assert decide(machine, [row("H03", "hardware")]).status == "broken"
+    assert codes(judge_machine(machine, [row("H03", "hardware")])) == ["H03"]
+    assert judge_machine(machine, [row("H03", "hardware")]).status == "broken"
 
 
 def test_it_shows_itself_in_a_line() -> None:
-    assert repr(decide(BROKEN, [row("K01", "kernel")])) == "<Diagnosis broken, cause=K01, 1 findings>"
+    assert repr(judge_machine(BROKEN, [row("K01", "kernel")])) == "<Diagnosis broken, cause=K01, 1 findings>"
 
 
 def test_packages_beside_torch_are_judged_each_for_itself() -> None:
     rows = [row("K01", "kernel"), row("P05", "extensions"), row("A03", "extensions")]
-    assert codes(decide(BROKEN, rows)) == ["K01", "P05", "A03"]
+    assert codes(judge_machine(BROKEN, rows)) == ["K01", "P05", "A03"]
 
 
 def test_warnings_come_before_notes_and_only_degrade() -> None:
-    diagnosis = decide(healthy(), [row("E05", "variables", "note"), row("H03", "hardware", "warning")])
+    diagnosis = judge_machine(healthy(), [row("E05", "variables", "note"), row("H03", "hardware", "warning")])
     assert diagnosis.status == "degraded"
     assert codes(diagnosis) == ["H03", "E05"]
     assert diagnosis.cause is not None
@@ -110,31 +110,32 @@ def test_warnings_come_before_notes_and_only_degrade() -> None:
 
 @each("layer", [layer for layer in LAYERS if layer != "extensions"])
 def test_no_rule_overrules_torch_at_work(layer: str) -> None:
-    diagnosis = decide(healthy(), [row("Z01", layer)])
+    diagnosis = judge_machine(healthy(), [row("Z01", layer)])
     assert diagnosis.status == "ok"
     assert [finding.severity for finding in diagnosis.findings] == ["note"]
 
 
 def test_no_rule_about_the_machine_overrules_a_driver_at_work() -> None:
     machine = no_torch_run(healthy())
-    assert decide(machine, [row("K01", "kernel")]).status == "ok"
-    assert decide(machine, [row("T01", "build")]).status == "broken"
+    assert judge_machine(machine, [row("K01", "kernel")]).status == "ok"
+    assert judge_machine(machine, [row("T01", "build")]).status == "broken"
 
 
 def test_what_is_only_likely_says_so() -> None:
-    assert decide(BROKEN, [row("C11", "surroundings", likely=True)]).findings[0].title == "probably: title of C11"
+    likely = row("C11", "surroundings", likely=True)
+    assert judge_machine(BROKEN, [likely]).findings[0].title == "probably: title of C11"
 
 
 def test_whether_cuda_is_usable_is_torchs_word_or_else_the_drivers() -> None:
-    assert decide(healthy(), []).cuda_usable
-    assert not decide(dead(healthy()), []).cuda_usable
-    assert decide(no_torch_run(healthy()), []).cuda_usable
-    assert not decide(no_torch_run(healthy()), [row("T01", "build")]).cuda_usable
-    assert not decide(no_torch_run(BROKEN), []).cuda_usable
+    assert judge_machine(healthy(), []).cuda_usable
+    assert not judge_machine(dead(healthy()), []).cuda_usable
+    assert judge_machine(no_torch_run(healthy()), []).cuda_usable
+    assert not judge_machine(no_torch_run(healthy()), [row("T01", "build")]).cuda_usable
+    assert not judge_machine(no_torch_run(BROKEN), []).cuda_usable
 
 
 def test_as_data_it_has_the_promised_keys() -> None:
-    data = decide(BROKEN, [row("K01", "kernel"), row("D01", "nodes")]).to_dict()
+    data = judge_machine(BROKEN, [row("K01", "kernel"), row("D01", "nodes")]).to_dict()
     assert list(data) == ["schema", "status", "cuda_usable", "cause", "findings", "muted", "machine"]
     assert data["cause"]["code"] == "K01"
     assert data["muted"][0]["because"] == "K01"
@@ -145,7 +146,7 @@ def test_a_row_that_raises_is_named_and_the_others_are_heard() -> None:
         raise OverflowError(f"too large: {machine.taken}")
 
     bad = Rule("K99", "kernel", check)
-    diagnosis = decide(BROKEN, [bad, row("D01", "nodes")])
+    diagnosis = judge_machine(BROKEN, [bad, row("D01", "nodes")])
     assert codes(diagnosis) == ["D01"]
     assert diagnosis.machine.problems == {"rule K99": "OverflowError: too large: "}
     assert "rule K99: OverflowError" in str(diagnosis)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.diagnose.visible import visible_devices
+from transload.diagnose.rules.process import visible_devices
 
 torch_cuda = pytest.importorskip("torch.cuda")
 

@@ -12,7 +12,7 @@ from tests import forge
 from tests.diagnose.machines import bare, changed, healthy, install, no_torch_run, refused
 
 import transload
-from transload.diagnose import judge_machine
+from transload.diagnose.rules import judge_machine
 from transload.explaining.local import files_in
 from transload.explaining.result import Answer, MachineCheck, remaining_steps
 from transload.machine import Machine

@@ -30,11 +30,11 @@ from tests.diagnose.machines import (
 )
 from tests.each import each
 
-from transload.diagnose import judge_machine
 from transload.diagnose import report as doctor_chain
 from transload.diagnose.case import LAYERS
 from transload.diagnose.redact import redacted
 from transload.diagnose.report import Diagnosis, Muted, Status, facts, page, report, source_of
+from transload.diagnose.rules import judge_machine
 from transload.findings import Finding
 from transload.machine import (
     Accelerator,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.devices import Device, Devices, local_rank, split
-from transload.diagnose import doctor, judge_machine
+from transload.diagnose import doctor
 from transload.diagnose.fixes import install
 from transload.diagnose.report import Diagnosis
 from transload.diagnose.tables import cuda_text, driver_runs, numbers_of, runs_on, table
@@ -108,6 +108,8 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     """
     if machine is None:
         return check_here(path, device, doctor(torch=False))
+    from transload.diagnose.rules import judge_machine
+
     return checked(_inspected(path), judge_machine(machine), device, machine.variables.values)
 
 

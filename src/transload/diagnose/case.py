@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from transload.diagnose import fixes, pages
+from transload.diagnose import fixes, title
 from transload.diagnose.tables import chip_of, numbers_of, result
 from transload.findings import Finding, Severity
 from transload.machine import Accelerator, Library, Machine, PciDevice, Step
@@ -89,7 +89,7 @@ class Rule(NamedTuple):
     @property
     def title(self) -> str:
         """What its page is called."""
-        return pages.title(self.code)
+        return title(self.code)
 
     def finding(self, case: Case) -> Finding | None:
         """What it says about a machine."""

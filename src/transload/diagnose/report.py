@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
+from transload.diagnose import parts
 from transload.diagnose.case import BY_CODE, LAYERS
 from transload.diagnose.fixes import in_search_path
-from transload.diagnose.pages import parts
 from transload.diagnose.tables import chip_of, cuda_text, result, shown_variables, table
 from transload.findings import Finding
 from transload.machine import Answer, Machine, TorchInstall, Unknown

@@ -8,7 +8,7 @@ from typing import Any
 from tests.diagnose.machines import changed, dead, healthy, refused
 
 from transload.diagnose.case import Case
-from transload.diagnose.rules import BY_CODE, decide
+from transload.diagnose.rules import BY_CODE, judge_machine
 from transload.findings import Finding
 from transload.machine import Answer, Cuda, Experiment, Kernel, Machine, Node, Nvml
 
@@ -32,17 +32,17 @@ def finding_of(code: str, machine: Machine) -> Finding:
 
 def cause(machine: Machine) -> str:
     """The code of the one cause among the rows of the machine; empty where there is none."""
-    found = decide(machine, ROWS).cause
+    found = judge_machine(machine, ROWS).cause
     return found.code if found else ""
 
 
 def causes(machine: Machine) -> list[str]:
-    return [found.code for found in decide(machine, ROWS).findings if found.severity == "error"]
+    return [found.code for found in judge_machine(machine, ROWS).findings if found.severity == "error"]
 
 
 def alarms(machine: Machine) -> list[str]:
     """Codes of all errors and warnings."""
-    return [found.code for found in decide(machine, ROWS).findings if found.severity != "note"]
+    return [found.code for found in judge_machine(machine, ROWS).findings if found.severity != "note"]
 
 
 def no_libcuda(machine: Machine) -> Machine:

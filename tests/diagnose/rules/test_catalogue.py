@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from transload.diagnose import fix, page, parts
 from transload.diagnose.case import LAYERS
-from transload.diagnose.pages import fix, page, parts
 from transload.diagnose.rules import BY_CODE
 
 FAMILIES = {

@@ -23,7 +23,7 @@ from tests.diagnose.rules.machine_rows import (
 from tests.each import each
 
 from transload.diagnose.case import Case
-from transload.diagnose.rules import decide
+from transload.diagnose.rules import judge_machine
 from transload.machine import Answer, Cuda, Hardware, Kernel, Machine, Nodes, Nvml, Surroundings, Unknown
 
 Change = Callable[[Machine], Machine]
@@ -110,7 +110,7 @@ def test_where_cuda_works_no_row_sees_an_error(seed: int) -> None:
 def test_whatever_is_odd_there_is_a_verdict(seed: int) -> None:
     for number, around in enumerate(AROUND):
         failing = FAILING[(seed + number * 7) % len(FAILING)]
-        diagnosis = decide(draw(seed, failing(around(healthy()))), ROWS)
+        diagnosis = judge_machine(draw(seed, failing(around(healthy()))), ROWS)
         lines = [line for found in diagnosis.findings for line in (*found.evidence, *found.fix)]
         assert all(line and line == line.strip() and "\n" not in line for line in lines)
         assert len([found for found in diagnosis.findings if found.code == "X08"]) <= 1

@@ -14,7 +14,7 @@ from transload.diagnose.rules import driver, process, torch
 from transload.findings import Finding
 from transload.machine import Machine
 
-__all__ = ["BY_CODE", "decide", "driver", "process", "torch"]  # importing the modules registers their rules
+__all__ = ["BY_CODE", "driver", "judge_machine", "process", "torch"]  # importing the modules registers their rules
 
 _WORDS = 200  # characters of an error in a rule
 _ORDER = [*LAYERS]
@@ -22,7 +22,7 @@ _ORDER = [*LAYERS]
 _BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "libraries"})
 
 
-def decide(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) -> Diagnosis:
+def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) -> Diagnosis:
     """Judge a machine by all rules. A rule that raises is named in the machine's problems; the others still count."""
     case, run = Case(machine), machine.torch_run
     failed = any(not step.ok for step in run.steps)  # then a working driver proves nothing
