@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from transload.diagnose.case import LAYERS, Rule
 from transload.diagnose.report import Status
 from transload.diagnose.rules import BY_CODE
+from transload.diagnose.tables import title
 from transload.findings import Severity
 from transload.machine import Machine, Unknown
 
@@ -70,12 +71,12 @@ def files() -> dict[Path, str]:
 def index() -> str:
     """The list of all causes by layer."""
     lines = [INDEX]
-    for name, layer in LAYERS.items():
+    for name, words in LAYERS.items():
         own = sorted((rule for rule in BY_CODE.values() if rule.layer == name), key=lambda rule: rule.code)
-        lines += [f"## {layer.words[0].upper()}{layer.words[1:]}", "", "| code | cause |", "|---|---|"]
+        lines += [f"## {words[0].upper()}{words[1:]}", "", "| code | cause |", "|---|---|"]
         for rule in own:
-            title = rule.title if rule.check is not None else f"*{rule.title}*"
-            lines.append(f"| [{rule.code}]({rule.code}.md) | {title} |")
+            mark = "" if rule.check is not None else "*"
+            lines.append(f"| [{rule.code}]({rule.code}.md) | {mark}{title(rule.code)}{mark} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -88,7 +89,7 @@ def with_head(rule: Rule, page: str) -> str:
 
 def certainty(rule: Rule) -> str:
     """Where a cause belongs, and with what certainty the doctor names it."""
-    layer = f"Layer: {LAYERS[rule.layer].words}."
+    layer = f"Layer: {LAYERS[rule.layer]}."
     if rule.check is None:
         return f"{layer} The doctor cannot detect it: the facts of a machine do not show it."
     if rule.symptom:

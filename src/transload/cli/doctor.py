@@ -104,9 +104,9 @@ def run_doctor(arguments: Namespace) -> int:
 
 def _explain(word: str, colour: str) -> None:
     """Show the page of one cause."""
-    from transload.diagnose import page
     from transload.diagnose.report import page as page_blocks
     from transload.diagnose.rules import BY_CODE
+    from transload.diagnose.tables import page
 
     code = word.strip().upper()
     if code not in BY_CODE:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from transload.diagnose import fixes, title
-from transload.diagnose.tables import chip_of, numbers_of, result
+from transload.diagnose import fixes
+from transload.diagnose.tables import chip_of, numbers_of, result, title
 from transload.findings import Finding, Severity
 from transload.machine import Accelerator, Library, Machine, PciDevice, Step
 from transload.render.words import plural
@@ -26,33 +26,22 @@ _LOG_NOISE = re.compile(r"\[\s*\d+\.\d+\]|\bNVRM:|\\x0a|\s+")
 _NVIDIA_LIBRARY = re.compile(r"lib(?:cu(?!rl|ps)|nv(?!di)|nccl|caffe2_nvrtc)\w*\.so[.\d]*")
 
 
-class Layer(NamedTuple):
-    """One link of the chain from the card to the kernel that runs on it.
-
-    Within a chain the first broken layer is the cause of faults in later ones. Faults of different chains are
-    independent.
-    """
-
-    words: str
-    chain: str
-
-
 LAYERS = {
-    "python": Layer("Python environment", "torch"),
-    "build": Layer("installed torch", "torch"),
-    "torch-libraries": Layer("libraries torch loads", "torch"),
-    "hardware": Layer("GPU", "machine"),
-    "kernel": Layer("kernel driver", "machine"),
-    "surroundings": Layer("container, scheduler, service", "machine"),
-    "nodes": Layer("device nodes", "machine"),
-    "libraries": Layer("driver libraries", "machine"),
-    "driver": Layer("CUDA driver", "machine"),
-    "variables": Layer("environment variables", "variables"),
-    "fit": Layer("compatibility", "fit"),
-    "run": Layer("running torch", "run"),
-    "extensions": Layer("packages using torch", "extensions"),
+    "python": "Python environment",
+    "build": "installed torch",
+    "torch-libraries": "libraries torch loads",
+    "hardware": "GPU",
+    "kernel": "kernel driver",
+    "surroundings": "container, scheduler, service",
+    "nodes": "device nodes",
+    "libraries": "driver libraries",
+    "driver": "CUDA driver",
+    "variables": "environment variables",
+    "fit": "compatibility",
+    "run": "running torch",
+    "extensions": "packages using torch",
 }
-"""The layers by name, in the order in which to fix them."""
+"""The links from the card to the kernel that runs on it, in the order in which to fix them."""
 
 
 class Match(NamedTuple):
@@ -86,11 +75,6 @@ class Rule(NamedTuple):
     symptom: bool = False
     likely: bool = False
 
-    @property
-    def title(self) -> str:
-        """What its page is called."""
-        return title(self.code)
-
     def finding(self, case: Case) -> Finding | None:
         """What it says about a machine."""
         match = case.found(self.check).get(self.code) if self.check else None
@@ -98,10 +82,10 @@ class Rule(NamedTuple):
             return None
         steps = case.steps(self.code) if match.fix is None else match.fix
         evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, steps))
-        title = fix[0].removeprefix("= ") if fix and fix[0].startswith("= ") else self.title
+        own = next((line.removeprefix("= ") for line in fix if line.startswith("= ")), title(self.code))
         likely = "probably: " if self.likely or match.likely else ""
         fix = tuple(line for line in fix if not line.startswith("= "))
-        return Finding(self.code, match.severity, f"{likely}{title}", evidence, fix)
+        return Finding(self.code, match.severity, f"{likely}{own}", evidence, fix)
 
 
 # Causes that the facts of a machine cannot show.

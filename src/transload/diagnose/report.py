@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from transload.diagnose import parts
 from transload.diagnose.case import BY_CODE, LAYERS
 from transload.diagnose.fixes import in_search_path
-from transload.diagnose.tables import chip_of, cuda_text, result, shown_variables, table
+from transload.diagnose.tables import chip_of, cuda_text, parts, result, shown_variables, table
 from transload.findings import Finding
 from transload.machine import Answer, Machine, TorchInstall, Unknown
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, command, heading, note
@@ -19,7 +18,7 @@ from transload.render.words import plural, printable
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
 State = Literal["ok", "broken", "idle", "unknown"]
 
-_WIDTH = max(len(layer.words) for layer in LAYERS.values())
+_WIDTH = max(map(len, LAYERS.values()))
 _MARKS = {"ok": ("✓", "good"), "broken": ("✗", "bad"), "idle": ("–", "dim"), "unknown": ("?", "trust")}
 _SIGNS = {"warning": ("!", "trust"), "note": ("·", "dim")}
 _EVIDENCE = 8
@@ -205,7 +204,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(_code(finding)[0] for finding in own)
         dim = "dim" if mark == "–" else ""
-        lead = (("  ", ""), (f"{mark} ", role), (f"{LAYERS[layer].words:<{_WIDTH}}  ", dim))
+        lead = (("  ", ""), (f"{mark} ", role), (f"{LAYERS[layer]:<{_WIDTH}}  ", dim))
         yield Prose(((text, dim), (codes, "dim")), lead=lead)
         for finding in found:
             if finding.code in muted:

@@ -116,7 +116,7 @@ class Explanation(Plain, Reported):
 
 def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
     """The ``fix`` for an answer without one: the advice of the doctor's pages on its ``causes``."""
-    from transload.diagnose import fix, title
+    from transload.diagnose.tables import fix, title
 
     if len(codes) == 1:
         return (fix(codes[0]),)

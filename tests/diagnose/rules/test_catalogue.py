@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from transload.diagnose import fix, page, parts
 from transload.diagnose.case import LAYERS
 from transload.diagnose.rules import BY_CODE
+from transload.diagnose.tables import fix, page, parts, title
 
 FAMILIES = {
     "A": 5,
@@ -39,16 +39,16 @@ def test_every_code_exists() -> None:
 
 
 def test_every_title_reads_on_after_a_colon() -> None:
-    for rule in BY_CODE.values():
-        assert rule.layer in LAYERS, rule.code
-        assert rule.title == rule.title.strip(), rule.code
-        assert not rule.title.endswith("."), rule.code
+    for code, rule in BY_CODE.items():
+        assert rule.layer in LAYERS, code
+        assert title(code) == title(code).strip(), code
+        assert not title(code).endswith("."), code
 
 
 def test_every_page_says_what_it_is_and_what_to_do() -> None:
-    for code, rule in BY_CODE.items():
+    for code in BY_CODE:
         read = list(parts(page(code)))
-        assert read[0] == ("title", f"{code}: {rule.title}"), code
+        assert read[0] == ("title", f"{code}: {title(code)}"), code
         headings = [text for kind, text in read if kind == "heading"]
         assert headings == [each for each in ("Fix", "What not to do", "Sources") if each in headings], code
         about = " ".join(text for _, text in read[2 : read.index(("heading", "Fix"))])

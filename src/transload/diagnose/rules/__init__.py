@@ -17,9 +17,9 @@ from transload.machine import Machine
 __all__ = ["BY_CODE", "driver", "judge_machine", "process", "torch"]  # importing the modules registers their rules
 
 _WORDS = 200  # characters of an error in a rule
-_ORDER = [*LAYERS]
-# With a fault in one of these layers, whether the driver fits the build cannot be judged.
-_BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "libraries"})
+# Within a chain of layers the first broken one is the cause of faults in later ones. Every other layer is independent.
+_OF_TORCH = ("python", "build", "torch-libraries")
+_OF_MACHINE = ("hardware", "kernel", "surroundings", "nodes", "libraries", "driver")
 
 
 def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) -> Diagnosis:
@@ -37,18 +37,20 @@ def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) ->
         if found is None:
             continue
         # no rule overrides an observation: what works is not broken, however unusual it is
-        driver_works = LAYERS[rule.layer].chain == "machine" and machine.driver.cuda.works
+        driver_works = rule.layer in _OF_MACHINE and machine.driver.cuda.works
         computes = rule.layer != "extensions" and run.cuda_works
         if found.severity == "error" and (driver_works or computes) and not failed:
             found = replace(found, severity="note")
         met.append((rule, found))
-    met.sort(key=lambda pair: _ORDER.index(pair[0].layer))  # stable: in a layer, the order of the rules
+    met.sort(key=lambda pair: [*LAYERS].index(pair[0].layer))  # stable: in a layer, the order of the rules
     faults = [(rule, found) for rule, found in met if found.severity == "error"]
     faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only if no layer has a fault
     causes: list[tuple[Rule, Finding]] = []
     muted: list[Muted] = []
     for rule, found in faults:
-        if because := _because(rule, [cause for cause, _ in causes]):
+        # causes in the same chain come first, then environment variables
+        near = sorted(causes, key=lambda pair: (_chain(pair[0]) != _chain(rule), pair[0].layer != "variables"))
+        if because := next((cause.code for cause, _ in near if _explains(cause, rule)), ""):
             muted.append(Muted(found, because))
         else:
             causes.append((rule, found))
@@ -67,16 +69,14 @@ def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) ->
     return Diagnosis(status, cause, findings, tuple(muted), judged)
 
 
-def _because(rule: Rule, causes: Iterable[Rule]) -> str:
-    """The code of the cause that explains a fault; empty if there is none.
+def _chain(rule: Rule) -> str:
+    return "torch" if rule.layer in _OF_TORCH else "machine" if rule.layer in _OF_MACHINE else rule.layer
 
-    Causes in the same chain come first, then environment variables.
-    """
-    chain = LAYERS[rule.layer].chain
-    chains = [(LAYERS[cause.layer].chain, cause) for cause in causes]
-    for earlier, cause in sorted(chains, key=lambda pair: (pair[0] != chain, pair[0] != "variables")):
-        same = earlier == chain and chain != "extensions"
-        unjudgeable = chain == "fit" and (cause.layer in _BEFORE_FIT or earlier == "torch")
-        if same or unjudgeable or ((rule.symptom or chain == "run") and earlier != "extensions"):
-            return cause.code
-    return ""
+
+def _explains(cause: Rule, rule: Rule) -> bool:
+    """Whether a fault explains another one, of a later layer."""
+    earlier, chain = _chain(cause), _chain(rule)
+    # before them, whether the driver fits the build cannot be judged
+    unjudgeable = chain == "fit" and cause.layer in (*_OF_TORCH, *_OF_MACHINE[:-1])
+    follows = (rule.symptom or chain == "run") and earlier != "extensions"
+    return earlier == chain != "extensions" or unjudgeable or follows

@@ -1,6 +1,7 @@
 """What is known about drivers, chips, torch builds and result codes, and which wheel fits a machine.
 
-The data is in the JSON files here, with sources and dates; the fixes of each cause are in ``steps.md``.
+The data is in the JSON files here, with sources and dates; the fixes of each cause are in ``steps.md``, and more about
+it is in docs/doctor/CODE.md.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple, cast
 
-from transload.findings import packaged
+from transload.findings import manual_page, packaged
 
 Version = tuple[int, ...]
 Capability = Version
@@ -52,6 +53,54 @@ def numbers_of(text: str) -> Version:
     """
     found = _VERSION.match(text)
     return tuple(map(int, found[0].split("."))) if found else ()
+
+
+# -- the page of each cause, which has its title; ``doctor --explain`` prints it, ``explain`` quotes it
+
+_MARKUP = r"`([^`]*)`|\\([\\*_<\[`])|&(lt);|\[([^\]]*)\]\([^)]*\)|<(https?://[^>]*)>"
+
+
+def page(code: str) -> str:
+    """The Markdown of a cause's page."""
+    return manual_page(f"doctor/{code}")
+
+
+@cache
+def title(code: str) -> str:
+    """What a cause is, in the words that follow its code in the first line of its page."""
+    return page(code).partition("\n")[0].partition(": ")[2]
+
+
+def parts(markdown: str) -> Iterator[tuple[str, str]]:
+    r"""What a page is made of: its ``title``, a ``heading``, a ``prose`` paragraph, an ``item`` of a list, or ``code``.
+
+    >>> list(parts("# U04: a `stub`\n\nTwo\nlines.\n\n- <https://a.b>\n\n    $ ls\n"))
+    [('title', 'U04: a stub'), ('prose', 'Two lines.'), ('item', 'https://a.b'), ('code', '$ ls')]
+    """
+    for_the_site = "[All causes](README.md)\n"
+    for block in re.split(r"\n{2,}", markdown.removesuffix(for_the_site).strip("\n")):
+        if block.startswith("    "):
+            yield "code", block[4:].replace("\n    ", "\n")
+        elif block.startswith("- "):
+            for item in re.split(r"\n?^- ", block, flags=re.MULTILINE)[1:]:
+                yield "item", _plain(item)
+        else:
+            mark, _, text = block.partition(" ")
+            kind = {"#": "title", "##": "heading"}.get(mark, "prose")
+            yield kind, _plain(block if kind == "prose" else text)
+
+
+def _plain(text: str) -> str:
+    def shown(match: re.Match[str]) -> str:
+        return "<" if match[3] else next(group for group in match.groups() if group is not None)
+
+    return re.sub(_MARKUP, shown, " ".join(text.split()))
+
+
+def fix(code: str) -> str:
+    """What a page says to do, as one line of text."""
+    section = page(code).partition("\n## Fix\n")[2].partition("\n## ")[0]
+    return " ".join(" ".join(text.split()) for _, text in parts(section))
 
 
 # -- result codes
