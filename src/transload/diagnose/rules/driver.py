@@ -27,71 +27,60 @@ def _bus(m: Case) -> str:
     return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
 
 
-@rules("hardware", "N01", "H06", "H02")
-def absent(m: Case) -> Found:
-    """A card that this container, VM or job does not have, that is switched off, or that was lost."""
-    notebook, prime, first = m.surroundings.notebook, m.platform.prime, m.torch.first
-    if notebook in ("colab", "kaggle") and m.no_gpu:
+@rules("hardware", "N01", "H06", "H02", "H05", "H04", "H03", "H01")
+def card(m: Case) -> Found:
+    """A card that this container, VM or job does not have, that is switched off, lost, broken, or does not start."""
+    notebook, prime, first, nvml = m.surroundings.notebook, m.platform.prime, m.torch.first, m.driver.nvml
+    without_card = notebook in ("colab", "kaggle") and m.no_gpu
+    if without_card:
         yield "N01", Match((f"this is {notebook.title()}", _bus(m)), m.steps(f"N01 {notebook}"), severity="note")
 
     # prime-select chose another card, and no NVIDIA driver is loaded although it is installed
     built = m.platform.kernel in (m.kernel.built_for or ())
-    off = prime in ("intel", "amd", "off") and m.kernel.loaded is False
-    if off and (built or m.no_gpu) and not m.works:
+    off = prime in ("intel", "amd", "off") and m.kernel.loaded is False and (built or m.no_gpu) and not m.works
+    if off:
         severity: Severity = "note" if first is None or first.cpu_only else "error"
         yield "H06", Match((f"prime-select is set to {prime}", _bus(m)), severity=severity)
 
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
-    lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
+    lost = (gpu for gpu in nvml.gpus if gpu.code in _LOST)
     gone = (f"NVML returns {gpu.code} {result('nvml', gpu.code).name} for GPU {gpu.index}" for gpu in lost)
     evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.broken else "")
     if any(evidence):
         yield "H02", Match(evidence, severity="warning" if m.works else "error")
 
-
-@rules("hardware", "H05", "H04")
-def not_started(m: Case) -> Found:
-    """NVIDIA's module is loaded and supports the card, but NVML does not see it."""
-    waits = m.broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works
-    if not waits or m.driver_misfit:
-        return
-    said = m.logged(r"BAR\d is 0M")
+    # NVIDIA's module is loaded and supports the card, but NVML does not see it
+    waits = m.broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works and not m.driver_misfit
+    no_memory = m.logged(r"BAR\d is 0M")
     bare = [f"a memory region of {card.address} has no address assigned" for card in m.unseen_cards if 0 in card.bars]
-    if said or bare:
-        yield "H05", Match((*bare, said, m.nvml_answer))
-        return
     # RmInitAdapter failed, EIO, or a card that the module lists and NVML does not
     said = m.logged(r"RmInitAdapter failed! \([^)]*\)|Cannot initialize GSP firmware RM")
-    nodes, nvml = m.card_nodes, m.driver.nvml
-    eio = [f"opening {node.path} fails with EIO" for node in nodes if node.error == "EIO"]
-    sound = bool(nodes) and all(node.kind == "char" and node.major == 195 and not node.error for node in nodes)
-    listed = sound and nvml.init == 0 and nvml.count == 0 and [g for g in m.kernel.gpus if not g.excluded]
-    if said or eio or listed:
+    eio = [f"opening {node.path} fails with EIO" for node in m.card_nodes if node.error == "EIO"]
+    sound = all(node.kind == "char" and node.major == 195 and not node.error for node in m.card_nodes)
+    silent = m.card_nodes and sound and nvml.init == 0 and nvml.count == 0
+    if waits and (no_memory or bare):
+        yield "H05", Match((*bare, no_memory, m.nvml_answer))
+    elif waits and (said or eio or (silent and not all(gpu.excluded for gpu in m.kernel.gpus))):
         known = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
         yield "H04", Match((said, *eio, *known, m.nvml_answer, m.answer), likely=not (said or eio))
 
-
-@rules("hardware", "H03", "H01")
-def broken_or_none(m: Case) -> Found:
-    """A card with bad memory, or no card at all."""
-    # a pending or failed remapping or retirement; an error if a program already failed because of it
-    marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
+    # bad memory: a pending or failed remapping or retirement; an error if a program already failed because of it
+    marked = [gpu for gpu in nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
     died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
     if marked or died or m.code == _ECC:
-        evidence = []
+        damage = []
         for gpu in marked:
             states = {"remapping failed": gpu.remap_failure, "remapping pending": gpu.remap_pending}
             states["page retirement pending"] = gpu.retired_pending
-            evidence.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
-        if died:
-            evidence.append("torch reported an uncorrectable ECC error")
+            damage.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
+        torch = "torch reported an uncorrectable ECC error" if died else ""
+        evidence = (*damage, torch, "" if marked or died else m.answer)
         which = f" -i {','.join(str(gpu.index) for gpu in marked)}" if marked else ""
         fatal = died or (m.code == _ECC and not m.works)
         fix = m.steps("H03", which=which, failed=any(gpu.remap_failure for gpu in marked))
-        yield "H03", Match(tuple(evidence) or (m.answer,), fix, severity="error" if fatal else "warning")
+        yield "H03", Match(evidence, fix, severity="error" if fatal else "warning")
 
-    around = m.surroundings
-    if around.wsl or m.platform.system == "Darwin" or m.works or m.matches("N01", "H06"):
+    if m.surroundings.wsl or m.platform.system == "Darwin" or m.works or without_card or off:
         return
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
     if isinstance(m.hardware.pci, Unknown) and not present and m.code in (-1, 100):
@@ -183,30 +172,23 @@ def unsupported(m: Case) -> Found:
 # -- a kernel driver that is not installed, or not loaded
 
 
-@rules("kernel", "K04", "K05")
-def held_card(m: Case) -> Found:
-    """Another driver has the cards: nouveau or nova, with none bound to nvidia, or vfio-pci all of them."""
-    drivers = {card.driver for card in m.hardware.gpus}
-    held = drivers.intersection(_NOUVEAU)
+@rules("kernel", "K04", "K05", "K02", "K03", "K01")
+def not_loaded(m: Case) -> Found:
+    """NVIDIA's module is not loaded, or other drivers have the cards: nouveau or nova, or vfio-pci all of them."""
+    drivers, built, running = {card.driver for card in m.hardware.gpus}, m.kernel.built_for, m.platform.kernel
+    held, here = drivers.intersection(_NOUVEAU), running in (built or ())
     if not _needs_driver(m):
         return
     if held and "nvidia" not in drivers:
-        installed = not m.surroundings.container and m.platform.kernel in (m.kernel.built_for or ())
+        installed = here and not m.surroundings.container
         blacklist = fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST)
         yield "K04", Match(m.card_lines, m.steps("K04 installed" if installed else "K04", blacklist=blacklist))
     if drivers == {"vfio-pci"}:
         ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
         yield "K05", Match(m.card_lines, m.steps("K05", ids=ids), severity=m.no_gpu_severity)
 
-
-@rules("kernel", "K02", "K03", "K01")
-def module_missing(m: Case) -> Found:
-    """The module is not loaded, for a reason other than those above."""
-    held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in m.hardware.gpus)
-    if not _needs_driver(m) or m.kernel.loaded is not False or held or m.driver_misfit:
+    if m.kernel.loaded is not False or held or "vfio-pci" in drivers or m.driver_misfit:
         return
-    built, running = m.kernel.built_for, m.platform.kernel
-    here = running in (built or ())
     there = f"nvidia.ko exists for the running kernel {running}"
     said = m.logged(_REJECTED)
     others = built or () if running and not here else ()
@@ -458,25 +440,16 @@ _ENOUGH = 64 << 30  # seen on a card of 140 GB: with 16 GB of address space cuIn
 _CAP = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d+)")
 
 
-@rules("driver", "C11", likely=("C11",))
-def sandboxed(m: Case) -> Found:
-    """A sandbox without a driver of its own, a visible GPU, and an error that sandboxes cause.
-
-    It belongs to this layer, after the nodes: a faulty node explains the error better.
-    """
+@rules("driver", "C11", "S03", "S02", "S01", likely=("C11",))
+def not_ready(m: Case) -> Found:
+    """An error that sandboxes cause, or 802: NVSwitches or confidential computing are not ready."""
+    # a sandbox without a driver of its own; in this layer, since a faulty node explains the error better
     sandbox = m.surroundings.sandbox
     gvisor = sandbox == "gvisor"
     without_driver = sandbox and (gvisor or not m.kernel.loaded)
     if without_driver and m.broken and not m.no_gpu and m.code in (100, 304, 999):
         yield "C11", Match((f"the kernel is {sandbox}'s", m.answer), m.steps("C11 gvisor" if gvisor else "C11"))
 
-
-# -- what connects or divides GPUs: NVSwitch, confidential computing, MPS, vGPU, MIG
-
-
-@rules("driver", "S03", "S02", "S01")
-def not_ready(m: Case) -> Found:
-    """Error 802 of cuInit: certainly the fabric if a switch, the fabric's state or the stopped service shows it."""
     if not m.broken or m.code != 802 or m.surroundings.wsl:
         return
     if m.driver.nvml.confidential == "not-ready":
@@ -493,6 +466,7 @@ def not_ready(m: Case) -> Found:
         versions = f"the fabric manager is version {manager}, the kernel driver {version}"
         yield "S02", Match((m.answer, versions), m.steps("S02", install=install))
         return
+    # certainly the fabric if a switch, the fabric's state or the stopped service shows it
     switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_listed(d.device, "nvswitches")]
     states = {gpu.fabric for gpu in m.driver.nvml.gpus} & {"not-started", "in-progress"}
     failed = [gpu for gpu in m.driver.nvml.gpus if gpu.fabric == "completed" and gpu.fabric_status]

@@ -48,9 +48,9 @@ def not_granted(m: Case) -> Found:
         yield "D05", Match((f"the process runs in the unit {around.service}", why, m.answer), fix)
 
 
-@rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01")
+@rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01", "C02", "N02", likely=("N02",))
 def container(m: Case) -> Found:
-    """A container that was started without the machine's card, or with the wrong libraries."""
+    """A container that was started without the machine's card, or with the wrong libraries; or a host for them."""
     around, kernel, give = m.surroundings, m.kernel, fixes.start_with_gpu(m)
     kind, severity = around.container, m.no_gpu_severity
     shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""
@@ -60,10 +60,20 @@ def container(m: Case) -> Found:
     missing = m.no_libcuda and not m.driver.libraries.cuda
     visible, capabilities = m.env("NVIDIA_VISIBLE_DEVICES"), m.env("NVIDIA_DRIVER_CAPABILITIES")
 
-    # on a host, a note if its CDI file names another release
+    # notes: a host whose CDI file names another release, or whose Docker gives containers no GPU; a container where
+    # CUDA works and torch is built without it
     if not kind and around.cdi and kernel.version and kernel.version not in around.cdi:
         other = f"CDI files name driver {', '.join(around.cdi)}"
         yield "C07", Match((other, f"the loaded kernel driver is {kernel.version}"), m.steps("C07 host"), "note")
+    first, snap = m.torch.first, around.docker == "snap"
+    lacking = around.docker and not kind and (snap or around.container_toolkit is False)
+    if lacking and m.host_has_gpu and not around.wsl:
+        evidence: Lines = ("Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not",)
+        yield "C02", Match(evidence, severity="note")
+    chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
+    if first and chosen and kind and m.driver.cuda.works:
+        by = f"torch {first.version} was installed by {first.installer or 'conda'}"
+        yield "N02", Match((by, "CUDA works in this container"), severity="note")
     if not m.broken:
         return
 
@@ -111,20 +121,6 @@ def container(m: Case) -> Found:
         nodes = "there is no /dev/nvidia*" if m.nodes_absent else others
         said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it" if visible else ""
         yield "C01", Match((inside, nodes, said, *host), give, severity=severity, likely=jetson)
-
-
-@rules("surroundings", "C02", "N02", likely=("N02",))
-def container_notes(m: Case) -> Found:
-    """A host whose Docker gives containers no GPU; a container where CUDA works and torch is built without it."""
-    around, snap, first = m.surroundings, m.surroundings.docker == "snap", m.torch.first
-    lacking = around.docker and not around.container and (snap or around.container_toolkit is False)
-    if lacking and m.host_has_gpu and not around.wsl:
-        evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
-        yield "C02", Match((evidence,), severity="note")
-    chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
-    if first and chosen and around.container and m.driver.cuda.works:
-        by = f"torch {first.version} was installed by {first.installer or 'conda'}"
-        yield "N02", Match((by, "CUDA works in this container"), severity="note")
 
 
 # -- the device nodes under /dev through which a process reaches the driver
@@ -180,13 +176,20 @@ def _wrong_device(m: Case, node: Node) -> bool:
     return node.major != _NVIDIA_MAJOR
 
 
-@rules("nodes", "D02", "D04", "D06", "D03", "D01", likely=("D06",))
+@rules("nodes", "D02", "D04", "D06", "D03", "D01", "R01", likely=("D06",))
 def faulty_node(m: Case) -> Found:
-    """What is wrong with the node that prevents the driver from starting."""
+    """What is wrong with the node that prevents the driver from starting, NVIDIA's or AMD's."""
+    container, first, kfd = m.surroundings.container, m.torch.first, m.nodes.at("/dev/kfd").error
+    amd = first and first.hip and any(card.vendor == AMD for card in m.hardware.pci or ())
+    needless = m.torch_run.available or (m.usable("rocm") and kfd == "ENOENT")
+    if amd and kfd and m.nodes.found and not needless:
+        fix = m.steps("R01 container" if container else "R01 absent" if kfd == "ENOENT" else "R01")
+        yield "R01", Match((f"/dev/kfd: {kfd}", torch_says(m.complaint("HIP"))), fix)
+
     node = _faulty_node(m)
     if node is None:
         return
-    container, uvm = m.surroundings.container, node.path == UVM
+    uvm = node.path == UVM
     line = f"{node.path} does not exist"
     if node.exists:
         owner = f"owner {node.uid}, group {node.group or node.gid}"
@@ -244,20 +247,6 @@ def faulty_node(m: Case) -> Found:
         unloaded = uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
         what = "the module nvidia_uvm is not loaded" if unloaded else ""
         yield "D01", Match((line, what, *answers), m.steps("D01", path=node.path, make=make, uvm=uvm))
-
-
-@rules("nodes", "R01")
-def kfd(m: Case) -> Found:
-    """A ROCm build, an AMD card, and a node that cannot be opened."""
-    first, node = m.torch.first, m.nodes.at("/dev/kfd")
-    amd = any(card.vendor == AMD for card in m.hardware.pci or ())
-    if first is None or not first.hip or not amd or m.torch_run.available:
-        return
-    if not node.error or not m.nodes.found or (m.usable("rocm") and node.error == "ENOENT"):
-        return
-    absent = " absent" if node.error == "ENOENT" else ""
-    fix = m.steps(f"R01{' container' if m.surroundings.container else absent}")
-    yield "R01", Match((f"/dev/kfd: {node.error}", torch_says(m.complaint("HIP"))), fix)
 
 
 # -- CUDA_VISIBLE_DEVICES as the CUDA driver reads it
