@@ -133,6 +133,7 @@ class Case(Machine):
     def __init__(self, machine: Machine) -> None:
         self.__dict__.update(machine.__dict__)
         self._found: dict[Check, dict[str, Match]] = {}
+        self._log = ""
         cuda, nvml, kernel, hardware = self.driver.cuda, self.driver.nvml, self.kernel, self.hardware
         run, first = self.torch_run, self.torch.first
 
@@ -191,6 +192,11 @@ class Case(Machine):
         in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in libraries.cuda or ())
         self.has_nvidia = bool(hardware.gpus or hardware.tegra or in_wsl or cuda.works or self.nvml_works)
         self.nvidia = True if self.has_nvidia else False if self.no_gpu else None
+        # The cards on the bus that NVML does not list as usable. It writes eight digits of the PCI domain, sysfs four.
+        seen = {gpu.address[-12:].lower() for gpu in nvml.gpus if gpu.code == 0 and gpu.address}
+        all_seen = not seen and self.nvml_works and nvml.count >= len(hardware.gpus)
+        unseen = (card for card in hardware.gpus if card.address[-12:].lower() not in seen and not all_seen)
+        self.unseen_cards: tuple[PciDevice, ...] = tuple(unseen)
         # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
         meant = first is None or not first.cpu_only or self.torch.shadow
         self.no_gpu_severity: Severity = "error" if meant else "note"
@@ -212,6 +218,28 @@ class Case(Machine):
         self.torch_cuda = run.cuda or (first.cuda if first else "")
         numbers = numbers_of(self.torch_cuda)
         self.built_with = numbers[:2] if len(numbers) > 1 else ()
+
+        # -- in a line each: what the CUDA driver returned, what NVML did, and which kernel driver is loaded
+        if self.no_libcuda:
+            self.answer = "the loader finds no libcuda.so.1"
+        elif cuda.answer.state in ("hung", "crashed"):
+            went = "gave no answer" if cuda.answer.state == "hung" else "crashed"
+            within = f"the CUDA driver {went} within {cuda.answer.seconds:.0f} s"
+            self.answer = f"{within}: {cuda.answer.detail}".rstrip(": ")
+        elif not cuda.answer.answered:
+            self.answer = f"libcuda.so.1 could not be used: {cuda.answer.detail or cuda.answer.state}"
+        elif cuda.init == 0:
+            self.answer = f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
+        else:
+            self.answer = f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()
+        self.nvml_answer = f"NVML works and sees {plural(max(nvml.count, 0), 'GPU')}"
+        if not nvml.answer.answered:
+            self.nvml_answer = f"NVML: {nvml.answer.detail or nvml.answer.state}"
+        elif nvml.init:
+            self.nvml_answer = f"nvmlInit returned {nvml.init} {result('nvml', nvml.init).name}".rstrip()
+        flavour = f", {kernel.flavour} flavour" if kernel.flavour else ""
+        loaded = f"the loaded kernel driver is {kernel.version or 'of unknown version'}{flavour}"
+        self.kernel_line = loaded if kernel.loaded else "the kernel module nvidia is not loaded"
 
     def env(self, name: str) -> str | None:
         """The value of an environment variable, or ``None`` if it is not set."""
@@ -246,32 +274,6 @@ class Case(Machine):
     # -- in words
 
     @property
-    def answer(self) -> str:
-        """What the CUDA driver returned, in one line."""
-        cuda = self.driver.cuda
-        state, detail = cuda.answer.state, cuda.answer.detail
-        if self.no_libcuda:
-            return "the loader finds no libcuda.so.1"
-        if state in ("hung", "crashed"):
-            went = "gave no answer" if state == "hung" else "crashed"
-            return f"the CUDA driver {went} within {cuda.answer.seconds:.0f} s: {detail}".rstrip(": ")
-        if not cuda.answer.answered:
-            return f"libcuda.so.1 could not be used: {detail or state}"
-        if cuda.init == 0:
-            return f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
-        return f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()
-
-    @property
-    def nvml_answer(self) -> str:
-        """What NVML returned, in one line."""
-        nvml = self.driver.nvml
-        if not nvml.answer.answered:
-            return f"NVML: {nvml.answer.detail or nvml.answer.state}"
-        if nvml.init:
-            return f"nvmlInit returned {nvml.init} {result('nvml', nvml.init).name}".rstrip()
-        return f"NVML works and sees {plural(max(nvml.count, 0), 'GPU')}"
-
-    @property
     def card_lines(self) -> Lines:
         """The cards on the bus, a line each."""
         lines = []
@@ -283,22 +285,11 @@ class Case(Machine):
             lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{name}{driver}{asleep}")
         return tuple(lines)
 
-    @property
-    def kernel_line(self) -> str:
-        """Which kernel driver is loaded, in a line."""
-        if not self.kernel.loaded:
-            return "the kernel module nvidia is not loaded"
-        flavour = f", {self.kernel.flavour} flavour" if self.kernel.flavour else ""
-        return f"the loaded kernel driver is {self.kernel.version or 'of unknown version'}{flavour}"
-
     def logged(self, pattern: str) -> str:
         """A line that quotes the first match in the kernel log, whose messages may span several lines."""
+        self._log = self._log or re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))
         found = re.search(pattern, self._log) if self._log else None
         return f"the kernel log says: {found[0][:160].strip()}" if found else ""
-
-    @cached_property
-    def _log(self) -> str:
-        return re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))
 
     def complaint(self, pattern: str) -> str:
         """The first matching line of torch's errors and warnings; empty if there is none."""
@@ -310,16 +301,6 @@ class Case(Machine):
         return ""
 
     # -- the cards, the steps of torch, and the usual fix
-
-    @cached_property
-    def unseen_cards(self) -> tuple[PciDevice, ...]:
-        """The cards on the bus that NVML does not list as usable."""
-        nvml, cards = self.driver.nvml, self.hardware.gpus
-        # NVML writes eight digits of the PCI domain, sysfs four
-        seen = {gpu.address[-12:].lower() for gpu in nvml.gpus if gpu.code == 0 and gpu.address}
-        if not seen and self.nvml_works and nvml.count >= len(cards):
-            return ()
-        return tuple(card for card in cards if card.address[-12:].lower() not in seen)
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:

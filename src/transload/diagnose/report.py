@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
 from transload.diagnose.case import BY_CODE, LAYERS
 from transload.diagnose.fixes import in_search_path
 from transload.diagnose.tables import chip_of, cuda_text, parts, result, shown_variables, table
 from transload.findings import Finding
+from transload.frozen import Plain
 from transload.machine import Answer, Machine, TorchInstall, Unknown
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, command, heading, note
 from transload.render.words import plural, printable
@@ -21,20 +22,23 @@ State = Literal["ok", "broken", "idle", "unknown"]
 _WIDTH = max(map(len, LAYERS.values()))
 _MARKS = {"ok": ("✓", "good"), "broken": ("✗", "bad"), "idle": ("–", "dim"), "unknown": ("?", "trust")}
 _SIGNS = {"warning": ("!", "trust"), "note": ("·", "dim")}
+_GAP = 2 * GLUE  # between a title and its code
 _EVIDENCE = 8
 _ROLE = {"ok": "good", "no-gpu": "good", "degraded": "trust", "broken": "bad"}
 
 
-@dataclass(frozen=True, slots=True)
-class Muted:
+class Muted(Plain):
     """A finding that follows from another, which ``because`` names."""
 
     finding: Finding
     because: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**self.finding.to_dict(), "because": self.because}
 
-@dataclass(frozen=True, repr=False)
-class Diagnosis:
+
+class Diagnosis(Plain):
     """What is wrong with a machine, if anything, and what to do about it.
 
     ``cause`` is the first thing to fix. ``findings`` are independent of each other, in the order to fix them; ``muted``
@@ -63,15 +67,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
-        return {
-            "schema": 1,
-            "status": self.status,
-            "cuda_usable": self.cuda_usable,
-            "cause": self.cause.to_dict() if self.cause else None,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "muted": [{**muted.finding.to_dict(), "because": muted.because} for muted in self.muted],
-            "machine": self.machine.to_dict(),
-        }
+        return {"schema": 1, "status": self.status, "cuda_usable": self.cuda_usable, **super().to_dict()}
 
     def __repr__(self) -> str:
         cause = f", cause={self.cause.code}" if self.cause else ""
@@ -166,11 +162,7 @@ def _headline(diagnosis: Diagnosis) -> str:
 
 
 def _titled(finding: Finding) -> Line:
-    return ((printable(finding.title, None), "strong"), _code(finding))
-
-
-def _code(finding: Finding) -> tuple[str, str]:
-    return (f"{GLUE}{GLUE}[{finding.code}]", "dim")
+    return ((printable(finding.title, None), "strong"), (f"{_GAP}[{finding.code}]", "dim"))
 
 
 def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
@@ -192,25 +184,24 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             continue
         state, text = seen.get(layer, ("idle", ""))
         own = [finding for finding in found if finding.code not in muted and finding.severity != "note"]
-        severities = {finding.severity for finding in own}
+        unclear = state == "unknown" and all(BY_CODE[finding.code].symptom for finding in own)
+        severities = () if unclear else [finding.severity for finding in own]
         mark, role = _MARKS[state]
-        if own and state == "unknown" and all(BY_CODE[finding.code].symptom for finding in own):
-            pass
-        elif "error" in severities:
+        if "error" in severities:
             mark, role = _MARKS["broken"]
         elif "warning" in severities:
             mark, role = _SIGNS["warning"]
         elif state == "broken":  # because of the cause; or nobody needs it
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
-        codes = "".join(_code(finding)[0] for finding in own)
+        codes = "".join(f"{_GAP}[{finding.code}]" for finding in own)
         dim = "dim" if mark == "–" else ""
         lead = (("  ", ""), (f"{mark} ", role), (f"{LAYERS[layer]:<{_WIDTH}}  ", dim))
         yield Prose(((text, dim), (codes, "dim")), lead=lead)
         for finding in found:
             if finding.code in muted:
                 title = "" if BY_CODE[finding.code].symptom else f": {printable(finding.title, None)}"
-                because = f"because of {muted[finding.code]}{title}"
-                yield Prose(((because, "dim"), _code(finding)), lead=((" " * (_WIDTH + 6), ""),))
+                because = f"because of {muted[finding.code]}{title}{_GAP}[{finding.code}]"
+                yield Prose(((because, "dim"),), lead=((" " * (_WIDTH + 6), ""),))
 
 
 def page(markdown: str) -> Iterator[Block]:
