@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules, torch_says
@@ -154,14 +153,12 @@ def _faulty_node(m: Case) -> Node | None:
 
 
 def _bad(m: Case, node: Node) -> bool:
-    return _missing(m, node) or (node.exists and (node.error not in ("", "EIO") or _wrong_device(m, node)))
-
-
-def _missing(m: Case, node: Node) -> bool:
-    """Whether a node does not exist and the driver's library cannot create it, as it does for root on a host."""
+    if node.exists:
+        return node.error not in ("", "EIO") or _wrong_device(m, node)
+    # the driver's library creates it for root on a host
     module = "nvidia_uvm" in m.kernel.modules or "nvidia-uvm" in m.nodes.majors
     makes = m.platform.root and not m.surroundings.container
-    return not node.exists and not (makes and (module or node.path != UVM))
+    return not (makes and (module or node.path != UVM))
 
 
 def _wrong_device(m: Case, node: Node) -> bool:
@@ -255,8 +252,6 @@ def faulty_node(m: Case) -> Found:
 # torch has its own parser for device_count(), which differs: it accepts no upper case in a UUID and no UUID
 # without dashes, does not truncate numbers to 32 bits, and treats a duplicate as an empty list even after the place
 # where the driver stops reading. Then is_available() is True and device_count() is 0.
-Why = Literal["", "empty", "negative", "not-a-number", "no-such-index", "twice", "no-such-uuid", "ambiguous", "mixed"]
-
 NO_DEVICE, INVALID_DEVICE = 100, 101
 _NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?)0*([0-9]*)(?<=[0-9])")
 _DIGITS = 20  # more than a 64-bit number has
@@ -273,7 +268,7 @@ class Visible(Frozen):
 
     indices: tuple[int, ...] = ()
     mig: tuple[int, ...] = ()
-    why: Why = ""
+    why: str = ""
     token: str = ""
     dropped: tuple[str, ...] = ()
     error: int = 0
@@ -302,9 +297,7 @@ def visible_devices(value: str, gpus: Sequence[str], mig: Sequence[str] = ()) ->
     uuids = [_hex(uuid[4:]) for uuid in (*gpus, *mig)]
     by_uuid = value.startswith(("GPU-", "MIG-"))
     taken: list[int] = []  # positions among the GPUs and, after them, the MIG devices
-    why: Why = ""
-    rest: list[str] = []
-    known = True
+    why, rest, known = "", [""], True
     for place, token in enumerate(tokens):
         found = _by_uuid(token, uuids) if by_uuid else _by_number(token, len(gpus))
         if isinstance(found, str):
@@ -320,14 +313,14 @@ def visible_devices(value: str, gpus: Sequence[str], mig: Sequence[str] = ()) ->
         indices=tuple(index for index in taken if index < len(gpus)),
         mig=tuple(index - len(gpus) for index in taken if index >= len(gpus)),
         why=why,
-        token=rest[0] if rest else "",
-        dropped=tuple(rest),
+        token=rest[0],
+        dropped=tuple(rest) if why else (),
         error=0 if taken or not known else NO_DEVICE,
         known=known,
     )
 
 
-def _by_number(token: str, count: int) -> int | Why:
+def _by_number(token: str, count: int) -> int | str:
     """The device, or what is wrong with the token."""
     digits = _NUMBER.match(token)
     if digits is None:
@@ -339,7 +332,7 @@ def _by_number(token: str, count: int) -> int | Why:
     return low if low < count else "no-such-index"
 
 
-def _by_uuid(token: str, uuids: Sequence[str]) -> int | Why:
+def _by_uuid(token: str, uuids: Sequence[str]) -> int | str:
     """The device, or what is wrong with the token."""
     if not token.startswith(("GPU-", "MIG-")):
         return "mixed"
@@ -367,7 +360,7 @@ _WHY = {
     "ambiguous": ("E04", "more than one UUID begins with {token}"),
     "mixed": ("E04", "{token} is of another kind than the first element: a list has either numbers or UUIDs"),
 }
-"""Why ``visible_devices`` stopped reading, and the rule that reports it."""
+"""Why ``visible_devices`` stopped reading, the rule that reports it, and how."""
 
 
 @rules("variables", "E03", "E01", "E02", "E04", "E13", "E07", likely=("E07",))

@@ -6,7 +6,7 @@ import re
 from posixpath import dirname
 
 from transload.diagnose import fixes, tables
-from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, rules, torch_says
+from transload.diagnose.case import Case, Found, Lines, Match, is_nvidia_library, rules, torch_says
 from transload.diagnose.tables import index_builds, numbers_of, releases
 from transload.findings import Severity
 from transload.machine import AMD, Extension, Resolved
@@ -273,10 +273,12 @@ def not_loadable(m: Case) -> Found:
             yield "L01", Match(evidence)
 
 
-@rules("torch-libraries", "L03", "L02")
-def wrong_cudnn(m: Case) -> Found:
-    """A convolution failed because of cuDNN; or torch was not run, and would load parts that are mixed or too old."""
-    parts = m.torch_libraries.split_cudnn
+@rules("torch-libraries", "L03", "L02", "L07", "L06", "L05")
+def mixed_libraries(m: Case) -> Found:
+    """CUDA libraries of two origins: an error only if torch fails because of them, or was not run and would."""
+    libraries, prefix, parts = m.torch_libraries, m.python.prefix, m.torch_libraries.split_cudnn
+    shadowed = [lib for lib in libraries.needed if lib.shadowed]
+    symbol, step = _SYMBOL.search(m.import_error), m.failed("matmul", "convolution")
     complaint = m.complaint(r"CUDNN_STATUS_SUBLIBRARY")
     if complaint or (parts and m.torch_not_run):
         evidence = (torch_says(complaint), *(f"from another release: {part}" for part in parts[:4]))
@@ -292,28 +294,18 @@ def wrong_cudnn(m: Case) -> Found:
 
     complaint = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
     incompatible = "incompatibility" in complaint
-    lib = next((lib for lib in m.torch_libraries.needed if lib.name.startswith("libcudnn.so")), None)
-    if lib is None:
-        if incompatible:
-            yield "L02", Match((torch_says(complaint),), fixes.unset(m, "LD_LIBRARY_PATH"))
-        return
-    lines = (_line(lib) if lib.path else "", f"torch's own is {lib.expected}" if lib.path and lib.shadowed else "")
-    if lib.shadowed and lib.via in _BEHIND:
-        return  # the wheel's own is gone, which is L05
-    if incompatible or (complaint and lib.shadowed):
+    lib = next((lib for lib in libraries.needed if lib.name.startswith("libcudnn.so")), None)
+    lines = (_line(lib), f"torch's own is {lib.expected}" if lib.shadowed else "") if lib and lib.path else ()
+    if lib is None and incompatible:
+        yield "L02", Match((torch_says(complaint),), fixes.unset(m, "LD_LIBRARY_PATH"))
+    elif lib is None or (lib.shadowed and lib.via in _BEHIND):
+        pass  # the wheel's own is gone, which is L05
+    elif incompatible or (complaint and lib.shadowed):
         yield "L02", Match((torch_says(complaint), *lines), _drop(m, lib))
     elif lib.shadowed:  # a note if it works
         found, wanted = numbers_of(lib.version)[:2], numbers_of(m.python.packages.get(lib.package, ""))[:2]
         too_old = m.torch_not_run and len(found) == 2 and found < wanted
         yield "L02", Match(lines, _drop(m, lib), severity="error" if too_old else "note", likely=too_old)
-
-
-@rules("torch-libraries", "L07", "L06", "L05")
-def mixed_libraries(m: Case) -> Found:
-    """CUDA libraries of two origins: an error only if torch fails because of them."""
-    libraries, prefix = m.torch_libraries, m.python.prefix
-    shadowed = [lib for lib in libraries.needed if lib.shadowed]
-    symbol, step = _SYMBOL.search(m.import_error), m.failed("matmul", "convolution")
 
     conda = m.python.environment in ("conda", "pixi") and prefix
     from_conda = [lib for lib in shadowed if conda and dirname(lib.path) == f"{prefix}/lib"]
@@ -325,8 +317,8 @@ def mixed_libraries(m: Case) -> Found:
         yield "L07", Match(evidence, severity="error" if broken else "note", likely=broken)
 
     if shared := [each for each in libraries.overlaps if ".so" in each or ".dll" in each]:
-        parts = (part.split() for each in shared for part in each.partition(": ")[2].split(","))
-        owners = sorted({words[0] for words in parts if words})
+        named = (part.split() for each in shared for part in each.partition(": ")[2].split(","))
+        owners = sorted({words[0] for words in named if words})
         error = step.error if step else m.import_error if symbol else ""
         fix = (*fixes.uninstall(m, *owners), *m.reinstall)
         yield "L06", Match((*shared[:4], torch_says(error)), fix, severity="error" if error else "warning")
@@ -334,9 +326,9 @@ def mixed_libraries(m: Case) -> Found:
     # the loader did not find the wheel's own file, which it looks for before the system's
     if lost := [lib for lib in shadowed if lib.via in _BEHIND and lib not in from_conda]:
         complaint = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_|undefined symbol|version .* not found")
-        lines = (line for lib in lost[:4] for line in (_line(lib), f"{lib.expected} does not exist"))
+        gone = (line for lib in lost[:4] for line in (_line(lib), f"{lib.expected} does not exist"))
         severity: Severity = "error" if complaint else "warning"
-        yield "L05", Match((torch_says(complaint), *lines), _install_libraries(m, lost), severity)
+        yield "L05", Match((torch_says(complaint), *gone), _install_libraries(m, lost), severity)
 
 
 def _preloaded(m: Case) -> tuple[str, Lines, bool, bool]:
@@ -413,15 +405,33 @@ _NO_KERNEL = r"no kernel image is available"
 _NO_CODE = rf"{_NO_KERNEL}|not compatible with the current PyTorch|which is of (?:compute|cuda) capability"
 
 
-@rules("fit", "V05", "V01", "V02", "V03", likely=("V05",))
-def driver_for_build(m: Case) -> Found:
-    """The driver against the CUDA version that torch was built with."""
-    wheel, driver, torch_cuda = m.built_with, m.driver_cuda, m.torch_cuda
+def _numbers(code: str) -> tuple[int, int]:
+    """The capability that an architecture is named after, for comparing."""
+    found = re.search(r"[0-9]{1,4}", code.partition("_")[2])
+    number = int(found[0]) if found else 0
+    return number // 10, number % 10
+
+
+@rules("fit", "V05", "V01", "V02", "V03", "A05", "A01", "A02", "R02", likely=("V05",))
+def driver_and_cards(m: Case) -> Found:
+    """The driver against the CUDA version that torch was built with, and the cards against its architectures."""
+    wheel, driver, torch_cuda, libraries = m.built_with, m.driver_cuda, m.torch_cuda, m.torch_libraries
     # under WSL it is the Windows driver
     system: tables.System = "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
     floor, shipped = tables.driver_floor(torch_cuda, system), tables.toolkit_driver(torch_cuda, system)
     complaint = m.complaint(_TOO_OLD.pattern)
     too_old = _TOO_OLD.search(complaint)
+
+    # the architectures torch has code for: proven by its binaries or its own list, or what the tables say
+    codes = tuple(libraries.cubins or ()) or libraries.architectures or m.torch_run.architectures
+    proven, local = bool(codes), m.torch_version.partition("+")[2]
+    if local and not proven:
+        build = tables.build_of(m.torch_version, fixes.wheel_platform(m), local)
+        codes = build.archs if build else ()
+    # the cards that it has no code for; but torch has code for its first card if it computes
+    known = wheel and codes and not m.torch.shadow
+    bad = [card for card in m.cards if known and not tables.covers(codes, card.capability, wheel)]
+    bad = [] if bad and m.torch_run.cuda_works and m.cards[0] in bad else bad
 
     if too_old and wheel and tables.driver_runs(int(too_old[1]), wheel) and not m.computes:  # it is new enough
         loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
@@ -444,66 +454,26 @@ def driver_for_build(m: Case) -> Found:
         )
         fix = fixes.install_wheel(m)
         # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
-        if floor and not fixes.wheel_choice(m).needs_driver and not _misfits(m):
+        if floor and not fixes.wheel_choice(m).needs_driver and not bad:
             update = fixes.install_driver(m, at_least=tables.branch_of(floor))
             fix = m.steps("V01", wheel=fix, floor=floor, update=update)
         yield "V01", Match(evidence, fix)
 
-    if (ptx_complaint := m.complaint(r"unsupported toolchain")) or _only_newer_ptx(m):
-        known = f"the driver supports CUDA up to {tables.cuda_text(driver)}, torch was built with {torch_cuda}"
-        evidence = (torch_says(ptx_complaint), known if driver and torch_cuda else "")
+    # or torch was not run, has only PTX for the cards, and the driver is older than the PTX
+    compiled = [code for code in codes if code.startswith("sm_")]
+    ptx, native = (any(tables.covers(some, card.capability, wheel) for card in m.cards) for some in (codes, compiled))
+    older = m.torch_not_run and wheel and proven and 0 < driver < wheel[0] * 1000 + wheel[1] * 10
+    if (toolchain := m.complaint(r"unsupported toolchain")) or (older and ptx and not native):
+        supports = f"the driver supports CUDA up to {tables.cuda_text(driver)}, torch was built with {torch_cuda}"
+        evidence = (torch_says(toolchain), supports if driver and torch_cuda else "")
         least = f" to {shipped} or newer" if shipped else ""
         fix = m.steps("V02", least=least, update=fixes.install_driver(m, at_least=tables.branch_of(shipped)))
-        yield "V02", Match(evidence, fix, likely=not ptx_complaint)
+        yield "V02", Match(evidence, fix, likely=not toolchain)
 
     if (lacks := m.complaint(r"API call is not supported in the installed CUDA driver")) and m.failed():
         yield "V03", Match((torch_says(lacks),), fixes.install_driver(m, at_least=tables.branch_of(shipped)))
 
-
-def _only_newer_ptx(m: Case) -> bool:
-    """Whether torch was not run, has only PTX for the cards, and the driver is older than the PTX."""
-    cuda, (codes, proven) = m.built_with, _codes(m)
-    if not (m.torch_not_run and cuda and proven and 0 < m.driver_cuda < cuda[0] * 1000 + cuda[1] * 10):
-        return False
-    kinds = (codes, [code for code in codes if code.startswith("sm_")])
-    runs, compiled = (any(tables.covers(some, card.capability, cuda) for card in m.cards) for some in kinds)
-    return runs and not compiled
-
-
-def _misfits(m: Case) -> tuple[Card, ...]:
-    """The cards that this torch has no code for, by its binaries or else the tables; none if unknown."""
-    cuda, (known, _) = m.built_with, _codes(m)
-    if not cuda or not known or m.torch.shadow:
-        return ()
-    bad = tuple(card for card in m.cards if not tables.covers(known, card.capability, cuda))
-    # torch computes on its first card, so it has code for that one, whatever the lists say
-    return () if m.torch_run.cuda_works and m.cards and m.cards[0] in bad else bad
-
-
-def _codes(m: Case) -> tuple[Lines, bool]:
-    """The architectures torch has code for, and whether that is proven: by its binaries or its own list.
-
-    Otherwise they are what the tables say about that build.
-    """
-    codes = tuple(m.torch_libraries.cubins or ()) or m.torch_libraries.architectures or m.torch_run.architectures
-    if codes:
-        return codes, True
-    local = m.torch_version.partition("+")[2]
-    build = tables.build_of(m.torch_version, fixes.wheel_platform(m), local) if local else None
-    return build.archs if build else (), False
-
-
-def _numbers(code: str) -> tuple[int, int]:
-    found = re.search(r"[0-9]{1,4}", code.partition("_")[2])
-    number = int(found[0]) if found else 0
-    return number // 10, number % 10
-
-
-@rules("fit", "A05", "A01", "A02", "R02")
-def no_code_for_card(m: Case) -> Found:
-    """Cards without code: an error, or a warning if torch works on another card."""
-    bad, (codes, proven) = _misfits(m), _codes(m)
-    if bad:
+    if bad:  # an error, or a warning if torch works on another card
         spared = m.torch_run.cuda_works or (len(bad) < len(m.cards) and not m.complaint(_NO_KERNEL))
         listed = " ".join(sorted(dict.fromkeys(codes), key=_numbers))
         source = "has code for" if proven else "should have code for"
@@ -515,14 +485,14 @@ def no_code_for_card(m: Case) -> Found:
         code = "A05" if jetson else "A01" if newer else "A02"
         yield code, Match(evidence, fix, severity="warning" if spared else "error", likely=not sure)
 
-    architectures = m.torch_libraries.architectures or m.torch_run.architectures
-    known = {code.partition(":")[0] for code in architectures if code.startswith("gfx")}
+    architectures = libraries.architectures or m.torch_run.architectures
+    amd = {code.partition(":")[0] for code in architectures if code.startswith("gfx")}
     chips = [other.detail for other in m.usable("rocm") if other.detail.startswith("gfx")]
     override = "HSA_OVERRIDE_GFX_VERSION"
-    if known and chips and not m.env(override) and not set(chips) & known and not m.torch_run.cuda_works:
+    if amd and chips and not m.env(override) and not set(chips) & amd and not m.torch_run.cuda_works:
         near = {"gfx103": "10.3.0", "gfx110": "11.0.0"}.get(chips[0][:6], "")
         fix = m.steps("R02 near", override=fixes.set_variable(m, override, near)) if near else m.steps("R02")
-        yield "R02", Match((f"the card is {chips[0]}", f"torch has code for {' '.join(sorted(known))}"), fix)
+        yield "R02", Match((f"the card is {chips[0]}", f"torch has code for {' '.join(sorted(amd))}"), fix)
 
 
 # -- other packages: torch works without them, so these are warnings
