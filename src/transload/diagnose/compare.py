@@ -192,27 +192,21 @@ def _facts(machines: Sequence[Machine], *, together: bool) -> Iterator[Fact]:
     known = ("torch-", "nvidia-nccl-")
     for name in sorted({name for m in machines for name in m.python.packages if not f"{name}-".startswith(known)}):
         yield Fact(f"package {name}", "note", partial(_package, name), _CODE, "", ("torch", "build of torch", "NCCL"))
-    why, clocks = "Its clock is wrong, or its report was taken at another time.", _clocks(machines)
-    yield Fact("clock", "matters" if together else "note", lambda m: clocks.get(m.taken, ""), why=why)
-
-
-def _clocks(machines: Sequence[Machine]) -> dict[str, str]:
-    """How far the time of each report is from the others, in words; empty unless only a few differ by minutes."""
+    # how far the time of each report is from the others, unless many differ
     times: dict[str, float] = {}
     for m in machines:
         with suppress(ValueError):  # a report of another release
             times[m.taken] = timegm(strptime(m.taken, "%Y-%m-%dT%H:%M:%SZ"))
-    known = [times[m.taken] for m in machines if m.taken in times]
-    middle = median(known) if known else 0.0
-    apart = sum(abs(time - middle) > _SAME_TIME for time in known)
-    if len(known) <= 2 or not 0 < apart <= max(1, len(known) // 10):
-        return {}
-    clocks = {}
-    for taken, time in times.items():
+    known_times = [times[m.taken] for m in machines if m.taken in times]
+    middle = median(known_times) if known_times else 0.0
+    apart = sum(abs(time - middle) > _SAME_TIME for time in known_times)
+    clocks: dict[str, str] = {}
+    for taken, time in times.items() if apart <= max(1, len(known_times) // 10) and len(known_times) > 2 else ():
         minutes = plural(round(abs(time - middle) / 60), "minute")
         late = f"{minutes} {'behind' if time < middle else 'ahead'}"
         clocks[taken] = late if abs(time - middle) > _SAME_TIME else "in step"
-    return clocks
+    why = "Its clock is wrong, or its report was taken at another time."
+    yield Fact("clock", "matters" if together else "note", lambda m: clocks.get(m.taken, ""), why=why)
 
 
 # -- the comparison

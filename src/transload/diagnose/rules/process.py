@@ -130,28 +130,6 @@ _STUB = 34
 _OURS = "/dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*"
 
 
-def _faulty_node(m: Case) -> Node | None:
-    """The faulty node that prevents the driver from starting, if it explains the error.
-
-    Seen on a live card: without /dev/nvidiactl or the card's node cuInit returns 100, without /dev/nvidia-uvm 999.
-    """
-    if not m.broken or m.code <= 0 or m.code == _STUB or not m.nodes.found or m.no_gpu or m.withheld:
-        return None
-    if m.surroundings.wsl:
-        dxg = m.nodes.at("/dev/dxg")
-        return dxg if dxg.exists and _bad(m, dxg) else None
-    if m.hardware.tegra:
-        tegra = (node for node in m.nodes.found if node.path == "/dev/nvmap" or node.path.startswith("/dev/nvhost"))
-        return next((node for node in tegra if node.error in ("EACCES", "EPERM")), None)
-    if m.kernel.loaded is False or (m.nodes_absent and m.surroundings.container):
-        return None
-    control, cards = m.nodes.at(CONTROL), m.card_nodes or (m.nodes.at("/dev/nvidia0"),)
-    if _bad(m, control):
-        return control
-    needed = {999: (m.nodes.at(UVM),), 100: cards}.get(m.code, ())
-    return needed[0] if needed and all(_bad(m, node) for node in needed) else None
-
-
 def _bad(m: Case, node: Node) -> bool:
     if node.exists:
         return node.error not in ("", "EIO") or _wrong_device(m, node)
@@ -183,10 +161,23 @@ def faulty_node(m: Case) -> Found:
         fix = m.steps("R01 container" if container else "R01 absent" if kfd == "ENOENT" else "R01")
         yield "R01", Match((f"/dev/kfd: {kfd}", torch_says(m.complaint("HIP"))), fix)
 
-    node = _faulty_node(m)
-    if node is None:
+    if not m.broken or m.code <= 0 or m.code == _STUB or not m.nodes.found or m.no_gpu or m.withheld:
         return
-    uvm = node.path == UVM
+    # seen on a live card: without /dev/nvidiactl or the card's node cuInit returns 100, without /dev/nvidia-uvm 999
+    control, cards = m.nodes.at(CONTROL), m.card_nodes or (m.nodes.at("/dev/nvidia0"),)
+    needed: tuple[Node, ...] = {999: (m.nodes.at(UVM),), 100: cards}.get(m.code, ())
+    if m.surroundings.wsl:
+        needed = tuple(node for node in m.nodes.found if node.path == "/dev/dxg" and node.exists)
+    elif m.hardware.tegra:
+        tegra = (node for node in m.nodes.found if node.path.startswith(("/dev/nvmap", "/dev/nvhost")))
+        needed = tuple(node for node in tegra if node.error in ("EACCES", "EPERM"))
+    elif m.kernel.loaded is False or (m.nodes_absent and container):
+        return
+    elif _bad(m, control):
+        needed = (control,)
+    if not needed or not all(_bad(m, node) for node in needed):
+        return
+    node, uvm = needed[0], needed[0].path == UVM
     line = f"{node.path} does not exist"
     if node.exists:
         owner = f"owner {node.uid}, group {node.group or node.gid}"
