@@ -200,6 +200,8 @@ class Case(Machine):
         # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
         meant = first is None or not first.cpu_only or self.torch.shadow
         self.no_gpu_severity: Severity = "error" if meant else "note"
+        # Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does.
+        self.needs_driver = bool(hardware.gpus) and self.broken and not self.surroundings.wsl
         # Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but none in a count.
         counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
         lists = any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))

@@ -18,29 +18,25 @@ _LOST = (15, 16)  # GPU_IS_LOST, RESET_REQUIRED
 _ECC = 214
 
 
-def _bus(m: Case) -> str:
-    """What is on the PCI bus, in one line."""
-    pci = m.hardware.pci
-    if isinstance(pci, Unknown):
-        return f"the PCI bus could not be read: {pci.reason}"
-    shown = [f"{each.address} {_VENDORS.get(each.vendor, f'{each.vendor:04x}')}" for each in pci if each.display]
-    return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
-
-
 @rules("hardware", "N01", "H06", "H02", "H05", "H04", "H03", "H01")
 def card(m: Case) -> Found:
     """A card that this container, VM or job does not have, that is switched off, lost, broken, or does not start."""
     notebook, prime, first, nvml = m.surroundings.notebook, m.platform.prime, m.torch.first, m.driver.nvml
+    pci = m.hardware.pci
+    shown = [f"{each.address} {_VENDORS.get(each.vendor, f'{each.vendor:04x}')}" for each in pci or () if each.display]
+    bus = f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
+    if isinstance(pci, Unknown):
+        bus = f"the PCI bus could not be read: {pci.reason}"
     without_card = notebook in ("colab", "kaggle") and m.no_gpu
     if without_card:
-        yield "N01", Match((f"this is {notebook.title()}", _bus(m)), m.steps(f"N01 {notebook}"), severity="note")
+        yield "N01", Match((f"this is {notebook.title()}", bus), m.steps(f"N01 {notebook}"), severity="note")
 
     # prime-select chose another card, and no NVIDIA driver is loaded although it is installed
     built = m.platform.kernel in (m.kernel.built_for or ())
     off = prime in ("intel", "amd", "off") and m.kernel.loaded is False and (built or m.no_gpu) and not m.works
     if off:
         severity: Severity = "note" if first is None or first.cpu_only else "error"
-        yield "H06", Match((f"prime-select is set to {prime}", _bus(m)), severity=severity)
+        yield "H06", Match((f"prime-select is set to {prime}", bus), severity=severity)
 
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in nvml.gpus if gpu.code in _LOST)
@@ -83,24 +79,17 @@ def card(m: Case) -> Found:
     if m.surroundings.wsl or m.platform.system == "Darwin" or m.works or without_card or off:
         return
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
-    if isinstance(m.hardware.pci, Unknown) and not present and m.code in (-1, 100):
-        yield "H01", Match((_bus(m), m.answer), m.steps("H01 unknown"), "note")
+    if isinstance(pci, Unknown) and not present and m.code in (-1, 100):
+        yield "H01", Match((bus, m.answer), m.steps("H01 unknown"), "note")
     elif m.no_gpu:
-        yield "H01", Match((_bus(m),), severity="note")
+        yield "H01", Match((bus,), severity="note")
 
 
-# -- a kernel driver that does not support the card: first, since it explains why none is loaded
+# -- the kernel driver: first one that does not support the card, since that explains why none is loaded
 
 _NOUVEAU = ("nouveau", "nova_core", "nova-core", "nova", "nova_drm")
 _BLACKLIST = "/etc/modprobe.d/blacklist-nouveau.conf"
 _REJECTED = r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
-
-
-def _needs_driver(m: Case) -> bool:
-    """Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does."""
-    return bool(m.hardware.gpus) and m.broken and not m.surroundings.wsl
-
-
 _NO_GSP = r"not supported by open nvidia\.ko because it does not include the required GPU System Pro"
 _NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
 
@@ -108,7 +97,7 @@ _NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
 @rules("kernel", "K06", "K07", "K08", "K09", "K12")
 def unsupported(m: Case) -> Found:
     """A driver of the wrong branch or flavour for a card, or without the card's firmware."""
-    kernel, lib, needs_driver = m.kernel, m.libcuda, _needs_driver(m)
+    kernel, lib = m.kernel, m.libcuda
     # of the loaded module, else of the driver's libraries
     installed = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
     found = re.match(r"[0-9]{3}(?![0-9])", kernel.version) or re.match(r"[0-9]{3}(?![0-9])", installed)
@@ -121,7 +110,7 @@ def unsupported(m: Case) -> Found:
             words = f"{gpu.address} is 10de:{gpu.device:04x}, {which} of the {chip.generation} generation"
             cards.append((words, chip, tables.generation(chip.generation)))
     for card, chip, known in cards:
-        if known.last_branch and branch > known.last_branch and (m.works or needs_driver):
+        if known.last_branch and branch > known.last_branch and (m.works or m.needs_driver):
             said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
             last = f"the last driver branch for {chip.generation} is {known.last_branch}"
             evidence = (card, f"{last}, and branch {branch} is installed", said)
@@ -132,7 +121,7 @@ def unsupported(m: Case) -> Found:
             severity: Severity = "note" if m.works else "error"
             yield "K06", Match(evidence, fix, severity, likely=chip.inferred and not said)
             break
-    if not needs_driver:
+    if not m.needs_driver:
         return
 
     # the open module and a card older than Turing; the proprietary one and a card of Blackwell or later
@@ -169,15 +158,12 @@ def unsupported(m: Case) -> Found:
         yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
 
 
-# -- a kernel driver that is not installed, or not loaded
-
-
 @rules("kernel", "K04", "K05", "K02", "K03", "K01")
 def not_loaded(m: Case) -> Found:
     """NVIDIA's module is not loaded, or other drivers have the cards: nouveau or nova, or vfio-pci all of them."""
     drivers, built, running = {card.driver for card in m.hardware.gpus}, m.kernel.built_for, m.platform.kernel
     held, here = drivers.intersection(_NOUVEAU), running in (built or ())
-    if not _needs_driver(m):
+    if not m.needs_driver:
         return
     if held and "nvidia" not in drivers:
         installed = here and not m.surroundings.container
@@ -195,7 +181,8 @@ def not_loaded(m: Case) -> Found:
     rejected = bool(m.kernel.secure_boot and (here or said))
     if others:  # reboot into the kernel that has the module, or build it for the running one
         which = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(others[:3])}"
-        newer = [version for version in others if _kernel_numbers(version) > _kernel_numbers(running)]
+        numbers = {each: re.findall(r"[0-9]{1,9}", each.partition("+")[0]) for each in (running, *others)}
+        newer = [each for each in others if [*map(int, numbers[each])] > [*map(int, numbers[running])]]
         build = "akmods --force" if m.platform.distribution == "fedora" else "dkms autoinstall"
         ubuntu = "ubuntu" in (m.platform.distribution, *m.platform.distribution_like)
         fix = m.steps("K02", build=build, ubuntu=ubuntu, kernel=others[0])
@@ -217,17 +204,9 @@ def not_loaded(m: Case) -> Found:
         yield "K01", Match((*evidence, unclear or there), fix)
 
 
-def _kernel_numbers(kernel: str) -> tuple[int, ...]:
-    """The numbers of a kernel release, for comparing: ``6.8.0-45-generic`` is before ``6.12.4``."""
-    return tuple(int(number) for number in re.findall(r"[0-9]{1,9}", kernel.partition("+")[0]))
-
-
-# -- a kernel driver that is loaded, but does not work
-
-
 @rules("kernel", "K10", "K11", "W01", likely=("K11", "W01"))
 def not_working(m: Case) -> Found:
-    """NVML works and the CUDA driver does not; or, on Windows, the driver's library is not found."""
+    """The kernel driver is loaded, and only CUDA does not work; or, on Windows, the driver's library is not found."""
     kernel, first, times = m.kernel, m.torch.first, m.platform.suspends
     only_cuda = m.broken and m.nvml_works
     # the open module with HMM, and KASLR not known to be off
@@ -286,12 +265,9 @@ def _search(m: Case, folder: str, file: str) -> Lines:
     return (write, fixes.sudo(m, "ldconfig"), "Or, for this shell only:", *shell)
 
 
-# -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are visible
-
-
 @rules("libraries", "U11", "U09", "U08")
 def under_wsl(m: Case) -> Found:
-    """Why a process under WSL cannot use the Windows driver. Whether Windows has a card is unknown."""
+    """Why a process under WSL cannot use the Windows driver, of which it sees only libraries. The card is unknown."""
     lib, found, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
     own = next((each for each in found if each.kind == "wsl"), None)
     if wsl == 1 and not m.works:
@@ -320,9 +296,6 @@ def under_wsl(m: Case) -> Found:
         elif not m.hardware.dxg or m.code == 100:
             node = f"/dev/dxg {'exists' if m.hardware.dxg else 'does not exist'}"
             yield "U08", Match((node, m.answer), m.steps("U08", perhaps=False), likely=m.hardware.dxg)
-
-
-# -- the wrong libcuda.so.1
 
 
 @rules("libraries", "U04", "U02", "U03", "U01", "U13")
@@ -387,9 +360,6 @@ def wrong_library(m: Case) -> Found:
     elif lib and freed and lib.via == "LD_LIBRARY_PATH" and not (stub or compat):
         title = "= another libcuda.so.1 is loaded instead of the driver's"
         yield "U13", Match((line, m.answer, m.works_without_line), (title, *drop))
-
-
-# -- no libcuda.so.1
 
 
 @rules("libraries", "U05", "U06", "U07")
@@ -546,9 +516,6 @@ def mig_unreachable(m: Case) -> Found:
     elif closed and _all_mig(m):
         nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])
         yield "M03", Match((*nodes, m.answer))
-
-
-# -- the start itself
 
 
 @rules("driver", "U10", "X04", "X02", "U12", likely=("U10",))

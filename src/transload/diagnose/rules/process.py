@@ -300,15 +300,10 @@ def visible_devices(value: str, gpus: Sequence[str], mig: Sequence[str] = ()) ->
         if found in taken:
             return Visible(why="twice", token=token, dropped=tuple(tokens), error=INVALID_DEVICE)
         taken.append(found)
-    return Visible(
-        indices=tuple(index for index in taken if index < len(gpus)),
-        mig=tuple(index - len(gpus) for index in taken if index >= len(gpus)),
-        why=why,
-        token=rest[0],
-        dropped=tuple(rest) if why else (),
-        error=0 if taken or not known else NO_DEVICE,
-        known=known,
-    )
+    indices = tuple(index for index in taken if index < len(gpus))
+    slices = tuple(index - len(gpus) for index in taken if index >= len(gpus))
+    error = 0 if taken or not known else NO_DEVICE
+    return Visible(indices, slices, why, token=rest[0], dropped=tuple(rest) if why else (), error=error, known=known)
 
 
 def _by_number(token: str, count: int) -> int | str:

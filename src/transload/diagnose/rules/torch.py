@@ -111,9 +111,6 @@ def which_torch(m: Case) -> Found:
         yield "W02", Match((f"the processor is {m.platform.machine}",))
 
 
-# -- the build
-
-
 @rules("build", "J01", "T02", "T03", "T05", "T04", "T01", likely=("T05", "T04"))
 def cpu_build(m: Case) -> Found:
     """A torch without CUDA on a machine whose NVIDIA card another build could use, and how it got there."""

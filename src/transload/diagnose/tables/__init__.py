@@ -185,9 +185,7 @@ def is_data_centre(name: str) -> bool:
     """Whether the name of a card, from NVML or ``/proc/driver/nvidia/gpus``, is that of a data-center product."""
     names = table("chips")["data_centre_names"]
     words = re.split(r"[\s/-]+", name.strip().removeprefix("NVIDIA").strip())
-    if words[0] in names["first_words"] or words[0] in names["models"]:
-        return True
-    return any(name.strip().endswith(ending) for ending in names["endings"])
+    return words[0] in (*names["first_words"], *names["models"]) or name.strip().endswith(tuple(names["endings"]))
 
 
 def is_listed(device_id: int, among: Literal["nvswitches", "intel_cards", "intel_processors"]) -> bool:
