@@ -103,7 +103,6 @@ def run_doctor(arguments: Namespace) -> int:
 
 
 def _explain(word: str, colour: str) -> None:
-    """Show the page of one cause."""
     from transload.diagnose.report import page as page_blocks
     from transload.diagnose.rules import BY_CODE
     from transload.diagnose.tables import page

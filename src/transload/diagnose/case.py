@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 from transload.diagnose import fixes
@@ -192,6 +191,19 @@ class Case(Machine):
         in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in libraries.cuda or ())
         self.has_nvidia = bool(hardware.gpus or hardware.tegra or in_wsl or cuda.works or self.nvml_works)
         self.nvidia = True if self.has_nvidia else False if self.no_gpu else None
+        # The cards on the bus, a line each; those of this process, or if the driver does not work, all that are listed.
+        lines, on_bus = [], []
+        for card in hardware.gpus:
+            chip = chip_of(card.device)
+            name = f" ({chip.code}, {chip.generation})" if chip else ""
+            driver = f", bound to {card.driver}" if card.driver else ", not bound to a driver"
+            asleep = f", in power state {card.power}" if card.power not in ("", "D0", "unknown") else ""
+            lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{name}{driver}{asleep}")
+            if chip and chip.capability and card.driver != "vfio-pci":
+                on_bus.append(Card(f"the card at {card.address}{name}", chip.capability, not chip.inferred))
+        gpus = cuda.gpus if cuda.works else nvml.gpus
+        listed = [Card(gpu.name or "the GPU", gpu.capability) for gpu in gpus if len(gpu.capability) == 2]
+        self.card_lines, self.cards = tuple(lines), tuple(listed or on_bus)
         # The cards on the bus that NVML does not list as usable. It writes eight digits of the PCI domain, sysfs four.
         seen = {gpu.address[-12:].lower() for gpu in nvml.gpus if gpu.code == 0 and gpu.address}
         all_seen = not seen and self.nvml_works and nvml.count >= len(hardware.gpus)
@@ -251,8 +263,6 @@ class Case(Machine):
         """The accelerators of a kind whose driver works."""
         return [other for other in self.accelerators if other.kind == kind and other.usable]
 
-    # -- rules
-
     def found(self, check: Check) -> dict[str, Match]:
         """What a check finds in this case, which is computed once."""
         if check not in self._found:
@@ -263,29 +273,15 @@ class Case(Machine):
         """Whether any of these rules matches."""
         return any(code in self.found(check) for code in codes if (check := BY_CODE[code].check))
 
-    @cached_property
+    @property
     def withheld(self) -> bool:
         """Whether a container, pod, job or VM host gives this process no GPU, and its torch is built without CUDA."""
         return self.no_gpu_severity == "note" and self.matches("C09", "C05", "C04", "C08", "C01", "K05")
 
-    @cached_property
+    @property
     def driver_misfit(self) -> bool:
         """Whether the driver does not start because it does not support the card, or lacks its firmware."""
         return self.matches("K06", "K07", "K08", "K09", "K12")
-
-    # -- in words
-
-    @property
-    def card_lines(self) -> Lines:
-        """The cards on the bus, a line each."""
-        lines = []
-        for card in self.hardware.gpus:
-            chip = chip_of(card.device)
-            name = f" ({chip.code}, {chip.generation})" if chip else ""
-            driver = f", bound to {card.driver}" if card.driver else ", not bound to a driver"
-            asleep = f", in power state {card.power}" if card.power not in ("", "D0", "unknown") else ""
-            lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{name}{driver}{asleep}")
-        return tuple(lines)
 
     def logged(self, pattern: str) -> str:
         """A line that quotes the first match in the kernel log, whose messages may span several lines."""
@@ -301,21 +297,6 @@ class Case(Machine):
                 if re.search(pattern, line):
                     return line.strip()[:_SHOWN]
         return ""
-
-    # -- the cards, the steps of torch, and the usual fix
-
-    @cached_property
-    def cards(self) -> tuple[Card, ...]:
-        """The cards of this process; if the driver does not work, all cards that NVML or the PCI bus lists."""
-        driver = self.driver
-        gpus = driver.cuda.gpus if driver.cuda.works else driver.nvml.gpus
-        known = tuple(Card(gpu.name or "the GPU", gpu.capability) for gpu in gpus if len(gpu.capability) == 2)
-        chips = ((gpu, chip_of(gpu.device)) for gpu in self.hardware.gpus if gpu.driver != "vfio-pci")
-        return known or tuple(
-            Card(f"the card at {gpu.address} ({chip.code}, {chip.generation})", chip.capability, not chip.inferred)
-            for gpu, chip in chips
-            if chip and chip.capability
-        )
 
     def failed(self, *names: str) -> Step | None:
         """The first step of the torch child that failed, among these or all of them."""

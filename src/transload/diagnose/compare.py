@@ -41,12 +41,8 @@ class Fact(NamedTuple):
     read: Callable[[Machine], str]  # Its value; empty if it is unknown.
     layers: str = ""  # Layers of the doctor in which a difference may cause a fault.
     why: str = ""
-    implied_by: tuple[str, ...] = ()
-    """Facts that this one follows from: if they differ on the same machines, only they are shown."""
+    implied_by: tuple[str, ...] = ()  # If these facts differ on the same machines, only they are shown.
     same_cards: bool = False  # Compare it only between machines with the same GPUs.
-
-
-# -- how facts are read
 
 
 def _torch(m: Machine) -> str:
@@ -59,7 +55,6 @@ def _torch(m: Machine) -> str:
 
 
 def _build(m: Machine) -> str:
-    """What torch is built for."""
     run, first = m.torch_run, m.torch.first
     if m.torch.shadow or not (run.version or (first and first.known)):
         return ""
@@ -447,8 +442,7 @@ def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
-_NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,15})(?!\d)(\D*(?:\..*)?)")
-"""A name with the number of its machine: the last number before a domain."""
+_NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,15})(?!\d)(\D*(?:\..*)?)")  # the last number before a domain
 
 
 def folded(names: Sequence[str]) -> str:

@@ -181,7 +181,6 @@ def drop_library(machine: Machine, path: str, via: str) -> Lines:
 
 
 def _make_permanent(machine: Machine, names: Lines) -> Lines:
-    """Where to change variables permanently."""
     lines = tuple(
         f"To make it permanent, change {name} where it is set: {', '.join(machine.variables.origins[name])}"
         for name in names

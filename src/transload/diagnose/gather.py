@@ -23,10 +23,8 @@ from transload.diagnose.host import Host
 from transload.diagnose.probes.python import question
 from transload.errors import TransloadError, UsageError
 
-PATIENCE = 120.0
-"""Seconds for everything, unless the user says otherwise: twice what torch may take."""
-GRACE = 10.0
-"""Seconds after that to send the exit code of rank 0 to the others: half for the folder, half for the store."""
+PATIENCE = 120.0  # seconds for everything, unless the user says otherwise: twice what torch may take
+GRACE = 10.0  # seconds after that to send the exit code of rank 0 to the others: half by the folder, half by the store
 _POLL = 0.1
 _SILENCE = 10.0  # seconds after which rank 0 says which ranks it is waiting for
 _CONNECT = 15.0  # seconds after which a rank that has not reached the store also uses the folder

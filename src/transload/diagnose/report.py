@@ -235,9 +235,7 @@ _SELDOM = frozenset({"CUDA_HOME", "CUDA_PATH", "PYTHONPATH"})  # set on many mac
 _VALUE = 60
 _ERROR = 200
 
-
-Seen = tuple[State, str]
-"""The state of a layer, and a line about it. ``idle``: not reached, or not needed."""
+Seen = tuple[State, str]  # The state of a layer, and a line about it. ``idle``: not reached, or not needed.
 
 
 def chain(machine: Machine) -> dict[str, Seen]:
@@ -428,7 +426,6 @@ def _devices(machine: Machine) -> str:
 
 
 def _torch_words(install: TorchInstall) -> str:
-    """``torch 2.13.0``."""
     return f"torch {printable(install.version or install.dist_version or 'of unknown version')}"
 
 

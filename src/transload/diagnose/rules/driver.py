@@ -380,13 +380,12 @@ def not_found(m: Case) -> Found:
         yield "U06", Match((missing, "CUDA works"), fix, "note")
     if not m.no_libcuda or not m.broken or m.no_gpu or m.surroundings.wsl or m.withheld:
         return
-    for lib in m.driver.libraries.cuda or ():
-        if lib.via == "disk" and lib.kind == "driver" and not lib.problem:
-            there = f"{lib.path} exists, but the loader does not search {dirname(lib.path)}"
-            # a torch of NixOS or conda may have that directory in its own RUNPATH
-            yield "U05", Match((there, m.answer), _search(m, dirname(lib.path), "nvidia.conf"), likely=m.torch_not_run)
-            return
-    if m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
+    on_disk = (lib for lib in m.driver.libraries.cuda or () if lib.via == "disk" and lib.kind == "driver")
+    if lib := next((lib for lib in on_disk if not lib.problem), None):
+        there = f"{lib.path} exists, but the loader does not search {dirname(lib.path)}"
+        # a torch of NixOS or conda may have that directory in its own RUNPATH
+        yield "U05", Match((there, m.answer), _search(m, dirname(lib.path), "nvidia.conf"), likely=m.torch_not_run)
+    elif m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
         title = "" if m.driver.libraries.nvml else "= the driver's libraries are not installed"
         loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
         yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), (title, *_packages(m)))
