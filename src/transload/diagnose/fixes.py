@@ -95,13 +95,11 @@ def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> 
     return f"$ {write} | {sudo(machine, f'tee {file}', host=host).removeprefix('$ ')}"
 
 
-_MODULES = {"nvidia": "nvidia_drm nvidia_modeset nvidia_uvm nvidia"}  # a module's users must be unloaded before it
-
-
 def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
     """Unload a kernel module of the driver and load it again, on the host."""
     loaded = machine.kernel.modules
-    first = [name for name in _MODULES.get(module, module).split() if name in (*loaded, module) or not loaded]
+    users = ("nvidia_drm", "nvidia_modeset", "nvidia_uvm") if module == "nvidia" else ()  # they must be unloaded before
+    first = [name for name in (*users, module) if name in (*loaded, module) or not loaded]
     commands: Lines = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
     if module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons:
         commands = ("systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced")
@@ -181,22 +179,16 @@ def drop_library(machine: Machine, path: str, via: str) -> Lines:
 
 
 def _make_permanent(machine: Machine, names: Lines) -> Lines:
-    lines = tuple(
-        f"To make it permanent, change {name} where it is set: {', '.join(machine.variables.origins[name])}"
-        for name in names
-        if machine.variables.origins.get(name)
-    )
+    around, then = machine.surroundings, "To make it permanent,"
+    places = ((name, machine.variables.origins.get(name)) for name in names)
+    lines = tuple(f"{then} change {name} where it is set: {', '.join(where)}" for name, where in places if where)
     if lines or not any(name in machine.variables.values for name in names):
         return lines
-    around = machine.surroundings
     if around.service:
-        return (f"To make it permanent, remove it from the unit: systemctl edit {around.service}",)
+        return (f"{then} remove it from the unit: systemctl edit {around.service}",)
     if around.container:
-        return ("To make it permanent, remove it from the image's ENV, the compose file or the run command's -e.",)
-    return ("To make it permanent, remove it where it is set: the shell's startup files, the IDE, the launch script.",)
-
-
-# -- how to start a container or a job with a GPU
+        return (f"{then} remove it from the image's ENV, the compose file or the run command's -e.",)
+    return (f"{then} remove it where it is set: the shell's startup files, the IDE, the launch script.",)
 
 
 def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
@@ -224,11 +216,10 @@ def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool
     chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
     cards = [(tables.generation(chip.generation), tables.branches(chip.capability)[0]) for chip in chips if chip]
     newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch), default=(None, 0))
-    kept: set[tables.Generation] = set()
-    dropped: set[tables.Generation] = set()
-    for card, _ in cards:
-        apart = newest and {card.open_module, newest.open_module} == {"impossible", "required"}
-        (dropped if apart or 0 < card.last_branch < first else kept).add(card)
+    apart = {"impossible", "required"}
+    dropped = {card for card, _ in cards if 0 < card.last_branch < first}
+    dropped |= {card for card, _ in cards if newest and {card.open_module, newest.open_module} == apart}
+    kept = {card for card, _ in cards} - dropped
     branch = exactly or min((card.last_branch for card in kept if card.last_branch), default=0)
     flavours = {card.open_module for card in kept}
     # the loaded module shows the flavour that an unknown card needs
