@@ -46,12 +46,10 @@ class Fact(NamedTuple):
 
 
 def _torch(m: Machine) -> str:
-    first = m.torch.first
-    if m.torch.shadow:
-        return "hidden by another file"
-    if m.torch.installs == () and not m.python.problem:
-        return m.torch_run.version.partition("+")[0] or "not installed"
-    return (m.torch_run.version or (first.version or first.dist_version if first else "")).partition("+")[0]
+    first, absent = m.torch.first, m.torch.installs == () and not m.python.problem
+    version = m.torch_run.version or (first.version or first.dist_version if first else "")
+    shown = version.partition("+")[0] or ("not installed" if absent else "")
+    return "hidden by another file" if m.torch.shadow else shown
 
 
 def _build(m: Machine) -> str:

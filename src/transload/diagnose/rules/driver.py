@@ -91,7 +91,6 @@ _NOUVEAU = ("nouveau", "nova_core", "nova-core", "nova", "nova_drm")
 _BLACKLIST = "/etc/modprobe.d/blacklist-nouveau.conf"
 _REJECTED = r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
 _NO_GSP = r"not supported by open nvidia\.ko because it does not include the required GPU System Pro"
-_NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
 
 
 @rules("kernel", "K06", "K07", "K08", "K09", "K12")
@@ -127,7 +126,7 @@ def unsupported(m: Case) -> Found:
     # the open module and a card older than Turing; the proprietary one and a card of Blackwell or later
     for code, flavour, open_module, message in (
         ("K07", "open", "impossible", _NO_GSP),
-        ("K08", "proprietary", "required", _NEEDS_OPEN),
+        ("K08", "proprietary", "required", r"requires use of the NVIDIA open kernel modules"),
     ):
         said = m.logged(message)
         wrong = [(card, chip) for card, chip, known in cards if known.open_module == open_module]
@@ -181,8 +180,8 @@ def not_loaded(m: Case) -> Found:
     rejected = bool(m.kernel.secure_boot and (here or said))
     if others:  # reboot into the kernel that has the module, or build it for the running one
         which = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(others[:3])}"
-        numbers = {each: re.findall(r"[0-9]{1,9}", each.partition("+")[0]) for each in (running, *others)}
-        newer = [each for each in others if [*map(int, numbers[each])] > [*map(int, numbers[running])]]
+        order = {each: [*map(int, re.findall(r"[0-9]{1,9}", each.partition("+")[0]))] for each in (running, *others)}
+        newer = [each for each in others if order[each] > order[running]]  # 6.12.4 is after 6.8.0-45-generic
         build = "akmods --force" if m.platform.distribution == "fedora" else "dkms autoinstall"
         ubuntu = "ubuntu" in (m.platform.distribution, *m.platform.distribution_like)
         fix = m.steps("K02", build=build, ubuntu=ubuntu, kernel=others[0])
