@@ -63,7 +63,18 @@ def run_doctor(arguments: Namespace) -> int:
             what = f"{option} cannot be combined with {combined}: it {why}"
             raise UsageError(what, fix="See transload doctor --help.")
     if arguments.explain is not None:
-        _explain(arguments.explain, arguments.color)
+        from transload.diagnose.report import page as page_blocks
+        from transload.diagnose.rules import BY_CODE
+        from transload.diagnose.tables import page
+
+        code, codes = arguments.explain.strip().upper(), sorted(BY_CODE)
+        if code not in codes:
+            from difflib import get_close_matches
+
+            near = get_close_matches(code, codes, 3) or [each for each in codes if each[0] == code[:1]][:3]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"they run from {codes[0]} to {codes[-1]}"
+            raise UsageError(f"there is no cause {arguments.explain!r}; {hint}")
+        show(page_blocks(page(code)), arguments.color)
         return 0
     if arguments.compare is not None:
         return _compare(arguments)
@@ -100,22 +111,6 @@ def run_doctor(arguments: Namespace) -> int:
         print_error(UsageError("CUDA is required but not usable here"))
         return 1
     return int(not diagnosis.ok)
-
-
-def _explain(word: str, colour: str) -> None:
-    from transload.diagnose.report import page as page_blocks
-    from transload.diagnose.rules import BY_CODE
-    from transload.diagnose.tables import page
-
-    code = word.strip().upper()
-    if code not in BY_CODE:
-        from difflib import get_close_matches
-
-        codes = sorted(BY_CODE)
-        near = get_close_matches(code, codes, 3) or [each for each in codes if each[0] == code[:1]][:3]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"they run from {codes[0]} to {codes[-1]}"
-        raise UsageError(f"there is no cause {word!r}; {hint}")
-    show(page_blocks(page(code)), colour)
 
 
 def _interpreter(given: str) -> str:
