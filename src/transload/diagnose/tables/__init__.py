@@ -356,15 +356,11 @@ class Build(NamedTuple):
 
     def supports_card(self, capability: Capability) -> bool:
         """Whether the build has code for a card, and a cuDNN that still runs on it."""
-        return covers(self.archs, capability, numbers_of(self.cuda)) and capability >= _cudnn_floor(self.cudnn)
-
-
-@cache
-def _cudnn_floor(cudnn: str) -> Capability:
-    """The lowest capability that a cuDNN still supports."""
-    floors = table("torch_builds")["cudnn_floors"] if cudnn else ()
-    reached = (row["capability"] for row in floors if numbers_of(cudnn) >= numbers_of(row["cudnn"]))
-    return max(map(numbers_of, reached), default=())
+        if not covers(self.archs, capability, numbers_of(self.cuda)):
+            return False
+        floors, cudnn = table("torch_builds")["cudnn_floors"], numbers_of(self.cudnn)
+        reached = (numbers_of(row["capability"]) for row in floors if cudnn >= numbers_of(row["cudnn"]))
+        return all(capability >= floor for floor in reached)
 
 
 @cache
