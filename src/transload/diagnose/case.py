@@ -81,7 +81,7 @@ class Rule(NamedTuple):
             return None
         steps = case.steps(self.code) if match.fix is None else match.fix
         evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, steps))
-        own = next((line.removeprefix("= ") for line in fix if line.startswith("= ")), title(self.code))
+        own = next((line.removeprefix("= ") for line in fix if line.startswith("= ")), "") or title(self.code)
         likely = "probably: " if self.likely or match.likely else ""
         fix = tuple(line for line in fix if not line.startswith("= "))
         return Finding(self.code, match.severity, f"{likely}{own}", evidence, fix)
