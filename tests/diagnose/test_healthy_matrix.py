@@ -62,7 +62,7 @@ def floor(build: Build, capability: tuple[int, ...]) -> str:
     return least if numbers_of(least)[0] >= first else f"{first}.10"
 
 
-def machine_with(build: Build, capability: tuple[int, ...], driver: str) -> Machine:
+def machine_with(build: Build, platform: str, capability: tuple[int, ...], driver: str) -> Machine:
     name = f"a card of {capability}"
     branch = int(driver.partition(".")[0])
     told = next((row["cuda"] for row in table("drivers")["branches"] if row["branch"] == branch), build.cuda)
@@ -75,7 +75,7 @@ def machine_with(build: Build, capability: tuple[int, ...], driver: str) -> Mach
     return no_torch_run(
         changed(
             healthy(),
-            platform__machine=PLATFORMS[build.platform],
+            platform__machine=PLATFORMS[platform],
             hardware__pci=(card(cards()[capability]),),
             kernel__version=driver,
             kernel__flavour="proprietary" if kind is None or kind.open_module == "impossible" else "open",
@@ -98,7 +98,7 @@ def machine_with(build: Build, capability: tuple[int, ...], driver: str) -> Mach
 def combinations() -> dict[str, Machine]:
     return {
         f"{build.torch}+{build.build} on {platform}, {capability}": machine_with(
-            build, capability, floor(build, capability)
+            build, platform, capability, floor(build, capability)
         )
         for platform in PLATFORMS
         for build in builds(platform)

@@ -142,14 +142,12 @@ def cpu_build(m: Case) -> Found:
     evidence = (built, together, *gpus)
     old = () < numbers_of(first.version)[:2] < _CUDA_ON_ARM_SINCE
     arm = m.platform.system == "Linux" and m.platform.machine in ("aarch64", "arm64") and not tegra
-    if m.platform.system == "Windows":
-        yield "T02", Match(evidence, install, likely=unknown)
-    elif arm and old:
-        yield "T03", Match(evidence, install, likely=unknown)
-    if "cpu" in first.conda_build:
+    by_conda = "cpu" in first.conda_build
+    usual = "T02" if m.platform.system == "Windows" else "T03" if arm and old else ""
+    if usual or not (tegra or by_conda):
+        yield usual or ("T04" if first.replaced_by else "T01"), Match(evidence, install, likely=unknown)
+    if by_conda:
         yield "T05", Match((*evidence, f"conda's build is {first.conda_build}"))
-    elif not (tegra or m.platform.system == "Windows" or (arm and old)):
-        yield ("T04" if first.replaced_by else "T01"), Match(evidence, install, likely=unknown)
 
 
 @rules("build", "T09", "T06", "T07", "T08")

@@ -338,7 +338,6 @@ class Build(NamedTuple):
     """
 
     torch: str
-    platform: str
     build: str
     cuda: str
     archs: tuple[str, ...]
@@ -392,7 +391,6 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
     return tuple(
         Build(
             torch=release,
-            platform=platform,
             build=entry["build"],
             cuda=".".join(entry.get("cuda", "").split(".")[:2]),
             archs=tuple(f"sm_{number}" for number in entry.get("archs", "").split()),
