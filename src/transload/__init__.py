@@ -55,8 +55,8 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.errors import TransloadError as TransloadError
     from transload.errors import UnsafeError as UnsafeError
     from transload.errors import UsageError as UsageError
+    from transload.explaining import Explanation as Explanation
     from transload.explaining import explain as explain
-    from transload.explaining.result import Explanation as Explanation
     from transload.findings import Finding as Finding
     from transload.judge import inspect as inspect
     from transload.loading import load as load
@@ -92,8 +92,7 @@ _NAMES = {
         NoDeviceError NoDirectoryError NoTorchError NotACheckpointDirectoryError NotACheckpointError NotAFileError
         OverflowRefusedError RescueError RetagError SaveError SaveWarning TransloadError UnsafeError UsageError
     """,
-    "transload.explaining": "explain",
-    "transload.explaining.result": "Explanation",
+    "transload.explaining": "Explanation explain",
     "transload.findings": "Finding",
     "transload.judge": "inspect",
     "transload.loading": "load",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import transload
+from transload.explaining import Answer
 from transload.explaining.hooks import prefix_between
-from transload.explaining.result import Answer
 
 
 def answer(text: str) -> Answer:

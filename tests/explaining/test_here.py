@@ -13,8 +13,7 @@ from tests.diagnose.machines import bare, changed, healthy, install, no_torch_ru
 
 import transload
 from transload.diagnose.rules import judge_machine
-from transload.explaining.local import files_in
-from transload.explaining.result import Answer, MachineCheck, remaining_steps
+from transload.explaining import Answer, MachineCheck, files_in, remaining_steps
 from transload.machine import Machine
 
 NO_CUDA = (

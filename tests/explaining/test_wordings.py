@@ -12,11 +12,10 @@ from tests.explaining.wordings import WORDINGS, Wording
 import transload
 from transload.cli import COMMANDS
 from transload.diagnose.rules import BY_CODE as DOCTOR
-from transload.explaining import hooks
+from transload.explaining import Answer, hooks
 from transload.explaining.matching import KnownError, Page, known_errors, variant
 from transload.explaining.matching import _pages as pages
 from transload.explaining.matching import _parsed as parsed
-from transload.explaining.result import Answer
 
 if TYPE_CHECKING:
     import pytest

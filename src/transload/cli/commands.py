@@ -91,7 +91,7 @@ def run_convert(arguments: Namespace) -> int:
 
 def run_explain(arguments: Namespace) -> int:
     """Explain one text."""
-    from transload.explaining import explain_bytes
+    from transload.explaining import explain_bytes, report
     from transload.explaining.logs import is_binary, not_a_text
 
     data, shortened = _read_log(arguments.log)
@@ -100,8 +100,6 @@ def run_explain(arguments: Namespace) -> int:
         raise not_a_text("" if arguments.log == "-" else arguments.log)
     if not explanation.answers and not explanation.unknown:
         raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
-    from transload.explaining.result import report
-
     show_result(explanation, report, arguments)
     return int(not explanation.known)
 

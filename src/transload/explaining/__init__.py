@@ -1,8 +1,8 @@
 """``transload.explain``: what an error message means, what to do about it, and whether this machine or file has it.
 
 ``logs`` splits a log into exceptions, ``matching`` finds known messages in them (described in ``pages``), and each
-becomes an ``Answer`` (``result``): ``hooks`` compute further values, and ``local`` examines this machine and the file
-that the message names.
+becomes an ``Answer``, for which ``hooks`` compute further values. Then this machine and the file that the message names
+are examined: nothing is loaded, and torch is not run.
 """
 
 from __future__ import annotations
@@ -10,22 +10,132 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import UsageError
+from transload.errors import TransloadError, UsageError
 from transload.explaining import hooks
-from transload.explaining.logs import LIMIT, ErrorChain, FlatText, lines_of, split, unwrapped
-from transload.explaining.matching import Match, nearest, search, variant
-from transload.explaining.result import Answer, Explanation, Unexplained, doctor_steps
-from transload.frozen import replace
+from transload.explaining.logs import LIMIT, ErrorChain, FlatText, flat, lines_of, split, unwrapped
+from transload.explaining.matching import Match, Near, nearest, search, variant
+from transload.frozen import Plain, Reported, replace
+from transload.render.lines import BLANK, Block, Prose, as_text, note
+from transload.render.words import plural, printable
 
 if TYPE_CHECKING:
-    from transload.explaining.local import LocalChecks
+    from transload.diagnose.report import Diagnosis
+    from transload.machine import Machine
 
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000  # characters of an error that are quoted
 _LONGEST_VALUE = 300
+
+
+class FileCheck(Plain):
+    """A check of the file that the text names. ``same``: ``torch.load`` of this file raises the same error."""
+
+    path: str
+    ok: bool
+    verdict: str
+    same: bool
+    findings: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+
+
+class MachineCheck(Plain):
+    """The doctor's diagnosis of this machine. ``fits``: it can be the cause of the error."""
+
+    status: str
+    fits: bool
+    code: str = ""
+    title: str = ""
+    evidence: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+
+
+class Answer(Plain):
+    """A known error. ``said`` is its line in the text, ``line`` the number of that line, ``times`` how often it occurs.
+
+    ``cause`` is what it means, ``fix`` what to do; lines that begin with ``$ `` are commands, with ``| `` Python.
+    ``wrong`` says which advice in the message is wrong. ``causes`` are codes of the doctor's pages on possible causes.
+    ``values`` are the numbers and names in the message.
+    """
+
+    code: str
+    kind: str
+    cause: str
+    fix: tuple[str, ...] = ()
+    wrong: str = ""
+    said: str = ""
+    line: int = 0
+    times: int = 1
+    torch: str = ""
+    causes: tuple[str, ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
+    machine: MachineCheck | None = None
+    file: FileCheck | None = None
+
+    @property
+    def doc(self) -> str:
+        """Where the documentation explains it."""
+        return f"docs/errors.md#{self.code}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**super().to_dict(), "values": dict(self.values), "doc": self.doc}
+
+
+class Unexplained(Plain):
+    """An unknown error, and the most similar known ones.
+
+    ``normalised`` is ``said`` with ``…`` for paths, addresses and numbers: it is the same in two reports of an error,
+    and reveals nothing about the machine.
+    """
+
+    said: str
+    line: int
+    nearest: tuple[Near, ...] = ()
+    normalised: str = ""
+
+
+class Explanation(Plain, Reported):
+    """What a text means: ``answers`` for the known errors, and the ``unknown`` errors.
+
+    ``shortened``: only the end of the text was read.
+    """
+
+    answers: tuple[Answer, ...] = ()
+    unknown: tuple[Unexplained, ...] = ()
+    shortened: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether any of its errors is known; a harmless remark counts only if there is nothing else."""
+        return any(answer.kind != "remark" for answer in self.answers) or bool(self.answers and not self.unknown)
+
+    def __bool__(self) -> bool:
+        return self.known
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, schema 1."""
+        return {"schema": 1, "known": self.known, **super().to_dict()}
+
+    def __str__(self) -> str:
+        """The answer as ``transload explain`` prints it, without colour."""
+        return as_text(report(self))
+
+
+def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
+    """The ``fix`` for an answer without one: the advice of the doctor's pages on its ``causes``."""
+    from transload.diagnose.tables import fix, title
+
+    if len(codes) == 1:
+        return (fix(codes[0]),)
+    steps = (f"If {title(code)} [{code}]: {fix(code)}" for code in codes)
+    return ("Most often it is one of these; transload doctor shows which:", *steps)
 
 
 def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
@@ -60,16 +170,12 @@ def _explained(
     text: str, files: Sequence[str] = (), *, checks: bool, shortened: bool = False, numbered: bool = True
 ) -> Explanation:
     """Explain a text; ``files`` are paths that are known to be the files it is about."""
-    local = None
-    if checks:
-        from transload.explaining.local import LocalChecks
-
-        local = LocalChecks()
+    diagnosed = cache(_diagnosed) if checks else None  # examines this machine at most once, for all answers
     chains, loose = split(lines_of(text))
     found, unknown, framed = search(chains, loose)
-    if answers := _answers(found, files, local):
+    if answers := _answers(found, files, diagnosed):
         explanation = Explanation(answers, tuple(_unexplained(unknown)), shortened)
-    elif answers := _answers(search(*split(lines_of(unwrapped(text))))[0], files, local):
+    elif answers := _answers(search(*split(lines_of(unwrapped(text))))[0], files, diagnosed):
         explanation, numbered = Explanation(answers, (), shortened), False
     else:
         explanation = Explanation((), tuple(_unexplained([*unknown, *framed], loose)), shortened)
@@ -80,24 +186,32 @@ def _explained(
     return replace(explanation, answers=answers, unknown=tuple(replace(each, line=0) for each in explanation.unknown))
 
 
+def _diagnosed() -> Diagnosis:
+    from transload.diagnose import doctor
+
+    return doctor(torch=False)
+
+
 def _loaded_files(error: BaseException) -> Iterator[str]:
     """The paths that torch.load was called with, from the frames of an exception and of its causes."""
+    from traceback import walk_tb
+
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        traceback = current.__traceback__
-        while traceback is not None:
-            name = traceback.tb_frame.f_code.co_filename.replace("\\", "/")
+        for frame, _ in walk_tb(current.__traceback__):
+            name = frame.f_code.co_filename.replace("\\", "/")
             if name.endswith(("torch/serialization.py", "torch/jit/_serialization.py")):
-                path = traceback.tb_frame.f_locals.get("f")
-                if isinstance(path, str | os.PathLike) and os.path.exists(path):  # noqa: PTH110 - slow to import
+                path = frame.f_locals.get("f")
+                if isinstance(path, str | os.PathLike) and Path(path).exists():
                     yield os.fsdecode(path)
-            traceback = traceback.tb_next
         current = current.__cause__ or current.__context__
 
 
-def _answers(found: Sequence[Match], files: Sequence[str], local: LocalChecks | None) -> tuple[Answer, ...]:
+def _answers(
+    found: Sequence[Match], files: Sequence[str], diagnosed: Callable[[], Diagnosis] | None
+) -> tuple[Answer, ...]:
     """One answer for each error, with what this machine shows of it; causes first."""
     causes = any(each.known.role == "cause" for each in found)
     merged: dict[tuple[Any, ...], tuple[Answer, Match]] = {}
@@ -115,12 +229,13 @@ def _answers(found: Sequence[Match], files: Sequence[str], local: LocalChecks | 
 
     answers = []
     for answer, each in sorted(merged.values(), key=rank):
-        needs = each.known.needs if local and answer.kind != "remark" else ()
-        if local and "machine" in needs:
-            answer = replace(answer, machine=local.machine(answer.causes, each.traceback or each.source.flat))  # noqa: PLW2901
-        if local and "file" in needs:
-            answer = replace(answer, file=local.file(files, each.near, each.text))  # noqa: PLW2901
-        answers.append(answer)
+        machine = file = None
+        if diagnosed and answer.kind != "remark":
+            if "machine" in each.known.needs:
+                machine = _check_machine(diagnosed(), answer.causes, each.traceback or each.source.flat)
+            if "file" in each.known.needs:
+                file = _check_file(diagnosed, (*files, *files_in(each.near)), each.text)
+        answers.append(replace(answer, machine=machine, file=file))
     return tuple(answers)
 
 
@@ -188,3 +303,251 @@ def normalised(said: str) -> str:
     'OSError: …: … of … bytes at …'
     """
     return re.sub("|".join(_OWN), "…", said)
+
+
+# -- this machine, and the file that a text names
+
+_MOST_FINDINGS = 4
+_SAME = 60  # characters that torch's message and the text must share to be the same error
+_WITHOUT_TORCH = frozenset({"P01", "P03", "P04", "P07", "P08", "P09", "T09", "W02", "L04", "L10", "L12", "L13", "X10"})
+"""Faults that prevent torch from printing anything."""
+_LAYERS_OF_A_PYTHON = frozenset({"python", "build", "torch-libraries", "fit", "run", "extensions"})
+"""The doctor's layers that differ between the Pythons of a machine."""
+
+
+def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> MachineCheck:
+    """Whether this machine has one of the causes; without causes, whether it has any fault.
+
+    ``text`` is everything around the error. It may come from another Python than the one examined: then the faults of
+    that one are not the cause.
+    """
+    from transload.diagnose.rules import BY_CODE
+
+    machine = found.machine
+    other = _other_torch(text, machine)
+    faults = [finding for finding in found.findings if finding.severity == "error"]
+    possible = [
+        fault
+        for fault in faults
+        if (fault.code in causes or fault.code not in _WITHOUT_TORCH)
+        and not (other and BY_CODE[fault.code].layer in _LAYERS_OF_A_PYTHON)
+    ]
+    cause, fits = found.cause, False
+    gpu = machine.hardware.present or machine.accelerators
+    if possible:
+        wanted = [fault for fault in possible if fault.code in causes]
+        cause, fits = (wanted or possible)[0], bool(wanted) or not causes
+    elif other:
+        import shlex
+
+        torch = Path(other)  # ENVIRONMENT/lib/python3.12/site-packages/torch; on Windows without the version
+        above = 2 if torch.parent.parent.name.lower() == "lib" else 3
+        environment = shlex.quote(str(torch.parents[min(above, len(torch.parents) - 1)]))
+        without = "" if gpu else "there is no GPU in this machine; "
+        title = f"{without}the text comes from another Python: transload doctor --python {environment}"
+        return MachineCheck(found.status, fits=False, title=title)
+    elif faults:  # if torch printed the text, some Python on some machine has a torch that works at least that far
+        rest = "nothing else is broken on this machine" if gpu else "there is no GPU in this machine"
+        examined = machine.python.executable or "the Python that was examined"
+        why = f"torch does not work in {examined}, so what torch says comes from another Python"
+        return MachineCheck(found.status, fits=False, title=f"{rest}; {why}: transload doctor --python PYTHON")
+    if cause is None:
+        title = "there is no GPU in this machine, and nothing is broken"
+        if found.status == "ok":
+            title = "nothing is broken on this machine now, as far as can be seen without running torch"
+        return MachineCheck(found.status, fits=False, title=title)
+    return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
+
+
+def _check_file(diagnosed: Callable[[], Diagnosis], paths: Sequence[str], said: str) -> FileCheck | None:
+    """What loading the first of some files would do; ``None`` if unknown."""
+    from transload.checking import check_here
+    from transload.judge.problems import command_lines
+    from transload.loading.placement import AUTO
+
+    if not paths:
+        return None
+    try:
+        check = check_here(paths[0], AUTO, diagnosed())
+    except TransloadError:
+        return None
+    verdict = f"it cannot be loaded: {check.refusal}"
+    if check.ok:
+        devices = sorted({move.device for move in check.plan.moves})
+        verdict = f"transload.load loads it{', onto ' + ' and '.join(devices) if devices else ''}"
+    same = bool(check.torch.text) and flat(check.torch.text)[:_SAME] in said
+    findings = [finding for finding in check.findings if finding.severity != "note"][:_MOST_FINDINGS]
+    advised = next((finding for finding in findings if finding.fix), None)
+    fix = advised.fix if advised else ()
+    about_names = any(word in said.lower() for word in ("weights", "global"))
+    if advised and advised.code == "needs-trust" and not about_names:
+        fix = command_lines((advised,))
+    python = ("import ", "from ", "torch.serialization.")
+    fix = tuple(f"| {line}" if line.startswith(python) else line for line in fix)
+    return FileCheck(paths[0], check.ok, verdict, same, tuple(each.title for each in findings), fix)
+
+
+_TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch(?=[/\\])")
+_LONGEST_PATH = 400
+_MOST_PATHS = 50  # paths that are looked up: a log may be full of them
+
+
+def _other_torch(text: str, machine: Machine) -> str:
+    """The directory of the torch in the frames of a text, if it exists here and is not the one examined."""
+    examined = {os.path.realpath(install.location) for install in machine.torch.installs or ()}
+    for found in islice(_TORCH.finditer(text), _MOST_PATHS):
+        before = text[max(0, found.start() - _LONGEST_PATH) : found.start()]
+        for start in (before.rpartition('"')[2].strip(), *before.split()[-1:]):
+            # Absolute, and never a path on another machine.
+            if Path(start).is_absolute() and not start.startswith(("//", "\\\\")):
+                folder = start + found[0]
+                if Path(folder).is_dir() and os.path.realpath(folder) not in examined:
+                    return folder
+                break
+    return ""
+
+
+_SUFFIXES = r"pt|pth|ckpt|bin|pt2|ptl|pkl|pickle|safetensors|tar|th|t7|model|distcp|npz|joblib|weights|mar"
+_QUOTED = re.compile(r"""["'`]([^"'`\n]{1,1000})["'`]""")
+_BARE = re.compile(rf"(?<![\w./\\~-])((?:[A-Za-z]:)?[\w./\\~+@%=-]{{1,1000}}\.(?:{_SUFFIXES}))(?![\w/])")
+_CHECKPOINT_NAME = re.compile(rf"\.(?:{_SUFFIXES})$", re.IGNORECASE)
+_OF_A_CHECKPOINT = (".distcp", ".index.json", "_optim_states.pt", "_model_states.pt", ".safetensors")
+_MOST_NAMES = 200  # names that are looked up: a log may be full of them
+
+
+def files_in(texts: Iterable[str]) -> Iterator[str]:
+    """Checkpoints that some texts name and that exist here, each once, the likeliest first.
+
+    A path on another machine (``//host/share``) is not touched: looking it up would contact that machine.
+    """
+    seen: dict[str, None] = {}
+    for text in texts:
+        for name in (*_BARE.findall(text), *_QUOTED.findall(text)):
+            seen.setdefault(name)
+            if len(seen) >= _MOST_NAMES:
+                break
+    for name in seen:
+        if name.startswith(("//", "\\\\")):
+            continue
+        with suppress(OSError, ValueError, RuntimeError):  # a NUL, a name too long, or an unknown user
+            path = Path(name).expanduser()
+            if path.is_dir():
+                with os.scandir(path) as entries:
+                    names = [entry.name for entry in islice(entries, 1000)]
+                is_checkpoint = any(each == ".metadata" or each.endswith(_OF_A_CHECKPOINT) for each in names)
+            else:
+                is_checkpoint = path.is_file() and _CHECKPOINT_NAME.search(name) is not None
+            if is_checkpoint:
+                yield str(path)
+
+
+# -- the report
+
+_SAID = 300
+_NEAR = 160
+_MARGIN = "    "
+_DEEPER = "          "
+_SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
+_NEXT = (
+    "If it is about a file: transload check FILE. If it is about the GPU: transload doctor.",
+    (
+        "To report it, include all of the text, from its first line on; transload doctor --json, which has the "
+        "versions and no names; and, if it is about a file, transload inspect FILE --json. If the text is private, "
+        'transload explain --json has it without paths and numbers, as "normalised".'
+    ),
+)
+
+
+def report(explanation: Explanation) -> Iterator[Block]:
+    """Everything ``transload explain`` says."""
+    for index, answer in enumerate(explanation.answers):
+        if index:
+            yield BLANK
+        yield from _answered(answer)
+    for index, each in enumerate(explanation.unknown):
+        if index or explanation.answers:
+            yield BLANK
+        line = f"  line {each.line}" if each.line else ""
+        yield Prose((("not known", "strong"), (line, "dim")), lead=(("? ", "trust"),))
+        yield Prose(((printable(each.said, _SAID), "dim"),), lead=_MARGIN)
+        if each.nearest:
+            yield Prose("The known texts that are most similar, but not the same:", lead=_MARGIN)
+        for near in each.nearest:
+            why = f" ({near.why})" if near.why else ""
+            yield Prose(((f"{printable(near.says, _NEAR)}{why}  {near.code}", "dim"),), lead=(("    · ", "dim"),))
+    if explanation.unknown:
+        yield from _steps(_NEXT)
+    if explanation.shortened:
+        yield BLANK
+        yield note("the text is long: only its end was read")
+
+
+def _answered(answer: Answer) -> Iterator[Block]:
+    yield Prose(((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim")), lead=(_SIGNS[answer.kind],))
+    times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
+    line = f"line {answer.line}: " if answer.line else ""
+    yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"{_MARGIN}{line}{times}", "dim"),))
+    if answer.wrong:
+        yield Prose(printable(answer.wrong, None), lead=(("  ! ", "trust"),))
+    if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
+        another = "this machine has another fault: " if machine.code else ""
+        which = "this machine shows it: " if machine.fits else another
+        words = ((printable(which + machine.title, None), ""), (f"  {machine.code}" if machine.code else "", "dim"))
+        yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
+        for text in machine.evidence[:3] if machine.code else ():
+            yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
+        yield from _steps(machine.fix if machine.fits else ())
+    if file := answer.file:
+        same = "; torch.load gives the same error for it" if file.same else ""
+        text = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
+        yield Prose(text, lead=(("  here    ", "good" if file.ok else "bad"),))
+        for title in file.findings:
+            if title not in file.verdict:
+                yield Prose(((printable(title, None), "dim"),), lead=_DEEPER)
+        yield from _steps(file.fix if not file.ok else ())
+    yield from _steps(remaining_steps(answer))
+
+
+def _steps(fix: Sequence[str]) -> Iterator[Block]:
+    """Sentences with an arrow; commands and Python on their own lines, never folded, to be copied."""
+    for line in fix:
+        if line.startswith(("$ ", "| ")):
+            yield Prose(printable(line.removeprefix("| "), None), lead="      ", whole=True)
+        else:
+            yield Prose(printable(line, None), lead=(("  → ", "good"),))
+
+
+_ALIKE = 0.75  # two sentences ask for the same if they share this part of the shorter one's words
+_FEWEST = 3
+_SMALL = frozenset(("the", "and", "with", "its", "for", "from", "that", "this", "are", "not", "where", "into", "then"))
+
+
+def remaining_steps(answer: Answer) -> tuple[str, ...]:
+    """The steps of an answer that the checks of this machine and file do not already ask for.
+
+    If this machine has the cause, the advice for all possible causes is left out: the diagnosis says more.
+    """
+    machine = answer.machine.fix if answer.machine and answer.machine.fits else ()
+    if machine and answer.causes and answer.fix == doctor_steps(answer.causes):
+        return ()
+    shown = (*machine, *(answer.file.fix if answer.file and not answer.file.ok else ()))
+    groups: list[list[str]] = []  # each sentence with the commands and the Python below it
+    for line in answer.fix:
+        if groups and line.startswith(("$ ", "| ")):
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    return tuple(
+        line
+        for sentence, *commands in groups
+        if not (all(command in shown for command in commands) and any(_alike(sentence, other) for other in shown))
+        for line in (sentence, *commands)
+    )
+
+
+def _alike(one: str, other: str) -> bool:
+    first, second = (
+        {word.removesuffix("s") for word in re.findall(r"[a-z_]{3,}", line.lower())} - _SMALL for line in (one, other)
+    )
+    common = len(first & second)
+    return one == other or (common >= _FEWEST and common >= _ALIKE * min(len(first), len(second)))

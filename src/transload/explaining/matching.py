@@ -34,8 +34,8 @@ from math import fsum, log
 from typing import Any, NamedTuple
 
 from transload.explaining.logs import ErrorChain, FlatText, RaisedError
-from transload.explaining.result import Near
 from transload.findings import packaged
+from transload.frozen import Plain
 
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
@@ -415,6 +415,15 @@ def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
     counts = Counter(itertools.chain.from_iterable(words)).items()
     weights = {word: log(1 + len(rows) / count) for word, count in counts if len(word) >= _SHORTEST}
     return [(*row, each) for row, each in zip(rows, words, strict=True)], weights
+
+
+class Near(Plain):
+    """A known message that is similar to an unknown one; if the words agree, ``why`` says what differs."""
+
+    code: str
+    says: str
+    likeness: float
+    why: str = ""
 
 
 def nearest(text: str, most: int = 3) -> tuple[Near, ...]:

@@ -287,8 +287,7 @@ def print_explanation(error: BaseException) -> None:
     if not isinstance(error, Exception) or sys.stderr is None:
         return
     try:
-        from transload.explaining import explain
-        from transload.explaining.result import report
+        from transload.explaining import explain, report
         from transload.render.lines import emit
 
         explanation = explain(error)
