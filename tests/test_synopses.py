@@ -13,8 +13,7 @@ from tests.blocks import PAGES, ROOT, SIGNATURE, Block, blocks_of, commands_in_t
 from tests.each import each
 
 import transload
-from transload.cli import COMMANDS
-from transload.cli.main import parser_of
+from transload.cli.main import COMMANDS, parser_of
 
 
 def options_only(command: str) -> list[Action]:

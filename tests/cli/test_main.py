@@ -9,8 +9,8 @@ import pytest
 from tests.each import each
 
 import transload
-from transload.cli import COMMANDS, commands
-from transload.cli.main import main
+from transload.cli import commands
+from transload.cli.main import COMMANDS, main
 from transload.diagnose.probes.python import own
 from transload.errors import TransloadError
 

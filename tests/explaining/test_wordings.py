@@ -10,7 +10,7 @@ from tests.each import for_each
 from tests.explaining.wordings import WORDINGS, Wording
 
 import transload
-from transload.cli import COMMANDS
+from transload.cli.main import COMMANDS
 from transload.diagnose.rules import BY_CODE as DOCTOR
 from transload.explaining import Answer, hooks
 from transload.explaining.matching import KnownError, Page, known_errors, variant

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from transload.cli.files import expand_paths, for_each
-from transload.cli.output import keywords, print_error, show, show_result, write_json
+from transload.cli.output import expand_paths, for_each, keywords, print_error, show, show_result, write_json
 from transload.errors import CannotReadError, TransloadError, UsageError
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable
-
-    from transload.retagging import Retag
-    from transload.verifying import Verification
 
 
 def add_options(command: str, option: Callable[..., object]) -> None:
     """Declare the options of a command."""
+    files = partial(option, "paths", nargs="+", metavar="FILE")
     if command == "check":
-        option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or a directory of some")
+        files(help="a checkpoint file, or a directory of some")
         option("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
     elif command == "convert":
         option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
@@ -48,12 +42,7 @@ def add_options(command: str, option: Callable[..., object]) -> None:
         option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
         option("--force", dest="overwrite", action="store_true", help="overwrite DST if it exists")
     elif command == "retag":
-        option(
-            "paths",
-            nargs="+",
-            metavar="FILE",
-            help="a file of torch.save, zip or legacy format, or a directory of some",
-        )
+        files(help="a file of torch.save, zip or legacy format, or a directory of some")
         option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
         option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
         option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
@@ -62,7 +51,7 @@ def add_options(command: str, option: Callable[..., object]) -> None:
         option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
         option("--hard-links", action="store_true", help="also change a file that has other names")
     elif command == "verify":
-        option("paths", nargs="*", metavar="FILE", help="a checkpoint file, or the directory of one")
+        files(nargs="*", help="a checkpoint file, or the directory of one")
         option("--hash", action="store_true", help="sha256 of each tensor and of all, whatever the container")
         option("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
         option("--write", metavar="M.json", help="write the hashes to a manifest")
@@ -192,7 +181,7 @@ def run_check(arguments: Namespace) -> int:
 
 def run_retag(arguments: Namespace) -> int:
     """Retag all files, or undo that; a file that fails does not stop the others."""
-    from transload.retagging import report, retag, several, undo
+    from transload.retagging import Retag, report, retag, several, undo
 
     tags: dict[str, str] = {}
     if arguments.undo:

@@ -1,7 +1,7 @@
 """The entry point: finds the command, runs it, and turns any exception into one message and an exit code.
 
-0: all is well. 1: the thing examined has a problem. 2: the command could not do its job. Only the table of commands is
-imported before the command is known; ``--help`` and ``--version`` need no argument parser.
+0: all is well. 1: the thing examined has a problem. 2: the command could not do its job. Nothing is imported before the
+command is known; ``--help`` and ``--version`` need no argument parser.
 """
 
 from __future__ import annotations
@@ -9,16 +9,35 @@ from __future__ import annotations
 import os
 import sys
 
-from transload.cli import COMMANDS
-
 TYPE_CHECKING = False  # importing typing takes longer than everything else in --version
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
-    from typing import Any
+    from typing import Any, BinaryIO
+
+    from transload.checkpoint import Checkpoint
+    from transload.render.lines import Block
 
     Outcome = int | Callable[[], int]
+
+COMMANDS: dict[str, str] = {
+    "check": "whether a checkpoint loads here, and what torch.load would say",
+    "convert": "convert to safetensors, torch zip, npz or raw, without torch",
+    "doctor": "why CUDA is unavailable: the cause, the evidence and the fix",
+    "explain": "what an error message means, and how to fix it",
+    "inspect": "what a checkpoint contains, and whether it is safe and complete",
+    "rescue": "recover what is left of a damaged checkpoint",
+    "retag": "change device tags in place, so that torch.load works anywhere",
+    "run": "run a Python program unchanged on the devices of this machine",
+    "verify": "check that every byte of a checkpoint is the one that was saved",
+}
+"""Each command and its line of help. ``help.md`` has the examples and the exit codes that the help shows.
+
+Commands are in ``commands`` and ``doctor``, and here if they must start quickly: ``add_options(command, option)``
+declares the options of a command, and ``run_x(arguments)`` returns the exit code of the command ``x``, or a function
+that runs a program and returns its exit code. Only the module of the requested command is imported.
+"""
 
 _USAGE = "usage: transload COMMAND [options]"
 _HELP_WIDTH = 80
@@ -77,26 +96,51 @@ def _dispatch(argv: list[str]) -> Outcome:
         print(f"transload {__version__}")
         return 0
     command, *rest = argv
-    if command in COMMANDS:
-        return _run(command, rest)
+    if command not in COMMANDS:
+        from difflib import get_close_matches
 
-    from difflib import get_close_matches
+        from transload.render.words import printable
 
-    from transload.render.words import printable
+        kind = "option" if command.startswith("-") else "command"
+        near = get_close_matches(command, COMMANDS, 1)
+        hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
+        if command in ("load", "load_into", "open", "save"):
+            hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
+        elif os.path.exists(command):
+            hint = f"did you mean 'transload inspect {printable(command)}'?"
+        print(f"{_USAGE}\ntransload: there is no {kind} '{printable(command)}'; {hint}", file=sys.stderr)
+        return 2
 
-    kind = "option" if command.startswith("-") else "command"
-    near = get_close_matches(command, COMMANDS, 1)
-    hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
-    if command in ("load", "load_into", "open", "save"):
-        hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
-    elif os.path.exists(command):
-        hint = f"did you mean 'transload inspect {printable(command)}'?"
-    print(f"{_USAGE}\ntransload: there is no {kind} '{printable(command)}'; {hint}", file=sys.stderr)
-    return 2
+    parser = parser_of(command)
+    # With an optional DST, options between SRC and DST need this.
+    intermixed = command in ("convert", "rescue")
+    arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
+    if path := getattr(arguments, "path", None):
+        from transload.cli.output import finish_retag
+
+        finish_retag(path)
+    in_json = getattr(arguments, "json", False)
+    if in_json:
+        from transload.cli import output
+
+        output.json_written = False
+    try:
+        code: Outcome = getattr(_module_of(command), f"run_{command}")(arguments)
+    except Exception as error:
+        from transload.errors import TransloadError
+
+        # Programs get the error as JSON, unless the result was already written; people read it on stderr.
+        if in_json and isinstance(error, TransloadError) and not output.json_written:
+            from transload.render.json import error_to_dict
+
+            path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
+            output.write_json([error_to_dict(path, error)])
+        raise
+    return code
 
 
 def _module_of(command: str) -> ModuleType:
-    name = {"inspect": "files", "doctor": "doctor", "run": "main"}.get(command, "commands")
+    name = {"inspect": "main", "doctor": "doctor", "run": "main"}.get(command, "commands")
     return __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
 
 
@@ -128,18 +172,20 @@ def parser_of(command: str) -> ArgumentParser:
     return parser
 
 
-def add_options(_: str, option: Callable[..., object]) -> None:
-    """Declare the options of ``run``, which is here because it must start quickly."""
+def add_options(command: str, option: Callable[..., object]) -> None:
+    """Declare the options of ``inspect`` and ``run``."""
+    if command == "inspect":
+        option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one; - is stdin")
+        option("--tensors", action="store_true", help="list every tensor, one a line")
+        option("--globals", action="store_true", help="list every class and function the file asks for")
+        option("--tree", action="store_true", help="show the whole structure of the saved object")
+        option("--verify", action="store_true", help="read every byte and compare the checksums")
+        return
     from argparse import PARSER
 
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
     option("--device", metavar="D", default="auto", help="what to use instead of missing devices")
-    option(
-        "--pretend-cuda",
-        dest="pretend",
-        action="store_true",
-        help="let torch.cuda.is_available() be True on the CPU",
-    )
+    option("--pretend-cuda", action="store_true", help="let torch.cuda.is_available() be True on the CPU")
     option("--quiet", action="store_true", help="do not list at the end what was changed")
     option("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
 
@@ -150,34 +196,45 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
     from transload.patching.script import program_of
 
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
-    how = {"pretend": arguments.pretend, "quiet": arguments.quiet}
+    how = {"pretend": arguments.pretend_cuda, "quiet": arguments.quiet}
     return program_of(words, module=arguments.module, device=checked(arguments.device), **how)
 
 
-def _run(command: str, rest: list[str]) -> Outcome:
-    parser = parser_of(command)
-    # With an optional DST, options between SRC and DST need this.
-    intermixed = command in ("convert", "rescue")
-    arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
-    if path := getattr(arguments, "path", None):
-        from transload.cli.output import finish_retag
+def run_inspect(arguments: Namespace) -> int:
+    """Inspect all files, show the results, and return the worst exit code."""
+    from transload.cli.output import for_each
+    from transload.judge import inspect
 
-        finish_retag(path)
-    in_json = getattr(arguments, "json", False)
-    if in_json:
-        from transload.cli import output
+    lists = {"tensors": arguments.tensors, "names": arguments.globals, "structure": arguments.tree}
 
-        output.json_written = False
-    try:
-        code: Outcome = getattr(_module_of(command), f"run_{command}")(arguments)
-    except Exception as error:
-        from transload.errors import TransloadError
+    def report(checkpoint: Checkpoint) -> Iterator[Block]:
+        from transload.render.checkpoint import report
 
-        # Programs get the error as JSON, unless the result was already written; people read it on stderr.
-        if in_json and isinstance(error, TransloadError) and not output.json_written:
-            from transload.render.json import error_to_dict
+        return report(checkpoint, **lists)
 
-            path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
-            output.write_json([error_to_dict(path, error)])
-        raise
-    return code
+    def several(read: Sequence[Checkpoint], total: int) -> Iterator[Block]:
+        from transload.render.checkpoint import files
+        from transload.render.lines import BLANK
+
+        yield from files(read, total)
+        for checkpoint in read if any(lists.values()) else ():
+            yield BLANK
+            yield from report(checkpoint)
+
+    def examine(path: str) -> Checkpoint:
+        f: str | BinaryIO = path
+        if path == "-":
+            import io
+
+            from transload.errors import CannotReadError
+
+            if sys.stdin is None:
+                raise CannotReadError("standard input is closed", where=path)
+
+            class Piped(io.BytesIO):
+                name = "<stdin>"
+
+            f = sys.stdin.buffer if sys.stdin.seekable() else Piped(sys.stdin.buffer.read())
+        return inspect(f, verify=arguments.verify)
+
+    return for_each(arguments, arguments.paths, examine, report, several)[1]

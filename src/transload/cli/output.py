@@ -1,18 +1,16 @@
-"""Where the output of a command goes: the result to stdout, everything else to stderr."""
+"""What commands have in common: the result goes to stdout, everything else to stderr; several files at once."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from transload.errors import TransloadError
+from transload.errors import CannotReadError, TransloadError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable, Iterable
-    from typing import Any
-
     from transload.render.lines import Block
 
 json_written = False
@@ -92,3 +90,71 @@ def as_bug(error: Exception, where: str = "") -> TransloadError:
         where=where,
         fix="Please report it with what TRANSLOAD_DEBUG=1 shows.",
     )
+
+
+def for_each(
+    arguments: Namespace,
+    paths: Sequence[str],
+    examine: Callable[[str], Any],
+    report: Callable[[Any], Iterable[Block]],
+    several: Callable[[Sequence[Any], int], Iterable[Block]],
+    *,
+    finish: bool = True,
+) -> tuple[list[Any], int]:
+    """Examine each file, print errors, and show the report of one file, a table of several, or JSON.
+
+    A file that fails does not stop the others. Returns the results, and the exit code: 1 if something is wrong with a
+    file, 2 if one could not be read.
+    """
+    results: list[Any] = []
+    for path in paths:
+        try:
+            if finish:
+                finish_retag(path)
+            results.append(examine(path))
+        except Exception as error:  # noqa: BLE001, PERF203  a bug with one file must not hide the others
+            results.append(error if isinstance(error, TransloadError) else as_bug(error, path))
+            print_error(results[-1])
+    done = [each for each in results if not isinstance(each, TransloadError)]
+    if arguments.json:
+        from transload.render.json import error_to_dict
+
+        documents = (
+            error_to_dict(path, each) if isinstance(each, TransloadError) else each.to_dict()
+            for path, each in zip(paths, results, strict=True)
+        )
+        write_json(documents, several=len(paths) > 1)
+    elif len(results) > 1:
+        show(several(done, len(results)), arguments.color)
+    elif done:
+        show(report(done[0]), arguments.color)
+    return done, 2 if len(done) < len(results) else int(not all(getattr(each, "ok", True) for each in done))
+
+
+def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
+    """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints.
+
+    A directory that is a checkpoint stands for itself and other checkpoints in it; any other for those in it. With
+    ``parts``, a directory that is a checkpoint stands for the torch files it consists of.
+    """
+    from contextlib import suppress
+    from glob import glob
+    from os.path import isdir, isfile, join, lexists
+
+    parts_of = ("shard", "rank file", "weights", "beside the checkpoint")
+    found: list[str] = []
+    for name in names:
+        for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
+            kinds: dict[str, str] = {}
+            if isdir(path):
+                from transload.judge import inspect
+
+                with suppress(CannotReadError):  # reported when it is opened
+                    kinds = {join(path, part.name): part.kind for part in inspect(path).parts}
+            inside = [file for file, kind in kinds.items() if kind == "looks like a checkpoint"]
+            if parts and not inside:
+                saved = [file for file, kind in kinds.items() if kind in parts_of and isfile(file)]
+                inside = [file for file in saved if not file.endswith((".safetensors", ".distcp"))]
+            beside = [file for file, kind in kinds.items() if kind == "beside the checkpoint"]
+            found += inside or [path, *beside]
+    return list(dict.fromkeys(found))
