@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transload.contents import FORMATS as FORMATS
-from transload.contents import PROGRAMS as PROGRAMS
-from transload.contents import Contents
-from transload.contents import DeviceUse as DeviceUse
-from transload.contents import GlobalUse as GlobalUse
-from transload.contents import Key as Key
-from transload.contents import Leaf as Leaf
-from transload.contents import Origin as Origin
-from transload.contents import Part as Part
-from transload.contents import Record as Record
-from transload.contents import Storage as Storage
-from transload.contents import Tensor as Tensor
-from transload.contents import contiguous as contiguous
+from transload.contents import *
+from transload.contents import Contents, Leaf, Part, Record, Storage, Tensor
 from transload.findings import Problem, Problems
-
-if TYPE_CHECKING:
-    from transload.nodes import Pickle
+from transload.nodes import Pickle
 
 
 class Checkpoint(Contents):
@@ -48,7 +35,7 @@ class Checkpoint(Contents):
         """The notebook view: the same summary and the tensors, without scripts."""
         from transload.render.html import fragment
 
-        return fragment(self)
+        return "".join(fragment(self))
 
 
 class Draft:

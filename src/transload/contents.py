@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
 from transload.frozen import Frozen, NamedTuple, Plain
-
-if TYPE_CHECKING:
-    from transload.nodes import Pickle
+from transload.nodes import Pickle
 
 FORMATS: dict[str, str] = {
     "torch-zip": "torch.save zip archive",

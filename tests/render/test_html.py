@@ -11,7 +11,7 @@ from transload.converting import Conversion
 from transload.findings import Finding
 from transload.frozen import Reported
 from transload.render.checkpoint import TRUSTED
-from transload.render.html import MAX_TWIGS, fragment
+from transload.render.html import MAX_TWIGS
 from transload.render.lines import GLUE
 from transload.rescuing import Rescue
 from transload.retagging import Retag
@@ -48,17 +48,17 @@ def test_it_is_well_formed_and_has_no_script(
     transformer: Checkpoint, training: Checkpoint, web_page: Checkpoint, hostile: Checkpoint
 ) -> None:
     for checkpoint in (transformer, training, web_page, hostile):
-        page = Page(fragment(checkpoint))
+        page = Page(checkpoint._repr_html_())
         assert set(page.tags) <= {"div", "style", "pre", "span", "b", "i", "dl", "dt", "dd", "details", "summary"}
         assert {name for name, _ in page.attributes} <= {"class", "style", "open"}
 
 
 def test_it_asks_nothing_of_a_network(transformer: Checkpoint) -> None:
-    assert not re.search(r"https?:|url\(|@import|src=", fragment(transformer))
+    assert not re.search(r"https?:|url\(|@import|src=", transformer._repr_html_())
 
 
 def test_names_are_text_never_markup(hostile: Checkpoint) -> None:
-    text = fragment(hostile)
+    text = hostile._repr_html_()
     assert "<script" not in text
     assert "<img" not in text
     assert "<b>x" not in text
@@ -68,7 +68,7 @@ def test_names_are_text_never_markup(hostile: Checkpoint) -> None:
 
 
 def test_there_is_a_plain_copy_for_viewers_without_style(transformer: Checkpoint) -> None:
-    text = fragment(transformer)
+    text = transformer._repr_html_()
     plain = re.search(r'<pre class="tl-plain">(.*?)</pre>', text, re.DOTALL)
     assert plain
     assert "6.74 billion parameters" in plain[1]
@@ -79,7 +79,7 @@ def test_it_is_bounded_and_says_what_is_missing(transformer: Checkpoint) -> None
     tensor = transformer.tensors[0]
     many = tuple(tensor._replace(name=f"{word}.{n}x", shape=(n,)) for word in ("a", "b") for n in range(3000))
     parts = tuple(Part(f"part {n}", "shard", n) for n in range(100))
-    text = fragment(replace(transformer, tensors=many, parts=parts))
+    text = replace(transformer, tensors=many, parts=parts)._repr_html_()
     assert text.count('class="tl-line"') <= MAX_TWIGS + len(parts)
     assert "more are not shown" in text
     assert "and 40 more" in text
@@ -88,7 +88,7 @@ def test_it_is_bounded_and_says_what_is_missing(transformer: Checkpoint) -> None
 
 def test_lines_of_code_are_for_those_who_trust_the_file(training: Checkpoint) -> None:
     finding = Finding("needs-trust", "warning", "names", fix=("import torch", "with torch:", "Ask its author."))
-    text = fragment(replace(training, findings=(finding,)))
+    text = replace(training, findings=(finding,))._repr_html_()
     assert f'<div class="tl-fix">{TRUSTED}\nimport torch\nwith torch:</div><div class="tl-fix">Ask' in text
 
 
@@ -101,6 +101,6 @@ def test_a_report_is_its_text_in_a_notebook() -> None:
 
 
 def test_bars_show_the_share_of_each_dtype(training: Checkpoint) -> None:
-    widths = [float(width) for width in re.findall(r"width:([0-9.]+)%", fragment(training))]
+    widths = [float(width) for width in re.findall(r"width:([0-9.]+)%", training._repr_html_())]
     assert len(widths) == len(training.dtypes)
     assert 99 <= sum(widths) <= 101

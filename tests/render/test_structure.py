@@ -4,8 +4,8 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Pickle, Set
+from transload.render.checkpoint import MAX_DEPTH, object_tree
 from transload.render.lines import Style, layout, plain
-from transload.render.structure import MAX_DEPTH, structure
 
 ORDERED = Global("collections", "OrderedDict", 0)
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2", 0)
@@ -15,7 +15,7 @@ def drawn(root: object, *tensors: Tensor, max_lines: int = 2000) -> list[str]:
     pickle = Pickle("data.pkl")
     pickle.main, pickle.root = True, root
     checkpoint = Checkpoint("model.pt", "torch-zip", 0, tensors=tensors, pickles=(pickle,))
-    lines = [plain(line) for line in layout(structure(checkpoint, max_lines), Style(width=200))]
+    lines = [plain(line) for line in layout(object_tree(checkpoint, max_lines), Style(width=200))]
     assert lines[:2] == ["", "structure"]
     return [line.removeprefix("  ") for line in lines[2:]]
 
@@ -91,5 +91,5 @@ def test_sixty_levels_of_shared_pairs_are_sixty_lines() -> None:
 
 
 def test_a_format_without_a_pickle_says_so() -> None:
-    lines = [plain(line) for line in layout(structure(Checkpoint("m", "safetensors", 0)), Style())]
+    lines = [plain(line) for line in layout(object_tree(Checkpoint("m", "safetensors", 0)), Style())]
     assert "holds no pickled tree" in lines[-1]

@@ -55,7 +55,7 @@ def test_signs_and_names_are_spelled_out_where_the_stream_lacks_them(encoding: s
     stream = Terminal()
     stream.encoding = encoding
     style = style_of(stream, environ={})
-    assert not style.unicode
+    assert style.encoding == "ascii"
     assert style.text("├─ a … ×3 → ok") == "|- a ... x3 -> ok"
     assert style.text("重") == "\\u91cd"
 

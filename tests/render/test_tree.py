@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.render.tree import Twig, tensor_tree, tree_rows
+from transload.render.checkpoint import Twig, tensor_tree, tree_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -1,20 +1,19 @@
-"""The report on a checkpoint: a summary, the findings, the tensors as a tree, and full lists."""
+"""The report on a checkpoint: a summary, the findings, the tensors as a tree, full lists, and the tree of objects."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from re import compile as regex
+from typing import Any
 
-from transload.contents import FORMATS
-from transload.findings import join_names
+from transload.contents import FORMATS, Contents, Key, Tensor
+from transload.findings import Finding, join_names
+from transload.frozen import NamedTuple
+from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, command, heading, note, tally
-from transload.render.tree import tensor_tree, tree_rows
 from transload.render.words import count, cut, plural, printable, shape_text, size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from transload.contents import Contents, Tensor
-    from transload.findings import Finding
 
 # Verdict → (role, reason). The verdict itself is shown as in the JSON and the manual, so that it can be searched for.
 SAFETY: dict[str, tuple[str, str]] = {
@@ -89,11 +88,19 @@ def report(
     if tensors:
         yield from tensors_listed(checkpoint)
     if structure:
-        from transload.render.structure import structure as drawn
-
-        yield from drawn(checkpoint)
-    if not (names or tensors or structure):
-        yield from _parts(checkpoint)
+        yield from object_tree(checkpoint)
+    if names or tensors or structure:
+        return
+    if checkpoint.parts:  # the files of a directory, or the contents of a package
+        yield from heading("parts", count(len(checkpoint.parts)))
+        rows = []
+        for part in checkpoint.parts[:_PARTS]:
+            facts = printable(", ".join(f"{name} {value}" for name, value in part.facts))
+            rows.append((printable(part.name), printable(part.kind), size(part.nbytes), facts))
+        yield Table(rows, right=(2,), dim=(1, 3), drops=(3, 1))
+        if len(checkpoint.parts) > _PARTS:
+            yield note(f"… and {len(checkpoint.parts) - _PARTS:,} more")
+    if checkpoint.tensors:
         yield from _tensors_folded(checkpoint)
 
 
@@ -285,24 +292,8 @@ def steps(fix: Iterable[str]) -> list[list[str]]:
 # -- what is in it
 
 
-def _parts(checkpoint: Contents) -> Iterator[Block]:
-    """The files of a directory, or the contents of a package."""
-    if not checkpoint.parts:
-        return
-    yield from heading("parts", count(len(checkpoint.parts)))
-    rows = []
-    for part in checkpoint.parts[:_PARTS]:
-        facts = printable(", ".join(f"{name} {value}" for name, value in part.facts))
-        rows.append((printable(part.name), printable(part.kind), size(part.nbytes), facts))
-    yield Table(rows, right=(2,), dim=(1, 3), drops=(3, 1))
-    if len(checkpoint.parts) > _PARTS:
-        yield note(f"… and {len(checkpoint.parts) - _PARTS:,} more")
-
-
 def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
     """The tensors as a tree of about a screenful, with equal branches folded."""
-    if not checkpoint.tensors:
-        return
     tree = tensor_tree(checkpoint.tensors, _TREE_LINES)
     yield from heading("tensors", count(tree.tensors))
     mixed = len(checkpoint.devices) > 1
@@ -368,3 +359,300 @@ def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:
         if rows:
             yield Prose(((verdict, role), (f": {words}", "dim")), lead="  ")
             yield Table(rows, dim=(1, 2, 3), shrinks=(2, 0), drops=(3,), indent=4)
+
+
+# -- tensor names as a tree, with repetition folded: thirty-two equal layers become one line, followed by one of them
+
+_SEPARATOR = regex(r"(?=[./])")
+_DIGITS = regex(r"[0-9]{1,18}")
+_DEEPEST = 48  # a name of a million dots is one long name, not a million levels
+_ALIKE = 2  # this many branches are folded if their names differ only in a number,
+_ALIKE_TENSORS = 3  # this many single tensors,
+_ALIKE_UNNUMBERED = 8  # and this many branches or tensors of the same structure under any names
+
+
+class Twig(NamedTuple):
+    """A branch or a tensor of the tree; or several equal ones, with the ``children`` of the first.
+
+    ``label`` begins with the separator after its parent's label. ``copies`` is the number of equal ones; ``tensors``
+    and ``nbytes`` count all of them. ``branches`` counts the children, also those for which there is no room.
+    """
+
+    label: str
+    tensor: Tensor | None
+    children: list[Twig]
+    branches: int
+    tensors: int
+    nbytes: int
+    copies: int = 1
+
+    @property
+    def name(self) -> str:
+        """The label without the separator."""
+        return self.label[1:] if self.label[:1] in ("/", ".") else self.label
+
+    @property
+    def hidden(self) -> int:
+        """The number of children for which there is no room."""
+        return self.branches - len(self.children)
+
+
+def tensor_tree(tensors: Iterable[Tensor], limit: int) -> Twig:
+    """The tree of all tensors, by their names split at dots and slashes, with at most ``limit`` twigs.
+
+    >>> from transload.contents import Tensor
+    >>> def tensor(name): return Tensor((name,), name, "float32", (2,), (1,), "cpu", None)
+    >>> [(twig.label, twig.copies) for twig in tensor_tree(map(tensor, ["w.0.a", "w.1.a", "b"]), 9).children]
+    [('w.0 … 1', 2), ('b', 1)]
+    """
+    named = [(_SEPARATOR.split(tensor.name, _DEEPEST), tensor) for tensor in tensors]
+    root = _branch("", _twigs(_grow(named, 0, {}).below))
+    queue = deque([root])
+    while queue:  # breadth first: upper levels take precedence
+        twig = queue.popleft()
+        count = len(twig.children)
+        if count > limit:
+            count = max(limit // 2, limit if twig is root else 0)
+        limit -= count
+        del twig.children[count:]
+        queue.extend(twig.children)
+    return root
+
+
+def _branch(label: str, children: list[Twig], copies: int = 1) -> Twig:
+    tensors, nbytes = sum(child.tensors for child in children), sum(child.nbytes for child in children)
+    return Twig(label, None, children, len(children), copies * tensors, copies * nbytes, copies)
+
+
+class _Branch(NamedTuple):
+    """The tensors whose names begin with the same components: those with no further one, and branches by the next one.
+
+    Branches with the same number ``form`` look the same.
+    """
+
+    form: int
+    tensors: list[Tensor]
+    below: dict[str, _Branch]
+
+
+def _grow(named: list[tuple[list[str], Tensor]], depth: int, forms: dict[object, int]) -> _Branch:
+    own: list[Tensor] = []
+    inside: dict[str, list[tuple[list[str], Tensor]]] = {}
+    for each in named:
+        if len(each[0]) == depth:
+            own.append(each[1])
+        else:
+            inside.setdefault(each[0][depth], []).append(each)
+    below = {step: _grow(inner, depth + 1, forms) for step, inner in inside.items()}
+    looks = [(t.dtype, t.shape, t.device, t.kind, t.cls) for t in own]
+    form = (*looks, *below, *[branch.form for branch in below.values()])
+    return _Branch(forms.setdefault(form, len(forms)), own, below)
+
+
+def _twigs(below: dict[str, _Branch]) -> list[Twig]:
+    """The children of a branch, in order; similar ones are folded into the first of them."""
+    alike: dict[tuple[int, int, str], list[str]] = {}
+    for step, branch in below.items():
+        pattern, numbers = _DIGITS.subn("#", step)
+        # Names without a number are grouped by form alone.
+        alike.setdefault((branch.form, numbers, pattern if numbers else _separator(step)), []).append(step)
+    groups: dict[str, list[str]] = {}
+    for (_, numbers, _), group in alike.items():
+        least = _ALIKE_UNNUMBERED if not numbers else _ALIKE if below[group[0]].below else _ALIKE_TENSORS
+        groups |= {group[0]: group} if len(group) >= least else {each: [each] for each in group}
+    twigs: list[Twig] = []
+    for step in (each for each in below if each in groups):
+        separator, copies, children = _separator(step), len(groups[step]), _twigs(below[step].below)
+        label = separator + _label([each.removeprefix(separator) for each in groups[step]])
+        # Usually one twig, but more if several tensors have the same name.
+        twigs += [Twig(label, each, [], 0, copies, each.nbytes * copies, copies) for each in below[step].tensors]
+        if len(children) == 1 and copies == 1:  # a chain of single branches reads better as one name
+            twigs.append(children[0]._replace(label=label + children[0].label))
+        elif children:
+            twigs.append(_branch(label, children, copies))
+    return twigs
+
+
+def _separator(step: str) -> str:
+    return step[:1] if step.startswith(("/", ".")) else ""
+
+
+def _label(names: list[str]) -> str:
+    """``0 … 31`` for consecutive numbers, ``0, 2, 4 … 62`` for others, in numerical order."""
+    numbered = sorted(([int(digits) for digits in _DIGITS.findall(name)], place) for place, name in enumerate(names))
+    names = [names[place] for _, place in numbered]
+    if len(names) == 1:
+        return names[0]
+    if all(len(a) == 1 and b == [a[0] + 1] for (a, _), (b, _) in pairwise(numbered)):
+        return f"{names[0]} … {names[-1]}"
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} … {names[-1]}"
+
+
+def tree_rows(twig: Twig, guide: str = "", *, top: bool = True) -> Iterator[tuple[str, Twig | int]]:
+    """The lines of the drawn tree: a guide and a twig; or how many more siblings there is no room for."""
+    below: list[Twig | int] = [*twig.children]
+    below += [twig.hidden] if twig.hidden and twig.children else []
+    for left, each in zip(range(len(below) - 1, -1, -1), below, strict=True):
+        corner, bar = ("", "") if top else ("├─ ", "│  ") if left else ("└─ ", "   ")
+        yield guide + corner, each
+        if isinstance(each, Twig):
+            yield from tree_rows(each, guide + bar, top=False)
+
+
+# -- the objects that a pickle would build, from inert nodes: shared nodes once, cycles marked, depth and lines limited
+
+MAX_LINES = 2000
+MAX_DEPTH = 100
+"""Deeper than any checkpoint; a pickle of a megabyte can nest a million levels."""
+
+_LONGEST_INT = 256  # bits
+_SHORT = 8
+_VALUES = (str, int, float, bool, type(None))
+_CONTAINERS = (Dict, Call, list, tuple, Set)
+_Path = tuple[Key, ...]
+_Child = tuple[str, Key, object]
+
+
+def object_tree(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Block]:
+    """The objects that the pickle would build, one on each line; for a file without a pickle, its values."""
+    yield from heading("structure")
+    if not any(pickle.main for pickle in checkpoint.pickles):
+        for leaf in checkpoint.leaves[:max_lines]:
+            yield Prose(((f"{printable(leaf.name)}: ", "dim"), (printable(leaf.text), "")), lead="  ")
+        yield note("this format holds no pickled tree; --tensors lists what it holds")
+        return
+    shown = 0
+    for line in _drawn(checkpoint.root, {tensor.path: tensor for tensor in checkpoint.tensors}):
+        shown += 1
+        if shown <= max_lines:
+            yield Prose(line, lead="  ")
+    if shown > max_lines:
+        yield note(f"… {shown - max_lines:,} more lines")
+
+
+def _drawn(root: object, tensors: dict[_Path, Tensor]) -> Iterator[Line]:
+    """The lines of the tree. A shared node is marked ``#7`` where it is shown, and ``→ #7`` elsewhere."""
+    seen = Counter(id(node) for node in walk_nodes([root]) if type(node) in _CONTAINERS and not _inline(node))
+    numbers: dict[int, int] = {}
+    stack: list[tuple[str, str, str, _Path, object]] = [("", "", "", (), root)]
+    while stack:
+        guide, below, label, path, node = stack.pop()
+        lead: Line = ((guide, "dim"), (label, ""))
+        if id(node) in numbers:
+            yield (*lead, (f"→ #{numbers[id(node)]}", "dim"))
+            continue
+        tensor = tensors.get(path) if type(node) is Call else None
+        mark = ""
+        if seen[id(node)] > 1:
+            numbers[id(node)] = len(numbers) + 1
+            mark = f"  #{len(numbers)}"
+        yield (*lead, *_described(node, tensor), (mark, "dim"))
+        children = _children(node) if tensor is None else []
+        if children and len(path) >= MAX_DEPTH:
+            yield ((f"{below}└─ … deeper than {MAX_DEPTH} levels", "dim"),)
+            continue
+        last = len(children) - 1
+        for place in range(last, -1, -1):
+            name, step, child = children[place]
+            corner, bar = ("└─ ", "   ") if place == last else ("├─ ", "│  ")
+            stack.append((below + corner, below + bar, f"{name}: ", (*path, step), child))
+
+
+def _described(node: Any, tensor: Tensor | None) -> Line:
+    """What a node is, and how many items it has."""
+    kind = type(node)
+    if tensor is not None:
+        device = "" if tensor.device == "cpu" else f" on {printable(tensor.device, 40)}"
+        made = f" {printable(tensor.dtype, 40)} {shape_text(tensor.shape)}{device}"
+        return ((printable(tensor.cls or "Tensor", 60), ""), (made, "dim"))
+    if kind is Dict:
+        return (("dict", ""), (f" of {len(node.items) // 2:,}", "dim"))
+    if kind is Set:
+        return (("frozenset" if node.frozen else "set", ""), (f" of {len(node.items):,}", "dim"))
+    if kind is Call:
+        name = "an object of no plain class"
+        if type(node.callee) is Global:
+            name = printable(node.callee.full_name, 80)
+        args = node.args[:6] if type(node.args) is tuple and not _callee(node).startswith("_rebuild_") else ()
+        plain = [_inline(arg) or _value(arg) for arg in args if type(arg) not in _CONTAINERS or _inline(arg)]
+        words = f"({', '.join(plain)})" if plain else ""
+        held = len(node.items or ()) // 2 + len(node.appended or ())
+        return ((name, ""), (f"{words} of {held:,}" if held else words, "dim"))
+    short = _inline(node)
+    if kind in (list, tuple) and not short:
+        return ((kind.__name__, ""), (f" of {len(node):,}", "dim"))
+    return ((short or _value(node), ""),)
+
+
+def _children(node: Any) -> list[_Child]:
+    """The children of a node: the label, the path component as in ``Tensor.path``, and the child itself."""
+    kind = type(node)
+    if kind is Dict:
+        return _pairs(node.items)
+    if kind is list or kind is tuple:
+        return [] if _inline(node) else _counted(node)
+    if kind is Set:
+        return _counted(node.items)
+    if kind is not Call:
+        return []
+    # Containers among the arguments, then what was put into the object; with paths as in ``formats.tensors``.
+    out: list[_Child] = []
+    callee = _callee(node)
+    if type(node.args) is tuple and not callee.startswith("_rebuild_"):
+        out += [child for child in _counted(node.args) if type(child[2]) in _CONTAINERS and not _inline(child[2])]
+    # The state of an OrderedDict is the ``_metadata`` of ``state_dict()``: versions of modules, of no interest here.
+    if node.states and callee != "OrderedDict":
+        state = node.states[-1]
+        halves = state if type(state) is tuple and len(state) == 2 else (state,)  # __dict__ and __slots__
+        if all(type(half) is Dict for half in halves):
+            out += [child for half in halves for child in _pairs(half.items)]
+        else:
+            out.append(("state", "state", state))
+    out += _pairs(node.items or [])
+    return out + _counted(node.appended or [])
+
+
+def _callee(call: Call) -> str:
+    """The last component of the called name; empty if the callee is not a name."""
+    return call.callee.name if type(call.callee) is Global else ""
+
+
+def _counted(items: list[object] | tuple[object, ...]) -> list[_Child]:
+    return [(f"[{index}]", index, child) for index, child in enumerate(items)]
+
+
+def _pairs(items: list[object]) -> list[_Child]:
+    out: list[_Child] = []
+    for index in range(0, len(items) - 1, 2):
+        key = items[index]
+        step = key if isinstance(key, str) else key if type(key) is int else f"#{index}"
+        out.append((printable(key, 80) if isinstance(key, str) else _value(key), step, items[index + 1]))
+    return out
+
+
+def _inline(node: Any) -> str:
+    """A list or tuple of a few plain values as Python writes it; empty for any other node."""
+    if type(node) not in (list, tuple) or len(node) > _SHORT or any(type(item) not in _VALUES for item in node):
+        return ""
+    inside = ", ".join(map(_value, node))
+    if len(inside) > 60:
+        return ""
+    return f"[{inside}]" if type(node) is list else f"({inside},)" if len(node) == 1 else f"({inside})"
+
+
+def _value(node: Any) -> str:
+    """A value that is not a container, in a few words."""
+    kind = type(node)
+    if kind is str:
+        return f"'{printable(node, 80)}'"
+    if kind is Big or (kind is int and node.bit_length() > _LONGEST_INT):
+        return "a huge integer"
+    if kind in _VALUES:
+        return repr(node)
+    if kind is bytes or kind is bytearray:
+        return f"{kind.__name__} of {plural(len(node), 'byte')}"
+    if kind is Global:
+        return printable(node.full_name, 80)
+    if kind is Extension:
+        return f"copyreg extension {node.code}"
+    return "a storage" if kind is Persistent else f"a {kind.__name__.lower()}"

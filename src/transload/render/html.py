@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING
 
+from transload.contents import Contents
 from transload.findings import packaged
-from transload.render.checkpoint import SEVERITY, TRUSTED, format_words, steps, summary, summary_lines
-from transload.render.tree import Twig, tensor_tree
+from transload.render.checkpoint import SEVERITY, TRUSTED, Twig, steps, summary, summary_lines, tensor_tree
 from transload.render.words import count, plural, printable, shape_text, size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transload.contents import Contents
 
 MAX_TWIGS = 600
 """Lines of the tensor tree in the page: a notebook is saved with its output, and must still open."""
@@ -25,26 +20,22 @@ _BARS = 8
 _PARTS = 60
 
 
-def fragment(checkpoint: Contents) -> str:
-    """HTML for any page. Viewers that strip styles show the plain text in it instead."""
+def fragment(checkpoint: Contents) -> Iterator[str]:
+    """Pieces of HTML for any page. Viewers that strip styles show the plain text in it instead.
+
+    The summary and the findings; then the sections that can be opened: dtypes, parts, tensors.
+    """
     # Text has the colour of the page and shades of it, to fit any theme. Only verdicts have their own colours, readable
     # on white and on black, and brighter if the page says that it is dark.
     css = packaged(__package__, "notebook.css")
-    # The style attribute hides the rich form in viewers that drop <style>, where no CSS makes it visible again.
     plain = escape("\n".join(summary_lines(checkpoint)))
-    body = "".join(_body(checkpoint))
-    return (
-        f'<div class="transload"><style>\n{css}</style><pre class="tl-plain">{plain}</pre>'
-        f'<div class="tl-rich" style="display:none">{body}</div></div>'
-    )
-
-
-def _body(checkpoint: Contents) -> Iterator[str]:
-    """The summary and the findings; then the sections that can be opened: dtypes, parts, tensors."""
+    yield f'<div class="transload"><style>\n{css}</style><pre class="tl-plain">{plain}</pre>'
+    # The style attribute hides the rich form in viewers that drop <style>, where no CSS makes it visible again.
+    yield '<div class="tl-rich" style="display:none">'
     words = summary(checkpoint)
-    del words["format"]  # it is in the title
     words.pop("dtypes", None)  # they have a section
-    yield f'<div class="tl-head"><b>{_safe(checkpoint.path)}</b>{_dim(format_words(checkpoint), "span")}</div>'
+    ((format_words, _),) = words.pop("format")
+    yield f'<div class="tl-head"><b>{_safe(checkpoint.path)}</b>{_dim(format_words, "span")}</div>'
     yield '<div class="tl-verdicts">'
     for label in ("safety", "integrity"):
         (verdict, role), (reason, _) = words.pop(label)
@@ -87,10 +78,11 @@ def _body(checkpoint: Contents) -> Iterator[str]:
         yield _section("tensors", tree.tensors) + '<div class="tl-tree">'
         yield from _twigs(tree, mixed=len(checkpoint.devices) > 1, is_open=True)
         yield "</div></details>"
+    yield "</div></div>"
 
 
 def _twigs(twig: Twig, *, mixed: bool, is_open: bool) -> Iterator[str]:
-    """The children of a twig, nested; ``tree`` limits the depth."""
+    """The children of a twig, nested; ``tensor_tree`` limits the depth."""
     for child in twig.children:
         name = _safe(child.name) or "&quot;&quot;"
         if child.copies > 1:

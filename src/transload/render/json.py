@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from transload.errors import TransloadError
+from transload.errors import TransloadError
 
 _SAFE_BITS = 4096  # int.__str__ refuses numbers of over 4300 digits
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise, repeat
 from operator import itemgetter
 from re import compile as regex
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 from unicodedata import category, east_asian_width
 
 from transload.frozen import NamedTuple
 from transload.render.words import plural, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 Span = tuple[str, str]
 """Text and its role: ``""``, ``strong``, ``dim``, or a verdict: ``good``, ``trust``, ``bad``."""
@@ -63,7 +61,6 @@ class Style(NamedTuple):
     """
 
     colour: bool = False
-    unicode: bool = True
     width: int = PIPE_WIDTH
     cut: bool = False
     encoding: str = "utf-8"
@@ -71,12 +68,12 @@ class Style(NamedTuple):
     def text(self, text: str) -> str:
         r"""``text`` in characters that the stream can encode.
 
-        >>> Style(unicode=False, encoding="ascii").text("a → ü")
+        >>> Style(encoding="ascii").text("a → ü")
         'a -> \\xfc'
         """
         if text.isascii():
             return text
-        if not self.unicode:
+        if self.encoding == "ascii":
             text = text.translate(_ASCII)
         return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
@@ -91,9 +88,8 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         _GLYPHS.encode(encoding)
-        unicode = True
     except (UnicodeError, LookupError):
-        encoding, unicode = "ascii", False
+        encoding = "ascii"
     # COLUMNS if it is set, else the width of the terminal: like shutil, without the cost of importing it.
     columns = environ.get("COLUMNS", "")[:6]
     width = int(columns) if columns.isascii() and columns.isdigit() else 0
@@ -112,7 +108,7 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
         coloured = terminal and environ.get("TERM") != "dumb"
     if coloured and terminal and sys.platform == "win32":
         coloured = _enable_colours(stream)
-    return Style(coloured, unicode, max(_NARROWEST, width or PIPE_WIDTH), terminal, encoding)
+    return Style(coloured, max(_NARROWEST, width or PIPE_WIDTH), terminal, encoding)
 
 
 if sys.platform == "win32":
@@ -309,36 +305,29 @@ def _aligned(table: Table, style: Style) -> Iterator[Line]:
     columns = range(max(map(len, rows), default=0))
     widths = [min(_WIDEST, max(_length(row[c]) for row in rows if c < len(row))) for c in columns]
     shown = [c for c in columns if widths[c]]
-    if style.cut and shown:
-        shown = _fitted(table, widths, shown, style.width)
+    if style.cut and shown:  # drop columns until the others fit, some of them narrower
+        drops = [column for column in table.drops if column in shown]
+        while True:
+            over = table.indent + sum(widths[c] + 2 for c in shown) - 2 - style.width
+            least = _LEAST if not drops else _LEAST_NAME
+            spare = [max(0, widths[c] - least) for c in table.shrinks]
+            if over <= sum(spare) or not drops:
+                break
+            shown.remove(drops.pop(0))
+        for column, room in zip(table.shrinks, spare, strict=True):
+            narrower = max(0, min(over, room))
+            widths[column] -= narrower
+            over -= narrower
     for row in rows:
         out: list[Span] = [(" " * table.indent, "")]
         for place, column in enumerate(shown):
             cell = row[column] if column < len(row) else ()
             if style.cut and _length(cell) > widths[column]:
-                cell = _shrunk(cell, widths[column], "…" if style.unicode else "...")
+                cell = _shrunk(cell, widths[column], style.text("…"))
             pad = (" " * (widths[column] - _length(cell)), "")
             out.append(("  " if place else "", ""))
             out.extend((pad, *cell) if column in table.right else (*cell, pad))
         yield tuple(out)
-
-
-def _fitted(table: Table, widths: list[int], shown: list[int], width: int) -> list[int]:
-    """The columns that fit; ``widths`` of some are reduced."""
-    drops = [column for column in table.drops if column in shown]
-    while True:
-        over = table.indent + sum(widths[c] + 2 for c in shown) - 2 - width
-        least = _LEAST if not drops else _LEAST_NAME
-        spare = [max(0, widths[c] - least) for c in table.shrinks]
-        if over <= sum(spare) or not drops:
-            break
-        dropped = drops.pop(0)
-        shown = [c for c in shown if c != dropped]
-    for column, room in zip(table.shrinks, spare, strict=True):
-        narrower = max(0, min(over, room))
-        widths[column] -= narrower
-        over -= narrower
-    return shown
 
 
 def _shrunk(cell: Line, width: int, dots: str) -> Line:
