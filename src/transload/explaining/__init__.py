@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -170,26 +170,37 @@ def _explained(
     text: str, files: Sequence[str] = (), *, checks: bool, shortened: bool = False, numbered: bool = True
 ) -> Explanation:
     """Explain a text; ``files`` are paths that are known to be the files it is about."""
-    diagnosed = cache(_diagnosed) if checks else None  # examines this machine at most once, for all answers
+
+    @cache
+    def diagnosis() -> Diagnosis:
+        from transload.diagnose import doctor
+
+        return doctor(torch=False)
+
     chains, loose = split(lines_of(text))
     found, unknown, framed = search(chains, loose)
-    if answers := _answers(found, files, diagnosed):
-        explanation = Explanation(answers, tuple(_unexplained(unknown)), shortened)
-    elif answers := _answers(search(*split(lines_of(unwrapped(text))))[0], files, diagnosed):
-        explanation, numbered = Explanation(answers, (), shortened), False
+    unexplained: Iterable[Unexplained] = ()
+    if matched := _answers(found):
+        unexplained = _unexplained(unknown)
+    elif matched := _answers(search(*split(lines_of(unwrapped(text))))[0]):
+        numbered = False
     else:
-        explanation = Explanation((), tuple(_unexplained([*unknown, *framed], loose)), shortened)
+        unexplained = _unexplained([*unknown, *framed], loose)
+    answers = []
+    for answer, match in matched:
+        needs = match.known.needs if checks and answer.kind != "remark" else ()
+        machine = file = None
+        if "machine" in needs:
+            machine = _check_machine(diagnosis(), answer.causes, match.traceback or match.source.flat)
+        if "file" in needs and (paths := (*files, *files_in(match.near))):
+            file = _check_file(diagnosis(), paths[0], match.text)
+        answers.append(replace(answer, machine=machine, file=file))
+    explanation = Explanation(tuple(answers), tuple(unexplained), shortened)
     if numbered and not shortened:
         return explanation
     # Line numbers are meaningless for an exception, and for the end of a log.
-    answers = tuple(replace(answer, line=0) for answer in explanation.answers)
-    return replace(explanation, answers=answers, unknown=tuple(replace(each, line=0) for each in explanation.unknown))
-
-
-def _diagnosed() -> Diagnosis:
-    from transload.diagnose import doctor
-
-    return doctor(torch=False)
+    without = tuple(replace(answer, line=0) for answer in answers)
+    return replace(explanation, answers=without, unknown=tuple(replace(each, line=0) for each in explanation.unknown))
 
 
 def _loaded_files(error: BaseException) -> Iterator[str]:
@@ -204,39 +215,23 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
             name = frame.f_code.co_filename.replace("\\", "/")
             if name.endswith(("torch/serialization.py", "torch/jit/_serialization.py")):
                 path = frame.f_locals.get("f")
-                if isinstance(path, str | os.PathLike) and Path(path).exists():
+                if isinstance(path, str | os.PathLike) and os.path.exists(path):  # noqa: PTH110 - Path may raise
                     yield os.fsdecode(path)
         current = current.__cause__ or current.__context__
 
 
-def _answers(
-    found: Sequence[Match], files: Sequence[str], diagnosed: Callable[[], Diagnosis] | None
-) -> tuple[Answer, ...]:
-    """One answer for each error, with what this machine shows of it; causes first."""
+def _answers(found: Sequence[Match]) -> list[tuple[Answer, Match]]:
+    """One answer for each error, and its first match; causes first."""
     causes = any(each.known.role == "cause" for each in found)
     merged: dict[tuple[Any, ...], tuple[Answer, Match]] = {}
     for each in found:
-        known = each.known
-        if known.role == "frame" and (causes or not known.fix):
+        if each.known.role == "frame" and (causes or not each.known.fix):
             continue
         answer = _answer(each)
         key = (answer.code, answer.cause, answer.fix)
         first, source = merged.get(key, (replace(answer, times=0), each))
         merged[key] = replace(first, times=first.times + 1), source
-
-    def rank(pair: tuple[Answer, Match]) -> tuple[bool, bool, int]:
-        return pair[0].kind == "remark", not pair[1].known.first, pair[0].line
-
-    answers = []
-    for answer, each in sorted(merged.values(), key=rank):
-        machine = file = None
-        if diagnosed and answer.kind != "remark":
-            if "machine" in each.known.needs:
-                machine = _check_machine(diagnosed(), answer.causes, each.traceback or each.source.flat)
-            if "file" in each.known.needs:
-                file = _check_file(diagnosed, (*files, *files_in(each.near)), each.text)
-        answers.append(replace(answer, machine=machine, file=file))
-    return tuple(answers)
+    return sorted(merged.values(), key=lambda pair: (pair[0].kind == "remark", not pair[1].known.first, pair[0].line))
 
 
 def _answer(found: Match) -> Answer:
@@ -359,16 +354,14 @@ def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> Machin
     return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
 
-def _check_file(diagnosed: Callable[[], Diagnosis], paths: Sequence[str], said: str) -> FileCheck | None:
-    """What loading the first of some files would do; ``None`` if unknown."""
+def _check_file(diagnosis: Diagnosis, path: str, said: str) -> FileCheck | None:
+    """What loading a file would do; ``None`` if unknown."""
     from transload.checking import check_here
     from transload.judge.problems import command_lines
     from transload.loading.placement import AUTO
 
-    if not paths:
-        return None
     try:
-        check = check_here(paths[0], AUTO, diagnosed())
+        check = check_here(path, AUTO, diagnosis)
     except TransloadError:
         return None
     verdict = f"it cannot be loaded: {check.refusal}"
@@ -384,7 +377,7 @@ def _check_file(diagnosed: Callable[[], Diagnosis], paths: Sequence[str], said: 
         fix = command_lines((advised,))
     python = ("import ", "from ", "torch.serialization.")
     fix = tuple(f"| {line}" if line.startswith(python) else line for line in fix)
-    return FileCheck(paths[0], check.ok, verdict, same, tuple(each.title for each in findings), fix)
+    return FileCheck(path, check.ok, verdict, same, tuple(each.title for each in findings), fix)
 
 
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch(?=[/\\])")
@@ -463,7 +456,31 @@ def report(explanation: Explanation) -> Iterator[Block]:
     for index, answer in enumerate(explanation.answers):
         if index:
             yield BLANK
-        yield from _answered(answer)
+        yield Prose(
+            ((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim")), lead=(_SIGNS[answer.kind],)
+        )
+        times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
+        line = f"line {answer.line}: " if answer.line else ""
+        yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"{_MARGIN}{line}{times}", "dim"),))
+        if answer.wrong:
+            yield Prose(printable(answer.wrong, None), lead=(("  ! ", "trust"),))
+        if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
+            another = "this machine has another fault: " if machine.code else ""
+            which = "this machine shows it: " if machine.fits else another
+            words = ((printable(which + machine.title, None), ""), (f"  {machine.code}" if machine.code else "", "dim"))
+            yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
+            for text in machine.evidence[:3] if machine.code else ():
+                yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
+            yield from _steps(machine.fix if machine.fits else ())
+        if file := answer.file:
+            same = "; torch.load gives the same error for it" if file.same else ""
+            text = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
+            yield Prose(text, lead=(("  here    ", "good" if file.ok else "bad"),))
+            for title in file.findings:
+                if title not in file.verdict:
+                    yield Prose(((printable(title, None), "dim"),), lead=_DEEPER)
+            yield from _steps(file.fix if not file.ok else ())
+        yield from _steps(remaining_steps(answer))
     for index, each in enumerate(explanation.unknown):
         if index or explanation.answers:
             yield BLANK
@@ -480,32 +497,6 @@ def report(explanation: Explanation) -> Iterator[Block]:
     if explanation.shortened:
         yield BLANK
         yield note("the text is long: only its end was read")
-
-
-def _answered(answer: Answer) -> Iterator[Block]:
-    yield Prose(((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim")), lead=(_SIGNS[answer.kind],))
-    times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
-    line = f"line {answer.line}: " if answer.line else ""
-    yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"{_MARGIN}{line}{times}", "dim"),))
-    if answer.wrong:
-        yield Prose(printable(answer.wrong, None), lead=(("  ! ", "trust"),))
-    if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
-        another = "this machine has another fault: " if machine.code else ""
-        which = "this machine shows it: " if machine.fits else another
-        words = ((printable(which + machine.title, None), ""), (f"  {machine.code}" if machine.code else "", "dim"))
-        yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
-        for text in machine.evidence[:3] if machine.code else ():
-            yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
-        yield from _steps(machine.fix if machine.fits else ())
-    if file := answer.file:
-        same = "; torch.load gives the same error for it" if file.same else ""
-        text = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
-        yield Prose(text, lead=(("  here    ", "good" if file.ok else "bad"),))
-        for title in file.findings:
-            if title not in file.verdict:
-                yield Prose(((printable(title, None), "dim"),), lead=_DEEPER)
-        yield from _steps(file.fix if not file.ok else ())
-    yield from _steps(remaining_steps(answer))
 
 
 def _steps(fix: Sequence[str]) -> Iterator[Block]:

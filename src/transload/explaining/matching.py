@@ -142,17 +142,6 @@ class KnownError(NamedTuple):
         """A specific message comes before a family of messages (``place``), and that before a frame."""
         return 2 if self.role == "frame" else 1 if self.place else 0
 
-    def fits(self, surroundings: str) -> bool:
-        """Whether the message has this meaning in these surroundings."""
-        if self.unless and re.search(self.unless, surroundings):
-            return False
-        return not self.context or re.search(self.context, surroundings) is not None
-
-    def placed(self, wording: Wording, around: str, frame: str) -> bool:
-        """Whether a wording counts with this text around it: a short one only near its ``place``."""
-        places = (place in (frame if "/" in place else around).replace("\\", "/") for place in self.place)
-        return not self.place or wording.weight >= _SPEAKS_FOR_ITSELF or any(places)
-
 
 class Page(NamedTuple):
     """A page that is not yet parsed: few of the thousands of wordings are ever in a text.
@@ -372,14 +361,21 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Mat
     matches: list[Match] = []
     text = source.flat
     for known in mentioned(text):
-        for wording in known.says if known.fits(traceback or text) else ():
+        if known.unless and re.search(known.unless, traceback or text):
+            continue
+        if known.context and not re.search(known.context, traceback or text):
+            continue
+        for wording in known.says:
             at = text.find(wording.anchor)
             for _ in range(_MOST):
                 if at < 0:
                     break
                 after = at + len(wording.anchor)
-                beside = text[max(0, at - _BESIDE) : after + _BESIDE]
-                placed = known.placed(wording, traceback or beside, frame or traceback or beside)
+                around = traceback or text[max(0, at - _BESIDE) : after + _BESIDE]
+                placed = not known.place or wording.weight >= _SPEAKS_FOR_ITSELF
+                if not placed:
+                    places = ((place, frame or around if "/" in place else around) for place in known.place)
+                    placed = any(place in where.replace("\\", "/") for place, where in places)
                 found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND) if placed else None
                 if found:
                     values = found.groupdict("")
