@@ -55,4 +55,6 @@ def test_every_error_a_user_can_meet_is_exported() -> None:
     classes = {
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
-    assert {name for name in classes if not name.startswith("_")} - internal <= set(vars(transload)["__all__"])
+    public = {name for name in classes if not name.startswith("_")} - internal
+    assert public == set(errors.__all__)  # for type checkers
+    assert public <= set(vars(transload)["__all__"])

@@ -23,38 +23,7 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.converting import convert as convert
     from transload.diagnose import doctor as doctor
     from transload.diagnose.report import Diagnosis as Diagnosis
-    from transload.errors import BrokenFileError as BrokenFileError
-    from transload.errors import BusyFileError as BusyFileError
-    from transload.errors import CannotPickleError as CannotPickleError
-    from transload.errors import CannotReadError as CannotReadError
-    from transload.errors import CannotWriteError as CannotWriteError
-    from transload.errors import ConvertError as ConvertError
-    from transload.errors import DirectoryError as DirectoryError
-    from transload.errors import DoesNotFitError as DoesNotFitError
-    from transload.errors import FileWarning as FileWarning
-    from transload.errors import ForbiddenFileError as ForbiddenFileError
-    from transload.errors import ForbiddenWriteError as ForbiddenWriteError
-    from transload.errors import FullDiskError as FullDiskError
-    from transload.errors import LandingWarning as LandingWarning
-    from transload.errors import LoadError as LoadError
-    from transload.errors import ManifestError as ManifestError
-    from transload.errors import MissingClassError as MissingClassError
-    from transload.errors import MissingFileError as MissingFileError
-    from transload.errors import MissingModuleError as MissingModuleError
-    from transload.errors import NoDeviceError as NoDeviceError
-    from transload.errors import NoDirectoryError as NoDirectoryError
-    from transload.errors import NotACheckpointDirectoryError as NotACheckpointDirectoryError
-    from transload.errors import NotACheckpointError as NotACheckpointError
-    from transload.errors import NotAFileError as NotAFileError
-    from transload.errors import NoTorchError as NoTorchError
-    from transload.errors import OverflowRefusedError as OverflowRefusedError
-    from transload.errors import RescueError as RescueError
-    from transload.errors import RetagError as RetagError
-    from transload.errors import SaveError as SaveError
-    from transload.errors import SaveWarning as SaveWarning
-    from transload.errors import TransloadError as TransloadError
-    from transload.errors import UnsafeError as UnsafeError
-    from transload.errors import UsageError as UsageError
+    from transload.errors import *  # noqa: F403 - its __all__ are the public ones
     from transload.explaining import Explanation as Explanation
     from transload.explaining import explain as explain
     from transload.findings import Finding as Finding

@@ -123,9 +123,7 @@ class Tensor(NamedTuple):
         """The bytes of its elements, or of its parts if it has parts."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
-        if self.kind == "meta":
-            return 0
-        return itemsize(self.dtype, self.numel)
+        return 0 if self.kind == "meta" else itemsize(self.dtype, self.numel)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 
 from transload.frozen import Frozen, Plain
 
-KINDS = frozenset(
-    {
-        *("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "privateuseone"),
-        *("npu", "musa", "mlu", "gcu", "maia", "ipu", "hip", "vulkan", "lazy"),  # registered by packages
-    }
-)
+_REGISTERED = ("npu", "musa", "mlu", "gcu", "maia", "ipu", "hip", "vulkan", "lazy")  # by packages
+KINDS = frozenset({"cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "privateuseone", *_REGISTERED})
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "amd": "cuda", "metal": "mps", "tpu": "xla", "intel": "xpu"}
 
 

@@ -7,6 +7,13 @@ import os
 from _pickle import PicklingError, UnpicklingError  # the same as in pickle, which takes ten times as long to import
 from typing import Any
 
+__all__ = ["BrokenFileError", "BusyFileError", "CannotPickleError", "CannotReadError", "CannotWriteError"]
+__all__ += ["ConvertError", "DirectoryError", "DoesNotFitError", "FileWarning", "ForbiddenFileError"]
+__all__ += ["ForbiddenWriteError", "FullDiskError", "LandingWarning", "LoadError", "ManifestError", "MissingClassError"]
+__all__ += ["MissingFileError", "MissingModuleError", "NoDeviceError", "NoDirectoryError", "NoTorchError"]
+__all__ += ["NotACheckpointDirectoryError", "NotACheckpointError", "NotAFileError", "OverflowRefusedError"]
+__all__ += ["RescueError", "RetagError", "SaveError", "SaveWarning", "TransloadError", "UnsafeError", "UsageError"]
+
 
 class TransloadError(Exception):
     """The base of every error that transload raises on purpose; any other exception is a bug.
@@ -201,9 +208,7 @@ class NotACheckpointError(LoadError, UnpicklingError, EOFError):
 class NotACheckpointDirectoryError(NotACheckpointError, IsADirectoryError):
     """The directory is not a checkpoint of any kind; ``errno`` is ``EISDIR``, as with ``torch.load``."""
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.errno = numbers.EISDIR
+    errno = numbers.EISDIR
 
 
 class UnsafeError(LoadError, UnpicklingError):

@@ -95,12 +95,12 @@ def run_explain(arguments: Namespace) -> int:
 
 def _read_log(path: str) -> tuple[bytes, bool]:
     """The end of the log, and whether there was more."""
-    from transload.explaining.logs import HEAD, is_packed, not_a_text, read_end
+    from transload.explaining.logs import is_packed, not_a_text, read_end
 
     try:
         if path != "-":
             with open(path, "rb") as file:
-                if file.seekable() and is_packed(file.read(HEAD)):
+                if file.seekable() and is_packed(file.read(16)):
                     raise not_a_text(path)
                 return read_end(file)
         if sys.stdin is None:
@@ -146,11 +146,8 @@ def run_verify(arguments: Namespace) -> int:
     if not named:
         raise UsageError("no file is named", fix="transload verify FILE…")
     paths = expand_paths(named)
-
-    def examine(path: str) -> Verification:
-        hashes = arguments.hash or bool(arguments.write)
-        return verify(path, hashes=hashes, values=arguments.values, against=manifest, progress=True)
-
+    hashes = arguments.hash or bool(arguments.write)
+    examine = partial(verify, hashes=hashes, values=arguments.values, against=manifest, progress=True)
     shown = {"hashes": arguments.hash}
     done, code = for_each(arguments, paths, examine, partial(report, **shown), partial(several, **shown))
     if code == 2:
@@ -174,20 +171,20 @@ def run_check(arguments: Namespace) -> int:
     device = None if arguments.device == "none" else arguments.device
     if "," in arguments.device:
         device = [name.strip() for name in arguments.device.split(",")]
-    diagnosis = doctor(torch=False)
-
-    return for_each(arguments, paths, lambda path: check_here(path, device, diagnosis), report, several)[1]
+    examine = partial(check_here, device=device, diagnosis=doctor(torch=False))
+    return for_each(arguments, paths, examine, report, several)[1]
 
 
 def run_retag(arguments: Namespace) -> int:
     """Retag all files, or undo that; a file that fails does not stop the others."""
-    from transload.retagging import Retag, report, retag, several, undo
+    from transload.retagging import report, retag, several, undo
 
     tags: dict[str, str] = {}
     if arguments.undo:
         others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
         if combined := [name for name, value in others.items() if value]:
             raise UsageError(f"--undo cannot be combined with {' and '.join(combined)}")
+        change = partial(undo, dry_run=arguments.dry_run)
     else:
         for pair in arguments.map:
             old, equals, new = pair.rpartition("=")
@@ -199,14 +196,9 @@ def run_retag(arguments: Namespace) -> int:
             raise UsageError(f"--to and --map give all other tags two devices: {tags['*']} and {arguments.to}")
         if not tags:
             raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
+        change = partial(retag, to=tags, **keywords(arguments, "out dry_run keep_undo hard_links"))
     paths = expand_paths(arguments.paths, parts=True)
     if arguments.out and len(paths) > 1:
         raise UsageError("-o names one copy, and there are several files", fix="Retag them one by one, or in place.")
-
-    def change(path: str) -> Retag:
-        if arguments.undo:
-            return undo(path, dry_run=arguments.dry_run)
-        return retag(path, tags, **keywords(arguments, "out dry_run keep_undo hard_links"))
-
     # retag itself finishes an interrupted one, and reports it
     return for_each(arguments, paths, change, report, several, finish=False)[1]

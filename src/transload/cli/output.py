@@ -85,11 +85,8 @@ def as_bug(error: Exception, where: str = "") -> TransloadError:
         print_exception(error)
     from transload.render.words import printable
 
-    return TransloadError(
-        f"this is a bug in transload: {type(error).__name__}: {printable(str(error))}",
-        where=where,
-        fix="Please report it with what TRANSLOAD_DEBUG=1 shows.",
-    )
+    what = f"this is a bug in transload: {type(error).__name__}: {printable(str(error))}"
+    return TransloadError(what, where=where, fix="Please report it with what TRANSLOAD_DEBUG=1 shows.")
 
 
 def for_each(

@@ -27,7 +27,6 @@ from transload.render.words import plural, printable
 
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
-    from transload.machine import Machine
 
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000  # characters of an error that are quoted
@@ -318,16 +317,12 @@ def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> Machin
     """
     from transload.diagnose.rules import BY_CODE
 
-    machine = found.machine
-    other = _other_torch(text, machine)
+    machine, cause, fits, title = found.machine, found.cause, False, ""
+    other = _other_torch(text, {os.path.realpath(install.location) for install in machine.torch.installs or ()})
     faults = [finding for finding in found.findings if finding.severity == "error"]
-    possible = [
-        fault
-        for fault in faults
-        if (fault.code in causes or fault.code not in _WITHOUT_TORCH)
-        and not (other and BY_CODE[fault.code].layer in _LAYERS_OF_A_PYTHON)
-    ]
-    cause, fits = found.cause, False
+    possible = [fault for fault in faults if fault.code in causes or fault.code not in _WITHOUT_TORCH]
+    if other:
+        possible = [fault for fault in possible if BY_CODE[fault.code].layer not in _LAYERS_OF_A_PYTHON]
     gpu = machine.hardware.present or machine.accelerators
     if possible:
         wanted = [fault for fault in possible if fault.code in causes]
@@ -340,16 +335,16 @@ def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> Machin
         environment = shlex.quote(str(torch.parents[min(above, len(torch.parents) - 1)]))
         without = "" if gpu else "there is no GPU in this machine; "
         title = f"{without}the text comes from another Python: transload doctor --python {environment}"
-        return MachineCheck(found.status, fits=False, title=title)
     elif faults:  # if torch printed the text, some Python on some machine has a torch that works at least that far
         rest = "nothing else is broken on this machine" if gpu else "there is no GPU in this machine"
         examined = machine.python.executable or "the Python that was examined"
         why = f"torch does not work in {examined}, so what torch says comes from another Python"
-        return MachineCheck(found.status, fits=False, title=f"{rest}; {why}: transload doctor --python PYTHON")
-    if cause is None:
+        title = f"{rest}; {why}: transload doctor --python PYTHON"
+    elif found.status == "ok" and cause is None:
+        title = "nothing is broken on this machine now, as far as can be seen without running torch"
+    elif cause is None:
         title = "there is no GPU in this machine, and nothing is broken"
-        if found.status == "ok":
-            title = "nothing is broken on this machine now, as far as can be seen without running torch"
+    if title or cause is None:
         return MachineCheck(found.status, fits=False, title=title)
     return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
@@ -385,9 +380,8 @@ _LONGEST_PATH = 400
 _MOST_PATHS = 50  # paths that are looked up: a log may be full of them
 
 
-def _other_torch(text: str, machine: Machine) -> str:
-    """The directory of the torch in the frames of a text, if it exists here and is not the one examined."""
-    examined = {os.path.realpath(install.location) for install in machine.torch.installs or ()}
+def _other_torch(text: str, examined: set[str]) -> str:
+    """The directory of the torch in the frames of a text, if it exists here and is not one of those examined."""
     for found in islice(_TORCH.finditer(text), _MOST_PATHS):
         before = text[max(0, found.start() - _LONGEST_PATH) : found.start()]
         for start in (before.rpartition('"')[2].strip(), *before.split()[-1:]):
@@ -456,9 +450,8 @@ def report(explanation: Explanation) -> Iterator[Block]:
     for index, answer in enumerate(explanation.answers):
         if index:
             yield BLANK
-        yield Prose(
-            ((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim")), lead=(_SIGNS[answer.kind],)
-        )
+        cause = ((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim"))
+        yield Prose(cause, lead=(_SIGNS[answer.kind],))
         times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
         line = f"line {answer.line}: " if answer.line else ""
         yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"{_MARGIN}{line}{times}", "dim"),))

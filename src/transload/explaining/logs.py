@@ -19,8 +19,6 @@ from transload.errors import TransloadError, UsageError
 
 LIMIT = 8 << 20
 """Bytes that are read from the end of a log: what stopped a program is at the end."""
-HEAD = 16
-"""Bytes from the start of a file that ``is_packed`` needs."""
 
 # -- input
 
@@ -55,7 +53,7 @@ _UNPACK = {"gzip": "gzip -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "zstd": "zs
 
 
 def is_packed(head: bytes) -> bool:
-    """Whether a file with this beginning is an archive, a pickle, or similar."""
+    """Whether a file with these first 16 bytes is an archive, a pickle, or similar."""
     sized = head[8:9] == b"{" and head[5:8] == bytes(3)  # safetensors begins with the length of its header
     return sized or head.startswith((*_MAGIC, *_PICKLES))
 

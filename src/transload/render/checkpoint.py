@@ -32,11 +32,7 @@ INTEGRITY: dict[str, tuple[str, str]] = {
     "not-a-checkpoint": ("bad", "torch cannot load it as it is"),
 }
 
-SEVERITY: dict[str, tuple[str, str]] = {
-    "error": ("bad", "✗"),
-    "warning": ("trust", "!"),
-    "note": ("dim", "·"),
-}
+SEVERITY: dict[str, tuple[str, str]] = {"error": ("bad", "✗"), "warning": ("trust", "!"), "note": ("dim", "·")}
 
 # Verdicts on single names, the worst first.
 _NAMES: dict[str, tuple[str, str]] = {
@@ -166,10 +162,9 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
 
     # Facts about this kind of container; those of a plain archive are uninteresting, and only in the JSON.
     if checkpoint.format not in _PLAIN:
-        facts = [
-            f"{printable(name)} {printable(text, 60)}" for name, text in checkpoint.facts if name not in _HOUSEKEEPING
-        ]
-        out["facts"] = _listed([((fact, ""),) for fact in facts[:_FACTS]], len(facts) - _FACTS)
+        facts = [fact for fact in checkpoint.facts if fact[0] not in _HOUSEKEEPING]
+        words = [((f"{printable(name)} {printable(text, 60)}", ""),) for name, text in facts[:_FACTS]]
+        out["facts"] = _listed(words, len(facts) - _FACTS)
 
     safety, integrity = checkpoint.safety, checkpoint.integrity
     reason = SAFETY[safety][1]

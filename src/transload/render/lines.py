@@ -43,12 +43,8 @@ _CODES = {"strong": "1", "dim": "2", "good": "32", "trust": "33", "bad": "31"}
 
 _GLYPHS = "…·×→›✓✗├─└│▁█▾"
 # Replacements for a stream that cannot encode these characters.
-_ASCII: dict[int, int | str] = {
-    **str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""'),
-    ord("…"): "...",
-    ord("→"): "->",
-    ord("✓"): "ok",
-}
+_ASCII: dict[int, int | str] = {**str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""')}
+_ASCII.update({ord("…"): "...", ord("→"): "->", ord("✓"): "ok"})
 
 
 # -- styles
