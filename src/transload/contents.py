@@ -47,6 +47,8 @@ PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-packa
 Key = str | int
 """A component of a path: a dictionary key, an attribute name, or an index. Other keys appear as text."""
 
+_MAX_STRIDE = 1 << 64
+
 
 class Storage(NamedTuple):
     """Bytes that one or more tensors are views of, tagged with the device they were saved from.
@@ -249,7 +251,7 @@ class Part(Frozen):
         return {**vars(self), "facts": dict(self.facts)}
 
 
-class Origin(Frozen):
+class Origin(Plain):
     """Who wrote the file: the possible torch releases, the evidence, and the versions that the file records.
 
     ``oldest`` and ``newest`` are the bounds of the releases (``"1.13"``, ``"2.0"``); an empty ``newest`` means no upper
@@ -276,13 +278,9 @@ class Origin(Frozen):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "text": self.text,
-            "oldest": self.oldest,
-            "newest": self.newest,
-            "evidence": list(self.evidence),
-            "recorded": dict(self.recorded),
-        }
+        out = {"text": self.text, **super().to_dict(), "recorded": dict(self.recorded)}
+        del out["note"]
+        return out
 
 
 class DeviceUse(Plain):
@@ -421,9 +419,6 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step = min(step * max(size, 1), _MAX_STRIDE)  # a zero-sized tensor may claim any other sizes
     return tuple(reversed(strides))
-
-
-_MAX_STRIDE = 1 << 64
 
 
 def byte_span(tensor: Tensor) -> tuple[int, int]:

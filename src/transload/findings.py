@@ -23,11 +23,6 @@ def worst_safety(*verdicts: Safety) -> Safety:
     return max(verdicts, key=SAFETY.index, default="data-only")
 
 
-def worst_integrity(*verdicts: Integrity) -> Integrity:
-    """The worst of some integrity verdicts; ``whole`` if there are none."""
-    return max(verdicts, key=INTEGRITY.index, default="whole")
-
-
 class Problem(Frozen):
     """Something that a reader found wrong. This is only a fact: what it means is judged later.
 

@@ -11,6 +11,7 @@ import pytest
 from tests.schema import validate
 
 from transload.cli.main import main
+from transload.errors import ManifestError
 from transload.judge import inspect
 
 if TYPE_CHECKING:
@@ -184,6 +185,19 @@ def test_a_manifest_that_cannot_be_written_is_reported_before_anything_is_read(
     assert "--force" in told.err
     assert "mkdir -p" in told.err
     assert there.read_text(encoding="ascii") == "mine"
+
+
+def test_a_manifest_that_fails_at_the_end_adds_no_second_document(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise ManifestError("the disk is full")
+
+    monkeypatch.setattr("transload.verifying.write_manifest", full)
+    assert main(["verify", str(path), "--write", str(tmp_path / "m.json"), "--json"]) == 2
+    shown = capsys.readouterr()
+    assert valid(shown.out)["ok"]
+    assert "the disk is full" in shown.err
 
 
 def test_writing_a_manifest_is_reported_without_its_hashes(

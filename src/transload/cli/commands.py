@@ -156,7 +156,11 @@ def run_verify(arguments: Namespace) -> int:
         fix = "Repair it first: transload rescue FILE NEW."
         print_error(TransloadError("is not written, since not every file is intact", where=arguments.write, fix=fix))
     elif arguments.write:
-        write_manifest(arguments.write, done, overwrite=arguments.force)
+        try:
+            write_manifest(arguments.write, done, overwrite=arguments.force)
+        except TransloadError as error:  # not as JSON: a second document would make neither parsable
+            print_error(error)
+            return 2
         if not arguments.json:
             show([written(arguments.write, sum(len(each.tensors) for each in done))], arguments.color)
     return code

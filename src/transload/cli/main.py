@@ -40,9 +40,6 @@ that runs a program and returns its exit code. Only the module of the requested 
 """
 
 _USAGE = "usage: transload COMMAND [options]"
-_HELP_WIDTH = 80
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_PIPE_CLOSED = 141
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,12 +53,12 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while a closed pipe or a full disk can still be reported
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130  # 128 + SIGINT, as shells report it
     except SystemExit as leaving:  # argparse exits after printing its message
         return leaving.code if isinstance(leaving.code, int) else 0
     except BrokenPipeError:
         _silence_stdout()
-        return _PIPE_CLOSED
+        return 141  # 128 + SIGPIPE
     except Exception as error:  # noqa: BLE001  the last resort
         from transload.cli.output import as_bug, print_error
         from transload.errors import TransloadError
@@ -119,22 +116,18 @@ def _dispatch(argv: list[str]) -> Outcome:
         from transload.cli.output import finish_retag
 
         finish_retag(path)
-    in_json = getattr(arguments, "json", False)
-    if in_json:
-        from transload.cli import output
-
-        output.json_written = False
     try:
         code: Outcome = getattr(_module_of(command), f"run_{command}")(arguments)
     except Exception as error:
         from transload.errors import TransloadError
 
-        # Programs get the error as JSON, unless the result was already written; people read it on stderr.
-        if in_json and isinstance(error, TransloadError) and not output.json_written:
+        # Programs get the error as JSON; people read it on stderr.
+        if getattr(arguments, "json", False) and isinstance(error, TransloadError):
+            from transload.cli.output import write_json
             from transload.render.json import error_to_dict
 
             path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
-            output.write_json([error_to_dict(path, error)])
+            write_json([error_to_dict(path, error)])
         raise
     return code
 
@@ -162,7 +155,7 @@ def parser_of(command: str) -> ArgumentParser:
         description=line[0].upper() + line[1:] + ".",
         epilog=_help(command),
         # Without a width the formatter imports shutil to ask for it, and with that every compression module.
-        formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
+        formatter_class=partial(RawDescriptionHelpFormatter, width=80),
         allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
     )
     _module_of(command).add_options(command, parser.add_argument)

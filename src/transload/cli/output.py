@@ -13,9 +13,6 @@ from transload.errors import CannotReadError, TransloadError
 if TYPE_CHECKING:
     from transload.render.lines import Block
 
-json_written = False
-"""Whether JSON was written to stdout: a second document would make neither parsable."""
-
 
 def keywords(arguments: Namespace, names: str) -> dict[str, Any]:
     """Some of the arguments, as keyword arguments of the same names."""
@@ -42,9 +39,7 @@ def write_json(documents: Iterable[dict[str, Any]], *, several: bool = False) ->
     """Write one object to stdout, or a list of ``several``."""
     from transload.render.json import to_json
 
-    global json_written  # noqa: PLW0603 - there is only one stdout
     if sys.stdout is not None:
-        json_written = True
         sys.stdout.writelines(to_json(documents, several=several))
 
 

@@ -185,6 +185,7 @@ def _explained(
         numbered = False
     else:
         unexplained = _unexplained([*unknown, *framed], loose)
+    numbered = numbered and not shortened  # line numbers are meaningless for an exception, and for the end of a log
     answers = []
     for answer, match in matched:
         needs = match.known.needs if checks and answer.kind != "remark" else ()
@@ -193,13 +194,9 @@ def _explained(
             machine = _check_machine(diagnosis(), answer.causes, match.traceback or match.source.flat)
         if "file" in needs and (paths := (*files, *files_in(match.near))):
             file = _check_file(diagnosis(), paths[0], match.text)
-        answers.append(replace(answer, machine=machine, file=file))
-    explanation = Explanation(tuple(answers), tuple(unexplained), shortened)
-    if numbered and not shortened:
-        return explanation
-    # Line numbers are meaningless for an exception, and for the end of a log.
-    without = tuple(replace(answer, line=0) for answer in answers)
-    return replace(explanation, answers=without, unknown=tuple(replace(each, line=0) for each in explanation.unknown))
+        answers.append(replace(answer, line=answer.line if numbered else 0, machine=machine, file=file))
+    unexplained = (each if numbered else replace(each, line=0) for each in unexplained)
+    return Explanation(tuple(answers), tuple(unexplained), shortened)
 
 
 def _loaded_files(error: BaseException) -> Iterator[str]:
@@ -254,19 +251,12 @@ def _answer(found: Match) -> Answer:
         sections = next(((name,) for name, where in conditions if takes(*where)), ())
     for name in sections:
         known = known._replace(**variant(name))
+    cause, wrong = known.cause.format_map(values), known.wrong.format_map(values)
+    fix = tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor)
     said, number = found.source.lines_at(found.start, found.end)
-    return Answer(
-        known.code,
-        known.role,
-        known.cause.format_map(values),
-        tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor),
-        known.wrong.format_map(values),
-        said[:_LONGEST],
-        number,
-        torch=known.torch,
-        causes=known.doctor,
-        values=tuple((name, value) for name, value in found.values.items() if value),
-    )
+    main = known.code, known.role, cause, fix, wrong, said[:_LONGEST], number
+    kept = tuple((name, value) for name, value in found.values.items() if value)
+    return Answer(*main, torch=known.torch, causes=known.doctor, values=kept)
 
 
 def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -> Iterator[Unexplained]:
@@ -407,21 +397,16 @@ def files_in(texts: Iterable[str]) -> Iterator[str]:
 
     A path on another machine (``//host/share``) is not touched: looking it up would contact that machine.
     """
-    seen: dict[str, None] = {}
-    for text in texts:
-        for name in (*_BARE.findall(text), *_QUOTED.findall(text)):
-            seen.setdefault(name)
-            if len(seen) >= _MOST_NAMES:
-                break
-    for name in seen:
+    names = (name for text in texts for name in (*_BARE.findall(text), *_QUOTED.findall(text)))
+    for name in islice(dict.fromkeys(names), _MOST_NAMES):
         if name.startswith(("//", "\\\\")):
             continue
         with suppress(OSError, ValueError, RuntimeError):  # a NUL, a name too long, or an unknown user
             path = Path(name).expanduser()
             if path.is_dir():
                 with os.scandir(path) as entries:
-                    names = [entry.name for entry in islice(entries, 1000)]
-                is_checkpoint = any(each == ".metadata" or each.endswith(_OF_A_CHECKPOINT) for each in names)
+                    inside = [entry.name for entry in islice(entries, 1000)]
+                is_checkpoint = any(each == ".metadata" or each.endswith(_OF_A_CHECKPOINT) for each in inside)
             else:
                 is_checkpoint = path.is_file() and _CHECKPOINT_NAME.search(name) is not None
             if is_checkpoint:
@@ -431,7 +416,6 @@ def files_in(texts: Iterable[str]) -> Iterator[str]:
 # -- the report
 
 _SAID = 300
-_NEAR = 160
 _MARGIN = "    "
 _DEEPER = "          "
 _SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
@@ -484,7 +468,7 @@ def report(explanation: Explanation) -> Iterator[Block]:
             yield Prose("The known texts that are most similar, but not the same:", lead=_MARGIN)
         for near in each.nearest:
             why = f" ({near.why})" if near.why else ""
-            yield Prose(((f"{printable(near.says, _NEAR)}{why}  {near.code}", "dim"),), lead=(("    · ", "dim"),))
+            yield Prose(((f"{printable(near.says)}{why}  {near.code}", "dim"),), lead=(("    · ", "dim"),))
     if explanation.unknown:
         yield from _steps(_NEXT)
     if explanation.shortened:

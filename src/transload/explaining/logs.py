@@ -20,8 +20,6 @@ from transload.errors import TransloadError, UsageError
 LIMIT = 8 << 20
 """Bytes that are read from the end of a log: what stopped a program is at the end."""
 
-# -- input
-
 
 def read_end(file: BinaryIO, limit: int = LIMIT) -> tuple[bytes, bool]:
     """The last bytes of a file or a pipe, and whether there were more; long pipes are not kept in memory."""

@@ -170,16 +170,13 @@ def _pages() -> tuple[Page, ...]:
     return tuple(out)
 
 
-_LONG_ENOUGH = 12
-
-
 def _hint(said: str) -> str:
     """The start or end of a wording, if it is long enough, else its longest literal. For a CUDA error, its words."""
     if "{" not in said:
         return (said.partition(" ")[2] if said[0].isdigit() else said).removesuffix(".")
     start, end = said.partition("{")[0], said.rpartition("}")[2].removesuffix(".")
     longer = start if len(start) > len(end) else end
-    return longer if len(longer) >= _LONG_ENOUGH else Wording(said).anchor
+    return longer if len(longer) >= 12 else Wording(said).anchor
 
 
 @cache

@@ -7,7 +7,7 @@ from itertools import chain
 
 from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.contents import GlobalUse, Judgement
-from transload.findings import Finding, Integrity, Safety, first_lines, worst_integrity, worst_safety
+from transload.findings import INTEGRITY, Finding, Integrity, Safety, first_lines, worst_safety
 from transload.frozen import replace
 from transload.io.sources import SourceLike
 from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
@@ -148,4 +148,4 @@ def integrity_of(checkpoint: Checkpoint) -> Integrity:
         return base
     from transload.judge.problems import rule_of
 
-    return worst_integrity(base, *(rule_of(problem.code).integrity for problem in checkpoint.problems))
+    return max(base, *(rule_of(problem.code).integrity for problem in checkpoint.problems), key=INTEGRITY.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from re import compile as regex
 from typing import Any
 
@@ -56,14 +56,11 @@ TRUSTED = "Only if you trust the file, from torch 2.5 on:"
 """The sentence before lines of code."""
 
 _LABEL = 12  # columns
-_TREE_NAME = 64
-_TREE_SHAPE = 32
 _HOUSEKEEPING = frozenset(
     {"folder", "version", "byteorder", "format_version", "storage_alignment", "serialization_id", "archive_version"}
 )
 _PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
 _NEAR = 2  # levels below the root; deeper values are details of some module
-_STATISTICS = ("running_mean", "running_var")
 _NUMBERS = ("float", "bfloat", "complex", "q", "Q", "IQ", "TQ", "MXFP", "NVFP")
 _DOT = " · "
 _INDENT = "    "
@@ -118,9 +115,6 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
             for finding in findings(checkpoint.findings):
                 yield from finding
     yield from tally(total, len(seen), f"{len(bad):,} with a problem" if bad else "")
-
-
-# -- the summary
 
 
 def summary(checkpoint: Contents) -> dict[str, Line]:
@@ -226,9 +220,8 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
     model = averages = optimizer = 0
     for tensor in tensors:
         place = (tensor.storage, tensor.offset, tensor.shape, tensor.stride)
-        if (tensor.storage is not None and place in seen) or not tensor.dtype.startswith(_NUMBERS):
-            continue
-        if tensor.name.endswith(_STATISTICS):
+        counted = tensor.storage is not None and place in seen
+        if counted or not tensor.dtype.startswith(_NUMBERS) or tensor.name.endswith(("running_mean", "running_var")):
             continue
         seen.add(place)
         steps = [step for step in tensor.path if isinstance(step, str)]
@@ -239,9 +232,6 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
         else:
             model += tensor.numel
     return (model, averages, optimizer) if model else (averages, 0, optimizer)
-
-
-# -- findings
 
 
 def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
@@ -284,9 +274,6 @@ def steps(fix: Iterable[str]) -> list[list[str]]:
     return out
 
 
-# -- what is in it
-
-
 def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
     """The tensors as a tree of about a screenful, with equal branches folded."""
     tree = tensor_tree(checkpoint.tensors, _TREE_LINES)
@@ -300,7 +287,7 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
             rows.append((((f"{guide}… {twig:,} more", "dim"),),))
             continue
         copies = f"  ×{twig.copies:,}" if twig.copies > 1 else ""
-        name = ((guide, "dim"), (printable(twig.name, _TREE_NAME) or '""', ""), (copies, "dim"))
+        name = ((guide, "dim"), (printable(twig.name, 64) or '""', ""), (copies, "dim"))
         tensor = twig.tensor
         if tensor is None:
             # For a branch: the number of tensors if it is closed, the size of each if it stands for several.
@@ -311,7 +298,7 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
             rows.append((name, "", ((", ".join(inside), "dim"),), "", size(twig.nbytes)))
         else:
             device = printable(tensor.device, 24) if mixed else ""
-            shape = cut(shape_text(tensor.shape), _TREE_SHAPE)
+            shape = cut(shape_text(tensor.shape), 32)
             rows.append((name, printable(tensor.dtype, 40), shape, device, size(twig.nbytes)))
     yield Table(rows, right=(4,), dim=(1, 3), drops=(3, 1))
     if not complete:
@@ -516,13 +503,10 @@ def object_tree(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Bl
             yield Prose(((f"{printable(leaf.name)}: ", "dim"), (printable(leaf.text), "")), lead="  ")
         yield note("this format holds no pickled tree; --tensors lists what it holds")
         return
-    shown = 0
-    for line in _drawn(checkpoint.root, {tensor.path: tensor for tensor in checkpoint.tensors}):
-        shown += 1
-        if shown <= max_lines:
-            yield Prose(line, lead="  ")
-    if shown > max_lines:
-        yield note(f"… {shown - max_lines:,} more lines")
+    lines = _drawn(checkpoint.root, {tensor.path: tensor for tensor in checkpoint.tensors})
+    yield from (Prose(line, lead="  ") for line in islice(lines, max_lines))
+    if more := sum(1 for _ in lines):
+        yield note(f"… {more:,} more lines")
 
 
 def _drawn(root: object, tensors: dict[_Path, Tensor]) -> Iterator[Line]:

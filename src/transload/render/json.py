@@ -60,7 +60,5 @@ def _plain(value: object) -> object:
     if isinstance(value, int):
         return value if value.bit_length() <= _SAFE_BITS else hex(value)
     if isinstance(value, float):
-        from math import isfinite
-
-        return value if isfinite(value) else repr(value)
+        return value if abs(value) < float("inf") else repr(value)
     return str(value)

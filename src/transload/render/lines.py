@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise, repeat
+from itertools import accumulate, groupby, pairwise, repeat
 from operator import itemgetter
 from re import compile as regex
 from typing import TextIO
@@ -33,7 +33,6 @@ GLUE = "\u00a0"
 PIPE_WIDTH = 100
 """The width of prose if the width of the reader is unknown. Names and tables are not truncated then."""
 
-_NARROWEST = 40
 _LEAST_NAME = 30  # columns are dropped before names are truncated to less than this;
 _LEAST = 10  # when there are none left to drop, names are truncated down to this
 _WORD = regex(r" +|[^ ]+ *")
@@ -45,9 +44,6 @@ _GLYPHS = "…·×→›✓✗├─└│▁█▾"
 # Replacements for a stream that cannot encode these characters.
 _ASCII: dict[int, int | str] = {**str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""')}
 _ASCII.update({ord("…"): "...", ord("→"): "->", ord("✓"): "ok"})
-
-
-# -- styles
 
 
 class Style(NamedTuple):
@@ -104,7 +100,7 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
         coloured = terminal and environ.get("TERM") != "dumb"
     if coloured and terminal and sys.platform == "win32":
         coloured = _enable_colours(stream)
-    return Style(coloured, max(_NARROWEST, width or PIPE_WIDTH), terminal, encoding)
+    return Style(coloured, max(40, width or PIPE_WIDTH), terminal, encoding)
 
 
 if sys.platform == "win32":
@@ -122,9 +118,6 @@ if sys.platform == "win32":
         if not console.GetConsoleMode(handle, ctypes.byref(mode)):
             return True
         return bool(console.SetConsoleMode(handle, mode.value | 4))  # ENABLE_VIRTUAL_TERMINAL_PROCESSING
-
-
-# -- blocks
 
 
 class Prose(NamedTuple):
@@ -188,9 +181,6 @@ def command(line: str, indent: str) -> Block:
     return Prose(((text, "strong" if line[0] == "$" else ""),), lead=((indent, ""), (line[:2], "dim")), whole=True)
 
 
-# -- lines
-
-
 def emit(blocks: Iterable[Block], stream: TextIO, colour: str = "auto") -> None:
     """Write a report to a stream, in the style of that stream."""
     style = style_of(stream, colour)
@@ -241,14 +231,8 @@ def _cells(char: str) -> int:
 
 def _first(text: str, width: int) -> str:
     """The longest prefix that takes at most ``width`` columns."""
-    if text.isascii():
-        return text[:width]
-    used = 0
-    for index, char in enumerate(text):
-        used += _cells(char)
-        if used > width:
-            return text[:index]
-    return text
+    fitting = width if text.isascii() else sum(end <= width for end in accumulate(map(_cells, text)))
+    return text[:fitting]
 
 
 def _length(line: Line) -> int:
