@@ -505,12 +505,11 @@ def remaining_steps(answer: Answer) -> tuple[str, ...]:
             groups[-1].append(line)
         else:
             groups.append([line])
-    return tuple(
-        line
-        for sentence, *commands in groups
-        if not (all(command in shown for command in commands) and any(_alike(sentence, other) for other in shown))
-        for line in (sentence, *commands)
-    )
+    kept: list[str] = []
+    for sentence, *commands in groups:
+        if not (all(command in shown for command in commands) and any(_alike(sentence, other) for other in shown)):
+            kept += (sentence, *commands)
+    return tuple(kept)
 
 
 def _alike(one: str, other: str) -> bool:

@@ -304,24 +304,19 @@ def search(
     framed: list[ErrorChain] = []
     for chain in chains:
         traceback = "\n".join(line.text for raised in chain for line in (*raised.frames, *raised.lines))
-        mains: list[Match | None] = []
-        below: list[Match] = []
-        for raised in chain:
-            main, others = _main(raised, traceback)
-            mains.append(main)
-            below += others
+        reported = [_main(raised, traceback) for raised in chain]
         # Specific messages take precedence over words that many programs print: programs try one thing after another,
         # and print what failed before.
-        known = [main for main in mains if main]
+        known = [main for main, _ in reported if main]
         causes = [main for main in known if main.known.role == "cause"]
         specific = [main for main in causes if not (main.known.context or main.known.place)]
         if chosen := specific or causes or [main for main in known if main.known.fix]:
             found.append(chosen[0])
-        elif all(main and main.known.role == "frame" for main in mains):
+        elif all(main and main.known.role == "frame" for main, _ in reported):
             framed.append(chain)
         else:
             unknown.append(chain)
-        found += below
+        found += [match for _, below in reported for match in below]
     for text in loose:
         found += _matches(text)
     return found, unknown, framed
@@ -440,6 +435,5 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
             code = page.text.partition("\n")[0]
             if likeness > (similar[code].likeness if code in similar else _LEAST):
                 similar[code] = Near(code, Wording(said).shown, round(likeness, 2))
-    for each in sorted(similar.values(), key=lambda each: -each.likeness):
-        near[each.code] = each
+    near |= {each.code: each for each in sorted(similar.values(), key=lambda each: -each.likeness)}
     return tuple(near.values())[:most]
