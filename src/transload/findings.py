@@ -77,8 +77,6 @@ class Finding(Plain):
 
 # A hostile index can have a million wrong entries; a person needs a few of each kind and the count.
 MOST_OF_A_KIND = 20
-MOST_NAMES = 5
-LONGEST_NAME = 120
 LONGEST_TEXT = 2000
 
 
@@ -117,7 +115,7 @@ class LimitedProblems:
         return (*self._kept, *(Problem(code, "", f"{more:,} more like this") for code, more in left if more > 0))
 
 
-def join_names(names: list[str] | tuple[str, ...], most: int = MOST_NAMES, longest: int = LONGEST_NAME) -> str:
+def join_names(names: list[str] | tuple[str, ...], most: int = 5, longest: int = 120) -> str:
     """The first names, and how many more there are.
 
     >>> join_names(["a", "b", "c"], 2)

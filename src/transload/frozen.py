@@ -17,21 +17,19 @@ __all__ = ["Frozen", "NamedTuple", "Plain", "Reported", "replace"]
 
 
 class _Fields:
-    """``__dataclass_fields__`` of a class: those of a real dataclass with the same annotations."""
+    """``__dataclass_fields__`` of a class, until somebody reads it: those of a real dataclass take its place then."""
 
-    def __init__(self, cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> None:
+    def __init__(self, cls: Any, annotations: dict[str, Any], defaults: dict[str, Any]) -> None:
         self.cls, self.annotations, self.defaults = cls, annotations, defaults
-        self.found: dict[str, Any] = {}
 
-    def __get__(self, made: object, cls: type) -> dict[str, Any]:
-        if not self.found:
-            from dataclasses import dataclass
+    def __get__(self, made: object, cls: type) -> Any:
+        from dataclasses import dataclass
 
-            named = {"__module__": self.cls.__module__, "__doc__": "Not empty, else dataclass() adds a signature."}
-            namespace = {**named, "__annotations__": self.annotations, **self.defaults}
-            twin: Any = dataclass(init=False, repr=False, eq=False)(type(self.cls.__name__, (), namespace))
-            self.found = twin.__dataclass_fields__
-        return self.found
+        named = {"__module__": self.cls.__module__, "__doc__": "Not empty, else dataclass() adds a signature."}
+        namespace = {**named, "__annotations__": self.annotations, **self.defaults}
+        twin: Any = dataclass(init=False, repr=False, eq=False)(type(self.cls.__name__, (), namespace))
+        self.cls.__dataclass_fields__ = twin.__dataclass_fields__
+        return twin.__dataclass_fields__
 
 
 if TYPE_CHECKING:
