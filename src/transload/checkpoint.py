@@ -67,9 +67,7 @@ class Draft:
 
     def checkpoint(self, **more: Any) -> Checkpoint:
         """The checkpoint so far; ``more`` adds or replaces fields."""
-        fields: dict[str, Any] = {name: value for name, value in vars(self).items() if name in _FIELDS}
+        own = vars(self)
+        fields: dict[str, Any] = {name: own[name] for name in Contents.__match_args__ if name in own}
         lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         return Checkpoint(**{**fields, **lists, **more})
-
-
-_FIELDS = frozenset(Contents.__match_args__)

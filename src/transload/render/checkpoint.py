@@ -382,7 +382,6 @@ class Twig(NamedTuple):
 def tensor_tree(tensors: Iterable[Tensor], limit: int) -> Twig:
     """The tree of all tensors, by their names split at dots and slashes, with at most ``limit`` twigs.
 
-    >>> from transload.contents import Tensor
     >>> def tensor(name): return Tensor((name,), name, "float32", (2,), (1,), "cpu", None)
     >>> [(twig.label, twig.copies) for twig in tensor_tree(map(tensor, ["w.0.a", "w.1.a", "b"]), 9).children]
     [('w.0 … 1', 2), ('b', 1)]
@@ -392,11 +391,11 @@ def tensor_tree(tensors: Iterable[Tensor], limit: int) -> Twig:
     queue = deque([root])
     while queue:  # breadth first: upper levels take precedence
         twig = queue.popleft()
-        count = len(twig.children)
-        if count > limit:
-            count = max(limit // 2, limit if twig is root else 0)
-        limit -= count
-        del twig.children[count:]
+        shown = len(twig.children)
+        if shown > limit:
+            shown = max(limit // 2, limit if twig is root else 0)
+        limit -= shown
+        del twig.children[shown:]
         queue.extend(twig.children)
     return root
 
