@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, groupby, pairwise, repeat
 from operator import itemgetter
 from re import compile as regex
@@ -73,10 +74,9 @@ class Style(NamedTuple):
 def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | None = None) -> Style:
     """The style of a stream; ``colour`` is the user's flag: ``auto``, ``always`` or ``never``."""
     environ = os.environ if environ is None else environ
-    try:
+    terminal = False
+    with suppress(AttributeError, ValueError):  # replaced or closed
         terminal = stream.isatty()
-    except (AttributeError, ValueError):  # replaced or closed
-        terminal = False
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         _GLYPHS.encode(encoding)
@@ -86,10 +86,8 @@ def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | 
     columns = environ.get("COLUMNS", "")[:6]
     width = int(columns) if columns.isascii() and columns.isdigit() else 0
     if terminal and not width:
-        try:
+        with suppress(OSError, ValueError):
             width = os.get_terminal_size(stream.fileno()).columns
-        except (OSError, ValueError):
-            width = 0
     if colour != "auto":
         coloured = colour == "always"
     elif environ.get("NO_COLOR"):  # https://no-color.org: set and not empty
