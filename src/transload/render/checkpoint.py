@@ -548,9 +548,7 @@ def _described(node: Any, tensor: Tensor | None) -> Line:
     if kind is Set:
         return (("frozenset" if node.frozen else "set", ""), (f" of {len(node.items):,}", "dim"))
     if kind is Call:
-        name = "an object of no plain class"
-        if type(node.callee) is Global:
-            name = printable(node.callee.full_name, 80)
+        name = printable(node.callee.full_name, 80) if type(node.callee) is Global else "an object of no plain class"
         args = node.args[:6] if type(node.args) is tuple and not _callee(node).startswith("_rebuild_") else ()
         plain = [_inline(arg) or _value(arg) for arg in args if type(arg) not in _CONTAINERS or _inline(arg)]
         words = f"({', '.join(plain)})" if plain else ""
