@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from transload.checkpoint import Storage
+from transload.checkpoint import Checkpoint, Storage
 from transload.contents import with_parts
 from transload.errors import (
     BrokenFileError,
@@ -109,23 +109,7 @@ def load(
         if freed:
             warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: the file may run code", stacklevel=2)
     trusted = not (weights_only or forced)
-    known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
-    odd = next((name for name in pickle_load_args if name not in known), None)
-    if odd is not None:
-        hint = " with weights_only=True" if odd in _PICKLE_ARGUMENTS else ""
-        raise TypeError(f"load() got an unexpected keyword argument {odd!r}{hint}")
-    if not trusted and pickle_module is not None:
-        fix = "Leave it out; or pass weights_only=False, if you trust the file."
-        raise UsageError("a pickle_module is used only with weights_only=False", fix=fix)
-    encoding = pickle_load_args.get("encoding", "utf-8")
-    if encoding not in ("utf-8", "bytes"):
-        import codecs
-
-        try:
-            codecs.lookup(encoding)
-        except (LookupError, TypeError) as error:
-            fix = "'utf-8', 'latin1' and 'bytes' are usual."
-            raise UsageError(f"there is no encoding {encoding!r}", fix=fix) from error
+    encoding = _check_pickle_arguments(pickle_load_args, pickle_module, trusted=trusted)
     is_path = isinstance(f, str | os.PathLike)
     if mmap and not is_path:
         raise UsageError("mmap=True needs a path", fix="Pass the path of the file instead of a file object or bytes.")
@@ -139,23 +123,7 @@ def load(
     for tree in (True,) if trusted else (False, True):
         with gc_paused(user_objects=trusted), OpenCheckpoint(f, tree=tree) as opened:
             checkpoint = opened.checkpoint
-            # Refuse what must not be loaded, in this order, so that what is not a checkpoint is never called unsafe. A
-            # sound file with nothing but tensors needs no such checks.
-            plain = checkpoint.counted or checkpoint.format == "safetensors"
-            plain = plain and not checkpoint.problems and checkpoint.safety == "data-only"
-            if not plain:
-                from transload.judge.problems import refuse_broken
-                from transload.loading.refusal import refuse_program, refuse_unsafe
-
-                refuse_broken(checkpoint)
-                refuse_program(checkpoint, trusted=trusted)
-            try:
-                import torch  # noqa: F401 - from here on it is needed
-            except ImportError as error:
-                what = f"torch cannot be imported: {error}"
-                raise NoTorchError(what, where=checkpoint.path, fix="`transload doctor` says why.") from error
-            if not (plain or trusted):
-                refuse_unsafe(checkpoint)
+            _refuse(checkpoint, trusted=trusted)
             if checkpoint.findings:
                 from transload.loading.refusal import leave_out
 
@@ -198,6 +166,48 @@ def load(
         if wrong := load_warning(checkpoint):
             warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
     return made
+
+
+def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> str:
+    """The encoding; an error if an argument is unknown, or has no effect on a file that is not trusted."""
+    known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
+    odd = next((name for name in given if name not in known), None)
+    if odd is not None:
+        hint = " with weights_only=True" if odd in _PICKLE_ARGUMENTS else ""
+        raise TypeError(f"load() got an unexpected keyword argument {odd!r}{hint}")
+    if not trusted and pickle_module is not None:
+        fix = "Leave it out; or pass weights_only=False, if you trust the file."
+        raise UsageError("a pickle_module is used only with weights_only=False", fix=fix)
+    encoding: str = given.get("encoding", "utf-8")
+    if encoding not in ("utf-8", "bytes"):
+        import codecs
+
+        try:
+            codecs.lookup(encoding)
+        except (LookupError, TypeError) as error:
+            fix = "'utf-8', 'latin1' and 'bytes' are usual."
+            raise UsageError(f"there is no encoding {encoding!r}", fix=fix) from error
+    return encoding
+
+
+def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
+    """Raise if the file must not be loaded; in this order, so that what is not a checkpoint is never called unsafe."""
+    # A sound file with nothing but tensors needs no further checks.
+    plain = checkpoint.counted or checkpoint.format == "safetensors"
+    plain = plain and not checkpoint.problems and checkpoint.safety == "data-only"
+    if not plain:
+        from transload.judge.problems import refuse_broken
+        from transload.loading.refusal import refuse_program, refuse_unsafe
+
+        refuse_broken(checkpoint)
+        refuse_program(checkpoint, trusted=trusted)
+    try:
+        import torch  # noqa: F401 - from here on it is needed
+    except ImportError as error:
+        what = f"torch cannot be imported: {error}"
+        raise NoTorchError(what, where=checkpoint.path, fix="`transload doctor` says why.") from error
+    if not (plain or trusted):
+        refuse_unsafe(checkpoint)
 
 
 def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Settings:

@@ -598,8 +598,13 @@ class _Loading:
         self.dtypes: list[Difference] = []
         self._ignored: list[Difference] = []
         self._errors: list[str] = []
-        # Compare every key, shape and dtype, and list what to read.
-        match, custom = self._match, tuple(self._custom)
+        self._compare(cast=cast, ignore_shapes=ignore_shapes)
+
+    def _compare(self, *, cast: bool, ignore_shapes: bool) -> None:
+        """Compare every key, shape and dtype, and list what to read."""
+        from torch.nn.modules.batchnorm import _NormBase
+
+        match, opened, custom = self._match, self._opened, tuple(self._custom)
         slots = {key: slot for key, slot in self._slots.items() if not key.startswith(custom)}  # those load the rest
         for key in (key for key, slot in slots.items() if slot.tensor is None):
             held = opened.node((*match.branch.path, self._entry(key)))
