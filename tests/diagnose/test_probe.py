@@ -235,7 +235,7 @@ def test_our_own_children_are_not_reported_as_stuck(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "Child", Recorded)
     monkeypatch.setattr(system, "kernel", stuck)
     assert probe(torch=False).kernel.stuck == ("python (1)", "nvidia-smi (2)")
-    assert len(started) == 2
+    assert len(started) >= 2  # a driver that fails is asked again
 
 
 def test_the_usual_times_keep_the_promise() -> None:
