@@ -74,8 +74,8 @@ def test_a_rank_with_a_broken_torch_reports_and_one_that_never_starts_is_named(
     begun, before = time.monotonic(), {*tmp_path.iterdir(), tmp_path / "rank.sh", tmp_path / "tmp"}
     agents = torchrun(tmp_path, nodes, 2 if absent else 3, script)
     assert [agent.returncode for agent in agents] == [1] * nodes, agents
-    if RELEASE >= (2, 6):  # whose torchrun prints it
-        assert all("transload doctor exits with 1: see the comparison" in agent.stderr for agent in agents)
+    if RELEASE >= (2, 6):  # whose torchrun prints it; the agent of the second node may lose the store before that
+        assert "transload doctor exits with 1: see the comparison" in agents[0].stderr, agents
     assert time.monotonic() - begun < 60
     told = json.loads("".join(agent.stdout for agent in agents))
     assert (told["nodes"], told["silent"]) == (["rank 0", "rank 1", "rank 2"], absent), agents
