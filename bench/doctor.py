@@ -26,7 +26,7 @@ from tests.diagnose.scenarios import diagnose, named, scenarios
 from tests.diagnose.test_healthy_matrix import AROUND, combinations
 from tests.fake_driver import fake_libcuda, hangs
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 
 GOAL_RIGHT = 0.95
 GOAL_SECONDS = 0.3

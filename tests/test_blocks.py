@@ -37,7 +37,7 @@ from tests.test_doctor_pages import README_MACHINE
 import transload
 import transload.diagnose
 from transload.cli.main import main
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NOT_RUN = [block for block in BLOCKS if block.note.startswith("not run: ")]

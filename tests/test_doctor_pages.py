@@ -14,7 +14,8 @@ from tests.schema import validate
 from tests.test_docs import ROOT, load_script
 
 from transload.diagnose.case import Rule
-from transload.diagnose.rules import BY_CODE, judge_machine
+from transload.diagnose.report import judge_machine
+from transload.diagnose.rules import BY_CODE
 from transload.findings import Finding
 from transload.machine import Experiment, Library, Machine, Variables
 

@@ -9,7 +9,7 @@ from tests.forge import checkpoint as forged
 
 from transload.checking import checked
 from transload.checkpoint import Checkpoint, Origin
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.formats import read_source
 from transload.io.sources import BytesSource
 from transload.judge import judge

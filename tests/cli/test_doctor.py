@@ -17,7 +17,7 @@ from tests.schema import validate
 import transload
 from transload.cli import doctor as command
 from transload.cli.main import main
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.machine import Library, Machine, Variables
 
 if TYPE_CHECKING:

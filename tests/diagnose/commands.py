@@ -21,7 +21,7 @@ from tests.diagnose.machines import (
 )
 from tests.golden.record import machines
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from
 from transload.machine import Extension, Machine, Step, Torch, Unknown
 

@@ -21,8 +21,7 @@ from tests.fake_driver import Device as Gpu
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, returns
 
 from transload.diagnose.probes import probe
-from transload.diagnose.report import Diagnosis
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import Diagnosis, judge_machine
 from transload.machine import Machine
 
 LIB = "/usr/lib/x86_64-linux-gnu"

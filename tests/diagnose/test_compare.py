@@ -15,7 +15,7 @@ from tests.each import each
 
 from transload.cli.main import main
 from transload.diagnose.compare import FACTS, Comparison, compare, folded, report
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import reports_in
 from transload.machine import Machine, Unknown
 from transload.render.lines import as_text

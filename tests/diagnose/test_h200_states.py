@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.diagnose.machines import ANSWERED, LIB, changed, healthy, library, no_torch_run
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.machine import Cuda, Experiment, Machine, Node, Nvml, Step, Variables
 
 DATA = Path(__file__).parent.parent / "data" / "doctor"

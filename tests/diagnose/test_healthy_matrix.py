@@ -24,7 +24,7 @@ from tests.diagnose.machines import (
     nvml_gpu,
 )
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.diagnose.tables import (
     TEGRA,
     Build,

@@ -20,7 +20,7 @@ from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader
 from transload.diagnose.probes import libraries, probe, system
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from
 from transload.machine import Answer, DriverLibraries, Hardware, Kernel
 

@@ -31,7 +31,7 @@ from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.probes import probe
 from transload.diagnose.probes.python import question, torch_run
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.machine import Machine, TorchInstall
 
 if why_not():

@@ -12,7 +12,7 @@ from tests.diagnose.machines import UUID, bare, changed, dead, healthy, in_conta
 from tests.each import each
 
 from transload.diagnose.redact import Names, names_here, redacted
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.diagnose.rules.process import visible_devices
 from transload.findings import Finding
 from transload.machine import Machine, Node, Torch, Variables

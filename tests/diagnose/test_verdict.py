@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import forks
 from tests.diagnose.machines import bare, dead, healthy, no_torch_run, refused
 from tests.each import each
 
 from transload.diagnose.case import LAYERS, Case, Found, Match, Rule
-from transload.diagnose.report import Diagnosis
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import Diagnosis, judge_machine
 from transload.findings import Severity
 
 
@@ -150,3 +155,12 @@ def test_a_row_that_raises_is_named_and_the_others_are_heard() -> None:
     assert codes(diagnosis) == ["D01"]
     assert diagnosis.machine.problems == {"rule K99": "OverflowError: too large: "}
     assert "rule K99: OverflowError" in str(diagnosis)
+
+
+def test_a_pickled_diagnosis_prints_itself_in_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "diagnosis.pkl"
+    path.write_bytes(pickle.dumps(judge_machine(BROKEN)))
+    program = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')))"
+    command = [sys.executable, "-c", program, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(forks.SOURCE)})
+    assert "cuInit returned 999" in done.stdout

@@ -12,7 +12,7 @@ from tests import forge
 from tests.diagnose.machines import bare, changed, healthy, install, no_torch_run, refused
 
 import transload
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.explaining import Answer, MachineCheck, files_in, remaining_steps
 from transload.machine import Machine
 

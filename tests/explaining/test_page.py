@@ -14,7 +14,7 @@ from tests.explaining.wordings import WORDINGS
 from tests.schema import validate
 
 import transload
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 
 if TYPE_CHECKING:
     import pytest

@@ -9,7 +9,7 @@ from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, n
 
 from transload.checking import devices_of
 from transload.devices import Device, Devices, local_rank
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.machine import Accelerator, Machine, Torch
 
 

@@ -33,8 +33,7 @@ from tests.each import each
 from transload.diagnose import report as doctor_chain
 from transload.diagnose.case import LAYERS
 from transload.diagnose.redact import redacted
-from transload.diagnose.report import Diagnosis, Muted, Status, facts, page, report, source_of
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import Diagnosis, Muted, Status, facts, judge_machine, page, report, source_of
 from transload.findings import Finding
 from transload.machine import (
     Accelerator,

@@ -108,7 +108,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     """
     if machine is None:
         return check_here(path, device, doctor(torch=False))
-    from transload.diagnose.rules import judge_machine
+    from transload.diagnose.report import judge_machine
 
     return checked(_inspected(path), judge_machine(machine), device, machine.variables.values)
 

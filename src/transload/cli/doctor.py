@@ -83,7 +83,7 @@ def run_doctor(arguments: Namespace) -> int:
     from transload.diagnose.redact import Names, names_here, redacted
 
     if arguments.saved is not None:
-        from transload.diagnose.rules import judge_machine
+        from transload.diagnose.report import judge_machine
         from transload.diagnose.saved import machine_in
 
         where = "standard input" if arguments.saved == "-" else arguments.saved
@@ -184,7 +184,7 @@ def _read_report(path: str, longest: int = _LONGEST_REPORT) -> str:
 
 def _add_reports(reports: dict[str, Diagnosis | str], text: str | TransloadError, name: str) -> None:
     """Judge the reports in a text and add them, or why not; ``name`` is used for a report that names no machine."""
-    from transload.diagnose.rules import judge_machine
+    from transload.diagnose.report import judge_machine
     from transload.diagnose.saved import machine_of, reports_in
 
     found = list(reports_in(text)) if isinstance(text, str) else [("", text)]
@@ -274,7 +274,7 @@ def _gather(arguments: Namespace) -> int:
     from transload.diagnose.gather import GRACE, PATIENCE, Gathering, job_of
     from transload.diagnose.probes import IDLE, probe
     from transload.diagnose.redact import names_here, redacted
-    from transload.diagnose.rules import judge_machine
+    from transload.diagnose.report import judge_machine
     from transload.render.json import to_json
     from transload.render.lines import as_text
 

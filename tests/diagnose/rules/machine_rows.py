@@ -8,7 +8,8 @@ from typing import Any
 from tests.diagnose.machines import changed, dead, healthy, refused
 
 from transload.diagnose.case import Case
-from transload.diagnose.rules import BY_CODE, judge_machine
+from transload.diagnose.report import judge_machine
+from transload.diagnose.rules import BY_CODE
 from transload.findings import Finding
 from transload.machine import Answer, Cuda, Experiment, Kernel, Machine, Node, Nvml
 

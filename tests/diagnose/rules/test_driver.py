@@ -20,7 +20,7 @@ from tests.diagnose.rules.machine_rows import (
 )
 from tests.each import each
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.machine import (
     Answer,
     Cuda,

@@ -8,7 +8,7 @@ from tests.diagnose.machines import bare, card, changed, healthy, in_container, 
 from tests.diagnose.rules.machine_rows import alarms, blind_nvml, cause, finding_of, node, seen, unloaded, with_gpu
 from tests.each import each
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.machine import Hardware, Machine, Step, Unknown
 
 DEAD = blind_nvml(refused(healthy(), 100))

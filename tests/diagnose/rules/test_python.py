@@ -9,8 +9,7 @@ from tests.diagnose.rules.machine_rows import alarms, cause, seen
 from tests.diagnose.rules.torch_rows import finding_of, unimportable, variables, without_torch
 from tests.each import each
 
-from transload.diagnose.report import chain
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import chain, judge_machine
 from transload.machine import Machine, Torch, Unknown
 
 USER = "/home/user/.local/lib/python3.11/site-packages/torch"

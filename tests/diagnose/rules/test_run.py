@@ -10,7 +10,7 @@ from tests.diagnose.rules.machine_rows import alarms, cause, seen
 from tests.diagnose.rules.torch_rows import amd, ended, failing, finding_of, unimportable, variables
 from tests.each import each
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.machine import Machine, Step, Torch
 
 BUSY = "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"

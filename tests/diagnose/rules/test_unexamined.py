@@ -16,7 +16,7 @@ from tests.diagnose.machines import (
 )
 from tests.each import each
 
-from transload.diagnose.rules import judge_machine
+from transload.diagnose.report import judge_machine
 from transload.findings import Finding
 from transload.machine import Answer, Cuda, Hardware, Library, Machine, Nvml, Step, TorchRun
 

@@ -115,7 +115,7 @@ def probe(
         )
         # Imported while the children work: the rules take a third of the time of a run.
         import transload.diagnose.redact
-        import transload.diagnose.rules  # noqa: F401
+        import transload.diagnose.report  # noqa: F401
 
         progress("waiting for the driver")
         asked = waiting("waiting for the driver")
