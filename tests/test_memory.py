@@ -28,7 +28,7 @@ from transload.formats.zip_writer import Chunk, Record, write_archive
 from transload.io.atomic import FileObject
 from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
-from transload.saving import background
+from transload.saving.background import background
 from transload.tensors.content import open_content
 from transload.writing import transfer
 from transload.writing.transfer import Job

@@ -19,7 +19,7 @@ from tests.each import for_each
 from tests.release import RELEASE
 
 import transload
-from transload.checking import InstalledTorch, Prediction, torch_says
+from transload.checking.torch_says import InstalledTorch, Prediction, torch_says
 
 DATA = Path(__file__).parent.parent / "data"
 FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".pth", ".pt2", ".ckpt", ".py", ".json"))

@@ -21,7 +21,8 @@ from torch import nn
 
 from transload import saving as module
 from transload.errors import NoDirectoryError, SaveError, SaveWarning, UsageError
-from transload.saving import MAX_IN_FLIGHT, background, save, save_async, snapshot_of
+from transload.saving import save, save_async, snapshot_of
+from transload.saving.background import MAX_IN_FLIGHT, Saving, background
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +36,8 @@ def settled() -> Iterator[None]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is shut, no file is written."""
     opened = threading.Event()
-    true = module.Saving.run
-    monkeypatch.setattr(module.Saving, "run", lambda self: (opened.wait(30), true(self)))
+    true = Saving.run
+    monkeypatch.setattr(Saving, "run", lambda self: (opened.wait(30), true(self)))
     yield opened
     opened.set()
     background.wait()
