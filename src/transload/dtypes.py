@@ -91,3 +91,6 @@ SCALAR_TYPES: dict[int, str] = {
     **dict(enumerate(["uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"], 28)),
     **dict(enumerate(["float8_e8m0fnu", "uint32", "uint64"], 33)),
 }
+
+# torch counts bytes in 64 signed bits; Python would go on multiplying for ever.
+MAX_SIZE = 1 << 63

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno as numbers
-import os
 from _pickle import PicklingError, UnpicklingError  # the same as in pickle, which takes ten times as long to import
 from typing import Any
 
@@ -114,38 +113,6 @@ class ForbiddenWriteError(CannotWriteError, PermissionError):
 
 class FullDiskError(CannotWriteError):
     """There is no space left on the disk or in the quota, or the file would exceed a limit."""
-
-
-_ROOM = "Make room there, or write to another place."
-_RIGHT = "Write to another place, or ask for the right to write there."
-_REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
-    numbers.ENOSPC: (FullDiskError, "the disk is full", _ROOM),
-    numbers.EDQUOT: (FullDiskError, "the quota on this disk is used up", _ROOM),
-    numbers.EFBIG: (FullDiskError, "the file would be larger than this system allows", "`ulimit -f` shows the limit."),
-    numbers.ENOENT: (NoDirectoryError, "its directory does not exist", "Make the directory first."),
-    numbers.ENOTDIR: (NoDirectoryError, "part of its path is a file, not a directory", "Check the path."),
-    numbers.EACCES: (ForbiddenWriteError, "permission denied", _RIGHT),
-    numbers.EPERM: (ForbiddenWriteError, "permission denied", _RIGHT),
-    numbers.EROFS: (ForbiddenWriteError, "the file system is read-only", "Write to another place."),
-    numbers.EISDIR: (CannotWriteError, "it is a directory", "Add the name of a file."),
-    numbers.EBUSY: (CannotWriteError, "it is a mount point, or in use by the system", "Write to another place."),
-    numbers.ENAMETOOLONG: (CannotWriteError, "its name is too long", "Choose a shorter one."),
-    numbers.ELOOP: (CannotWriteError, "its symbolic links point in a circle", "Check the path."),
-}
-
-
-def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWriteError:
-    """Our error for an ``OSError``; ``outcome`` says what happened to the file.
-
-    >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "x.pt"), FileNotFoundError)
-    True
-    """
-    if isinstance(error, CannotWriteError):
-        return error
-    known = _REASONS.get(error.errno or 0)
-    kind, what, fix = known or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
-    what = f"cannot be written: {what}" + (f"; {outcome}" if outcome else "")
-    return kind(what, where=where, fix=fix, errno=error.errno)
 
 
 class RetagError(TransloadError, RuntimeError):

@@ -15,7 +15,7 @@ from tests import forge
 from tests.each import each
 
 import transload
-from transload.cli.output import expand_paths
+from transload.cli.commands import expand_paths
 from transload.errors import CannotReadError
 from transload.judge import inspect
 from transload.verifying import Damage, Verification, verify

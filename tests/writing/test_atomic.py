@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from transload.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryError, TransloadError, cannot_write
+from transload.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryError, TransloadError
 from transload.io import atomic
-from transload.io.atomic import AtomicFile, InPlaceFile, is_atomic, remove_leftovers
+from transload.io.atomic import AtomicFile, InPlaceFile, cannot_write, is_atomic, remove_leftovers
 
 as_user = pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root can write anywhere")
 posix = pytest.mark.skipif(os.name == "nt", reason="permissions and links work differently on Windows")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
-from transload.cli.output import expand_paths, for_each, keywords, print_error, show, show_result, write_json
+from transload.cli.output import for_each, keywords, print_error, show, show_result, write_json
 from transload.errors import CannotReadError, TransloadError, UsageError
 
 
@@ -133,6 +133,35 @@ def run_rescue(arguments: Namespace) -> int:
     result = rescue(arguments.src, arguments.dst, **options, progress=not arguments.json)
     show_result(result, report, arguments)
     return result.exit_code
+
+
+def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
+    """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints.
+
+    A directory that is a checkpoint stands for itself and other checkpoints in it; any other for those in it. With
+    ``parts``, a directory that is a checkpoint stands for the torch files it consists of.
+    """
+    from contextlib import suppress
+    from glob import glob
+    from os.path import isdir, isfile, join, lexists
+
+    parts_of = ("shard", "rank file", "weights", "beside the checkpoint")
+    found: list[str] = []
+    for name in names:
+        for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
+            kinds: dict[str, str] = {}
+            if isdir(path):
+                from transload.judge import inspect
+
+                with suppress(CannotReadError):  # reported when it is opened
+                    kinds = {join(path, part.name): part.kind for part in inspect(path).parts}
+            inside = [file for file, kind in kinds.items() if kind == "looks like a checkpoint"]
+            if parts and not inside:
+                saved = [file for file, kind in kinds.items() if kind in parts_of and isfile(file)]
+                inside = [file for file in saved if not file.endswith((".safetensors", ".distcp"))]
+            beside = [file for file, kind in kinds.items() if kind == "beside the checkpoint"]
+            found += inside or [path, *beside]
+    return list(dict.fromkeys(found))
 
 
 def run_verify(arguments: Namespace) -> int:

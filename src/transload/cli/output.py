@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import CannotReadError, TransloadError
+from transload.errors import TransloadError
 
 if TYPE_CHECKING:
     from transload.render.lines import Block
@@ -121,32 +121,3 @@ def for_each(
     elif done:
         show(report(done[0]), arguments.color)
     return done, 2 if len(done) < len(results) else int(not all(getattr(each, "ok", True) for each in done))
-
-
-def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
-    """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints.
-
-    A directory that is a checkpoint stands for itself and other checkpoints in it; any other for those in it. With
-    ``parts``, a directory that is a checkpoint stands for the torch files it consists of.
-    """
-    from contextlib import suppress
-    from glob import glob
-    from os.path import isdir, isfile, join, lexists
-
-    parts_of = ("shard", "rank file", "weights", "beside the checkpoint")
-    found: list[str] = []
-    for name in names:
-        for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
-            kinds: dict[str, str] = {}
-            if isdir(path):
-                from transload.judge import inspect
-
-                with suppress(CannotReadError):  # reported when it is opened
-                    kinds = {join(path, part.name): part.kind for part in inspect(path).parts}
-            inside = [file for file, kind in kinds.items() if kind == "looks like a checkpoint"]
-            if parts and not inside:
-                saved = [file for file, kind in kinds.items() if kind in parts_of and isfile(file)]
-                inside = [file for file in saved if not file.endswith((".safetensors", ".distcp"))]
-            beside = [file for file, kind in kinds.items() if kind == "beside the checkpoint"]
-            found += inside or [path, *beside]
-    return list(dict.fromkeys(found))

@@ -19,13 +19,12 @@ from zlib import crc32
 from transload.checkpoint import Checkpoint, Draft, Record, Storage, Tensor, contiguous
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.findings import LimitedProblems
-from transload.formats.tensors import called, dotted
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, full_name
 from transload.frozen import NamedTuple
 from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
-from transload.nodes import Call, Pickle
+from transload.nodes import Call, Pickle, called, dotted
 
 _CORES = ("numpy._core", "numpy.core")
 _RECONSTRUCT = frozenset({f"{core}.multiarray._reconstruct" for core in _CORES})

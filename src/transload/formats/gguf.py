@@ -19,8 +19,8 @@ from transload.checkpoint import Checkpoint, Draft, Leaf
 from transload.dtypes import BLOCKS, GGML, itemsize
 from transload.findings import LimitedProblems, join_names
 from transload.formats.safetensors import MAX_HEADER, Entry, add_tensor, check_layout
-from transload.formats.tensors import short
 from transload.io.sources import Source
+from transload.nodes import short
 
 _ORDERS = {struct.pack(f"{order}I", version): order for version in (2, 3) for order in "<>"}
 _STRUCTS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -19,18 +19,18 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Record
 from transload.contents import AS_ESCAPED, AS_TEXT
-from transload.dtypes import ITEMSIZE, STORAGES
+from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES
 from transload.findings import Problem
 from transload.formats.arrays import dtype_of, shape_of
 from transload.formats.pickle_machine import MAX_STREAM, add_uses, run, run_at
 from transload.formats.pickle_state import LOADER, Broken, Cut, Machine
-from transload.formats.tensors import MAX_SIZE, StorageTable, called, dotted, find_tensors
+from transload.formats.tensors import StorageTable, find_tensors
 from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.io.packed import Unpacked, packed_as, unpack
 from transload.io.sources import Source
-from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set, walk_nodes
+from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set, called, dotted, walk_nodes
 
 _MAX_PICKLES = 1000
 _WINDOW = 1 << 16

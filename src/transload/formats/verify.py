@@ -18,8 +18,9 @@ from transload.findings import Problem, join_names
 from transload.formats.zip import DEFLATED
 from transload.frozen import NamedTuple
 from transload.io.checksums import combined, fastest_crc32
+from transload.io.packed import inflated
 from transload.io.pool import each, threads
-from transload.io.sources import Source, inflated
+from transload.io.sources import Source
 
 _BUFFER = 1 << 20  # stays in the cache of a processor between being read and being summed
 _PART = 16 * _BUFFER

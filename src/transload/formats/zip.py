@@ -21,7 +21,7 @@ from zlib import error as zlib_error
 from transload.checkpoint import Record
 from transload.findings import Problem, Problems
 from transload.frozen import NamedTuple
-from transload.io.sources import Source, inflated
+from transload.io.sources import Source
 
 # The structures; each begins with its signature.
 LOCAL = Struct("<4s5H3L2H")
@@ -434,6 +434,8 @@ def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Pa
     elif record.method == 0:
         raw = source.read(record.offset, record.stored)
     elif record.method == DEFLATED:
+        from transload.io.packed import inflated
+
         try:
             # One byte more than declared is enough to detect a record that is too long.
             raw = b"".join(inflated(source, record.offset, record.stored, record.size + 1))

@@ -37,7 +37,8 @@ from transload.formats.zip import (
     widen,
 )
 from transload.frozen import NamedTuple
-from transload.io.sources import Source, inflated
+from transload.io.packed import inflated
+from transload.io.sources import Source
 
 HAS_DESCRIPTOR = 8  # the zip flag for checksum and sizes that follow the bytes, in a descriptor
 _LOCAL = b"PK\x03\x04"

@@ -6,6 +6,7 @@ the target itself, which pipes and devices need. Both take buffers in order, as 
 
 from __future__ import annotations
 
+import errno as numbers
 import io
 import os
 import re
@@ -13,12 +14,11 @@ import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from errno import EACCES, EAGAIN, EIO, EISDIR
 from threading import Thread
 from types import TracebackType
 from typing import Any
 
-from transload.errors import CannotWriteError, cannot_write
+from transload.errors import CannotWriteError, ForbiddenWriteError, FullDiskError, NoDirectoryError
 
 try:
     import fcntl
@@ -93,11 +93,11 @@ class FileObject:
             while view.nbytes:
                 count = self._file.write(view)
                 if count is None and isinstance(self._file, io.RawIOBase):
-                    raise BlockingIOError(EAGAIN, "it takes no more bytes for now, and does not wait")
+                    raise BlockingIOError(numbers.EAGAIN, "it takes no more bytes for now, and does not wait")
                 if type(count) is not int or count >= len(view):  # no count: all was written
                     break
                 if count < 1:
-                    raise OSError(EIO, "it takes no more bytes")
+                    raise OSError(numbers.EIO, "it takes no more bytes")
                 view = view[count:]
 
 
@@ -176,9 +176,9 @@ class AtomicFile(InPlaceFile):
                 before = os.stat(self._target)
             # A path that ends with a slash names a directory. A read-only file is not replaced, though it could be.
             if not os.path.basename(path) or (before and stat.S_ISDIR(before.st_mode)):
-                raise IsADirectoryError(EISDIR, "is a directory")  # noqa: TRY301 - as the system would
+                raise IsADirectoryError(numbers.EISDIR, "is a directory")  # noqa: TRY301 - as the system would
             if before and not os.access(self._target, os.W_OK):
-                raise PermissionError(EACCES, "not writable")  # noqa: TRY301 - as above
+                raise PermissionError(numbers.EACCES, "not writable")  # noqa: TRY301 - as above
             remove_leftovers(self._target)
             while self.descriptor < 0:
                 self._hidden = hidden_name(self._target)
@@ -316,3 +316,37 @@ def remove_leftovers(target: str) -> None:
         for path, _ in abandoned(target, os.O_RDWR):
             with suppress(OSError):
                 os.unlink(path)
+
+
+# -- errors
+
+_ROOM = "Make room there, or write to another place."
+_RIGHT = "Write to another place, or ask for the right to write there."
+_REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
+    numbers.ENOSPC: (FullDiskError, "the disk is full", _ROOM),
+    numbers.EDQUOT: (FullDiskError, "the quota on this disk is used up", _ROOM),
+    numbers.EFBIG: (FullDiskError, "the file would be larger than this system allows", "`ulimit -f` shows the limit."),
+    numbers.ENOENT: (NoDirectoryError, "its directory does not exist", "Make the directory first."),
+    numbers.ENOTDIR: (NoDirectoryError, "part of its path is a file, not a directory", "Check the path."),
+    numbers.EACCES: (ForbiddenWriteError, "permission denied", _RIGHT),
+    numbers.EPERM: (ForbiddenWriteError, "permission denied", _RIGHT),
+    numbers.EROFS: (ForbiddenWriteError, "the file system is read-only", "Write to another place."),
+    numbers.EISDIR: (CannotWriteError, "it is a directory", "Add the name of a file."),
+    numbers.EBUSY: (CannotWriteError, "it is a mount point, or in use by the system", "Write to another place."),
+    numbers.ENAMETOOLONG: (CannotWriteError, "its name is too long", "Choose a shorter one."),
+    numbers.ELOOP: (CannotWriteError, "its symbolic links point in a circle", "Check the path."),
+}
+
+
+def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWriteError:
+    """Our error for an ``OSError``; ``outcome`` says what happened to the file.
+
+    >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "x.pt"), FileNotFoundError)
+    True
+    """
+    if isinstance(error, CannotWriteError):
+        return error
+    known = _REASONS.get(error.errno or 0)
+    kind, what, fix = known or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
+    what = f"cannot be written: {what}" + (f"; {outcome}" if outcome else "")
+    return kind(what, where=where, fix=fix, errno=error.errno)

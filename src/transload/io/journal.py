@@ -17,10 +17,11 @@ from shlex import quote
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError, cannot_write
+from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError
 from transload.frozen import Frozen
-from transload.io.atomic import AtomicFile, flush_directory, try_lock, write_at
-from transload.io.sources import Assembly, BytesSource, Part, Source, cannot_read, has_journal, journal_path, read_at
+from transload.io.atomic import AtomicFile, cannot_write, flush_directory, try_lock, write_at
+from transload.io.packed import Assembly, Part
+from transload.io.sources import BytesSource, Source, cannot_read, has_journal, journal_path, read_at
 
 _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0)
 _CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)

@@ -1,14 +1,16 @@
-"""Compressed files: their format, and their content in pieces."""
+"""Bytes that are not stored as they are: compressed, written as text, or in several parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from transload.io.sources import BytesSource, Source, decompressed
+from transload.frozen import NamedTuple
+from transload.io.sources import BytesSource, Source
 
+_PIECE = 1 << 20
 _LZMA_MEMORY = 128 << 20  # the most memory a stream may ask for: 1 KiB of xz can ask for 4 GiB
 
 # By format: the first bytes of a file, the modules that may have a decompressor, its name there, and its arguments.
@@ -54,3 +56,82 @@ def unpack(source: Source, kind: str, limit: int) -> Iterator[bytes]:
         yield from decompressed(decompressor(kind), source, 0, source.size, limit)
     except Exception:  # noqa: BLE001 - each module has other errors for a bad stream
         return
+
+
+def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+    """The content of a raw deflate stream of ``stored`` bytes, in pieces, at most ``limit`` bytes of it.
+
+    Raises ``zlib.error`` where the stream is damaged.
+    """
+    from zlib import decompressobj
+
+    return decompressed(decompressobj(-15), source, offset, stored, limit)
+
+
+def decompressed(machine: Any, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+    """The output of a decompressor object for ``stored`` bytes, in pieces, at most ``limit`` bytes."""
+    left = limit
+    for start in range(0, stored, _PIECE):
+        packed = source.read(offset + start, min(_PIECE, stored - start))
+        while left > 0 and not machine.eof:
+            most = min(_PIECE, left)
+            piece = machine.decompress(packed, most)
+            yield piece
+            left -= len(piece)
+            packed = getattr(machine, "unconsumed_tail", b"")  # zlib's; the others keep it themselves
+            # After a full piece, zlib may have more output even if it has consumed all input.
+            if not packed and getattr(machine, "needs_input", len(piece) < most):
+                break
+
+
+def from_text(encoding: str, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+    """Bytes that are stored as text, one character each, in pieces, at most ``limit`` bytes.
+
+    Raises ``UnicodeError`` if the text is something else.
+    """
+    from codecs import getincrementaldecoder
+
+    machine, left = getincrementaldecoder(encoding)(), limit
+    for start in range(0, stored, _PIECE):
+        text = machine.decode(source.read(offset + start, min(_PIECE, stored - start)))
+        yield text.encode("latin-1")[:left]
+        left = max(0, left - len(text))
+
+
+class Part(NamedTuple):
+    """``length`` bytes of a source from ``offset`` on."""
+
+    source: Source
+    offset: int
+    length: int
+
+
+class Assembly(Source):
+    """Parts in sequence, as one source. It does not close their sources."""
+
+    def __init__(self, parts: Iterable[Part], name: str) -> None:
+        self._parts = [part for part in parts if part.length > 0]
+        self._starts: list[int] = []
+        self.name = name
+        self.size = 0
+        for part in self._parts:
+            self._starts.append(self.size)
+            self.size += part.length
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        from bisect import bisect_right
+
+        found: list[bytes] = []
+        end = min(offset + count, self.size)
+        index = bisect_right(self._starts, offset) - 1
+        while offset < end:
+            part = self._parts[index]
+            inside = offset - self._starts[index]
+            data = part.source.read(part.offset + inside, min(part.length - inside, end - offset))
+            if not data:
+                break
+            found.append(data)
+            offset += len(data)
+            index += inside + len(data) == part.length
+        return found[0] if len(found) == 1 else b"".join(found)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
-from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from transload.errors import CannotReadError, NotAFileError, UsageError
-from transload.frozen import NamedTuple
 
 _PIECE = 1 << 20
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
@@ -262,85 +260,6 @@ def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
     elif isinstance(error, PermissionError):
         fix = "Ask its owner for read permission (ls -l shows who that is)."
     return CannotReadError(reason, where=name, fix=fix, errno=getattr(error, "errno", None))
-
-
-def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """The content of a raw deflate stream of ``stored`` bytes, in pieces, at most ``limit`` bytes of it.
-
-    Raises ``zlib.error`` where the stream is damaged.
-    """
-    from zlib import decompressobj
-
-    return decompressed(decompressobj(-15), source, offset, stored, limit)
-
-
-def decompressed(machine: Any, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """The output of a decompressor object for ``stored`` bytes, in pieces, at most ``limit`` bytes."""
-    left = limit
-    for start in range(0, stored, _PIECE):
-        packed = source.read(offset + start, min(_PIECE, stored - start))
-        while left > 0 and not machine.eof:
-            most = min(_PIECE, left)
-            piece = machine.decompress(packed, most)
-            yield piece
-            left -= len(piece)
-            packed = getattr(machine, "unconsumed_tail", b"")  # zlib's; the others keep it themselves
-            # After a full piece, zlib may have more output even if it has consumed all input.
-            if not packed and getattr(machine, "needs_input", len(piece) < most):
-                break
-
-
-def from_text(encoding: str, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """Bytes that are stored as text, one character each, in pieces, at most ``limit`` bytes.
-
-    Raises ``UnicodeError`` if the text is something else.
-    """
-    from codecs import getincrementaldecoder
-
-    machine, left = getincrementaldecoder(encoding)(), limit
-    for start in range(0, stored, _PIECE):
-        text = machine.decode(source.read(offset + start, min(_PIECE, stored - start)))
-        yield text.encode("latin-1")[:left]
-        left = max(0, left - len(text))
-
-
-class Part(NamedTuple):
-    """``length`` bytes of a source from ``offset`` on."""
-
-    source: Source
-    offset: int
-    length: int
-
-
-class Assembly(Source):
-    """Parts in sequence, as one source. It does not close their sources."""
-
-    def __init__(self, parts: Iterable[Part], name: str) -> None:
-        self._parts = [part for part in parts if part.length > 0]
-        self._starts: list[int] = []
-        self.name = name
-        self.size = 0
-        for part in self._parts:
-            self._starts.append(self.size)
-            self.size += part.length
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        from bisect import bisect_right
-
-        found: list[bytes] = []
-        end = min(offset + count, self.size)
-        index = bisect_right(self._starts, offset) - 1
-        while offset < end:
-            part = self._parts[index]
-            inside = offset - self._starts[index]
-            data = part.source.read(part.offset + inside, min(part.length - inside, end - offset))
-            if not data:
-                break
-            found.append(data)
-            offset += len(data)
-            index += inside + len(data) == part.length
-        return found[0] if len(found) == 1 else b"".join(found)
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:

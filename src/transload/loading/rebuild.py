@@ -24,10 +24,10 @@ from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transload.dtypes import ITEMSIZE, STORAGES, itemsize
+from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.errors import LoadError, Malformed, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS, NUMPY_SCALARS, array_of, dtype_of, raw_bytes
-from transload.formats.tensors import MAX_RANK, MAX_SIZE
+from transload.formats.rebuilds import MAX_RANK
 from transload.judge.names import can_be_allowed
 from transload.loading.placement import DeviceMap
 from transload.loading.refusal import Allowed, name_of, weights_only_error

@@ -29,14 +29,15 @@ from transload.formats import gc_paused, pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.plain_pickle import holds_tensors
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import Locate, StorageTable, Tree, called, declared_storages, find_tensors
+from transload.formats.tensors import Locate, StorageTable, Tree, declared_storages, find_tensors
 from transload.frozen import Frozen, NamedTuple, Reported, replace
 from transload.io.atomic import AtomicFile
+from transload.io.packed import Assembly, Part
 from transload.io.pool import progress_counter
-from transload.io.sources import Assembly, Part, Source, SourceLike, open_source
+from transload.io.sources import Source, SourceLike, open_source
 from transload.judge import inspect, judge
 from transload.judge.problems import SETS, rule_of
-from transload.nodes import REBUILDS, Call, Dict, walk_nodes
+from transload.nodes import REBUILDS, Call, Dict, called, walk_nodes
 from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 from transload.rescuing.archive import (

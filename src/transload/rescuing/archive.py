@@ -19,7 +19,8 @@ from transload.formats.zip import ALIGNMENT, LOCAL, text_of
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import NamedTuple
-from transload.io.sources import Assembly, BytesSource, Part, Source
+from transload.io.packed import Assembly, Part
+from transload.io.sources import BytesSource, Source
 from transload.rescuing.bitflips import MAX_RATIO, Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
 from transload.tensors.content import Inflating
 

@@ -17,8 +17,7 @@ from transload.dtypes import STORAGES
 from transload.formats.pickle_machine import run_part
 from transload.formats.pickle_state import Machine, Sparse
 from transload.formats.rare_opcodes import opcodes
-from transload.formats.tensors import called
-from transload.nodes import REBUILDS, Call, Dict, Global, Persistent
+from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, called
 
 _MAX_NAME = 1024
 _MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it

@@ -24,8 +24,8 @@ from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import read_journal, state_of
-from transload.io.packed import UNWRAPPED, decompressor, packed_as
-from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source, inflated, journal_path
+from transload.io.packed import UNWRAPPED, Assembly, Part, decompressor, inflated, packed_as
+from transload.io.sources import BytesSource, ObjectSource, Slice, Source, journal_path
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,

@@ -21,7 +21,8 @@ from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
 from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import BrokenFileError, ContentError, TransloadError
-from transload.io.sources import BytesSource, Source, SourceLike, from_text, inflated
+from transload.io.packed import from_text, inflated
+from transload.io.sources import BytesSource, Source, SourceLike
 from transload.tensors import OpenCheckpoint
 
 WINDOW = 16 << 20

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from transload._version import __version__
 from transload.checkpoint import FORMATS, Checkpoint, Record, Tensor
+from transload.dtypes import MAX_SIZE
 from transload.errors import CannotReadError, ContentError, ManifestError, TransloadError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
+from transload.formats.rebuilds import BadTensor, reach
 from transload.formats.safetensors import header_metadata
-from transload.formats.tensors import MAX_SIZE, BadTensor, reach
 from transload.formats.verify import Lost, mismatch, new_problems
 from transload.frozen import Frozen, Reported
 from transload.io import pool

@@ -21,19 +21,9 @@ from typing import Any, NamedTuple
 from transload.checkpoint import PROGRAMS, Key, Storage, Tensor
 from transload.dtypes import FROM_NUMPY
 from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
-from transload.formats.tensors import (
-    MODULE_KEYS,
-    RECONSTRUCTORS,
-    call_items,
-    called,
-    device_text,
-    leaf_kind,
-    short,
-    short_key,
-    with_slots,
-)
+from transload.formats.tensors import MODULE_KEYS, RECONSTRUCTORS, call_items, leaf_kind, short_key, with_slots
 from transload.io.sources import BytesSource, Source
-from transload.nodes import REBUILDS, Call, Dict, Global, Set
+from transload.nodes import REBUILDS, Call, Dict, Global, Set, called, device_text, short
 from transload.tensors.content import Content
 
 Path = tuple[Key, ...]

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from transload.errors import TransloadError, UsageError, cannot_write
+from transload.errors import TransloadError, UsageError
 from transload.io import atomic
-from transload.io.atomic import AtomicFile
+from transload.io.atomic import AtomicFile, cannot_write
 
 SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 _LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)

@@ -15,8 +15,8 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
-from transload.formats.tensors import call_items, called, last_pairs, node_at, short_key
-from transload.nodes import Call, Dict, Global, Persistent, storage_id
+from transload.formats.tensors import call_items, last_pairs, node_at, short_key
+from transload.nodes import Call, Dict, Global, Persistent, called, storage_id
 from transload.tensors.content import Allowance, Content
 from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, Path, numpy_number, tensor_attributes
 from transload.writing.transfer import Entry
