@@ -20,7 +20,7 @@ from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
-from transload.formats.rebuilds import _Rebuilder
+from transload.formats.rebuilds import Rebuilder
 from transload.judge.names import TORCH_DEFAULT
 from transload.judge.safety import _REBUILDS, _SHADOWED, check_call, judge_pickles
 from transload.nodes import REBUILDS, Call, Dict, Global
@@ -295,7 +295,7 @@ def test_every_rebuild_function_has_its_signature() -> None:
         for expected, index in list(rebuild._asdict().items())[2:]:
             assert index == 99 or parameters[index].name == expected, full
     assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_REBUILDS)
-    assert all(hasattr(_Rebuilder, name.rpartition(".")[2].lstrip("_").lower()) for name in REBUILDS)
+    assert all(hasattr(Rebuilder, f"_{name.rpartition('.')[2].lstrip('_').lower()}") for name in REBUILDS)
 
 
 def test_what_may_not_be_shadowed_is_there() -> None:

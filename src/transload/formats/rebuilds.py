@@ -78,26 +78,29 @@ def _dtype(node: object) -> str:
     return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
 
 
-def rebuilt(function: str, args: object, at: Place, table: Storages, search: Search, depth: int) -> list[Tensor]:
-    """The tensor that a rebuild function would make of some arguments, and those that it carries as attributes.
+class Rebuilder:
+    """Makes tensors: a call of one of torch's functions goes to the method of that name.
 
-    ``search`` finds the tensors inside an object, and ``depth`` counts tensors made of tensors. ``BadTensor`` if torch
-    would make none.
+    ``search`` finds the tensors inside an object, and ``depth`` counts tensors made of tensors.
     """
-    made = _Rebuilder(table, search, depth)
-    return [made.apply(function, args, at), *made.beside]
-
-
-class _Rebuilder:
-    """Makes one tensor: calls of torch's functions go to the methods that bear their names."""
 
     def __init__(self, table: Storages, search: Search, depth: int) -> None:
-        self.beside: list[Tensor] = []
         self._table = table
         self._search = search
         self._depth = depth
+        self._beside: list[Tensor] = []
 
-    def apply(self, function: str, args: object, at: Place) -> Tensor:
+    def tensors(self, function: str, args: object, at: Place) -> tuple[list[Tensor], str]:
+        """The tensor that a call would make, and those it carries as attributes; or none, and what is wrong."""
+        self._beside = []
+        try:
+            return [self._apply(function, args, at), *self._beside], ""
+        except BadTensor as reason:
+            return [], str(reason)
+        except (IndexError, ValueError, TypeError):
+            return [], "its rebuild call has arguments of a wrong kind"
+
+    def _apply(self, function: str, args: object, at: Place) -> Tensor:
         """The tensor that a rebuild function would make of some arguments; ``BadTensor`` if it would make none."""
         rebuild = REBUILDS.get(function)
         if rebuild is None:
@@ -108,7 +111,7 @@ class _Rebuilder:
             raise BadTensor("it is made of tensors made of tensors without end")
         self._depth += 1
         try:
-            made: Tensor = getattr(self, function.rpartition(".")[2].lstrip("_").lower())(args, at)
+            made: Tensor = getattr(self, f"_{function.rpartition('.')[2].lstrip('_').lower()}")(args, at)
             return made
         finally:
             self._depth -= 1
@@ -120,7 +123,7 @@ class _Rebuilder:
         self._table.budget.seen(id(node))
         if part:
             at = (*at[0], part), f"{at[1]}/{part}" if at[1] else part
-        return self.apply(called(node), node.args, at)
+        return self._apply(called(node), node.args, at)
 
     def _inside(self, node: object, at: Place) -> tuple[Tensor, ...]:
         """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
@@ -162,9 +165,9 @@ class _Rebuilder:
         fields = (path, name, dtype, shape, stride, device, key, offset, grad, "strided", "", (), begin, flags)
         return _new(Tensor, fields)
 
-    rebuild_tensor = rebuild_tensor_v2 = _strided
+    _rebuild_tensor = _rebuild_tensor_v2 = _strided
 
-    def rebuild_tensor_v3(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_tensor_v3(self, args: _Args, at: Place) -> Tensor:
         # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients. (What other
         # formats describe comes here without hooks, and is loaded otherwise.)
         if args[4] is True and args[5] is not None:
@@ -172,7 +175,7 @@ class _Rebuilder:
             self._table.noted.add("tensor-unloadable", at[1] or "the root", detail)
         return self._strided(args, at, dtype=_dtype(args[6]), flags_at=7)
 
-    def rebuild_qtensor(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_qtensor(self, args: _Args, at: Place) -> Tensor:
         tensor = self._strided(args, at, grad_at=5, flags_at=7)._replace(kind="quantized")
         if type(args[4]) is not tuple or len(args[4]) > 4:
             raise BadTensor("its quantizer is none")
@@ -180,25 +183,25 @@ class _Rebuilder:
             self._rebuild(part, at, f"quantizer.{index}")
         return tensor
 
-    def rebuild_parameter(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_parameter(self, args: _Args, at: Place) -> Tensor:
         inner = self._rebuild(args[0], at)
         if args[1] is True:
             _check_grad(inner.dtype)
-        self.beside += self._inside(args[3], at) if len(args) > 3 else ()
+        self._beside += self._inside(args[3], at) if len(args) > 3 else ()
         return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
-    rebuild_parameter_with_state = rebuild_parameter
+    _rebuild_parameter_with_state = _rebuild_parameter
 
-    def parameter(self, args: _Args, at: Place) -> Tensor:
+    def _parameter(self, args: _Args, at: Place) -> Tensor:
         inner = self._rebuild(args[0], at)
         return inner._replace(requires_grad=args[1:2] != (False,), cls="Parameter")
 
-    def rebuild_meta_tensor_no_storage(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_meta_tensor_no_storage(self, args: _Args, at: Place) -> Tensor:
         shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
         reach(0, shape, stride)
         return Tensor(*at, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
 
-    def rebuild_sparse_tensor(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_sparse_tensor(self, args: _Args, at: Place) -> Tensor:
         # The layout is ``torch.serialization._get_layout("torch.sparse_coo")``.
         text = args[0].args[0] if type(args[0]) is Call and type(args[0].args) is tuple and args[0].args else ""
         layout = text.removeprefix("torch.") if type(text) is str else "sparse_coo"
@@ -207,9 +210,9 @@ class _Rebuilder:
             raise BadTensor("its sparse parts are missing")
         return self._composite(args[1], at, layout, names, sized=True)
 
-    rebuild_sparse_csr_tensor = rebuild_sparse_tensor
+    _rebuild_sparse_csr_tensor = _rebuild_sparse_tensor
 
-    def rebuild_nested_tensor(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_nested_tensor(self, args: _Args, at: Place) -> Tensor:
         return self._composite(args, at, "nested", ("buffer", "sizes", "strides", "offsets"))
 
     def _composite(self, args: _Args, at: Place, kind: str, names: tuple[str, ...], *, sized: bool = False) -> Tensor:
@@ -219,32 +222,32 @@ class _Rebuilder:
         shape = _ints(args[len(names)], "size") if sized else like.shape
         return Tensor(*at, like.dtype, shape, (), parts[0].device, None, kind=kind, parts=parts)
 
-    def rebuild_from_type(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_from_type(self, args: _Args, at: Place) -> Tensor:
         function, kind, inner_args, state = args
-        inner = self.apply(dotted(function), inner_args, at)
+        inner = self._apply(dotted(function), inner_args, at)
         cls = dotted(kind).rpartition(".")[2]
         inner = inner._replace(cls="" if cls == "Tensor" else cls)
         held = () if inner.parts else self._inside(state, at)  # a jagged one repeats its parts there
         if inner.kind == "subclass":
             return inner._replace(parts=held)
-        self.beside += held
+        self._beside += held
         return inner
 
-    rebuild_from_type_v2 = rebuild_from_type
+    _rebuild_from_type_v2 = _rebuild_from_type
 
-    def rebuild_wrapper_subclass(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_wrapper_subclass(self, args: _Args, at: Place) -> Tensor:
         kind, dtype, shape, stride, _offset, _layout, device, grad = args
         sizes, steps, cls = _ints(shape, "size"), _ints(stride, "stride"), dotted(kind).rpartition(".")[2]
         where = device_text(device)
         return Tensor(*at, _dtype(dtype), sizes, steps, where, None, 0, grad is True, "subclass", cls)
 
-    def rebuild_njt(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_njt(self, args: _Args, at: Place) -> Tensor:
         parts = self._inside(args[0], at)
         if not parts:
             raise BadTensor("it holds no tensors")
         return Tensor(*at, parts[0].dtype, parts[0].shape, (), parts[0].device, None, kind="nested", parts=parts)
 
-    def rebuild_device_tensor_from_cpu_tensor(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_device_tensor_from_cpu_tensor(self, args: _Args, at: Place) -> Tensor:
         # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
         moved = self._composite(args, at, "device", ("data",))
         dtype, inner = _dtype(args[1]), moved.parts[0]
@@ -253,7 +256,7 @@ class _Rebuilder:
             raise BadTensor("it would be copied from a few bytes to a great many")
         return moved._replace(dtype=dtype, device=text_of(args[2]), requires_grad=args[3] is True)
 
-    def rebuild_device_tensor_from_numpy(self, args: _Args, at: Place) -> Tensor:
+    def _rebuild_device_tensor_from_numpy(self, args: _Args, at: Place) -> Tensor:
         array, dtype, device, grad = args
         shape: tuple[int, ...] = ()
         if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
@@ -261,4 +264,4 @@ class _Rebuilder:
         steps, where = contiguous(shape), text_of(device)
         return Tensor(*at, _dtype(dtype), shape, steps, where, None, 0, grad is True, "device")
 
-    rebuild_xla_tensor = rebuild_mlc_tensor = rebuild_device_tensor_from_numpy
+    _rebuild_xla_tensor = _rebuild_mlc_tensor = _rebuild_device_tensor_from_numpy

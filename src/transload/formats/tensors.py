@@ -280,6 +280,7 @@ class _Walk:
         self.outside = outside or {}
         self.tensors: list[Tensor] = []
         self.depth = 0  # of tensors made of tensors
+        self.rebuilder: Any = None
         self.leaves: list[Leaf] = []
         self.noted = LimitedProblems()
         self.skipped = 0
@@ -415,14 +416,14 @@ class _Walk:
     # -- the tensor that a call would make: by methods that bear the names of torch's functions
 
     def _take(self, function: str, args: object, at: _Place) -> None:
-        from transload.formats.rebuilds import BadTensor, rebuilt  # here, since most files do not need it
+        if self.rebuilder is None:
+            from transload.formats.rebuilds import Rebuilder  # here, since most files do not need it
 
-        try:
-            self.tensors += rebuilt(function, args, at, self.table, self._search, self.depth)
-        except BadTensor as reason:
-            self.noted.add("tensor-broken", at[1] or "the root", str(reason))
-        except (IndexError, ValueError, TypeError):
-            self.noted.add("tensor-broken", at[1] or "the root", "its rebuild call has arguments of a wrong kind")
+            self.rebuilder = Rebuilder(self.table, self._search, self.depth)
+        tensors, wrong = self.rebuilder.tensors(function, args, at)
+        self.tensors += tensors
+        if wrong:
+            self.noted.add("tensor-broken", at[1] or "the root", wrong)
 
     def _search(self, node: object, at: _Place, depth: int) -> tuple[list[Tensor], Iterable[Problem]]:
         """The tensors inside an object that is itself a tensor, and what is wrong with them."""
