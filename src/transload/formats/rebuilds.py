@@ -21,7 +21,7 @@ _new = tuple.__new__  # as in tensors
 _Args = tuple[Any, ...]
 Place = tuple[tuple[Key, ...], str]
 """The path and the name of a tensor."""
-Search = Callable[[object, Place, int], tuple[list[Tensor], Iterable[Problem]]]
+Search = Callable[[Any, object, Place, int], tuple[list[Tensor], Iterable[Problem]]]
 
 
 class Storages(Protocol):
@@ -81,7 +81,7 @@ def _dtype(node: object) -> str:
 class Rebuilder:
     """Makes tensors: a call of one of torch's functions goes to the method of that name.
 
-    ``search`` finds the tensors inside an object, and ``depth`` counts tensors made of tensors.
+    ``search`` finds the tensors of a table inside an object, and ``depth`` counts tensors made of tensors.
     """
 
     def __init__(self, table: Storages, search: Search, depth: int) -> None:
@@ -127,7 +127,7 @@ class Rebuilder:
 
     def _inside(self, node: object, at: Place) -> tuple[Tensor, ...]:
         """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
-        tensors, problems = self._search(node, at, self._depth)
+        tensors, problems = self._search(self._table, node, at, self._depth)
         for problem in problems:
             raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
         return tuple(tensors)

@@ -419,18 +419,11 @@ class _Walk:
         if self.rebuilder is None:
             from transload.formats.rebuilds import Rebuilder  # here, since most files do not need it
 
-            self.rebuilder = Rebuilder(self.table, self._search, self.depth)
+            self.rebuilder = Rebuilder(self.table, _search, self.depth)
         tensors, wrong = self.rebuilder.tensors(function, args, at)
         self.tensors += tensors
         if wrong:
             self.noted.add("tensor-broken", at[1] or "the root", wrong)
-
-    def _search(self, node: object, at: _Place, depth: int) -> tuple[list[Tensor], Iterable[Problem]]:
-        """The tensors inside an object that is itself a tensor, and what is wrong with them."""
-        walk = _Walk(self.table)
-        walk.depth = depth
-        walk.run(node, *at)
-        return walk.tensors, walk.noted.problems()
 
     def _ordinary(self, args: Any, path: tuple[Key, ...], name: str) -> Tensor | None:
         """What ``_strided`` makes of the arguments that nearly all tensors have; ``None`` for any others.
@@ -462,6 +455,14 @@ class _Walk:
             begin += offset * width
         fields = (path, name, dtype, shape, stride, device, key, offset, False, "strided", "", (), begin, ())
         return _new(Tensor, fields)
+
+
+def _search(table: StorageTable, node: object, at: _Place, depth: int) -> tuple[list[Tensor], tuple[Problem, ...]]:
+    """The tensors inside an object that is itself a tensor, and what is wrong with them."""
+    walk = _Walk(table)
+    walk.depth = depth
+    walk.run(node, *at)
+    return walk.tensors, walk.noted.problems()
 
 
 def find_tensors(root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None) -> Tree:
