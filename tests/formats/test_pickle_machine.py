@@ -25,7 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.formats.pickle_machine import run, run_all
+from transload.formats.pickle_machine import run
+from transload.formats.pickle_streams import run_all
 from transload.formats.rare_opcodes import MAX_INT_BYTES, opcodes
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 

@@ -31,7 +31,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.formats.pickle_machine import run, run_all
+from transload.formats.pickle_machine import run
+from transload.formats.pickle_streams import run_all
 from transload.formats.rare_opcodes import opcodes
 from transload.nodes import Pickle
 

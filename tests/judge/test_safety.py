@@ -13,7 +13,8 @@ from tests.each import each
 
 import transload
 from transload.checkpoint import Checkpoint, GlobalUse
-from transload.formats.pickle_machine import run, run_all
+from transload.formats.pickle_machine import run
+from transload.formats.pickle_streams import run_all
 from transload.judge.safety import MAX_DEPTH, judge_pickles, safe_globals_lines
 
 
@@ -255,7 +256,7 @@ def test_n8_pickles_in_pickles_are_followed_so_far_and_no_further(depth: int) ->
 
 def test_n8_the_same_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte that is named a thousand times must not be read a thousand times."""
-    from transload.formats import pickle_machine
+    from transload.formats import pickle_streams
 
     filler = b"\x80\x02" + b"N0" * 5000 + INNER[2:]
     latin = filler.decode("latin-1").encode()
@@ -263,13 +264,13 @@ def test_n8_the_same_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     each = name("pickle", "loads") + name("_codecs", "encode") + b"h\x00" + text("latin1") + b"\x86R\x85R0"
     found = run(raw + each * 300 + b".")
     sizes: list[int] = []
-    real = pickle_machine.run_all
+    real = pickle_streams.run_all
 
     def counting(data: bytes, name: str = "") -> object:
         sizes.append(len(data))
         return real(data, name)
 
-    monkeypatch.setattr(pickle_machine, "run_all", counting)
+    monkeypatch.setattr(pickle_streams, "run_all", counting)
     judgement = judge_pickles([found])
     assert "nobody.inside" in {use.full_name for use in judgement.globals}
     assert sizes == [len(filler)]

@@ -8,9 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import TransloadError
-
 if TYPE_CHECKING:
+    from transload.errors import TransloadError
     from transload.render.lines import Block
 
 
@@ -78,6 +77,7 @@ def as_bug(error: Exception, where: str = "") -> TransloadError:
         from traceback import print_exception
 
         print_exception(error)
+    from transload.errors import TransloadError
     from transload.render.words import printable
 
     what = f"this is a bug in transload: {type(error).__name__}: {printable(str(error))}"
@@ -98,26 +98,29 @@ def for_each(
     A file that fails does not stop the others. Returns the results, and the exit code: 1 if something is wrong with a
     file, 2 if one could not be read.
     """
-    results: list[Any] = []
-    for path in paths:
+    done: dict[int, Any] = {}
+    failed: dict[int, TransloadError] = {}
+    for place, path in enumerate(paths):
         try:
             if finish:
                 finish_retag(path)
-            results.append(examine(path))
+            done[place] = examine(path)
         except Exception as error:  # noqa: BLE001, PERF203  a bug with one file must not hide the others
-            results.append(error if isinstance(error, TransloadError) else as_bug(error, path))
-            print_error(results[-1])
-    done = [each for each in results if not isinstance(each, TransloadError)]
+            from transload.errors import TransloadError
+
+            failed[place] = error if isinstance(error, TransloadError) else as_bug(error, path)
+            print_error(failed[place])
+    results = list(done.values())
     if arguments.json:
         from transload.render.json import error_to_dict
 
         documents = (
-            error_to_dict(path, each) if isinstance(each, TransloadError) else each.to_dict()
-            for path, each in zip(paths, results, strict=True)
+            error_to_dict(path, failed[place]) if place in failed else done[place].to_dict()
+            for place, path in enumerate(paths)
         )
         write_json(documents, several=len(paths) > 1)
-    elif len(results) > 1:
-        show(several(done, len(results)), arguments.color)
-    elif done:
-        show(report(done[0]), arguments.color)
-    return done, 2 if len(done) < len(results) else int(not all(getattr(each, "ok", True) for each in done))
+    elif len(paths) > 1:
+        show(several(results, len(paths)), arguments.color)
+    elif results:
+        show(report(results[0]), arguments.color)
+    return results, 2 if failed else int(not all(getattr(each, "ok", True) for each in results))

@@ -19,9 +19,9 @@ from pathlib import Path
 from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, Problems, join_names
+from transload.formats.nested import joined, moved_storage, moved_tensor
 from transload.formats.pickle_machine import run
 from transload.formats.safetensors import looks_like_safetensors
-from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
 from transload.formats.zip import Payload, ZipIndex
 from transload.frozen import NamedTuple, replace

@@ -1,6 +1,6 @@
 """Runs a pickle without importing or calling anything: a graph of inert nodes, and what a loader would import and call.
 
-``run`` reads one pickle, ``run_all`` those that follow one another, ``run_at`` one of unknown length from a source.
+``run`` reads one pickle; ``pickle_streams`` those of unknown length, and several that follow one another.
 ``_execute`` is the loop over the frequent opcodes, ``_common`` runs the others that torch.save writes, and
 ``rare_opcodes`` all the rest.
 """
@@ -13,7 +13,6 @@ from struct import error as struct_error
 from typing import Any
 
 from transload.formats.pickle_state import CONSTANTS, LONG_FRAME, MAX_IRREGULAR, Broken, Cut, Machine
-from transload.io.sources import Source
 from transload.nodes import Call, Dict, Persistent, Pickle, Set
 
 MAX_STREAM = 512 << 20
@@ -24,12 +23,10 @@ _I32 = Struct("<i").unpack_from
 _U32 = Struct("<I").unpack_from
 _F64 = Struct(">d").unpack_from
 _COMMON = frozenset(b"N\x88\x87G}]useac\x81b\x80\x8f\x8a")
+Reader = Callable[[Machine], object] | None
 
 
-_Reader = Callable[[Machine], object] | None
-
-
-def run(data: bytes, start: int = 0, name: str = "", reader: _Reader = None) -> Pickle:
+def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> Pickle:
     r"""Read one pickle from ``start`` to its STOP, or to where it breaks.
 
     A ``reader`` sets the functions of the machine that read the storages and arrays in a plain pickle.
@@ -101,52 +98,6 @@ def add_uses(into: Pickle, other: Pickle) -> None:
     into.calls += other.calls
     into.built += other.built
     into.extensions += other.extensions
-
-
-def run_at(
-    source: Source, offset: int, name: str, window: int = 1 << 20, most: int = MAX_STREAM, reader: _Reader = None
-) -> tuple[Pickle, int]:
-    """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
-
-    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
-    nor more than ``most``, where it may be none at all.
-    """
-    while True:
-        data = source.read(offset, min(window, most))
-        pickle = run(data, name=name, reader=reader)
-        if not pickle.cut or len(data) < window or window >= most:
-            return pickle, offset + pickle.end
-        window *= 4
-
-
-def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
-    """All pickles that follow one another from the start of ``data``, until one breaks or the data ends.
-
-    Of those beyond ``limit`` only what they would do is kept, in the last one.
-    """
-    pickles: list[Pickle] = []
-    position = 0
-    while position < len(data):
-        pickle = run(data, position, name)
-        if len(pickles) < limit:
-            pickles.append(pickle)
-        else:
-            # Add one pickle to another: its names, calls and oddities, not its value.
-            into = pickles[-1]
-            into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
-            into.protocol = max(into.protocol, pickle.protocol)
-            into.python2 |= pickle.python2
-            into.python2_texts |= pickle.python2_texts
-            into.undecoded += pickle.undecoded
-            into.rare |= pickle.rare
-            add_uses(into, pickle)
-            into.persistent += pickle.persistent
-            into.irregular += pickle.irregular[: MAX_IRREGULAR - len(into.irregular)]
-            into.ambiguous += pickle.ambiguous[: MAX_IRREGULAR - len(into.ambiguous)]
-        if pickle.broken:
-            break
-        position = pickle.end
-    return pickles
 
 
 def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µs each

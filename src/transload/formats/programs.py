@@ -18,7 +18,9 @@ from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record, S
 from transload.dtypes import ITEMSIZE, SCALAR_TYPES, itemsize, named
 from transload.findings import Problem, Problems, first_lines, join_names
 from transload.formats import pickle_machine, torch_zip
-from transload.formats.tensors import StorageTable, Tree, find_tensors, moved_storage, moved_tensor
+from transload.formats.nested import moved_storage, moved_tensor
+from transload.formats.pickle_streams import run_all
+from transload.formats.tensors import StorageTable, Tree, find_tensors
 from transload.formats.torch_zip import Archive, check_storages, container_facts, read_pickle, read_tree, storage_table
 from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, read_index, starts_like_zip
 from transload.frozen import replace
@@ -616,7 +618,7 @@ class _Package(Program):
         else:
             data = source.read(0, MAX_PACKED)
             bare = Draft(source.name, "pickle", source.size)
-            bare.pickles = pickle_machine.run_all(data, "pickle") if data.startswith(_PICKLED) else []
+            bare.pickles = run_all(data, "pickle") if data.startswith(_PICKLED) else []
             for pickle in bare.pickles:
                 bare.problems += torch_zip.pickle_problems(pickle, pickle.end)
             found = bare.checkpoint()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transload.checkpoint import Checkpoint, Draft, Record
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
-from transload.formats.pickle_machine import run_at
+from transload.formats.pickle_streams import run_at
 from transload.formats.tensors import StorageTable, declared_storages, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip

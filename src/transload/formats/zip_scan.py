@@ -19,6 +19,7 @@ from itertools import islice, product
 from transload.checkpoint import Record, Storage
 from transload.findings import Problems
 from transload.formats import pickle_machine
+from transload.formats.pickle_streams import run_at
 from transload.formats.tensors import declared_storages
 from transload.formats.zip import (
     ALIGNMENT,
@@ -538,7 +539,7 @@ class Scan:
         if size is None:
             size = self._size_by_descriptor(local, following)
         if size is None and local.name.endswith(b".pkl"):
-            pickle, end = pickle_machine.run_at(self._source, local.end, "data.pkl", _PICKLE_WINDOW)
+            pickle, end = run_at(self._source, local.end, "data.pkl", _PICKLE_WINDOW)
             return None if pickle.broken else end - local.end
         return size
 
@@ -598,7 +599,7 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
         if name.endswith(".pkl") and not local.method:
             # What looks like its end may be a part of the pickle, and more of it must be judged. Then this record
             # is the last: otherwise the bytes that follow could be run once for every record in them.
-            pickle, end = pickle_machine.run_at(source, found.payload, name, _BLOCK)
+            pickle, end = run_at(source, found.payload, name, _BLOCK)
             if found.endless or end > found.payload + present:
                 reached = source.size if pickle.broken else end
                 size = present = reached - found.payload

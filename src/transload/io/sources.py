@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from transload.errors import CannotReadError, NotAFileError, UsageError
+if TYPE_CHECKING:  # a file that can be read needs no errors
+    from transload.errors import CannotReadError
 
 _PIECE = 1 << 20
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
@@ -63,6 +64,8 @@ class FileSource(Source):
             raise cannot_read(self.name, error) from error
         status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
+            from transload.errors import CannotReadError
+
             self.close()
             fix = "Copy the bytes to a file first."
             raise CannotReadError("not a regular file (a device, pipe or socket)", where=self.name, fix=fix)
@@ -180,9 +183,13 @@ class ObjectSource(Source):
             self.size = file.tell()  # seek() of some objects, such as mmap before Python 3.13, returns None
             file.seek(self.home)
         except (OSError, ValueError, AttributeError) as error:
+            from transload.errors import CannotReadError
+
             fix = "Read it into io.BytesIO first and pass that."
             raise CannotReadError(f"the file object cannot seek ({error})", where=self.name, fix=fix) from error
         if text:
+            from transload.errors import UsageError
+
             raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
 
     def read(self, offset: int, count: int) -> bytes:
@@ -249,11 +256,15 @@ def open_source(f: SourceLike) -> Source:
         return BytesSource(f)
     if hasattr(f, "read") and hasattr(f, "seek"):
         return ObjectSource(f)
+    from transload.errors import NotAFileError
+
     raise NotAFileError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
 
 
 def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
     """Our error for an error of the system."""
+    from transload.errors import CannotReadError
+
     reason, fix = getattr(error, "strerror", None) or str(error), ""
     if isinstance(error, FileNotFoundError):
         fix = "Check the spelling and the current directory."

@@ -11,7 +11,7 @@ from typing import Any
 
 from transload.contents import GlobalUse, Judgement
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
-from transload.formats import pickle_machine
+from transload.formats import pickle_streams
 from transload.formats.arrays import are_plain
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import read_index, starts_like_zip
@@ -476,7 +476,7 @@ def _streams(data: bytes, name: str) -> list[Pickle]:
     """The pickles in some bytes, which may be an archive."""
     source = BytesSource(data)
     if not starts_like_zip(source):
-        return pickle_machine.run_all(data, name)
+        return pickle_streams.run_all(data, name)
     archive = Archive.of_zip(source, read_index(source))
     left, found = 2 * len(data), []
     for record in archive.records.values():
@@ -484,7 +484,7 @@ def _streams(data: bytes, name: str) -> list[Pickle]:
             continue
         payload = archive.read(record, left).data
         left -= len(payload)
-        streams = pickle_machine.run_all(payload, f"{name} › {record.name}")
+        streams = pickle_streams.run_all(payload, f"{name} › {record.name}")
         found += [pickle for pickle in streams if pickle.globals or pickle.extensions]
     return found
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transload.errors import TransloadError
+if TYPE_CHECKING:
+    from transload.errors import TransloadError
 
 _SAFE_BITS = 4096  # int.__str__ refuses numbers of over 4300 digits
 

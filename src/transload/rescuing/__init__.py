@@ -26,6 +26,7 @@ from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import quoted, rescue_command
 from transload.formats import gc_paused, pickle_machine, read_source
+from transload.formats.pickle_streams import run_at
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.plain_pickle import holds_tensors
 from transload.formats.safetensors import PREFIX
@@ -745,7 +746,7 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
     if checkpoint.format == "torch-legacy":  # the first three pickles, another object, and the storages it needs
         position = 0
         for _ in range(3):
-            _, position = pickle_machine.run_at(source, position, "")
+            _, position = run_at(source, position, "")
         places = sorted((s.offset, s.key, s.nbytes) for s in checkpoint.storages if s.key in needed and s.offset)
         parts = [Part(source, 0, position), literal(index + dumps([key for _, key, _ in places]))]
         parts += [Part(source, offset - 8, nbytes + 8) for offset, _, nbytes in places]

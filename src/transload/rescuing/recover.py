@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import RescueError
-from transload.formats.pickle_machine import run_at
+from transload.formats.pickle_streams import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX, looks_like_safetensors
 from transload.formats.tensors import declared_storages
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
