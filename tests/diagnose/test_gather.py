@@ -316,6 +316,18 @@ def test_no_launcher(environ: dict[str, str]) -> None:
         job_of(environ)
 
 
+def test_a_result_that_cannot_be_written_is_still_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RESULT).mkdir()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["doctor", "--gather", str(tmp_path), "--no-torch", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["nodes"]) == 1
+    assert RESULT in err
+
+
 @each(
     "options",
     [

@@ -288,6 +288,8 @@ def _gather(arguments: Namespace) -> int:
         who = folded([f"rank {number}" for number in missing])
         print(f"transload: waiting at most {left:.0f} s for the reports of {who}", file=sys.stderr, flush=True)
 
+    shown: list[int] = []  # the exit code, once the comparison is on stdout
+
     def conclude(found: dict[int, str]) -> tuple[str, int]:
         reports: dict[str, Diagnosis | str] = {}
         for number in sorted(found):
@@ -297,6 +299,7 @@ def _gather(arguments: Namespace) -> int:
         code = _show_comparison(comparison, arguments)
         if sys.stdout is not None:
             sys.stdout.flush()  # a launcher may end rank 0 as soon as another rank fails
+        shown.append(code)
         return as_text(report(comparison)) + "\n", code
 
     try:
@@ -316,7 +319,7 @@ def _gather(arguments: Namespace) -> int:
             if rank:
                 raise
             print_error(error)
-            code = conclude({0: text})[1] or 2
+            code = (shown[0] if shown else conclude({0: text})[1]) or 2
     except TransloadError as error:
         if rank == 0 or isinstance(error, UsageError):
             raise
