@@ -1,4 +1,4 @@
-"""``transload doctor``: why PyTorch does not see the GPU. Nothing is changed, and torch runs in a child only."""
+"""``transload doctor``: why PyTorch does not see the GPU. It changes nothing, and runs torch only in a child."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run_doctor(arguments: Namespace) -> int:
 
 
 def _interpreter(given: str) -> str:
-    """The interpreter that a path, the directory of an environment, or a command on the PATH stands for."""
+    """Find the interpreter by its path, the directory of its environment, or its name on PATH."""
     from transload.diagnose.host import Host
     from transload.diagnose.probes.python import located
 
@@ -127,9 +127,9 @@ def _interpreter(given: str) -> str:
 
 @contextmanager
 def _progress(*, redact: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows on stderr what the command is waiting for, if that takes long.
+    """Provide a function that shows on stderr what the command is waiting for, once that takes long.
 
-    On a terminal it overwrites a line, which is erased at the end; elsewhere it writes only once.
+    On a terminal it overwrites one line, which is erased at the end; elsewhere it writes only once.
     """
     stream, start, shown = sys.stderr, monotonic(), 0
     terminal = stream is not None and stream.isatty()
@@ -183,7 +183,7 @@ def _read_report(path: str, longest: int = _LONGEST_REPORT) -> str:
 
 
 def _add_reports(reports: dict[str, Diagnosis | str], text: str | TransloadError, name: str) -> None:
-    """Judge the reports in a text and add them, or why not; ``name`` is used for a report that names no machine."""
+    """Add the diagnosis of each report in a text, or why there is none; ``name`` is for those that name no machine."""
     from transload.diagnose.report import judge_machine
     from transload.diagnose.saved import machine_of, reports_in
 
@@ -324,12 +324,12 @@ def _gather(arguments: Namespace) -> int:
         if rank == 0 or isinstance(error, UsageError):
             raise
         print_error(error)
-        sleep(max(0.0, end + GRACE - monotonic()))  # until rank 0 is done: see above
+        sleep(max(0.0, end + GRACE - monotonic()))  # until rank 0 is done: see the docstring
         return 2
-    if code and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        # torchrun shows this below its traceback, so that it does not look like a crash.
+    if code and (error_file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        # torchrun shows this below its traceback, so that the exit does not look like a crash.
         words = f"transload doctor exits with {code}: see the comparison that rank 0 has printed"
         message = {"message": words, "extraInfo": {"timestamp": str(int(time()))}}
-        with suppress(OSError), open(torchrun, "w", encoding="utf-8") as stream:
+        with suppress(OSError), open(error_file, "w", encoding="utf-8") as stream:
             stream.writelines(to_json([{"message": message}], several=False))
     return code

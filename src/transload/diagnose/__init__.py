@@ -27,6 +27,6 @@ def doctor(
     from transload.diagnose.probes import probe
 
     machine = probe(python, torch=torch, timeout=timeout, progress=progress or (lambda _: None))
-    from transload.diagnose.report import judge_machine  # which the probes import while they wait
+    from transload.diagnose.report import judge_machine  # the probes have imported it while they waited
 
     return judge_machine(machine)

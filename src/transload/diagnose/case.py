@@ -40,15 +40,15 @@ LAYERS = {
     "run": "running torch",
     "extensions": "packages using torch",
 }
-"""The links from the card to the kernel that runs on it, in the order in which to fix them."""
+"""The layers between the card and the CUDA kernels that torch runs on it, in the order in which to fix them."""
 
 
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
     The lines of ``fix`` are commands, which begin with ``$ ``, sentences, or a title that replaces the rule's, which
-    begins with ``= ``. ``None`` means the section of ``steps.md`` with that code. ``likely`` means that the evidence
-    suggests the cause but does not prove it.
+    begins with ``= ``. ``None`` means the section of ``steps.md`` with the rule's code. ``likely`` means that the
+    evidence suggests the cause but does not prove it.
     """
 
     evidence: Lines
@@ -75,7 +75,7 @@ class Rule(NamedTuple):
     likely: bool = False
 
     def finding(self, case: Case) -> Finding | None:
-        """What it says about a machine."""
+        """What the rule reports about a machine; ``None`` if it does not match."""
         match = case.found(self.check).get(self.code) if self.check else None
         if match is None:
             return None
@@ -102,7 +102,7 @@ BY_CODE = {code: Rule(code, layer) for layer, codes in _PAGE_ONLY.items() for co
 def rules(layer: str, *codes: str, likely: Lines = (), symptom: bool = False) -> Callable[[Check], Check]:
     """Make the decorated function the check of the rules with these codes.
 
-    In a layer the first rule that matches is the cause. Those in ``likely`` are never certain.
+    Within a layer, the first rule that matches is the cause. Rules in ``likely`` are never certain.
     """
 
     def add(check: Check) -> Check:
@@ -114,7 +114,7 @@ def rules(layer: str, *codes: str, likely: Lines = (), symptom: bool = False) ->
 
 
 class Card(NamedTuple):
-    """A GPU for torch; ``sure`` unless its capability is inferred from neighbouring PCI ids."""
+    """A GPU that torch could use; ``sure`` unless its capability is inferred from neighbouring PCI ids."""
 
     name: str
     capability: tuple[int, ...]
@@ -136,7 +136,7 @@ class Case(Machine):
         cuda, nvml, kernel, hardware = self.driver.cuda, self.driver.nvml, self.kernel, self.hardware
         run, first = self.torch_run, self.torch.first
 
-        # -- the nodes: those of single cards, /dev/nvidia0 and so on, that exist; whether /dev has none of NVIDIA's
+        # -- the nodes of the cards that exist: /dev/nvidia0 and so on; and whether /dev has no NVIDIA node at all
         found, at = self.nodes.found, self.nodes.at
         self.card_nodes = tuple(node for node in found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
         self.nodes_absent = bool(found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
@@ -144,54 +144,54 @@ class Case(Machine):
         # -- CUDA: whether the driver or torch used a GPU, which no rule may contradict
         self.works = cuda.works or run.cuda_works
         unasked = cuda.answer.state == "unasked"
-        # Whether it should have been asked, but the child process could not be run.
+        # Whether the driver should have been asked, but the child process could not be run.
         self.driver_unasked = unasked and bool(cuda.answer.detail or "cuda" in self.problems)
         self.no_libcuda = cuda.answer.state == "no-library"
-        # Whether it was asked and has no GPU; or could not be asked, and files show that it must fail: no process can
-        # use a GPU without the kernel module or a device node.
-        elsewhere = self.surroundings.wsl or hardware.dxg or hardware.tegra
-        shown = not elsewhere and (kernel.loaded is False or self.nodes_absent)
-        self.fails = not self.works and (not unasked or (self.driver_unasked and shown))
-        # The variables without which it works, and a line about that experiment; empty if none succeeded.
+        # Whether the driver was asked and has no GPU; or could not be asked, and files show that it must fail: no
+        # process can use a GPU on the PCI bus without the kernel module or a device node.
+        off_bus = self.surroundings.wsl or hardware.dxg or hardware.tegra
+        must_fail = not off_bus and (kernel.loaded is False or self.nodes_absent)
+        self.fails = not self.works and (not unasked or (self.driver_unasked and must_fail))
+        # The variables without which the driver works, and a line about that experiment; empty if none succeeded.
         tried = next((tried for tried in self.driver.experiments if tried.cuda.works), None)
         self.works_without = tried.change if tried else ()
-        freed = f"without {', '.join(self.works_without)} the driver starts and finds "
-        self.works_without_line = f"{freed}{plural(tried.cuda.count, 'GPU')}" if tried else ""
-        # Whether it fails for a reason other than a variable.
+        starts = f"without {', '.join(self.works_without)} the driver starts and finds "
+        self.works_without_line = f"{starts}{plural(tried.cuda.count, 'GPU')}" if tried else ""
+        # Whether the driver fails for a reason other than a variable.
         self.broken = self.fails and not self.works_without
-        # What it returned: the first result that is not 0, 100 for no device, -1 without an answer.
+        # What the driver returned: the first result that is not 0, 100 for no device, -1 without an answer.
         counted = cuda.count_code if cuda.count_code > 0 else 100 if cuda.count == 0 else 0
         self.code = (cuda.init or counted) if cuda.answer.answered else -1
-        # The CUDA version that it reports, 12080 for 12.8; 0 if unknown.
+        # The CUDA version that the driver reports, 12080 for 12.8; 0 if unknown.
         self.driver_cuda = cuda.version or nvml.cuda
         # The libcuda.so.1 that a process loads: the file that was mapped, else the one that the loader should find.
         libraries = self.driver.libraries
         same = (lib for lib in libraries.cuda or () if cuda.library and cuda.library in (lib.path, lib.target))
         self.libcuda: Library | None = next(same, libraries.libcuda)
-        # The same, if its version differs from the kernel driver's and it is not a compat library.
+        # That library, if it is a driver's own and its version differs from the kernel driver's.
         lib = self.libcuda if self.libcuda and self.libcuda.kind == "driver" else None
         known = lib and kernel.version and _RELEASE.fullmatch(lib.version)
         self.mismatched = lib if lib and known and lib.version != kernel.version else None
         # Whether NVML, and so the kernel driver, works and sees a card.
         self.nvml_works = nvml.answer.answered and nvml.init == 0 and nvml.count > 0
-        # Whether it fails and no card has a node. A forbidden /dev/nvidiactl may exist: the library creates it.
-        made = at(CONTROL).error == "EPERM" and not (self.card_nodes or at(UVM).exists)
-        self.without_nodes = self.broken and (self.nodes_absent or made)
+        # Whether the driver fails and no card has a node. There may be a forbidden /dev/nvidiactl: libcuda creates it.
+        only_control = at(CONTROL).error == "EPERM" and not (self.card_nodes or at(UVM).exists)
+        self.without_nodes = self.broken and (self.nodes_absent or only_control)
 
         # -- the card: whether it was removed while its driver is still loaded, which keeps the nodes
-        bare = isinstance(hardware.pci, tuple) and not (hardware.present or kernel.gpus)
-        removed = bare and kernel.loaded is True and not self.surroundings.container
+        no_card = isinstance(hardware.pci, tuple) and not (hardware.present or kernel.gpus)
+        removed = no_card and kernel.loaded is True and not self.surroundings.container
         # Whether the host, even outside of this container, certainly has an NVIDIA card.
         self.host_has_gpu = bool(hardware.gpus or kernel.loaded or kernel.gpus) and not removed
         # Whether no NVIDIA GPU was found anywhere: then the driver cannot be at fault.
         node = found and not self.nodes_absent and not removed
-        here = hardware.present or self.host_has_gpu or node or self.nvml_works or self.works or self.surroundings.wsl
-        self.no_gpu = isinstance(hardware.pci, tuple) and not here
-        # Whether there certainly is one: under WSL /dev/dxg may be another vendor's. ``None``: unknown.
+        trace = hardware.present or self.host_has_gpu or node or self.nvml_works or self.works or self.surroundings.wsl
+        self.no_gpu = isinstance(hardware.pci, tuple) and not trace
+        # Whether there certainly is an NVIDIA GPU: under WSL /dev/dxg may be another vendor's. ``None``: unknown.
         in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in libraries.cuda or ())
         self.has_nvidia = bool(hardware.gpus or hardware.tegra or in_wsl or cuda.works or self.nvml_works)
         self.nvidia = True if self.has_nvidia else False if self.no_gpu else None
-        # The cards on the bus, a line each; those of this process, or if the driver does not work, all that are listed.
+        # A line about each card on the bus; and the cards of this process, or all listed ones if the driver fails.
         lines, on_bus = [], []
         for card in hardware.gpus:
             chip = chip_of(card.device)
@@ -204,17 +204,17 @@ class Case(Machine):
         gpus = cuda.gpus if cuda.works else nvml.gpus
         listed = [Card(gpu.name or "the GPU", gpu.capability) for gpu in gpus if len(gpu.capability) == 2]
         self.card_lines, self.cards = tuple(lines), tuple(listed or on_bus)
-        # The cards on the bus that NVML does not list as usable. It writes eight digits of the PCI domain, sysfs four.
+        # The cards on the bus that NVML does not list as usable. NVML writes PCI domains with eight digits, sysfs four.
         seen = {gpu.address[-12:].lower() for gpu in nvml.gpus if gpu.code == 0 and gpu.address}
         all_seen = not seen and self.nvml_works and nvml.count >= len(hardware.gpus)
         unseen = (card for card in hardware.gpus if card.address[-12:].lower() not in seen and not all_seen)
         self.unseen_cards: tuple[PciDevice, ...] = tuple(unseen)
         # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
-        meant = first is None or not first.cpu_only or self.torch.shadow
-        self.no_gpu_severity: Severity = "error" if meant else "note"
+        wants_gpu = first is None or not first.cpu_only or self.torch.shadow
+        self.no_gpu_severity: Severity = "error" if wants_gpu else "note"
         # Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does.
         self.needs_driver = bool(hardware.gpus) and self.broken and not self.surroundings.wsl
-        # Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but none in a count.
+        # Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but means none in a count.
         counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
         lists = any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
         self.slurm_granted = counts or lists
@@ -233,7 +233,7 @@ class Case(Machine):
         numbers = numbers_of(self.torch_cuda)
         self.built_with = numbers[:2] if len(numbers) > 1 else ()
 
-        # -- in a line each: what the CUDA driver returned, what NVML did, and which kernel driver is loaded
+        # -- one line each: what the CUDA driver returned, what NVML returned, and which kernel driver is loaded
         if self.no_libcuda:
             self.answer = "the loader finds no libcuda.so.1"
         elif cuda.answer.state in ("hung", "crashed"):
@@ -264,7 +264,7 @@ class Case(Machine):
         return [other for other in self.accelerators if other.kind == kind and other.usable]
 
     def found(self, check: Check) -> dict[str, Match]:
-        """What a check finds in this case, which is computed once."""
+        """What a check finds in this case. Every check runs only once."""
         if check not in self._found:
             self._found[check] = dict(check(self))
         return self._found[check]
@@ -284,7 +284,7 @@ class Case(Machine):
         return self.matches("K06", "K07", "K08", "K09", "K12")
 
     def logged(self, pattern: str) -> str:
-        """A line that quotes the first match in the kernel log, whose messages may span several lines."""
+        """A line that quotes the first match in the kernel log, even across lines; empty if there is none."""
         self._log = self._log or re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))
         found = re.search(pattern, self._log) if self._log else None
         return f"the kernel log says: {found[0][:160].strip()}" if found else ""
@@ -299,7 +299,7 @@ class Case(Machine):
         return ""
 
     def failed(self, *names: str) -> Step | None:
-        """The first step of the torch child that failed, among these or all of them."""
+        """The first failed step of the torch child: of those with these names, or without names of all."""
         return next((step for step in self.torch_run.steps if not step.ok and (not names or step.name in names)), None)
 
     def steps(self, name: str, /, **values: object) -> Lines:
@@ -320,7 +320,7 @@ def torch_says(text: str) -> str:
 
 
 def is_nvidia_library(name: str) -> bool:
-    """Whether a file is one of the CUDA libraries, without the driver's libcuda and libnvidia-*.
+    """Whether a file is one of NVIDIA's CUDA libraries; the driver's own, libcuda and libnvidia-*, are not.
 
     >>> is_nvidia_library("libcudnn.so.9"), is_nvidia_library("libcuda.so.1"), is_nvidia_library("libcurl.so.4")
     (True, False, False)

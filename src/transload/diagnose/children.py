@@ -29,9 +29,9 @@ from transload.machine import Answer, State, Unknown
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
 
 _GRACE = 0.2  # Seconds to wait for the last output of a child.
-_DYING = 1.0  # Seconds to wait after SIGKILL: the driver frees the GPU first. Inside the driver it may never die.
-_NOISE = 1 << 14  # Bytes of other output that are kept, which may be endless; enough for Python's stack.
-_LINE = 1 << 16  # The longest line kept, for the same reason.
+_DYING = 1.0  # Seconds to wait after SIGKILL: the driver frees the GPU first, and a process inside it may never die.
+_NOISE = 1 << 14  # Bytes of other output to keep, since it may be endless; enough for Python's stack.
+_LINE = 1 << 16  # The longest line to keep, for the same reason.
 _RECORDS = 4096
 _BACKSTOP = 5
 """Seconds after its deadline at which a child ends itself if the parent is gone and the lifeline did not work."""
@@ -113,7 +113,7 @@ class Outcome(Frozen):
 class Child(AbstractContextManager["Child"]):
     """A script that runs in another process; ``outcome()`` waits for it, and leaving ``with`` kills it.
 
-    It runs in its own session: Ctrl-C reaches only this process, and everything that it starts is killed with it. Its
+    It runs in its own session: Ctrl-C reaches only this process, and whatever the child starts is killed with it. Its
     standard input is empty and it writes no core dump. If it cannot be started, that is its outcome.
     """
 
@@ -240,7 +240,7 @@ class Child(AbstractContextManager["Child"]):
         ended = process is None or process.poll() is not None
         lifeline, self._lifeline = self._lifeline, -1
         with suppress(OSError):
-            os.close(lifeline)  # only now: a child that ended by it would leave its own children behind
+            os.close(lifeline)  # only now: a child ended by its lifeline would leave its own children behind
         return ended
 
     def _read_output(self, stream: IO[bytes]) -> None:
@@ -265,7 +265,7 @@ class Child(AbstractContextManager["Child"]):
         self._finish()
 
     def _without_stack(self, line: bytes) -> bytes:
-        """The line, or what is left of it without Python's stack, whose last frames go to ``_frames``."""
+        """The line without any part of Python's stack. The frames of the last stack go to ``_frames``."""
         begins = _STACK.search(line)
         if begins:
             self._place = _innermost_line(self._frames) or self._place
@@ -320,7 +320,7 @@ def _status(code: int) -> str:
 
 @cache
 def source(script: str) -> str:
-    """A script of ``probes``, with ``ask`` that it imports put before it, as one text for ``python -c``.
+    """The text of a script of ``probes`` for ``python -c``, after that of ``ask``, which it imports.
 
     So the other interpreter needs no transload on its path, and the script is also found inside a zip.
     """

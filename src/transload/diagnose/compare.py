@@ -30,7 +30,7 @@ Level = Literal["breaks", "matters", "note"]
 _MARKS = {"breaks": ("✗", "bad"), "matters": ("!", "trust"), "note": ("·", "dim")}
 _SAME_TIME = 60.0  # the most seconds between reports that were taken at the same time
 _VALUE = 100
-_MOST = 8  # values, names, and faults with their fixes that are shown
+_MOST = 8  # the most values, names, and fixes of faults that are shown
 
 
 class Fact(NamedTuple):
@@ -185,7 +185,7 @@ def _facts(machines: Sequence[Machine], *, together: bool) -> Iterator[Fact]:
     known = ("torch-", "nvidia-nccl-")
     for name in sorted({name for m in machines for name in m.python.packages if not f"{name}-".startswith(known)}):
         yield Fact(f"package {name}", "note", partial(_package, name), _CODE, "", ("torch", "build of torch", "NCCL"))
-    # how far the time of each report is from the others, unless many differ
+    # how far the time of each report is from the median, unless many differ from it
     times: dict[str, float] = {}
     for m in machines:
         with suppress(ValueError):  # a report of another release
@@ -234,7 +234,7 @@ class Difference(Plain):
 
 
 class Fault(Plain):
-    """An error or a warning of the doctor, and where; ``because`` are facts that differ there."""
+    """An error or a warning of the doctor, and the machines that have it; ``because`` are facts that differ there."""
 
     code: str
     severity: str
@@ -276,7 +276,7 @@ class Comparison(Plain):
 def compare(
     reports: Mapping[str, Diagnosis | str], *, silent: Iterable[str] = (), together: bool = False
 ) -> Comparison:
-    """Compare machines by name; a text says why a report cannot be read.
+    """Compare machines, by name; a text instead of a diagnosis says why the report cannot be read.
 
     ``together`` means that one launcher examined them at the same time.
     """
@@ -327,7 +327,7 @@ def compare(
 def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[Difference]) -> Difference:
     """The machines grouped by value, without groups that follow from ``earlier`` differences.
 
-    It is only a note if every machine has its own value: that is on purpose.
+    It is only a note if every machine has a different value, which must be on purpose.
     """
     by_value: dict[str, list[str]] = {}
     for name, value in values.items():
@@ -337,8 +337,8 @@ def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[Differe
     usual = groups[0].value if 2 * len(groups[0].nodes) > len(values) else None
     level = "note" if len(groups) == len(values) > 2 and fact not in FACTS else fact.level
     implied = [each for each in earlier if each.fact in fact.implied_by and not each.follows]
-    said = {group.nodes for each in implied for group in each.odd}
-    own = tuple(group for group in groups if group.value == usual or group.nodes not in said)
+    explained = {group.nodes for each in implied for group in each.odd}
+    own = tuple(group for group in groups if group.value == usual or group.nodes not in explained)
     if len(own) > 1:  # something remains that does not follow from the others
         return Difference(fact.name, level, fact.why, usual, own)
     nodes = {group.nodes for group in groups}
@@ -444,7 +444,7 @@ _NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,15})(?!\d)(\D*(?:\..*)?)")  # the las
 
 
 def folded(names: Sequence[str]) -> str:
-    """Names with their numbers folded, as schedulers do.
+    """Names with their numbers folded, as schedulers write them.
 
     >>> folded(["gpu003", "gpu004", "gpu005", "gpu017", "login"])
     'gpu[003-005,017], login'

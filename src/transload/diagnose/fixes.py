@@ -98,9 +98,9 @@ def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> 
 def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
     """Unload a kernel module of the driver and load it again, on the host."""
     loaded = machine.kernel.modules
-    users = ("nvidia_drm", "nvidia_modeset", "nvidia_uvm") if module == "nvidia" else ()  # they must be unloaded before
-    first = [name for name in (*users, module) if name in (*loaded, module) or not loaded]
-    commands: Lines = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
+    users = ("nvidia_drm", "nvidia_modeset", "nvidia_uvm") if module == "nvidia" else ()  # which must be unloaded first
+    unload = [name for name in (*users, module) if name in (*loaded, module) or not loaded]
+    commands: Lines = (f"modprobe -r {' '.join(unload)}", f"modprobe {module}")
     if module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons:
         commands = ("systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced")
     return tuple(sudo(machine, command, host=True) for command in commands)
@@ -165,14 +165,14 @@ def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
 
 
 def _leads_to(element: str, folder: str) -> bool:
-    """Whether an element of a search path means a folder; a relative one does if the folder ends with it."""
+    """Whether an element of a search path is a folder; a relative element is, if the folder's path ends with it."""
     plain, wanted = normpath(element) if element else "", normpath(folder)
     absolute = plain.startswith(("/", "..")) or plain in ("", ".")
     return plain == wanted if absolute else wanted.endswith(f"/{plain}")
 
 
 def drop_library(machine: Machine, path: str, via: str) -> Lines:
-    """Keep the loader from a library that it finds through a variable; nothing if it is found otherwise."""
+    """Keep the loader from finding a library through a variable; no lines if it finds it in another way."""
     if via == "LD_LIBRARY_PATH":
         return drop_folder(machine, via, path.rpartition("/")[0])
     return unset(machine, via) if via == "LD_PRELOAD" else ()
@@ -210,8 +210,8 @@ _DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, w
 def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool | None, Lines, Lines]:
     """The driver for the cards of this machine; if no driver supports all of them, for the newest ones.
 
-    Its branch, ``exactly`` that one or else 0 if newer ones also support them; the first branch that does; whether it
-    needs the open kernel module, ``None`` if either will do; the generations of these cards, and those of the others.
+    Returns the branch to install (``exactly``, else the last that supports these cards, 0 if newer ones do), the first
+    that does, whether to use its open kernel module (``None``: either), and the generations of these and other cards.
     """
     chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
     cards = [(tables.generation(chip.generation), tables.branches(chip.capability)[0]) for chip in chips if chip]
@@ -250,7 +250,7 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
         return steps(machine, "The last driver", last=branch, cards=kept or "this card", wanted=at_least)
     if machine.surroundings.container:
         return steps(machine, "The driver of the host", which=which)
-    # The distribution's package manager; words if no command is known.
+    # With the distribution's package manager; a sentence if no command is known.
     names, known = (machine.platform.distribution, *machine.platform.distribution_like), tables.table("packages")
     families = (family for name in names for family, like in known["driver"].items() if name in like.split())
     family = next(families, "other")
@@ -308,7 +308,7 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
             choice = kept
     if not choice.torch_version:
         return (choice.reason,)
-    cuda = f"{choice.build[2:-1]}.{choice.build[-1]}"  # 12.6 of cu126
+    cuda = f"{choice.build[2:-1]}.{choice.build[-1]}"  # 12.6 for cu126
     companions = [name for name in _COMPANIONS if name in machine.python.packages]
     wanted, source = (f"torch=={choice.torch_version}", *companions), f"pytorch-{choice.build}"
     likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
@@ -445,7 +445,7 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     if tool == "uv":
         lines: Lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}",)
     elif machine.python.externally_managed:
-        shared = " --system-site-packages" if "--no-deps" in requirements else ""  # for its torch
+        shared = " --system-site-packages" if "--no-deps" in requirements else ""  # which has torch
         return steps(machine, "A Python of the system", python=python, shared=shared, wanted=f"{again} {wanted}")
     else:
         lines = _pip(machine, f"install{again} {wanted}")

@@ -38,7 +38,7 @@ _LAUNCHERS = {  # the variables with the rank and the number of ranks, and those
 _REPORT = re.compile(r"rank-(\d{1,9})\.json")
 _SHARED = "Name a folder that all nodes share: transload doctor --gather DIR needs neither torch nor an address."
 RESULT = "comparison.txt"
-"""The file that rank 0 leaves in a named folder, with the exit code at its end. Older reports are of an earlier run."""
+"""The file that rank 0 leaves in a named folder. It ends with the exit code; older reports are from an earlier run."""
 
 
 def job_of(environ: Mapping[str, str]) -> tuple[int, int, str]:
@@ -66,7 +66,7 @@ Conclude = Callable[[dict[int, str]], tuple[str, int]]
 
 
 class Gathering:
-    """One rank of a job that gathers its reports, with ``seconds`` for everything.
+    """One rank of a job whose ranks gather their reports, with ``seconds`` for everything.
 
     After a while rank 0 calls ``waiting`` once, with the ranks that have not reported and the seconds that are left.
     """
@@ -86,15 +86,15 @@ class Gathering:
                 with suppress(FileNotFoundError):
                     self._last_result = os.stat(os.path.join(folder, RESULT)).st_mtime_ns
         with _using(self.folder), suppress(FileNotFoundError):
-            os.unlink(self._report_path(self.folder))  # of an earlier run
+            os.unlink(self._report_path(self.folder))  # from an earlier run
 
     def exchange(self, report: str, conclude: Conclude, python: str = "", broken: str = "") -> int:
-        """Submit the report of this rank, and return the exit code of all.
+        """Submit the report of this rank, and return the exit code of all ranks.
 
         Rank 0 waits for the others; ``conclude`` turns the reports that arrived, by rank, into a text and an exit code.
-        Another rank waits for the exit code, except with a named folder and without torchrun. Without a named folder,
-        ``python`` runs torch in a child process, unless ``broken`` says why it cannot. Raises if this rank could not
-        take part.
+        The others wait for the exit code, except with a named folder and without torchrun. Without a named folder,
+        ``python`` runs torch in a child process, unless ``broken`` says why it cannot. Raises ``TransloadError`` if
+        this rank cannot reach the others.
         """
         if self.named:
             self._write(self.folder, report)
@@ -105,8 +105,8 @@ class Gathering:
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 return 0
             while monotonic() < self.deadline + self.grace:
-                if (sent := self._code()) is not None:
-                    return sent
+                if (received := self._code()) is not None:
+                    return received
                 sleep(_POLL)
             raise TransloadError(f"rank {self.rank} did not receive the result of rank 0", where=self.folder)
         left = max(1.0, self.deadline - monotonic())
@@ -123,8 +123,8 @@ class Gathering:
             with Child(asked, left + self.grace + 1.0) as child:
                 problem = "no other rank used it"
                 try:
-                    if self.rank and (sent := self._send(child, report, temporary)) is not None:
-                        return sent
+                    if self.rank and (received := self._send(child, report, temporary)) is not None:
+                        return received
                     found = {} if self.rank else self._collect(lambda: self._sources(child, private, report))
                     if found and (len(found) == self.size or len(found) > 1 or _reported(child, "connected")):
                         text, code = conclude(found)
@@ -154,7 +154,7 @@ class Gathering:
             temporary.cleanup()
         if os.path.exists(self._report_path(self.folder)):
             self._write(self.folder, result, RESULT)
-            while len(os.listdir(self.folder)) > 2 and monotonic() < end - self.grace / 2:  # the result and its own
+            while len(os.listdir(self.folder)) > 2 and monotonic() < end - self.grace / 2:  # result and own report
                 sleep(_POLL)
             self._clear()
         if connected:
@@ -167,7 +167,7 @@ class Gathering:
         with suppress(OSError, ValueError, IndexError):
             result = os.path.join(self.folder, RESULT)
             submitted = os.stat(self._report_path(self.folder)).st_mtime_ns
-            if os.stat(result).st_mtime_ns >= submitted:  # not of an earlier run
+            if os.stat(result).st_mtime_ns >= submitted:  # not from an earlier run
                 with open(result, encoding="utf-8") as stream:
                     return int(stream.read().split()[-1])
         return None
@@ -184,9 +184,9 @@ class Gathering:
             os.replace(f"{path}.new", path)
 
     def _use_folder(self, child: Child, report: str) -> bool:
-        """Put the report into the folder if this or another rank cannot use the store; whether it is there.
+        """Put the report into the folder if this or another rank cannot use the store, and return whether it is there.
 
-        That the folder exists says so to the others. Raises if this rank can use neither the store nor the folder.
+        The folder tells the others so by existing. Raises if this rank can use neither the store nor the folder.
         """
         lost = child.ended() and not _reported(child, "complete")
         lost = lost or (monotonic() > child.begun + _CONNECT and not _reported(child, "connected"))
@@ -233,13 +233,13 @@ class Gathering:
     def _collect(self, folders: Callable[[], tuple[str, ...]]) -> dict[int, str]:
         """The reports in some folders by rank, as soon as all are there, else at the deadline.
 
-        Reports older than the last result, or much older than this rank's own, are of an earlier run. Their age is that
-        of the file system's clock, since the clock of a node may be wrong.
+        Reports older than the last result, or much older than this rank's own, are from an earlier run. Ages are
+        measured by the clock of the file system, since the clock of a node may be wrong.
         """
         found: dict[int, str] = {}
         begun = monotonic()
         while True:
-            last = monotonic() >= self.deadline  # before the scan, which then sees all that arrived in time
+            last = monotonic() >= self.deadline  # checked before the scan, which so sees all that arrived in time
             for folder in folders():
                 with _using(folder), os.scandir(folder) as entries:
                     own = os.stat(self._report_path(folder)).st_mtime_ns

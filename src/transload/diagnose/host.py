@@ -17,7 +17,7 @@ from typing import Any
 from transload.machine import Unknown
 
 _LIMIT = 1 << 20  # bytes read of a file by default: some files in /proc never end
-_FOLDERS = 64  # of PATH
+_FOLDERS = 64  # the most folders of PATH that are searched
 
 
 def _cwd() -> str:
@@ -115,14 +115,14 @@ class Host:
                 yield f"{folder.rstrip('/')}/{name}"
 
     def glob(self, pattern: str) -> Iterator[str]:
-        """The paths for a pattern with one ``*``, which matches any text in a name; without, the pattern itself."""
+        """The paths that match a pattern with one ``*`` inside a name; without a ``*``, the pattern itself."""
         before, star, after = pattern.partition("*")
         folder, _, start = before.rpartition("/")
         end, slash, below = after.partition("/")
         return (f"{path}{slash}{below}" for path in self.paths(folder, start, end)) if star else iter((pattern,))
 
     def distinct(self, paths: Iterable[str]) -> Iterator[str]:
-        """The paths without those that lead to the same place as an earlier one."""
+        """The paths, without those that resolve to the same file as an earlier one."""
         seen: set[str] = set()
         for path in paths:
             target = self.target(path)
@@ -160,7 +160,7 @@ class Host:
             return path
 
     def open_error(self, path: str) -> str:
-        """Try to open a device for reading and writing: the name of the errno, empty if it opens."""
+        """Try to open a device for reading and writing; return the name of the errno, empty if it opens."""
         try:
             os.close(os.open(self.real(path), os.O_RDWR | os.O_NONBLOCK))
         except OSError as error:

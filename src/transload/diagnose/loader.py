@@ -1,8 +1,8 @@
 """Shared libraries without loading them: what ELF files contain, and which of them the dynamic loader would map.
 
-Only the needed parts of a file are read, and it is never mapped: libraries have hundreds of megabytes, and a mapped
-file that shrinks kills its reader. Every offset is checked against the file before it is used, and every loop is
-bounded. What cannot be read is an ``Unknown``; nothing here raises for the contents of a file.
+Only the needed parts of a file are read, and it is never mapped: libraries can be hundreds of megabytes long, and a
+mapped file that shrinks kills its reader. Every offset is checked against the file before it is used, and every loop
+is bounded. What cannot be read is an ``Unknown``; nothing here raises for the contents of a file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _File:
         status = os.fstat(self.stream.fileno())
         self.size, self.identity = status.st_size, (status.st_dev, status.st_ino)
         self.reads = 0
-        with suppress(AttributeError, OSError):  # or read-ahead fetches half of libtorch_cuda for its headers
+        with suppress(AttributeError, OSError):  # else read-ahead fetches half of libtorch_cuda for its headers
             os.posix_fadvise(self.stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, offset: int, size: int) -> bytes:
@@ -173,7 +173,7 @@ class Elf:
 
     @_with_file
     def undefined(self, file: _File, of: Collection[str] | None = None) -> tuple[UndefinedSymbol, ...]:
-        """The symbols and versions that it needs from others, without weak ones; with ``of``, symbols of these files.
+        """The symbols (with ``of``, only those of these files) and all versions that it needs, without weak ones.
 
         A version is a symbol without a name: ``GLIBC_2.28`` of ``libc.so.6``.
         """
@@ -195,7 +195,7 @@ class Elf:
 
     @_with_file
     def not_defined(self, file: _File, wanted: Collection[UndefinedSymbol]) -> tuple[UndefinedSymbol, ...]:
-        """Those of ``wanted`` that it does not define, in the needed version. Without versions it satisfies all."""
+        """Those of ``wanted`` that it does not define in the needed version; a file without versions satisfies any."""
         names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted if each.name}
         definitions = {}  # the name of each version that it defines, by number
         for start, (_, _, index, _, _, aux, _) in _linked(file, self.offset(_DEFINITIONS), _DEFINITION):
@@ -253,15 +253,15 @@ class Elf:
     ) -> Iterator[tuple[bytes, bool, int]]:
         """The defined or undefined symbols, of all or some ``versions``: name, whether it is weak, and its version.
 
-        With ``names``, it may leave out those with other names.
+        With ``names``, symbols with other names may be left out.
         """
         start, size = next(self._sections(file, [".dynsym"]), (0, 0))
         if not start:
             raise _MalformedError("it has no table of symbols")
         count = min(size // _SYMBOL.size, _MOST_SYMBOLS)
-        # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit; an
-        # empty table has 1 there. A library has its undefined symbols before, a program may have them anywhere.
-        # Without it, a check takes 10 % longer.
+        # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit; in an
+        # empty table ``first`` is 1. A library's undefined symbols come before ``first``, a program's may be anywhere.
+        # Without the table, a check takes 10 % longer.
         table = self.offset(_GNU_HASH)
         buckets, first, words, _ = unpack("<4I", file.read_exactly(table, 16)) if table >= 0 else (0, 0, 0, 0)
         if not defined and first > 1 and not self.interpreter:
@@ -350,8 +350,8 @@ def read_elf(path: str, file: _File) -> Elf:
 # -- the search of the dynamic loader ----------------------------------------------------------------------------------
 # The order is that of glibc's elf/dl-load.c: DT_RPATH of the requesting library, of the one that loaded it, and so on
 # up to the program, unless the requesting library has a DT_RUNPATH; LD_LIBRARY_PATH; its DT_RUNPATH; the cache; the
-# default folders. The loader skips a file for another machine, but stops at a broken one. The folders tls, haswell and
-# the like, which glibc searched until 2.36, are left out. musl's search is simpler.
+# default folders. The loader skips a file for another machine, but stops at a broken one. Folders such as tls and
+# haswell, which glibc searched until 2.36, are left out. musl's search is simpler.
 
 _CACHE_LIMIT = 1 << 24
 _LOADER_LIMIT = 1 << 22
@@ -359,7 +359,7 @@ _FOLDERS = re.compile(rb"\0((?:/[ -~]{0,254}/\0)+)")
 _CACHE_NAME = re.compile(rb"\0(/[ -~]{0,254}/ld\.so\.cache)\0")
 _TOKEN = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
 _MOST_NAMES = 10_000
-"""Names looked up for one library: torch needs a hundred, and a malicious file could need them without end."""
+"""The most names looked up for one library: torch needs a hundred, and a malicious file could list any number."""
 
 
 def elements(value: str, separators: str = ":;") -> tuple[str, ...]:
@@ -407,15 +407,15 @@ class Loader:
         self.machine = self.program.elf.machine if self.program else host.uname[2]
         row = table("machines")["machines"].get(self.machine) or {}
 
-        # The loader's own file: distributions compile different folders into glibc's, and perhaps another cache.
+        # The loader's own file: distributions compile their own folders, and some their own cache, into glibc's.
         usual = (*host.paths("/lib", "ld-musl-"), row.get("loader", ""))
         found = next((path for path in usual if path and host.exists(path)), "")
         self.path = (self.program.elf.interpreter if self.program else "") or found
         self.musl = "ld-musl" in os.path.basename(self.path)
         binary = (host.data(self.path, _LOADER_LIMIT) if self.path else b"") or b""
 
-        # The system's library folders. In glibc's loader they are consecutive texts that end in a slash. musl's reads
-        # them from a file that is named after it: /etc/ld-musl-x86_64.path.
+        # The system's library folders. glibc's loader contains them, as consecutive texts that end in a slash. musl's
+        # reads them from a file that is named after it: /etc/ld-musl-x86_64.path.
         if self.musl:
             text = host.text(f"/etc/{os.path.basename(self.path).partition('.')[0]}.path") or ""
             folders = [*filter(None, re.split(r"[:\n]", text))] or ["/lib", "/usr/local/lib", "/usr/lib"]
@@ -445,7 +445,7 @@ class Loader:
         self.library_path = self._absolute_folders(variable, self.program)
 
     def preloaded(self) -> Iterator[tuple[str, SharedObject]]:
-        """Every preloaded library, after the name that lists it. The loader ignores those it cannot load."""
+        """Every preloaded library, with the name under which it is listed. The loader ignores what it cannot load."""
         variable = filter(None, re.split(r"[:\s]", self.host.environ.get("LD_PRELOAD", "")))
         for via, names in (("LD_PRELOAD", variable), ("ld.so.preload", self.preload_file)):
             for name in names:
@@ -464,7 +464,7 @@ class Loader:
                 yield Missing(name, asker, path, via, elf.reason)
 
     def candidates(self, name: str, asker: SharedObject | None) -> dict[str, str]:
-        """Every path at which the loader would look for ``name``, in order, and how it gets there."""
+        """Every path at which the loader would look for ``name``, in order, each with how it gets there."""
         if "/" in name:
             return {self._absolute(name, asker): "path"}
         chain, above = [], asker  # what requests it, what loaded that, and so on
@@ -514,7 +514,7 @@ class Loader:
         return self._seen[path]
 
     def foreign(self, elf: Elf) -> bool:
-        """Whether it is for another machine than the program."""
+        """Whether a file is for another machine than the program is."""
         return elf.bits != 64 or elf.machine != self.machine
 
 
@@ -571,7 +571,7 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
 class Process:
     """A simulated process of the examined interpreter: which file it would map for which name.
 
-    At its start are what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter needs.
+    It starts with what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter needs.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -616,7 +616,7 @@ class Process:
         return missing
 
     def _add(self, name: str, new: SharedObject) -> list[SharedObject]:
-        """Map an object, unless its file is already mapped, which then gets the name too; what is new, in a list."""
+        """Map an object and return it in a list; if its file is already mapped, only add the name, and return none."""
         known = self.files.setdefault(new.elf.identity, new)
         for each in filter(None, (name, known.elf.soname)):
             self.names.setdefault(each, known)

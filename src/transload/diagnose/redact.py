@@ -3,7 +3,7 @@
 Everything here is pure except ``names_here``. The same thing is always replaced by the same word, and different things
 by different words, so that a redacted machine is judged like the original. Ordinary words stay: a user name is replaced
 as a component of a path or before an ``@``; a host name as a whole word, or, if it may be an ordinary word, only where
-nothing but a host can be. Neither is replaced if it is a common technical word.
+nothing but a host name can be. Neither is replaced if it is a common technical word.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _NONE = Names()
 def redacted(subject: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     """A redacted diagnosis or machine.
 
-    ``runnable`` is for its owner: in fixes only the user's home is replaced, by ``~`` or ``$HOME``, so that commands
-    still work. Other paths or ids that were changed would not exist.
+    ``runnable`` is for the machine's owner: in fixes only the user's home is replaced, by ``~`` or ``$HOME``, so that
+    commands still work. Other paths and ids would not exist if they were replaced.
 
     >>> from transload.machine import Machine, Python
     >>> redacted(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
@@ -108,7 +108,7 @@ _CHANGES: tuple[_Change, ...] = (
     (re.compile(r"(?<=://)[^/\s]+@"), ""),  # up to the last @: a password may contain others
     (re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
 )
-# from its start, or it is quadratic
+# only from the start of a path: the search would be quadratic otherwise
 _PATH = re.compile(r"(?<![^\s:;,'\"()<>=])[^\s:;,'\"()<>=/\\]*[/\\][^\s:;,'\"()<>]*")
 _IPV6 = re.compile(r"(?=(?:[^:]*:){2})[0-9A-Fa-f:.]+")
 _SITE = re.compile(r"(?<=://)[\w.-]+")
@@ -150,22 +150,22 @@ class _Redactor:
         # the paths of the user's own home, and every other home with its replacement
         paths = (text for text, _ in texts if "/" in text or "\\" in text)
         found = dict.fromkeys(match[0] for text in paths for match in _HOME.finditer(text))
-        strange = [home for home in found if _last(home).lower() not in _NOBODY]
+        personal = [home for home in found if _last(home).lower() not in _NOBODY]
         home = machine.variables.values.get("HOME") or ""
         foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
         own = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
         if not own:  # the user's packages show whose machine it is
             likely = _HOME.match(machine.python.user_site)
-            own = [likely[0]] if likely else strange[:1]
+            own = [likely[0]] if likely else personal[:1]
         own = [home for home in (path.rstrip("/\\") for path in own) if home and not _NO_HOME.fullmatch(home)]
-        others = (home for home in strange if home not in own)
+        others = (home for home in personal if home not in own)
         self.others = {home: f"~user{place}" for place, home in enumerate(others, 2)}
         self.home = _any_of(own, before=_BEGIN, after=_END)
 
         users = (*names.users, *map(_last, own), *map(_last, self.others))
         self.users = frozenset(name for name in users if name.lower() not in _PLAIN)
         long = (name for name in self.users if len(name) >= _SHORTEST)
-        self.step = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
+        self.leading_user = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
         spaced = [name for name in self.users if " " in name]
         self.names: tuple[_Change, ...] = (
             *_CHANGES,
@@ -226,13 +226,13 @@ class _Redactor:
     def _path(self, match: re.Match[str]) -> str:
         if match[0].startswith(_SYSTEM):
             return match[0]
-        return re.sub(r"[^/\\]+", self._step, match[0])
+        return re.sub(r"[^/\\]+", self._component, match[0])
 
-    def _step(self, match: re.Match[str]) -> str:
-        """A component of a path: ``alice``, ``~alice``, ``alice-proj``; a name of two letters only as a whole."""
+    def _component(self, match: re.Match[str]) -> str:
+        """Redact part of a path: ``alice``, ``~alice``, ``alice-proj``; a name of two letters only as a whole."""
         if match[0] in self.users:
             return "user"
-        return match[0] if match[0].lower() in _PLAIN else self.step.sub("user", match[0])
+        return match[0] if match[0].lower() in _PLAIN else self.leading_user.sub("user", match[0])
 
 
 def _unquoted(match: re.Match[str]) -> str:
@@ -244,7 +244,7 @@ def _unquoted(match: re.Match[str]) -> str:
 
 
 def _fake(text: str, known: dict[str, Any]) -> str:
-    """A replacement for an id or its prefix; replacements share the same prefixes as the originals.
+    """A replacement for an id or its prefix. Two replacements share a prefix where the originals do.
 
     CUDA_VISIBLE_DEVICES may name a card by a prefix. ``known`` is the tree of the digits so far.
 
@@ -270,7 +270,7 @@ def _last(path: str) -> str:
 
 
 def _hosts(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Match host names. One that may be a word, such as ``desktop``, counts only where nothing but a host can be."""
+    """Match host names; one that may be a word, such as ``desktop``, only where nothing but a host name can be."""
     short = (form for name in names for form in (name, name.partition(".")[0]) if len(form) >= _SHORTEST)
     forms = {form for form in short if form.lower() not in _PLAIN and not _TECHNICAL.fullmatch(form)}
     words = {form for form in forms if form.isalpha()}

@@ -28,7 +28,7 @@ _MARKS = {"ok": ("✓", "good"), "broken": ("✗", "bad"), "idle": ("–", "dim"
 _SIGNS = {"warning": ("!", "trust"), "note": ("·", "dim")}
 _GAP = 2 * GLUE  # between a title and its code
 _EVIDENCE = 8
-_WORDS = 200  # characters of an error in a rule
+_WORDS = 200  # characters shown of an error that a rule raised
 # Within a chain of layers the first broken one is the cause of faults in later ones. Every other layer is independent.
 _OF_TORCH = ("python", "build", "torch-libraries")
 _OF_MACHINE = ("hardware", "kernel", "surroundings", "nodes", "libraries", "driver")
@@ -92,7 +92,7 @@ def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) ->
     """Judge a machine by all rules. A rule that raises is named in the machine's problems; the others still count."""
     case, run = Case(machine), machine.torch_run
     failed = any(not step.ok for step in run.steps)  # then a working driver proves nothing
-    met: list[tuple[Rule, Finding]] = []
+    matched: list[tuple[Rule, Finding]] = []
     raised: dict[str, str] = {}
     for rule in rules:
         try:
@@ -107,9 +107,9 @@ def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) ->
         computes = rule.layer != "extensions" and run.cuda_works
         if found.severity == "error" and (driver_works or computes) and not failed:
             found = replace(found, severity="note")
-        met.append((rule, found))
-    met.sort(key=lambda pair: [*LAYERS].index(pair[0].layer))  # stable: in a layer, the order of the rules
-    faults = [(rule, found) for rule, found in met if found.severity == "error"]
+        matched.append((rule, found))
+    matched.sort(key=lambda pair: [*LAYERS].index(pair[0].layer))  # stable: in a layer, the order of the rules
+    faults = [(rule, found) for rule, found in matched if found.severity == "error"]
     faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only if no layer has a fault
     causes: list[tuple[Rule, Finding]] = []
     muted: list[Muted] = []
@@ -120,7 +120,7 @@ def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) ->
             muted.append(Muted(found, because))
         else:
             causes.append((rule, found))
-    others = [found for _, found in met if found.severity != "error"]
+    others = [found for _, found in matched if found.severity != "error"]
     findings = (*(found for _, found in causes), *sorted(others, key=lambda found: found.severity != "warning"))
     severities = {found.severity for found in findings}
     accelerated = machine.hardware.present and not case.withheld
@@ -140,9 +140,9 @@ def _chain(rule: Rule) -> str:
 
 
 def _explains(cause: Rule, rule: Rule) -> bool:
-    """Whether a fault explains another one, of a later layer."""
+    """Whether the fault of one rule explains that of another, in a later layer."""
     earlier, chain = _chain(cause), _chain(rule)
-    # before them, whether the driver fits the build cannot be judged
+    # while one of these layers is broken, whether the driver and the build are compatible is unknown
     unjudgeable = chain == "fit" and cause.layer in (*_OF_TORCH, *_OF_MACHINE[:-1])
     follows = (rule.symptom or chain == "run") and earlier != "extensions"
     return earlier == chain != "extensions" or unjudgeable or follows
@@ -259,7 +259,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             mark, role = _MARKS["broken"]
         elif "warning" in severities:
             mark, role = _SIGNS["warning"]
-        elif state == "broken":  # because of the cause; or nobody needs it
+        elif state == "broken":  # because of the cause; or it is not needed
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(f"{_GAP}[{finding.code}]" for finding in own)
         dim = "dim" if mark == "–" else ""
@@ -319,7 +319,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
 
     # the layers between the card and torch matter only with a GPU
     gpu = machine.hardware.present or cuda.works or machine.driver.nvml.count > 0
-    pci, windows, taken = machine.hardware.pci, around.wsl or machine.hardware.dxg, machine.driver.libraries.libcuda
+    pci, windows, libcuda = machine.hardware.pci, around.wsl or machine.hardware.dxg, machine.driver.libraries.libcuda
     others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
     found["hardware"] = _first(
         (gpu, "ok", cards(machine)),
@@ -357,14 +357,14 @@ def chain(machine: Machine) -> dict[str, Seen]:
             (good, "ok", printable(", ".join(good))),
             (True, "unknown", "not examined"),
         )
-        path = printable(cuda.library or (taken.target or taken.path if taken else ""))
-        problem, kind = (printable(taken.problem), taken.kind) if taken else ("", "")
+        path = printable(cuda.library or (libcuda.target or libcuda.path if libcuda else ""))
+        problem, kind = (printable(libcuda.problem), libcuda.kind) if libcuda else ("", "")
         unread = _reason(machine.driver.libraries.cuda)
         found["libraries"] = _first(
             (problem, "broken", f"{path}: {problem}"),
             (kind == "stub", "broken", f"{path}, a stub"),
             (kind == "compat", "ok", f"{path}, from a compat directory"),
-            (taken or path, "ok", path),
+            (libcuda or path, "ok", path),
             (unread, "unknown", unread),
             (True, "broken", "libcuda.so.1 is not found"),
         )
@@ -506,7 +506,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def facts(machine: Machine) -> Iterator[Block]:
-    """All facts, one section for each layer. Empty and unknown values are only in ``--json``."""
+    """All facts, one section for each layer. Empty values, and -1 for unknown ones, are only in ``--json``."""
     for section, value in vars(machine).items():
         shown = [fact for fact in _flat(section, value) if not _empty(fact[1])]
         if isinstance(value, str) or not shown:

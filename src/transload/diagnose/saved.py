@@ -95,8 +95,8 @@ def _parsed(stream: str) -> Iterator[object | ValueError]:
         at = begin.start() if begin else len(stream)
 
 
-_FAR, _MANY = 1 << 63, 1 << 16
-"""Above every number of a machine, and every count of its cards."""
+_NUMBERS, _COUNTS = 1 << 63, 1 << 16
+"""Limits that no number of a report reaches, and no count of cards."""
 _TEXT, _LIST = 1 << 14, 20_000
 """The most characters of a text and elements of a list: more than any probe writes, and still fast to judge."""
 
@@ -115,7 +115,7 @@ def machine_from(data: dict[str, Any]) -> Machine:
     return made
 
 
-@cache  # or it takes most of the time of reading reports, of which a comparison reads thousands
+@cache  # else it takes most of the time of a comparison, which may read thousands of reports
 def _form(kind: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
     """The origin of a type, its arguments, and the fields of a dataclass with their types."""
     hints = get_type_hints(kind) if isinstance(kind, type) and is_dataclass(kind) else {}
@@ -147,7 +147,7 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         values = {name: _value(members[name], data[name], f"{where}.{name}") for name in members if name in data}
         with suppress(TypeError):  # a field without a default is missing
             return kind(**values)
-    far = _MANY if where.endswith(".count") else _FAR
-    if kind in (int, float) and type(data) in (int, kind) and -far < data < far:
+    limit = _COUNTS if where.endswith(".count") else _NUMBERS
+    if kind in (int, float) and type(data) in (int, kind) and -limit < data < limit:
         return kind(data)
     raise ValueError(f"{where} cannot be {json.dumps(data)[:60]}")

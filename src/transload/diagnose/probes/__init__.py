@@ -20,7 +20,7 @@ _DRIVER = 8.0
 """Seconds for the driver. It needs most of them with many cards and no persistence daemon, or when WSL is cold."""
 _EXPERIMENTS = 9.0  # Seconds from the start of everything to the end of the last experiment.
 _TORCH = 60.0
-"""Seconds for torch, which may be on a cold network disk. If the driver hangs, torch gets no more than it."""
+"""Seconds for torch, which may be on a cold network disk. If the driver hangs, torch gets no more time than it."""
 IDLE = 15.0  # Seconds without work after which torch is killed, unless the user said how long it may take.
 
 Fact = TypeVar("Fact")
@@ -49,7 +49,7 @@ def probe(
     ours: set[int] = set()
 
     def attempt(name: str, default: Fact, ask: Callable[..., Fact], *arguments: object) -> Fact:
-        """What a probe finds. If it raises on a host that we did not expect, the others still count."""
+        """Return what a probe finds. If it raises on an unexpected host, name it in the problems, and continue."""
         try:
             return ask(*arguments)
         except Exception as error:  # noqa: BLE001  reported as a bug in transload
@@ -88,7 +88,7 @@ def probe(
         from transload.diagnose.loader import Loader
         from transload.diagnose.probes import libraries, system
 
-        # The user may have named a folder or a script.
+        # The user may have named a folder or a script, but the loader needs the interpreter.
         loader = attempt("loader", None, Loader, replace(here, python=examined.executable))
         cards = attempt("hardware", bare.hardware, system.hardware, here)
         drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
@@ -171,7 +171,7 @@ def _answer(outcome: Outcome, which: str) -> Answer:
     facts, answer = outcome.facts, outcome.answer
     if "failed" in facts:
         words = facts["failed"]
-        # Of glibc, musl, or ctypes on Windows. It may also name a library that the file itself needs.
+        # The message is that of glibc, musl, or ctypes on Windows, and may name a library that the file itself needs.
         begins = r"(?:Error loading shared library |Could not find module '|dlopen\()?(?:\S*/)?"
         named = re.match(f"{begins}(?:{'|'.join(map(re.escape, _NAMES[which]))})", words)
         absent = named and re.search(r"No such file or directory|no such file|Could not find module", words)
@@ -185,7 +185,7 @@ def _answer(outcome: Outcome, which: str) -> Answer:
 
 _SUSPECTS = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_DEVICE_ORDER")
 _HOPELESS = frozenset({"no-library", "hung", "unasked"})
-"""Nothing is tried then: without a variable the loader finds no more, and a driver that hangs will hang again."""
+"""Then nothing is tried: without a variable the loader does not find more, and a driver that hangs will hang again."""
 
 
 def experiments(host: Host, answered: Cuda, seconds: float) -> tuple[Experiment, ...]:

@@ -31,7 +31,7 @@ class Report:
             fcntl(lifeline, F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
             if not os.read(lifeline, 1):  # it was closed before we asked for the signal
                 os._exit(1)
-        except Exception:  # noqa: BLE001, S110  it is open; Windows; by hand; a file of the user's is called fcntl.py
+        except Exception:  # noqa: BLE001, S110  it is open; Windows; run by hand; the user has a file named fcntl.py
             pass
 
     def say(self, **facts: object) -> None:

@@ -39,7 +39,7 @@ class Driver:
         return hasattr(self.library, function)
 
     def call(self, function: str, *arguments: object) -> int:
-        """Call a function: 0 for success, -1 if the library does not have it."""
+        """Call a function and return its result: 0 for success, -1 if the library does not have it."""
         if not self.has(function):
             return -1
         self.report.say(doing=function)
@@ -58,12 +58,12 @@ class Driver:
         return [] if code else [value.value for value in values]
 
     def text(self, function: str, *arguments: object) -> str:
-        """The text that a function writes into a buffer, its last arguments a buffer and a size; empty if it fails."""
+        """The text that a function writes into a buffer, passed last together with its size; empty if it fails."""
         buffer = ctypes.create_string_buffer(256)
         return "" if self.call(function, *arguments, buffer, 256) else buffer.value.decode("utf-8", "replace")
 
     def file(self, function: str) -> str:
-        """The mapped file that contains a function; by the name of the file if there is no such function."""
+        """The mapped file that contains a function; found by its name if the library lacks the function."""
         found = self.has(function) and ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
         stem = os.path.basename(self.name).split(".so")[0] + ".so"
         for start, end, path in mapped():
@@ -79,7 +79,7 @@ CAPABILITY, INTEGRATED, COMPUTE_MODE = (75, 76), 18, 20
 
 
 def ask_cuda(driver: Driver) -> None:
-    """Report everything, the version first: it works even if ``cuInit`` fails or hangs."""
+    """Report everything, the version first: it is known even if ``cuInit`` fails or hangs."""
     say = driver.report.say
     say(library=driver.file("cuInit"))
     for function in ("cuInit", "cuDriverGetVersion", "cuDeviceGetCount"):
@@ -110,7 +110,7 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
     memory = ctypes.c_size_t()
     code = driver.call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
     raw = ctypes.create_string_buffer(16)
-    without = driver.call_newest("cuDeviceGetUuid_v2", raw, device)
+    no_uuid = driver.call_newest("cuDeviceGetUuid_v2", raw, device)
     mig = b" MIG " in name.value and driver.has("cuDeviceGetUuid_v2")  # only _v2 returns the UUID of a MIG device
     cuts = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
     uuid = "-".join(("MIG" if mig else "GPU", *(raw.raw.hex()[start:end] for start, end in cuts)))
@@ -118,7 +118,7 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
         "ordinal": ordinal,
         "name": name.value.decode("utf-8", "replace"),
         "capability": tuple(value for number in CAPABILITY for value in attribute(number)),
-        "uuid": "" if without else uuid,
+        "uuid": "" if no_uuid else uuid,
         "memory": -1 if code else memory.value,
         "compute_mode": [*attribute(COMPUTE_MODE), -1][0],
         "integrated": attribute(INTEGRATED) == [1],
@@ -183,7 +183,7 @@ def nvml_card(driver: Driver, index: int) -> tuple[ctypes.c_void_p, int]:
 
 
 def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
-    """The fields of an ``NvmlGpu``, or only the code if that is an error. Processes are pairs of a pid and bytes."""
+    """The fields of an ``NvmlGpu``, or only the code if that is an error. A process is a pid and its bytes."""
     card, code = nvml_card(driver, index)
     if code:
         return {"index": index, "code": code}
@@ -224,7 +224,7 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
             mig_devices.append(driver.text("nvmlDeviceGetUUID", device))
     links = [up for at in range(NVLINKS) for up in driver.numbers("nvmlDeviceGetNvLinkState", card, at)]
 
-    # A share of a card needs a licence for any of its features.
+    # A vGPU, which is a share of a card, is licensed if any of its features is.
     virtualization = word(VIRTUALIZATION, driver.numbers("nvmlDeviceGetVirtualizationMode", card))
     raw, licence = ctypes.create_string_buffer(LICENCES.size + 3 * LICENCE.size), ""
     if virtualization == "vgpu" and driver.call("nvmlDeviceGetGridLicensableFeatures_v4", card, raw) == 0:

@@ -46,23 +46,23 @@ def exchange(rank: int, size: int, folder: str, result: str, seconds: float, gra
                 store.set(name + "all", "1")
         else:
             store.set(name + "reader", "1")
-            place, result = 0, os.path.join(folder, result)
+            received, result = 0, os.path.join(folder, result)
             while not os.path.exists(result):
-                following = name + str(place + 1)  # in the order of arrival
-                if place + 1 < size and store.check([following]):
+                following = name + str(received + 1)  # in the order of arrival
+                if received + 1 < size and store.check([following]):
                     sender, _, text = store.get(following).decode().partition(" ")
                     path = os.path.join(folder, f"rank-{int(sender)}.json")
                     with open(path + ".new", "w", encoding="utf-8") as stream:
                         stream.write(text)
                     os.replace(path + ".new", path)
-                    place += 1
+                    received += 1
                 else:
                     time.sleep(0.05)
             with open(result, encoding="utf-8") as stream:
                 code = int(stream.read().split()[-1])
             clear(folder)
-            store.set(name + "code", f"{code} {place}")
-            if not place:
+            store.set(name + "code", f"{code} {received}")
+            if not received:
                 store.set(name + "all", "1")
         try:  # no rank exits before all have the code, since the agent of any of them may host the store
             store.set_timeout(timedelta(seconds=grace / 2))

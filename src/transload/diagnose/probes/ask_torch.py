@@ -45,10 +45,10 @@ def ask_torch() -> None:
                 faulthandler.dump_traceback(file=report.out)
                 time.sleep(EVERY)
 
-        if getattr(sys, "_is_gil_enabled", lambda: True)():  # without it, reading the stack is never safe
+        if getattr(sys, "_is_gil_enabled", lambda: True)():  # without a GIL, reading the stack is never safe
             faulthandler.dump_traceback_later(2 * EVERY, repeat=True, file=report.out)
             start_new_thread(dump, ())
-    except Exception:  # noqa: BLE001, S110  where a file of the user's is called warnings.py
+    except Exception:  # noqa: BLE001, S110  the user may have a file named warnings.py
         pass
     imported = step(report, "import", lambda: __import__("torch"))  # whatever module has that name
     if imported:
@@ -107,11 +107,11 @@ def examine(report: Report, torch: Any) -> None:
 
 
 def compute(report: Report, torch: Any, cudnn: bool) -> bool:
-    """Whether a kernel ran on the GPU. MIOpen gets no convolution: it would compile and fill a cache in the home."""
+    """Whether a kernel ran on the GPU. MIOpen gets no convolution: it would compile code and cache it in the home."""
 
     def devices() -> tuple[str, ...]:
-        each = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
-        return tuple(f"{one.name} ({one.major}, {one.minor})" for one in each)
+        every = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
+        return tuple(f"{each.name} ({each.major}, {each.minor})" for each in every)
 
     def convolution() -> None:
         report.say(cudnn=int(torch.backends.cudnn.version() or 0))
@@ -136,7 +136,7 @@ def matmul(torch: Any, device: str) -> None:
 
 
 def expect(result: float, wanted: float) -> None:
-    """A GPU that computes nonsense is no better than one that computes nothing."""
+    """Raise if a result is wrong: a GPU that computes nonsense is no better than one that computes nothing."""
     if not abs(result - wanted) <= wanted / 1000:
         raise ArithmeticError(f"the result is {result}, not {wanted}")
 

@@ -100,9 +100,9 @@ Preload = tuple[str, str, bool]
 def preloads(source: str) -> tuple[list[Preload], str, list[Preload]]:
     """What a ``torch/__init__.py`` loads besides its own libraries; nothing if its code is not recognized.
 
-    The first ones are loaded after ``libtorch_global_deps.so``, if a file with the text in its path is mapped; torch
-    silently stops at one that fails. The last ones are loaded if that library could not be because one of them is
-    missing; one that fails ends the import.
+    The first list is loaded after ``libtorch_global_deps.so`` if a mapped file has the text in its path; torch silently
+    stops at a library that fails. The second list is loaded if ``libtorch_global_deps.so`` fails because it misses one
+    of them; a library that fails then ends the import.
     """
 
     def pairs(text: str) -> list[Preload]:
@@ -461,7 +461,7 @@ def _extension(process: Process | None, install: TorchInstall | None, dist: Dist
 
 
 def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[str]:
-    """bitsandbytes has a library for every CUDA, and loads torch's, else the nearest of the same major version.
+    """The library that bitsandbytes loads: the one for torch's CUDA, else the nearest of the same major version.
 
     >>> paths = [f"/b/libbitsandbytes_cuda{number}.so" for number in (118, 126, 128, 130)]
     >>> _bitsandbytes_library(paths, TorchInstall("", cuda="12.7"))

@@ -27,8 +27,8 @@ _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
 def choose(host: Host) -> tuple[Host, str]:
     """The host with the interpreter to examine if the user named none, and why it is that one.
 
-    It is ours if that has torch, else the first likely one that has. pipx and uvx install transload into an environment
-    of its own, which is not examined even if no torch is found at all.
+    It is ours if ours has torch, else the first likely one that does. pipx and uvx install transload into a separate
+    environment, which is not examined, even if no torch is found, as long as there is another interpreter.
     """
     if any(host.exists(f"{entry}/torch/{name}") for entry in own()["path"] for name in _TORCH):
         return host, ""
@@ -126,7 +126,7 @@ def facts(path):
     }
 """  # runs here and in other interpreters, from Python 2.7 on
 
-# -c puts the empty entry there, the current folder: remove it before anything is imported from it.
+# -c puts an empty entry first, for the current folder: remove it before anything is imported from there.
 _SAY = """
 import sys
 if sys.path[:1] == [""]:
@@ -137,9 +137,9 @@ try:
     signal.alarm(int(sys.argv[1]))
 except Exception:
     pass
-told = facts(sys.path)
-told["done"] = True
-os.write(1, ("\\n\\x1e" + repr(told) + "\\n").encode("ascii", "backslashreplace"))
+report = facts(sys.path)
+report["done"] = True
+os.write(1, ("\\n\\x1e" + repr(report) + "\\n").encode("ascii", "backslashreplace"))
 """
 
 
@@ -150,13 +150,13 @@ def own() -> dict[str, Any]:
     file = target(getattr(main, "__file__", None) or os.sep)
     real = target(first)
     starts = {os.path.dirname(file)}
-    if getattr(main, "__spec__", None) is not None:  # -m puts the current folder there
+    if getattr(main, "__spec__", None) is not None:  # -m puts the current folder first
         starts.add(target("."))
     ours = first == "" or (os.path.isfile(real) and (file + os.sep).startswith(real + os.sep))
     ours = ours or (not getattr(sys.flags, "safe_path", False) and real in starts)
-    space: dict[str, Any] = {}
-    exec(_FACTS, space)  # noqa: S102  our own text, a few lines up
-    report: dict[str, Any] = space["facts"](sys.path[1:] if ours else sys.path)
+    namespace: dict[str, Any] = {}
+    exec(_FACTS, namespace)  # noqa: S102  our own text, a few lines up
+    report: dict[str, Any] = namespace["facts"](sys.path[1:] if ours else sys.path)
     return report
 
 
@@ -183,7 +183,7 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, A
 
 # -- interpreters, found by their files: none is run, and each check is cheap and bounded ------------------------------
 
-_MANY = 40  # interpreters examined: clusters and collectors of environments have hundreds
+_MANY = 40  # the most interpreters to examine: clusters, and people who collect environments, have hundreds
 _NAMES = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe", "bin/pypy3")
 _TORCH = ("version.py", "__init__.py")
 _EXECUTABLE = re.compile(r"python(?:3(?:\.\d+t?)?)?(?:\.exe)?", re.ASCII)
@@ -191,9 +191,9 @@ _VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
 
 
 def others(host: Host, prefix: str, path: Sequence[str]) -> Iterator[str]:
-    """Interpreters with another torch than the one of ``prefix``, whose import path is ``path``.
+    """Interpreters that have another torch than the environment at ``prefix``, whose import path is ``path``.
 
-    One for each torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
+    There is one for each torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
     """
     seen = {host.target(f"{entry}/torch") for entry in path}
     paths = chain((path for path, _ in likely(host)), _more(host, prefix))
@@ -239,7 +239,7 @@ def _in_folder(host: Host, folder: str) -> str:
 
 
 def interpreter(host: Host, executable: str) -> tuple[str, str, str] | None:
-    """The interpreter at a path, its environment, and the folder of its torch or nothing; ``None`` if there is none."""
+    """The interpreter at a path, its environment, and the folder of its torch, which may be empty; else ``None``."""
     root, shims, name = executable.rpartition("/shims/")
     if shims and host.is_dir(f"{root}/versions"):  # a script of pyenv that starts the chosen version
         chosen = host.environ.get("PYENV_VERSION", "").partition(":")[0]
@@ -354,10 +354,10 @@ class Distribution(NamedTuple):
         return tuple(line.strip() for line in re.findall(rf"(?mi)^{re.escape(name)}:(.*)$", head))
 
     def files(self, pattern: str) -> dict[str, int]:
-        """The files that its RECORD lists and ``pattern`` matches, relative to ``site``: their sizes, -1 if not there.
+        """The files in its RECORD that match ``pattern``, relative to ``site``, with their sizes, -1 if it states none.
 
-        ``pattern`` is part of the match, since most of the 15,000 lines of torch's RECORD then end at their first
-        letters. It must not match quotes, commas and line ends, nor contain groups that capture.
+        The lines are matched with ``pattern`` at once, since most of the 15,000 in torch's RECORD then fail at their
+        first letters. ``pattern`` must not match quotes, commas or line ends, nor contain groups that capture.
         """
         line = re.compile(rf'"?({pattern})"?,[^,\n]*,(\d{{0,19}})'.encode())
         lines = (self.host.data(f"{self.path}/RECORD", _RECORD) or b"").split(b"\n")  # a search takes twice as long
@@ -384,7 +384,7 @@ _ASSIGNED = re.compile(
 
 
 def assigned(text: str) -> dict[str, str]:
-    r"""The names that a ``version.py`` assigns a text, or ``None``, which is empty here. The last assignment counts.
+    r"""The names to which a ``version.py`` assigns a text or ``None``, which is empty here. The last assignment counts.
 
     >>> assigned("__version__ = '2.8.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
     {'__version__': '2.8.0+cu128', 'cuda': '12.8', 'hip': ''}
@@ -444,7 +444,7 @@ def torch(host: Host, python: Python) -> Torch:
     installs = []
     for hit in (hit for kind in ("install", "remains") for hit in hits if hit.kind == kind):
         release = build(host, hit.path).version.partition("+")[0]
-        fits = (dist for dist in hit.dists if dist.stated.partition("+")[0] == release)  # it wrote version.py
+        fits = (dist for dist in hit.dists if dist.stated.partition("+")[0] == release)  # which wrote version.py
         dist = next(fits, hit.dists[0] if hit.dists else stray)
         install = _install(host, hit.path, dist, python.prefix)
         if hit.kind == "remains" and not any(each.startswith("__init__.py:") for each in install.missing):
@@ -540,22 +540,22 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
         if isinstance(status, Unknown):
             damaged.append(f"{name}: {status.reason if host.exists(path) else 'absent'}")
         elif not name.endswith(".py") and 0 <= expected != status.st_size:
-            # Complete is an ELF file with everything that the loader maps. Other formats are trusted.
+            # An ELF file is complete if it has everything that the loader maps. Other formats are trusted.
             head, elf = host.data(path, 4) or b"", read_elf(host.real(path))
             complete = (isinstance(elf, Elf) and elf.segments) or head[:2] == b"MZ" or head in _MACH_O
             if status.st_size > expected or complete:
                 altered.append(f"{name}: {status.st_size} bytes instead of {expected}")
             else:
                 damaged.append(f"{name}: cut off after {status.st_size} of {expected} bytes")
-    there: Sequence[str] = ()
-    if not conda and any(name.startswith("lib/") for name in files):  # conda links libraries from its own folder to it
-        there = [f"lib/{name}" for name in host.listdir(f"{folder}/lib") or ()]
+    in_lib: Sequence[str] = ()
+    if not conda and any(name.startswith("lib/") for name in files):  # conda links its own libraries into torch/lib
+        in_lib = [f"lib/{name}" for name in host.listdir(f"{folder}/lib") or ()]
     install = replace(
         build(host, folder),
         installer=installer or ("conda" if conda else ""),
         conda_build=conda,
         missing=tuple(damaged),
-        unlisted=tuple(name for name in there if name not in files and _LIBRARY.fullmatch(name)),
+        unlisted=tuple(name for name in in_lib if name not in files and _LIBRARY.fullmatch(name)),
         altered=tuple(altered),
     )
     if dist is None:

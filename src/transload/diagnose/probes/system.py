@@ -102,7 +102,7 @@ def mounts(host: Host) -> tuple[Mount, ...]:
 
 
 def mount_of(found: tuple[Mount, ...], path: str) -> Mount:
-    """The mount that ``path`` is on: the deepest, and of several at one place the last; an empty one if unknown."""
+    """The mount that ``path`` is on: the deepest, and of several at one point the last; an empty one if unknown."""
     over = [each for each in found if path == each.point or path.startswith(each.point.rstrip("/") + "/")]
     return max(reversed(over), key=lambda each: len(each.point), default=Mount("", ""))
 
@@ -143,16 +143,16 @@ _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-containe
 
 def surroundings(host: Host) -> facts.Surroundings:
     """The container, scheduler and service of this process, and the evidence for them."""
-    around = mounts(host)
+    mounted = mounts(host)
     signs: dict[str, Any] = {}
     evidence = []
-    for name, value, why in _signs(host, around):
+    for name, value, why in _signs(host, mounted):
         if name not in signs:
             signs[name] = value
             evidence.append(why)
     if "kubernetes" in signs and signs["container"] == "podman":
         signs["container"] = "container"  # CRI-O looks like Podman
-    dev = mount_of(around, "/dev/null")
+    dev = mount_of(mounted, "/dev/null")
     devices = set(host.listdir("/dev") or ("unknown",)) - {*table("containers")["private_dev"].split()}
     folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
     specifications = (path for at in folders for end in (".yaml", ".json") for path in host.paths(at, end=end))
@@ -175,8 +175,8 @@ def surroundings(host: Host) -> facts.Surroundings:
     )
 
 
-def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
-    """Fields of ``Surroundings`` with values and evidence; the first of each field counts, from the surest sign on."""
+def _signs(host: Host, mounted: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
+    """Fields of ``Surroundings`` with values and evidence, the surest first; the first value of each field counts."""
     environ, signs = host.environ, table("containers")["signs"]
     yield from (("container", kind, f"{name} is set") for name, kind in signs["variables"].items() if environ.get(name))
     yield from (("container", kind, f"{path} exists") for path, kind in signs["paths"].items() if host.exists(path))
@@ -193,7 +193,7 @@ def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, st
     for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
         if found := re.search(signs["cgroup"], host.text(path, 1 << 14) or ""):
             yield "container", found.lastgroup, f"{path} names one of {found.lastgroup}"
-    root = mount_of(around, "/")
+    root = mount_of(mounted, "/")
     if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(signs["layer"], root.detail)):
         yield "container", found.lastgroup, f"/ is a layer of {found.lastgroup}"
 
@@ -244,7 +244,7 @@ def service_of(host: Host) -> str:
 _LONGEST = 1 << 14
 _FILE = 256 << 10
 _MOST_ORIGINS = 8  # files that set one variable
-_NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that set no variable
+_NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that do not set a variable
 
 
 def variables(host: Host) -> facts.Variables:
@@ -315,8 +315,8 @@ def hardware(host: Host) -> facts.Hardware:
         if vendor != NVIDIA and kind >> 16 not in (0x03, 0x12):  # display, accelerator
             continue
         power = host.line(f"{folder}/power_state")
-        # Reading the configuration space would wake a suspended card, so it is left alone. Of others no byte more is
-        # read: every word comes from the card, and a page takes 20 ms in a virtual machine.
+        # Reading the configuration space would wake a suspended card, so it is left alone. Of others only four bytes
+        # are read: every word comes from the card, and a page takes 20 ms in a virtual machine.
         asleep = power == "D3cold" or host.line(f"{folder}/power/runtime_status") == "suspended"
         begin = host.data(f"{folder}/config", 4) if vendor == NVIDIA and not asleep else b""
         bars = []  # sizes of the memory regions in the first six lines: start, end, flags
@@ -355,7 +355,7 @@ _FIRMWARE = ("/lib/firmware", "/usr/lib/firmware", "/lib/firmware/updates", "/ru
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 _MOST = 64  # cards, kernels, and nodes of a folder: every MIG instance of every card can have its own
 _DEPENDENCIES = 8 << 20  # a modules.dep has about one megabyte
-_STANZA = 1 << 14  # of a package
+_STANZA = 1 << 14  # characters about one package in dpkg's status
 DRIVER_PATIENCE = 0.5  # Seconds for reading the files of all cards: a broken driver may never answer.
 
 
@@ -438,7 +438,7 @@ def kernel(host: Host) -> facts.Kernel:
 
 
 def _fabric_manager(host: Host) -> str:
-    """Its version from the list of installed packages, else from the program, if that names only one."""
+    """The version of the fabric manager: from the list of packages, else from the program, if that names only one."""
     program = host.program("nv-fabricmanager", PROGRAMS)
     if program or any(host.paths("/var/lib/dpkg/info", "nvidia-fabricmanager", ".list")):
         status = host.text("/var/lib/dpkg/status", 64 << 20) or ""
@@ -493,7 +493,7 @@ _DAEMONS = (
     *("nv-fabricmanager", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
     *("nvidia-gridd",),
 )
-_COMM = 15  # characters of a process name that the kernel keeps: the two of MPS have the same
+_COMM = 15  # characters of a process name that the kernel keeps: the same for both daemons of MPS
 _STAT = re.compile(r"\d+ \((.*)\) (\S)", re.DOTALL)
 _MOST_PROCESSES = 4096
 _MOST_FILES = 256
@@ -507,7 +507,7 @@ def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (found[1], found[2]) if found else ("", "")
 
     def waits_for_nvidia(folder: str) -> bool:
-        """Whether it waits in the driver, by its kernel stack; if that is hidden, whether it has a device open."""
+        """Whether its kernel stack shows that it waits in the driver, or, if that is hidden, it has a device open."""
         if stack := host.text(f"{folder}/stack", 1 << 14):
             return "[nvidia" in stack
         if re.match(r"_*(?:nv|uvm|rm_|os_acquire)", host.line(f"{folder}/wchan")):
@@ -550,10 +550,10 @@ def nodes(host: Host) -> facts.Nodes:
     there = sorted(filter(statuses.get, statuses), key=lambda path: bool(re.fullmatch(r"/dev/nvidia\d+", path)))
     answers = in_fork([lambda path=path: host.open_error(path) for path in there], PATIENCE)  # type: ignore[misc]
     errors = dict(zip(there, answers, strict=True))
-    groups, around = group_names(host), mounts(host)
+    groups, mounted = group_names(host), mounts(host)
     found = []
     for path, status in statuses.items():
-        nodev = "nodev" in mount_of(around, path).options
+        nodev = "nodev" in mount_of(mounted, path).options
         if isinstance(status, Unknown):
             kind = "link" if host.readlink(path) else ""
             found.append(facts.Node(path, bool(kind), kind, mode=0, error="ENOENT", nodev=nodev))
@@ -605,9 +605,9 @@ _DEVICES = (
 )
 
 
-def accelerators(host: Host, around: facts.Hardware) -> tuple[facts.Accelerator, ...]:
+def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator, ...]:
     """Accelerators other than NVIDIA's, the usable ones first."""
-    found, cards = [], around.pci or ()
+    found, cards = [], on_bus.pci or ()
     if host.uname[0] == "Darwin" and host.uname[2] == "arm64":
         found.append(facts.Accelerator("mps", "Apple GPU", usable=True, integrated=True))
 

@@ -97,7 +97,7 @@ _NO_GSP = r"not supported by open nvidia\.ko because it does not include the req
 def unsupported(m: Case) -> Found:
     """A driver of the wrong branch or flavour for a card, or without the card's firmware."""
     kernel, lib = m.kernel, m.libcuda
-    # of the loaded module, else of the driver's libraries
+    # the branch of the loaded module, else of the driver's libraries
     installed = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
     found = re.match(r"[0-9]{3}(?![0-9])", kernel.version) or re.match(r"[0-9]{3}(?![0-9])", installed)
     branch = int(found[0]) if found else 0
@@ -159,20 +159,20 @@ def unsupported(m: Case) -> Found:
 
 @rules("kernel", "K04", "K05", "K02", "K03", "K01")
 def not_loaded(m: Case) -> Found:
-    """NVIDIA's module is not loaded, or other drivers have the cards: nouveau or nova, or vfio-pci all of them."""
+    """NVIDIA's module is not loaded, or nouveau or nova is bound to a card, or vfio-pci to all of them."""
     drivers, built, running = {card.driver for card in m.hardware.gpus}, m.kernel.built_for, m.platform.kernel
-    held, here = drivers.intersection(_NOUVEAU), running in (built or ())
+    nouveau, here = drivers.intersection(_NOUVEAU), running in (built or ())
     if not m.needs_driver:
         return
-    if held and "nvidia" not in drivers:
+    if nouveau and "nvidia" not in drivers:
         installed = here and not m.surroundings.container
-        blacklist = fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST)
+        blacklist = fixes.write_line(m, *(f"blacklist {name}" for name in sorted(nouveau)), file=_BLACKLIST)
         yield "K04", Match(m.card_lines, m.steps("K04 installed" if installed else "K04", blacklist=blacklist))
     if drivers == {"vfio-pci"}:
         ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
         yield "K05", Match(m.card_lines, m.steps("K05", ids=ids), severity=m.no_gpu_severity)
 
-    if m.kernel.loaded is not False or held or "vfio-pci" in drivers or m.driver_misfit:
+    if m.kernel.loaded is not False or nouveau or "vfio-pci" in drivers or m.driver_misfit:
         return
     there = f"nvidia.ko exists for the running kernel {running}"
     said = m.logged(_REJECTED)
@@ -209,8 +209,8 @@ def not_working(m: Case) -> Found:
     kernel, first, times = m.kernel, m.torch.first, m.platform.suspends
     only_cuda = m.broken and m.nvml_works
     # the open module with HMM, and KASLR not known to be off
-    on = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
-    if only_cuda and m.code == 3 and on:
+    with_hmm = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
+    if only_cuda and m.code == 3 and with_hmm:
         said = m.logged(r"request_free_mem_region\(\) err -?\d+")
         parameter = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm is N"
         fix = fixes.modprobe_option(m, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
@@ -244,12 +244,12 @@ def _library_line(lib: Library | None) -> str:
 
 def _drop_library(m: Case, lib: Library) -> Lines:
     folder = dirname(lib.path)
-    systems = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # every program needs it
+    essential = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # for every program
     if drop := fixes.drop_library(m, lib.path, lib.via):
         return drop
     if lib.via == "ld.so.preload":
         return m.steps("Remove from ld.so.preload", listed=lib.path)
-    if lib.via == "ld.so.cache" and not systems:
+    if lib.via == "ld.so.cache" and not essential:
         return m.steps("Remove a folder", folder=folder, quoted=quote(folder))
     return m.steps("Remove a library", path=quote(lib.path))
 
@@ -288,10 +288,10 @@ def under_wsl(m: Case) -> Found:
         if m.no_libcuda and own:
             there = f"{own.path} exists, but the loader does not search {dirname(own.path)}"
             yield "U08", Match((there,), _search(m, dirname(own.path), "ld.wsl.conf"))
-        elif m.no_libcuda:  # only an error if torch was installed to use one
-            meant = m.torch.first is not None and not m.torch.first.cpu_only
+        elif m.no_libcuda:  # an error only if the installed torch needs a GPU
+            needed = m.torch.first is not None and not m.torch.first.cpu_only
             evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
-            yield "U08", Match(evidence, m.steps("U08", perhaps=True), "error" if meant else "note", likely=meant)
+            yield "U08", Match(evidence, m.steps("U08", perhaps=True), "error" if needed else "note", likely=needed)
         elif not m.hardware.dxg or m.code == 100:
             node = f"/dev/dxg {'exists' if m.hardware.dxg else 'does not exist'}"
             yield "U08", Match((node, m.answer), m.steps("U08", perhaps=False), likely=m.hardware.dxg)
@@ -455,7 +455,7 @@ def not_ready(m: Case) -> Found:
 
 @rules("driver", "S04", "S07", "M01", "M02", likely=("S07",))
 def divided_card(m: Case) -> Found:
-    """MPS, a vGPU or MIG, which share a card, give this process nothing."""
+    """MPS, a vGPU or MIG, which divide a card, give this process no part of it."""
     nvml = m.driver.nvml
     if m.fails and m.code in range(805, 811):
         variable, directory = "CUDA_MPS_PIPE_DIRECTORY", m.kernel.mps_directory

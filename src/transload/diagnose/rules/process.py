@@ -49,7 +49,7 @@ def not_granted(m: Case) -> Found:
 
 @rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01", "C02", "N02", likely=("N02",))
 def container(m: Case) -> Found:
-    """A container that was started without the machine's card, or with the wrong libraries; or a host for them."""
+    """A container without the machine's card or with the wrong libraries; or a host that gives containers no card."""
     around, kernel, give = m.surroundings, m.kernel, fixes.start_with_gpu(m)
     kind, severity = around.container, m.no_gpu_severity
     shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""

@@ -225,7 +225,7 @@ def _install_libraries(m: Case, blamed: list[Resolved]) -> Lines:
 
 @rules("torch-libraries", "L04", "L01")
 def not_loadable(m: Case) -> Found:
-    """The import failed because of a library or a symbol; or torch was not run, and the loader would not find it."""
+    """The import failed because of a library or a symbol; or torch was not run, and it would fail."""
     error, libraries, not_run = m.import_error, m.torch_libraries, m.torch_not_run
     missing = _MISSING.search(error)
     name = missing["name"] if missing else ""
@@ -327,10 +327,10 @@ def mixed_libraries(m: Case) -> Found:
 
 
 def _preloaded(m: Case) -> tuple[str, Lines, bool, bool]:
-    """Where libraries are named that the loader loads first, and how to remove them.
+    """Which libraries are preloaded, how to remove them, whether CUDA works without them, whether they are suspect.
 
-    And whether the driver works without them, and whether they seem to be about GPUs: those in LD_PRELOAD, unless only
-    those in /etc/ld.so.preload are.
+    They are suspect if their names are about GPUs. Those of LD_PRELOAD come first, unless only those listed in
+    /etc/ld.so.preload are suspect.
     """
     value, listed = m.env("LD_PRELOAD") or "", m.driver.libraries.preload
     proof = any(tried.change == ("LD_PRELOAD",) and tried.cuda.works for tried in m.driver.experiments)
@@ -498,7 +498,7 @@ _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"bitsandbytes_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 # Without dependencies: the installer might replace the torch build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
-# What compiling needs, and environments of uv lack, as do those of venv since Python 3.12.
+# Compiling needs these, which environments of uv lack, as do those of venv since Python 3.12.
 _COMPILE_WITH = ("--no-deps", "setuptools", "wheel", "packaging", "ninja")
 _NEWEST = ("--no-deps", "--upgrade")
 _UNSTABLE = re.compile(r"dev|git|a\d|b\d|rc\d|nv\d")
@@ -535,7 +535,7 @@ def other_packages(m: Case) -> Found:
         return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
     def compiled(purpose: str, packages: list[str], *first: str) -> Lines:
-        """Compile those that can be, which needs the toolkit that torch was built with."""
+        """Compile the packages that have sources, which needs the toolkit that torch was built with."""
         names = [name for name in packages if name in tables.table("packages")["with_sources"].split()]
         here = m.toolkit.version
         found = f", and {m.toolkit.nvcc} is of {here}" if here else ", and no nvcc was found"
@@ -605,7 +605,7 @@ def not_allowed_to_work(m: Case) -> Found:
     # the cards of this process, as NVML sees them; all of them if CUDA did not say which
     given = {gpu.uuid for gpu in m.driver.cuda.gpus if gpu.uuid}
     gpus = [gpu for gpu in m.driver.nvml.gpus if gpu.uuid in given] or m.driver.nvml.gpus
-    step, worked = m.failed("init", *_WORK), m.failed(*_WORK)
+    step, work = m.failed("init", *_WORK), m.failed(*_WORK)
     error = step.error if step else ""
 
     if found := [gpu for gpu in gpus if gpu.licence == "unlicensed"]:
@@ -625,7 +625,7 @@ def not_allowed_to_work(m: Case) -> Found:
         likely = not complaint and not closed
         yield "S05", Match((torch_says(complaint), *mode, *users), m.steps("S05", taken=taken), likely=likely)
 
-    if "out of memory" in error.lower():  # for a small tensor; only likely if the card seems to have some
+    if "out of memory" in error.lower():  # for a small tensor; only likely if some memory seems to be free
         known, limit = [gpu for gpu in gpus if gpu.free >= 0], m.platform.address_space
         if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
             evidence: Lines = (f"ulimit -v is {limit >> 30} GB", torch_says(error))
@@ -646,8 +646,8 @@ def not_allowed_to_work(m: Case) -> Found:
             by_name.setdefault(name.partition(".so")[0], []).append(path)
     double = [path for paths in by_name.values() if len(set(paths)) > 1 for path in paths]
     if double and not m.computes:  # an error only if torch fails
-        evidence = (*(f"loaded: {path}" for path in double[:6]), torch_says(worked.error if worked else ""))
-        yield "X07", Match(evidence, severity="error" if worked else "note", likely=bool(worked))
+        evidence = (*(f"loaded: {path}" for path in double[:6]), torch_says(work.error if work else ""))
+        yield "X07", Match(evidence, severity="error" if work else "note", likely=bool(work))
 
 
 # -- symptoms: reported as they were seen, and only if no rule explains them
@@ -682,7 +682,7 @@ def symptoms(m: Case) -> Found:
         fix = m.reinstall if name == "torch" else fixes.install(m, name.replace("_", "-"))
         if name.startswith("_"):  # a part of Python, which no package provides
             fix = m.steps("X10", name=name)
-        elif m.import_error.endswith("[Errno 2] No such file or directory"):  # without a name: of os.getcwd()
+        elif m.import_error.endswith("[Errno 2] No such file or directory"):  # without a file name: from os.getcwd()
             fix = m.steps("X10 directory")
         yield "X10", Match(_lines(m.import_error), fix)
 

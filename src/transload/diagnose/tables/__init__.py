@@ -296,9 +296,9 @@ _CODE = re.compile(r"(sm|compute)_([0-9]{1,4})([0-9])([af]?)")
 def runs_on(code: str, capability: Capability, build_cuda: Version = ()) -> bool:
     """Whether code for an architecture (``sm_86``, ``sm_90a``, ``sm_100f``, ``compute_90``) runs on a card.
 
-    A cubin runs on the same major version, from its minor version on, also with the suffix ``f``, for family; with
+    A cubin runs on cards of its major version, from its minor version on, also with the suffix ``f`` (family); with
     ``a`` it runs on that chip only. PTX runs on newer cards if the driver can compile it. ``build_cuda`` is the CUDA
-    version that the code was built with; unknown counts as older than 13.2. Invalid names run nowhere.
+    version that the code was built with; if unknown, it counts as older than 13.2. Invalid names run nowhere.
 
     >>> runs_on("sm_86", (8, 9)), runs_on("sm_86", (8, 0)), runs_on("sm_90a", (9, 0)), runs_on("compute_90", (12, 0))
     (True, False, True, True)
