@@ -92,7 +92,7 @@ def test_32_bits_and_big_endian_are_named_and_left_alone(tmp_path: Path) -> None
         (b"INPUT(libcuda.so)\n", "not an ELF file"),
         (b"\x7fELF", "cut off within the header"),
         (FULL[:63], "cut off within the header"),
-        (FULL[:100], "cut off: 224 bytes should be at 64, and the file has 100"),
+        (FULL[:100], "cut off: 224 bytes should be at 64, but the file has 100"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, data: bytes, reason: str) -> None:

@@ -27,10 +27,10 @@ _LONGEST = 1 << 30  # of all reports in one stream
 def add_options(_: str, option: Callable[..., object]) -> None:
     """Declare the options of ``doctor``."""
     option("--verbose", action="store_true", help="also show all facts, and where each came from")
-    option("--require", choices=("cuda",), help="exit with 1 unless it is usable")
+    option("--require", choices=("cuda",), help="exit with 1 unless CUDA is usable")
     option("--python", metavar="PATH", help="examine the environment of another interpreter")
     option("--no-torch", action="store_true", help="do not run torch, only look at its files")
-    option("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take; all of --gather")
+    option("--timeout", metavar="SECONDS", type=_seconds, help="the most time that torch, or all of --gather, may take")
     option("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
     option("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
     option("--compare", metavar="FILE", nargs="+", help="compare machines saved by --json; - is stdin")
@@ -42,7 +42,7 @@ def _seconds(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
-    raise ArgumentTypeError("it takes a number of seconds above 0")
+    raise ArgumentTypeError("expected a number of seconds above 0")
 
 
 def run_doctor(arguments: Namespace) -> int:
@@ -55,8 +55,8 @@ def run_doctor(arguments: Namespace) -> int:
         ("--explain", "only prints a page", (*probing, "--verbose", "--json", "--require", "--from", "--no-redact")),
         ("--from", "examines nothing on this machine", probing),
         ("--compare", "reads reports", (*probing, "--from", "--gather", "--explain", "--no-redact", "--verbose")),
-        ("--gather", "compares this very environment", ("--python", "--from", "--explain", "--verbose")),
-        ("--no-torch", "runs no torch", () if "--gather" in given else ("--timeout",)),
+        ("--gather", "compares the environment it runs in", ("--python", "--from", "--explain", "--verbose")),
+        ("--no-torch", "does not run torch", () if "--gather" in given else ("--timeout",)),
         ("--json", "has all facts anyway", ("--verbose",)),
     ):
         if combined := " and ".join(name for name in others if {option, name} <= given):
@@ -72,7 +72,7 @@ def run_doctor(arguments: Namespace) -> int:
             from difflib import get_close_matches
 
             near = get_close_matches(code, codes, 3) or [each for each in codes if each[0] == code[:1]][:3]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"they run from {codes[0]} to {codes[-1]}"
+            hint = f"did you mean {' or '.join(near)}?" if near else f"codes go from {codes[0]} to {codes[-1]}"
             raise UsageError(f"there is no cause {arguments.explain!r}; {hint}")
         show(page_blocks(page(code)), arguments.color)
         return 0

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def doctor(
     python: str = "", *, torch: bool = True, timeout: float = 0.0, progress: Callable[[str], object] | None = None
 ) -> Diagnosis:
-    """Examine this machine, and the environment of ``python`` (this interpreter unless another is named).
+    """Examine this machine and the environment of ``python``, by default this interpreter or one nearby that has torch.
 
     Nothing is changed and torch is not imported into this process; with ``torch=False`` it is not run at all.
-    ``timeout`` is the most seconds that torch may take in its child process; the default is 60, or less if it hangs
-    without working. ``progress`` is called with a few words on the current step.
+    ``timeout`` is the most seconds that torch may take in its child process; by default it is killed after 60, or after
+    15 without doing anything. ``progress`` is called with a few words on the current step.
 
     >>> transload.doctor().status  # doctest: +SKIP
     'ok'

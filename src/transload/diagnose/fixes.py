@@ -370,7 +370,7 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
         others = len(machine.torch.installs or ()) > 1
         here = () if others else ("Then install torch in this environment:", *install_torch(machine, gpu=gpu))
         drop = drop_folder(machine, "PYTHONPATH", folder)
-        return ("pip does not change a torch that PYTHONPATH leads to. Leave its directory out:", *drop, *here)
+        return ("pip does not change a torch that is found through PYTHONPATH. Remove its directory:", *drop, *here)
     release, _, build = (first.version if first else "").partition("+")
     if release not in tables.releases():
         return install_torch(machine, gpu=gpu, force=True)

@@ -93,7 +93,7 @@ class _File:
         """Exactly ``size`` bytes; raises ``_MalformedError`` if the file has fewer."""
         data = self.read(offset, size)
         if len(data) != size:
-            raise _MalformedError(f"cut off: {size} bytes should be at {offset}, and the file has {self.size}")
+            raise _MalformedError(f"cut off: {size} bytes should be at {offset}, but the file has {self.size}")
         return data
 
     def c_string(self, offset: int) -> str:

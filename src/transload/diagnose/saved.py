@@ -29,7 +29,7 @@ def machine_of(document: object, where: str) -> Machine:
     if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
         raise UsageError("it is not a report of transload doctor: it has no object 'machine'", where=where, fix=_FIX)
     if document.get("schema") != 1:
-        raise UsageError(f"its schema is {document.get('schema')!r}, and this transload knows 1", where=where)
+        raise UsageError(f"its schema is {document.get('schema')!r}, but this transload reads only 1", where=where)
     try:
         return machine_from(document["machine"])
     except (ValueError, RecursionError) as error:  # the latter while a deeply nested value is quoted

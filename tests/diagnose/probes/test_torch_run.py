@@ -159,7 +159,7 @@ def test_a_build_for_rocm_is_not_made_to_compile(tmp_path: Path) -> None:
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("class E(Exception):\n  def __str__(self): 1 / 0\nraise E", "E: (its text cannot be made: ZeroDivisionError)"),
+        ("class E(Exception):\n  def __str__(self): 1 / 0\nraise E", "E: (str() raised ZeroDivisionError)"),
         ("(", "SyntaxError: '(' was never closed (torch.py, line 1)"),
     ],
     ids=["library", "exit", "interrupt", "module", "nasty", "syntax"],

@@ -56,7 +56,7 @@ def test_the_fabric_is_down_by_its_state() -> None:
     assert "NVML reports that the fabric is in-progress" in finding_of("S01", machine).evidence
     refused_by_it = replace(nvml_gpu(), fabric="completed", fabric_status=6)
     lines = finding_of("S01", changed(machine, driver__nvml__gpus=(*machine.driver.nvml.gpus, refused_by_it))).evidence
-    assert any(line.startswith("registering NVIDIA H200 with it: ") for line in lines)
+    assert any(line.startswith("registering NVIDIA H200 with the fabric: ") for line in lines)
     assert not finding_of("S01", machine).title.startswith("probably")
 
 

@@ -22,7 +22,7 @@ def test_torchvision_is_made_for_another_torch() -> None:
     machine = beside("torchvision", "0.23.0", wants_torch="==2.8.0")
     assert alarms(machine) == ["P05"]
     found = finding_of("P05", machine, "warning")
-    assert found.evidence == ("torchvision 0.23.0 needs torch 2.8.0, and 2.13.0 is installed",)
+    assert found.evidence == ("torchvision 0.23.0 needs torch 2.8.0, but 2.13.0 is installed",)
     assert any(
         "torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cu130" in line for line in found.fix
     )
@@ -78,10 +78,10 @@ def test_only_what_has_a_source_distribution_is_compiled() -> None:
 
 def test_what_is_compiled_needs_the_toolkit_of_torchs_cuda() -> None:
     machine = beside("flash-attn", undefined=(SYMBOL,))
-    needs = "that needs the toolkit of CUDA 13.0, and"
+    needs = "that needs the toolkit of CUDA 13.0, but"
     for toolkit, words in (
         (Toolkit(), f"Or compile flash-attn ({needs} no nvcc was found):"),
-        (Toolkit("/usr/bin/nvcc", "12.4"), f"Or compile flash-attn ({needs} /usr/bin/nvcc is of 12.4):"),
+        (Toolkit("/usr/bin/nvcc", "12.4"), f"Or compile flash-attn ({needs} /usr/bin/nvcc is from 12.4):"),
         (Toolkit("/usr/bin/nvcc", "13.0.1"), "Or compile flash-attn:"),
     ):
         assert words in finding_of("P06", changed(machine, toolkit=toolkit), "warning").fix

@@ -83,7 +83,7 @@ def clipped(words: object) -> str:
     try:
         return str(words)[:WORDS]
     except BaseException as error:  # noqa: BLE001  as above
-        return "(its text cannot be made: " + type(error).__name__ + ")"
+        return "(str() raised " + type(error).__name__ + ")"
 
 
 def examine(report: Report, torch: Any) -> None:

@@ -39,7 +39,7 @@ def choose(host: Host) -> tuple[Host, str]:
             return replace(host, python=executable), f"transload's own environment has no torch; {how} has one"
     if found and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
         executable, _, _, how = found[0]
-        why = f"transload has an environment of its own, and no torch was found; this is the one of {how}"
+        why = f"transload has an environment of its own, and no torch was found; this one was found through {how}"
         return replace(host, python=executable), why
     return host, "no environment with a torch was found; this is transload's own"
 

@@ -192,7 +192,7 @@ def _signs(host: Host, mounted: tuple[Mount, ...]) -> Iterator[tuple[str, Any, s
             yield "container", kind, why.format(name)
     for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
         if found := re.search(signs["cgroup"], host.text(path, 1 << 14) or ""):
-            yield "container", found.lastgroup, f"{path} names one of {found.lastgroup}"
+            yield "container", found.lastgroup, f"{path} names a container ({found.lastgroup})"
     root = mount_of(mounted, "/")
     if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(signs["layer"], root.detail)):
         yield "container", found.lastgroup, f"/ is a layer of {found.lastgroup}"
@@ -222,7 +222,7 @@ def _signs(host: Host, mounted: tuple[Mount, ...]) -> Iterator[tuple[str, Any, s
     if any("kata-containers" in word or word.startswith("agent.log=") for word in words):
         yield "sandbox", "kata", "the kernel was started by Kata"
     if {"reboot=k", "panic=1"} <= set(words) and not host.is_dir("/sys/class/dmi/id"):
-        yield "sandbox", "firecracker", "the kernel was started as Firecracker does, on a board without a name"
+        yield "sandbox", "firecracker", "the kernel was started as Firecracker starts it, on a board without a name"
     if service := service_of(host):
         yield "service", service, f"/proc/self/cgroup names {service}"
 

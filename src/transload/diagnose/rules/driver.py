@@ -112,7 +112,7 @@ def unsupported(m: Case) -> Found:
         if known.last_branch and branch > known.last_branch and (m.works or m.needs_driver):
             said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
             last = f"the last driver branch for {chip.generation} is {known.last_branch}"
-            evidence = (card, f"{last}, and branch {branch} is installed", said)
+            evidence = (card, f"{last}, but branch {branch} is installed", said)
             (*_, kept, dropped), kepler = fixes.driver_for_cards(m), known.name == "Kepler"
             fix = m.steps("K06", kepler=kepler, newer=not kepler)
             if known.name in dropped:
@@ -140,7 +140,7 @@ def unsupported(m: Case) -> Found:
     said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
     if older:
         card, chip, first = older
-        since = f"its first driver branch is {first}, and branch {branch} is installed"
+        since = f"its first driver branch is {first}, but branch {branch} is installed"
         yield "K09", Match((card, since), likely=chip.inferred)
     elif said:
         yield "K09", Match((*m.card_lines, said))
@@ -444,7 +444,7 @@ def not_ready(m: Case) -> Found:
         m.answer,
         f"{len(switches)} NVSwitches are on the PCI bus" if switches else "",
         f"NVML reports that the fabric is {' and '.join(sorted(states))}" if states else "",
-        *(f"registering {gpu.name} with it: {result('nvml', gpu.fabric_status).text}" for gpu in failed),
+        *(f"registering {gpu.name} with the fabric: {result('nvml', gpu.fabric_status).text}" for gpu in failed),
         "nv-fabricmanager is installed but not running" if stopped else "",
         "nv-fabricmanager is running" if runs else "",
     )
@@ -479,7 +479,7 @@ def divided_card(m: Case) -> Found:
 
     whole = _all_mig(m) and not any(gpu.mig_devices for gpu in nvml.gpus)
     if m.broken and m.code == 100 and whole and not _closed_caps(m):
-        evidence = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
+        evidence = ("MIG is enabled on every card, but NVML sees no MIG device", m.answer)
         yield "M01", Match(evidence, likely=bool(m.surroundings.container))
 
     names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
@@ -547,7 +547,7 @@ def no_start(m: Case) -> Found:
     failed = nvml_answer.state in ("not-loadable", "no-symbol", "crashed") or (nvml_answer.answered and code > 0)
     if driver.cuda.works and failed:
         meaning = result("nvml", code).text if nvml_answer.answered else ""
-        lines = (m.nvml_answer, meaning, f"CUDA works and has {driver.cuda.count} devices")
+        lines = (m.nvml_answer, meaning, f"CUDA works and has {plural(driver.cuda.count, 'device')}")
         yield "U12", Match(lines, severity="note")
 
 

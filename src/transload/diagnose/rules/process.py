@@ -67,7 +67,7 @@ def container(m: Case) -> Found:
     first, snap = m.torch.first, around.docker == "snap"
     lacking = around.docker and not kind and (snap or around.container_toolkit is False)
     if lacking and m.host_has_gpu and not around.wsl:
-        evidence: Lines = ("Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not",)
+        evidence: Lines = ("Docker is installed as a snap" if snap else "Docker is installed, but nvidia-ctk is not",)
         yield "C02", Match(evidence, severity="note")
     chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
     if first and chosen and kind and m.driver.cuda.works:
@@ -386,7 +386,7 @@ def hidden_gpus(m: Case) -> Found:
             cut = f"= {CVD} is cut off at {seen.token!r}"
             yield code, Match((*evidence, left), (cut, *correct), severity)
     if run.count == 0 and run.cuda_works:
-        counted = "torch.cuda.device_count() is 0, and a kernel ran on the GPU"
+        counted = "torch.cuda.device_count() is 0, but a kernel ran on the GPU"
         yield "E13", Match((f"{CVD} is {value!r}", counted), correct, severity="warning")
     places = m.variables.origins.get(CVD, ())
     if places and not m.works and is_cut:
@@ -417,12 +417,12 @@ def other_variables(m: Case) -> Found:
         for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", CVD):
             value = m.env(name)
             if value is not None and visible_devices(value, ("",) * len(gpus)).error:
-                yield "E09", Match((f"{name} is {value!r}", f"there are {len(gpus)} AMD GPUs"), fixes.unset(m, name))
+                yield "E09", Match((f"{name} is {value!r}", f"AMD GPUs found: {len(gpus)}"), fixes.unset(m, name))
                 break
 
     check = "PYTORCH_NVML_BASED_CUDA_CHECK"
     if m.env(check) == "1" and run.available and (not m.works or m.failed("init")):
-        evidence = (f"{check} is '1'", "torch.cuda.is_available() is True, and CUDA does not work")
+        evidence = (f"{check} is '1'", "torch.cuda.is_available() is True, but CUDA does not work")
         yield "E10", Match(evidence, severity="note")
 
     cuda = [gpu for gpu in m.driver.cuda.gpus if gpu.uuid]

@@ -54,7 +54,7 @@ def which_torch(m: Case) -> Found:
     elif absent and python.bits == 32:
         yield "P08", Match((f"{program} is a 32-bit program",), m.steps("P08 bits"))
     elif absent and libc.startswith("musl"):
-        yield "P08", Match((f"the C library is {libc}, and torch has no wheels for it",))
+        yield "P08", Match((f"the C library is {libc}, for which torch has no wheels",))
     elif with_wheel and libc.startswith("glibc ") and () < numbers_of(libc[6:]) < (2, 28) and all_newer:
         needs = f"torch {with_wheel[0]}, the first for Python {python.version}, needs glibc 2.28"
         yield "P08", Match((f"the C library is {libc}", needs))
@@ -182,7 +182,7 @@ def other_build(m: Case) -> Found:
         builds = [name for name in names if name.startswith(gpu.kind)]
         install = fixes.install(m, "torch", index=f"{tables.INDEX}/{builds[-1]}") if builds else ()
         name = " ".join(filter(None, (gpu.name, gpu.detail)))
-        evidence: Lines = (f"torch is {first.version}", f"the GPU is {name}, for {gpu.kind}")
+        evidence: Lines = (f"torch is {first.version}", f"the GPU is {name}, which needs {gpu.kind}")
         fix = (*fixes.uninstall(m, "torch"), *install)
         yield "T07", Match(evidence, fix, severity="error" if sure else "note")
 
@@ -524,9 +524,9 @@ def other_packages(m: Case) -> Found:
         unstable = pin and (_UNSTABLE.search(pin["version"]) or _UNSTABLE.search(release))
         length = 2 if unstable else min(len(wanted), len(installed))
         if pin and release and wanted[:length] != installed[:length]:
-            lines.append(f"{_named(each)} needs torch {pin['version']}, and {release} is installed")
+            lines.append(f"{_named(each)} needs torch {pin['version']}, but {release} is installed")
         elif each.local == "cpu" and m.torch_cuda and each.package == "torchvision":
-            lines.append(f"{_named(each)} is a build without CUDA, and torch has CUDA {m.torch_cuda}")
+            lines.append(f"{_named(each)} is a build without CUDA, but torch has CUDA {m.torch_cuda}")
 
     def with_torch(packages: set[str]) -> Lines:
         """Reinstall companions of torch, from the index of torch's own build."""
@@ -538,7 +538,7 @@ def other_packages(m: Case) -> Found:
         """Compile the packages that have sources, which needs the toolkit that torch was built with."""
         names = [name for name in packages if name in tables.table("packages")["with_sources"].split()]
         here = m.toolkit.version
-        found = f", and {m.toolkit.nvcc} is of {here}" if here else ", and no nvcc was found"
+        found = f", but {m.toolkit.nvcc} is from {here}" if here else ", but no nvcc was found"
         needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{found})" if m.torch_cuda else ""
         words = f"Or compile {', '.join(names)}{purpose}{'' if here and here.startswith(m.torch_cuda) else needs}:"
         commands = (*fixes.install(m, *_COMPILE_WITH), *fixes.install(m, *_COMPILE, *names, force=True))
@@ -562,7 +562,7 @@ def other_packages(m: Case) -> Found:
     if packages:
         fix = with_torch(packages & {*_COMPANIONS}) if packages & {*_COMPANIONS} else ()
         if "bitsandbytes" in packages:
-            fix = (*fix, "Install a bitsandbytes that knows this CUDA:", *fixes.install(m, *_NEWEST, "bitsandbytes"))
+            fix = (*fix, "Install a bitsandbytes for this CUDA version:", *fixes.install(m, *_NEWEST, "bitsandbytes"))
         if others := sorted(packages - {*_COMPANIONS, "bitsandbytes"}):
             fits = f"built for torch {release}{f' and CUDA {m.torch_cuda}' if m.torch_cuda else ''}"
             fix = (*fix, f"Install wheels of {', '.join(others)} {fits}.", *compiled("", others))
@@ -637,7 +637,7 @@ def not_allowed_to_work(m: Case) -> Found:
             yield "X06", Match((torch_says(error), *free, *holders[:6]), likely=not full)
 
     if step and re.search(_STICKY, error):
-        yield "X05", Match((f"in the step {step.name}", torch_says(error)))
+        yield "X05", Match((f"the step {step.name} failed", torch_says(error)))
 
     by_name: dict[str, list[str]] = {}
     for path in m.torch_run.libraries:

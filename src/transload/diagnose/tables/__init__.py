@@ -507,7 +507,7 @@ def choose_wheel(
         return WheelChoice(f"There is no CUDA build of {f'torch {torch}'.strip()} for {platform}.")
     since = f"of torch {torch}" if torch else f"of torch since {releases()[0]}"
     if not with_code and len(cards) > 1:
-        hint = "Show torch one kind of card with CUDA_VISIBLE_DEVICES, with an environment for each kind."
+        hint = "Make an environment for each kind of card, and show torch only that kind with CUDA_VISIBLE_DEVICES."
         return WheelChoice(f"No build {since} has code for all of {_names(cards)}. {hint}")
     if not with_code:
         board = " NVIDIA has wheels of its own for Jetson boards." if set(cards) & TEGRA else ""
