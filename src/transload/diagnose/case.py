@@ -136,7 +136,7 @@ class Case(Machine):
         cuda, nvml, kernel, hardware = self.driver.cuda, self.driver.nvml, self.kernel, self.hardware
         run, first = self.torch_run, self.torch.first
 
-        # -- the nodes of the cards that exist: /dev/nvidia0 and so on; and whether /dev has no NVIDIA node at all
+        # -- the nodes: those of cards that exist, /dev/nvidia0 and so on; and whether /dev has no NVIDIA node at all
         found, at = self.nodes.found, self.nodes.at
         self.card_nodes = tuple(node for node in found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
         self.nodes_absent = bool(found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
@@ -299,7 +299,7 @@ class Case(Machine):
         return ""
 
     def failed(self, *names: str) -> Step | None:
-        """The first failed step of the torch child: of those with these names, or without names of all."""
+        """The first failed step of the torch child, among those with these names or, without names, among all."""
         return next((step for step in self.torch_run.steps if not step.ok and (not names or step.name in names)), None)
 
     def steps(self, name: str, /, **values: object) -> Lines:

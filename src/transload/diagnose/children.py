@@ -38,7 +38,7 @@ _BACKSTOP = 5
 _STDERR = 2  # File descriptors up to this one are replaced in the child.
 _POLL = 1.0  # Seconds between two checks of what a child is doing.
 _SLOW = 1.0  # Seconds after which to report where a child is.
-_IDLE_WORK = 10  # Clock ticks and pages read between two checks up to which a child counts as idle.
+_IDLE_WORK = 10  # A child that uses fewer clock ticks and pages between two checks counts as idle.
 
 _STACK = re.compile(
     rb"(Fatal Python error: .*|Timeout \([\d:.]+\)!|(?:Stack|(?:Current t|T)hread 0x.*) \(most recent call first\):)$"
@@ -178,7 +178,7 @@ class Child(AbstractContextManager["Child"]):
         return self._process.pid if self._process else 0
 
     def end_by(self, deadline: float) -> None:
-        """Move its deadline forward to ``deadline``, on the monotonic clock, if that is sooner."""
+        """Bring its deadline forward to ``deadline``, on the monotonic clock, if that is sooner."""
         self.deadline = min(self.deadline, deadline)
 
     def ended(self) -> bool:
@@ -230,7 +230,7 @@ class Child(AbstractContextManager["Child"]):
         return Outcome(state, tuple(self.records), noise, end, seconds, idle if state == "hung" else 0.0, place)
 
     def close(self) -> bool:
-        """Kill it and everything it started. False if it does not die: then it is left behind."""
+        """Kill it and everything it started. Return ``False`` if it does not die and is left behind."""
         process = self._process
         if process is not None and process.poll() is None:
             with suppress(OSError):  # the group is its session's, and its id cannot be reused before it is reaped
@@ -336,7 +336,7 @@ _FILES = 1 << 12
 
 
 def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str | Unknown, ...]:
-    """Call the functions one after the other in a fork: their results, ``Unknown`` for those not done in time.
+    """Call the functions one after the other in a fork. Return the results, ``Unknown`` for those not done in time.
 
     A call into a broken driver may never return. A process that waits inside a kernel driver cannot be killed, and a
     thread that does so keeps its process from ending; a forked child can be left behind.

@@ -188,7 +188,7 @@ def _facts(machines: Sequence[Machine], *, together: bool) -> Iterator[Fact]:
     # how far the time of each report is from the median, unless many differ from it
     times: dict[str, float] = {}
     for m in machines:
-        with suppress(ValueError):  # a report of another release
+        with suppress(ValueError):  # a report from another release
             times[m.taken] = timegm(strptime(m.taken, "%Y-%m-%dT%H:%M:%SZ"))
     known_times = [times[m.taken] for m in machines if m.taken in times]
     middle = median(known_times) if known_times else 0.0

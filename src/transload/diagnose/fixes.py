@@ -165,7 +165,7 @@ def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
 
 
 def _leads_to(element: str, folder: str) -> bool:
-    """Whether an element of a search path is a folder; a relative element is, if the folder's path ends with it."""
+    """Whether an element of a search path names a folder; a relative one does if the folder's path ends with it."""
     plain, wanted = normpath(element) if element else "", normpath(folder)
     absolute = plain.startswith(("/", "..")) or plain in ("", ".")
     return plain == wanted if absolute else wanted.endswith(f"/{plain}")

@@ -176,7 +176,7 @@ class Gathering:
         return os.path.join(folder, f"rank-{self.rank}.json")
 
     def _write(self, folder: str, text: str, name: str = "") -> None:
-        """Write a file atomically: others wait for its name."""
+        """Write a file atomically: others read it as soon as it appears."""
         path = os.path.join(folder, name) if name else self._report_path(folder)
         with _using(path):
             with open(f"{path}.new", "w", encoding="utf-8") as stream:
@@ -186,7 +186,7 @@ class Gathering:
     def _use_folder(self, child: Child, report: str) -> bool:
         """Put the report into the folder if this or another rank cannot use the store, and return whether it is there.
 
-        The folder tells the others so by existing. Raises if this rank can use neither the store nor the folder.
+        If the folder exists, the others use it, too. Raises if this rank can use neither the store nor the folder.
         """
         lost = child.ended() and not _reported(child, "complete")
         lost = lost or (monotonic() > child.begun + _CONNECT and not _reported(child, "connected"))
@@ -239,7 +239,7 @@ class Gathering:
         found: dict[int, str] = {}
         begun = monotonic()
         while True:
-            last = monotonic() >= self.deadline  # checked before the scan, which so sees all that arrived in time
+            last = monotonic() >= self.deadline  # checked before the scan, so that this sees all that arrived in time
             for folder in folders():
                 with _using(folder), os.scandir(folder) as entries:
                     own = os.stat(self._report_path(folder)).st_mtime_ns

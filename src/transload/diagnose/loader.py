@@ -145,7 +145,7 @@ class Elf:
     bits: int = 64
     soname: str = ""
     needed: tuple[str, ...] = ()
-    run_path: str = ""  # A list of folders: DT_RUNPATH for this file only, else DT_RPATH for all that it loads, too.
+    run_path: str = ""  # A list of folders: DT_RUNPATH, for this file only, else DT_RPATH, also for what it loads.
     interpreter: str = ""  # The loader that a program requests.
     identity: tuple[int, int] = (0, 0)  # Device and inode: the same file under any name.
     dynamic: dict[int, int] = field(default_factory=dict, repr=False)  # Tag → value, the last one of a repeated tag.
@@ -616,7 +616,7 @@ class Process:
         return missing
 
     def _add(self, name: str, new: SharedObject) -> list[SharedObject]:
-        """Map an object and return it in a list; if its file is already mapped, only add the name, and return none."""
+        """Map an object and return it in a list; if its file is already mapped, add the name and return no object."""
         known = self.files.setdefault(new.elf.identity, new)
         for each in filter(None, (name, known.elf.soname)):
             self.names.setdefault(each, known)

@@ -138,7 +138,7 @@ _PUBLIC = re.compile(
     r"\.(?:com|org|co|io)"
 )
 _TECHNICAL = re.compile(r"(?:nvidia|cuda|torch|python|lib|sm_|compute_)[\w.]*|[\d.]+", re.IGNORECASE)
-_SHORTEST = 3  # characters of a host name, and of a user name that is only the start of a word
+_SHORTEST = 3  # the fewest characters of a host name, and of a user name that is only the start of a word
 
 
 class _Redactor:

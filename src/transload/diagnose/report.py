@@ -286,7 +286,7 @@ def page(markdown: str) -> Iterator[Block]:
                 yield BLANK
             copied = kind == "code"
             for line in text.split("\n"):
-                role = "dim" if before == "title" else ""  # the layer
+                role = "dim" if before == "title" else ""  # the layer is below the title
                 yield Prose(((line, role),), lead=(("  ", ""),) if copied else (), whole=kind != "prose")
         before = kind
 

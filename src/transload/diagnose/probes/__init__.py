@@ -38,8 +38,8 @@ def probe(
     """Examine this host and the environment of ``python``; without one, that of an interpreter that has torch.
 
     torch is not run with ``torch=False``, nor if its files show that another file is imported instead. It may take
-    ``timeout`` seconds, ``idle`` of them without work; 0 means the defaults. ``progress`` is called with a few words
-    on the current step, and where torch is while it is slow. There is always an answer: a probe that fails is named in
+    ``timeout`` seconds, ``idle`` of them without work; 0 means the defaults. ``progress`` is called with a few words on
+    the current step and, while torch is slow, on where it is. There is always an answer: a probe that fails is named in
     ``Machine.problems``, and a driver that hangs is killed within ten seconds, and torch with it.
     """
     begun = time.monotonic()
@@ -185,7 +185,7 @@ def _answer(outcome: Outcome, which: str) -> Answer:
 
 _SUSPECTS = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_DEVICE_ORDER")
 _HOPELESS = frozenset({"no-library", "hung", "unasked"})
-"""Then nothing is tried: without a variable the loader does not find more, and a driver that hangs will hang again."""
+"""States without experiments: removing a variable does not help the loader, and a driver that hangs will hang again."""
 
 
 def experiments(host: Host, answered: Cuda, seconds: float) -> tuple[Experiment, ...]:

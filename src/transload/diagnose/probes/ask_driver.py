@@ -183,7 +183,7 @@ def nvml_card(driver: Driver, index: int) -> tuple[ctypes.c_void_p, int]:
 
 
 def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
-    """The fields of an ``NvmlGpu``, or only the code if that is an error. A process is a pid and its bytes."""
+    """The fields of an ``NvmlGpu``, or only the code if that is an error. Each process is a pair: pid and bytes."""
     card, code = nvml_card(driver, index)
     if code:
         return {"index": index, "code": code}

@@ -1,4 +1,4 @@
-"""Sends the reports of all ranks to rank 0 through torch's TCPStore, and its exit code back. Runs in a child: ``ask``.
+"""Sends every rank's report to rank 0 through torch's TCPStore, and its exit code back. Runs in a child; see ``ask``.
 
 The last six arguments are the rank; the number of ranks; the folder with this rank's report, to which rank 0 adds
 those of the others; the name of the result, a file that ends with the exit code and appears in rank 0's folder; the

@@ -36,8 +36,8 @@ def ask_torch() -> None:
         from _thread import start_new_thread
 
         # The parent sees from the stack where this process is. A Python thread prints it while it can get the GIL.
-        # Compiled code that keeps the GIL stops it; the stack cannot change then, and faulthandler's own thread, which
-        # needs no GIL, can read it safely.
+        # Compiled code that keeps the GIL stops this thread; but then the stack cannot change, and faulthandler's own
+        # thread, which needs no GIL, can read it safely.
         def dump() -> None:
             time.sleep(EVERY / 2)
             while True:
@@ -87,7 +87,7 @@ def clipped(words: object) -> str:
 
 
 def examine(report: Report, torch: Any) -> None:
-    """Report all but the import. ``torch.cuda.get_arch_list`` would ask the driver; its private source does not."""
+    """Report all but the import. ``torch.cuda.get_arch_list`` asks the driver; ``_cuda_getArchFlags`` does not."""
 
     def text(find: Any) -> str:
         return quietly(report, "import", lambda: clipped(find() or "")) or ""

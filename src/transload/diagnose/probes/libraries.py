@@ -101,8 +101,8 @@ def preloads(source: str) -> tuple[list[Preload], str, list[Preload]]:
     """What a ``torch/__init__.py`` loads besides its own libraries; nothing if its code is not recognized.
 
     The first list is loaded after ``libtorch_global_deps.so`` if a mapped file has the text in its path; torch silently
-    stops at a library that fails. The second list is loaded if ``libtorch_global_deps.so`` fails because it misses one
-    of them; a library that fails then ends the import.
+    stops at a library that fails. The second list is loaded if ``libtorch_global_deps.so`` fails because one of them is
+    missing; a library that fails then ends the import.
     """
 
     def pairs(text: str) -> list[Preload]:

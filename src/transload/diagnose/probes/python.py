@@ -239,7 +239,7 @@ def _in_folder(host: Host, folder: str) -> str:
 
 
 def interpreter(host: Host, executable: str) -> tuple[str, str, str] | None:
-    """The interpreter at a path, its environment, and the folder of its torch, which may be empty; else ``None``."""
+    """The interpreter at a path, its environment, and the folder of its torch, if any; ``None`` if there is nothing."""
     root, shims, name = executable.rpartition("/shims/")
     if shims and host.is_dir(f"{root}/versions"):  # a script of pyenv that starts the chosen version
         chosen = host.environ.get("PYENV_VERSION", "").partition(":")[0]
@@ -356,8 +356,8 @@ class Distribution(NamedTuple):
     def files(self, pattern: str) -> dict[str, int]:
         """The files in its RECORD that match ``pattern``, relative to ``site``, with their sizes, -1 if it states none.
 
-        The lines are matched with ``pattern`` at once, since most of the 15,000 in torch's RECORD then fail at their
-        first letters. ``pattern`` must not match quotes, commas or line ends, nor contain groups that capture.
+        Lines are not parsed before they are matched: most of the 15,000 in torch's RECORD fail at their first letters.
+        ``pattern`` must not match quotes, commas or line ends, nor contain groups that capture.
         """
         line = re.compile(rf'"?({pattern})"?,[^,\n]*,(\d{{0,19}})'.encode())
         lines = (self.host.data(f"{self.path}/RECORD", _RECORD) or b"").split(b"\n")  # a search takes twice as long

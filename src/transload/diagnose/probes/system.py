@@ -243,7 +243,7 @@ def service_of(host: Host) -> str:
 
 _LONGEST = 1 << 14
 _FILE = 256 << 10
-_MOST_ORIGINS = 8  # files that set one variable
+_MOST_ORIGINS = 8  # the most places listed for one variable
 _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that do not set a variable
 
 
@@ -353,7 +353,7 @@ _MODULE_ROOTS = ("/lib/modules", "/usr/lib/modules", "/run/booted-system/kernel-
 _OBJECT = re.compile(rb"^(\S*/nvidia(?:-(?:current|open|tesla|legacy)[\w-]*)?\.ko(?:\.\w+)?):", re.MULTILINE)
 _FIRMWARE = ("/lib/firmware", "/usr/lib/firmware", "/lib/firmware/updates", "/run/current-system/firmware")
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
-_MOST = 64  # cards, kernels, and nodes of a folder: every MIG instance of every card can have its own
+_MOST = 64  # the most cards, kernels, and nodes of a folder: every MIG instance of every card can have its own
 _DEPENDENCIES = 8 << 20  # a modules.dep has about one megabyte
 _STANZA = 1 << 14  # characters about one package in dpkg's status
 DRIVER_PATIENCE = 0.5  # Seconds for reading the files of all cards: a broken driver may never answer.

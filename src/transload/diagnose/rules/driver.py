@@ -503,7 +503,7 @@ def _closed_caps(m: Case) -> list[Node]:
 
 @rules("variables", "M03")
 def mig_unreachable(m: Case) -> Found:
-    """An old name with a driver from 470 on, or an instance's node that cannot be opened."""
+    """A MIG instance named in the format before driver 470, or whose node cannot be opened."""
     if not m.fails or m.code != 100:
         return
     value, closed = m.env(CVD) or "", _closed_caps(m)

@@ -346,12 +346,12 @@ _WHY = {
     "ambiguous": ("E04", "more than one UUID begins with {token}"),
     "mixed": ("E04", "{token} is of another kind than the first element: a list has either numbers or UUIDs"),
 }
-"""Why ``visible_devices`` stopped reading, the rule that reports it, and how."""
+"""Why ``visible_devices`` stopped reading → the rule that reports it, and its words."""
 
 
 @rules("variables", "E03", "E01", "E02", "E04", "E13", "E07", likely=("E07",))
 def hidden_gpus(m: Case) -> Found:
-    """GPUs hidden by CUDA_VISIBLE_DEVICES: an error if none is left. Where it is set, and what only torch misreads."""
+    """GPUs hidden by CUDA_VISIBLE_DEVICES, an error if none is left; where it is set; values only torch misreads."""
     value, run, nvml = m.env(CVD), m.torch_run, [gpu for gpu in m.driver.nvml.gpus if gpu.code == 0]
     if value is None:
         return

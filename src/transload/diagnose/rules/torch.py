@@ -20,7 +20,7 @@ _ROCM_CARDS = re.compile(r"gfx(?:90[068a]|942|950|1030|110[0-2]|120[01])")
 
 @rules("python", "P09", "P03", "P08", "P07", "P02", "P04", "P01", "W02", likely=("W02",))
 def which_torch(m: Case) -> Found:
-    """Which torch the examined Python imports, and why it has none."""
+    """Which torch the examined Python imports, or why it has none."""
     python, torch, run, libc = m.python, m.torch, m.torch_run, m.platform.libc
     others = tuple(f"another Python has torch: {other}" for other in python.others)
     absent = torch.installs == () and not (torch.shadow or torch.dangling or python.problem)  # certainly
@@ -454,7 +454,7 @@ def driver_and_cards(m: Case) -> Found:
             fix = m.steps("V01", wheel=fix, floor=floor, update=update)
         yield "V01", Match(evidence, fix)
 
-    # or torch was not run, has only PTX for the cards, and the driver is older than the PTX
+    # torch says so; or it was not run, has only PTX for the cards, and the driver is older than the PTX
     compiled = [code for code in codes if code.startswith("sm_")]
     ptx, native = (any(tables.covers(some, card.capability, wheel) for card in m.cards) for some in (codes, compiled))
     older = m.torch_not_run and wheel and proven and 0 < driver < wheel[0] * 1000 + wheel[1] * 10
