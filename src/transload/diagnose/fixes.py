@@ -274,7 +274,7 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
 # -- Python packages, with the tool of the examined environment, and which torch to install
 
 _COMPANIONS = ("torchvision", "torchaudio")
-_CONDAS = ("conda", "pixi")
+CONDAS = ("conda", "pixi")
 
 
 def wheel_choice(machine: Machine, torch: str = "") -> tables.WheelChoice:
@@ -313,10 +313,10 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
     wanted, source = (f"torch=={choice.torch_version}", *companions), f"pytorch-{choice.build}"
     likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
     why = f"Why this build{likely}: {choice.reason}"
-    if tool in _CONDAS and first and installed == choice.torch_version and _major(first.cuda) == _major(cuda):
+    if tool in CONDAS and first and installed == choice.torch_version and _major(first.cuda) == _major(cuda):
         # conda's torch is the right one; without force conda keeps a broken package that meets the request
         lines, why = conda(machine, f'"pytorch={choice.torch_version}"', *companions, force=True), ""
-    elif tool in _CONDAS:
+    elif tool in CONDAS:
         lines = conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *companions)
         why = f"Why CUDA {cuda}, judged by PyTorch's wheels{likely}: {choice.reason}"
     elif tool == "poetry" and choice.index_url:
@@ -334,7 +334,7 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
     lines = (*lines, why) if why else lines
     if not choice.needs_driver:
         same = installed == choice.torch_version != newest.torch_version
-        if not same or newest.needs_driver or tool in _CONDAS:
+        if not same or newest.needs_driver or tool in CONDAS:
             return lines
         better = f"{newest.torch_version} {newest.build}"
         return (*lines, f"You have this release; the newest that works on this machine is {better}.")
@@ -433,7 +433,7 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
 def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
     """Install Python packages into the examined environment."""
     tool, project = _tools(machine)
-    if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
+    if tool in CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return conda(machine, *names, force=force)
     wanted = " ".join(map(quote, requirements))
     plain = not any(each.startswith("-") for each in requirements)  # options of pip, which a project's tool lacks
@@ -458,7 +458,7 @@ def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Lines:
     """Reinstall the conda-forge packages that contain some libraries; nothing outside of conda."""
     known = tables.table("packages")["conda_forge_libraries"].items()
     names = sorted({package for name in libraries for start, package in known if name.startswith(start)})
-    return conda(machine, *names, force=True) if names and _tools(machine)[0] in _CONDAS else ()
+    return conda(machine, *names, force=True) if names and _tools(machine)[0] in CONDAS else ()
 
 
 def uninstall(machine: Machine, *packages: str) -> Lines:
@@ -466,7 +466,7 @@ def uninstall(machine: Machine, *packages: str) -> Lines:
     (tool, project), listed = _tools(machine), " ".join(packages)
     if machine.python.externally_managed:
         return ()
-    if tool in _CONDAS and (names := _conda_names(packages)):
+    if tool in CONDAS and (names := _conda_names(packages)):
         remove = "pixi remove" if tool == "pixi" else f"conda remove --force{_prefix(machine)}"
         return (f"$ {remove} {' '.join(names)}",)
     if project and project != "uv":
@@ -488,7 +488,7 @@ def _tools(machine: Machine) -> tuple[str, str]:
     The second is the same tool if it locks the packages of a project, and so undoes what others install; else empty.
     """
     tool, first = machine.python.tool, machine.torch.first
-    if tool in _CONDAS and first and first.installer in ("pip", "uv"):
+    if tool in CONDAS and first and first.installer in ("pip", "uv"):
         tool = first.installer
     return tool, tool if tool in ("poetry", "pdm") or (tool == "uv" and machine.python.project) else ""
 

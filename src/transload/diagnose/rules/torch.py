@@ -302,7 +302,7 @@ def mixed_libraries(m: Case) -> Found:
         too_old = m.torch_not_run and len(found) == 2 and found < wanted
         yield "L02", Match(lines, _drop(m, lib), severity="error" if too_old else "note", likely=too_old)
 
-    conda = m.python.environment in ("conda", "pixi") and prefix
+    conda = m.python.environment in fixes.CONDAS and prefix
     from_conda = [lib for lib in shadowed if conda and dirname(lib.path) == f"{prefix}/lib"]
     if from_conda:
         broken = bool(symbol or step)
@@ -361,7 +361,7 @@ def other_libraries(m: Case) -> Found:
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith(("GLIBCXX_", "CXXABI_"))]
     if found or (lacking and m.torch_not_run):
         fix = m.steps("L12")
-        if m.python.environment in ("conda", "pixi"):
+        if m.python.environment in fixes.CONDAS:
             fix = fixes.conda(m, "libstdcxx-ng")
         place = dirname(found["library"]) if found else ""
         if place and place in path:
@@ -369,7 +369,7 @@ def other_libraries(m: Case) -> Found:
         yield "L12", Match((error, *(f"not defined: {each}" for each in lacking[:3])), fix)
 
     if "undefined symbol: iJIT_" in m.import_error:
-        of_conda = m.python.environment in ("conda", "pixi")
+        of_conda = m.python.environment in fixes.CONDAS
         yield "L13", Match((error,), fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1"))
 
     if found := _DLL.search(m.import_error):
@@ -493,7 +493,6 @@ def driver_and_cards(m: Case) -> Found:
 # -- other packages: torch works without them, so these are warnings
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchtext", "torchcodec")
-_OF_DRIVER = ("libcuda.so", "libnvidia-")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"bitsandbytes_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 # Without dependencies: the installer might replace the torch build that works.
@@ -554,9 +553,9 @@ def other_packages(m: Case) -> Found:
     examined = [each for each, of in libraries if not of or of["cuda"].startswith(ours)]
     lines, packages = [], set()
     for each in examined:
-        name, missing = each.library or _named(each), [lib for lib in each.missing if not lib.startswith(_OF_DRIVER)]
+        name = each.library or _named(each)
         what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
-        what += [f"{name} needs {lib}, which is not found anywhere" for lib in missing[:2]]
+        what += [f"{name} needs {lib}, which is not found anywhere" for lib in each.missing[:2]]
         lines += what
         packages |= {each.package} if what else set()
     if packages:
