@@ -101,14 +101,14 @@ def load(
     """
     # torch's rule, with its two environment variables.
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    forced, freed = (os.environ.get(name, "0").lower() in ("1", "y", "yes", "true") for name in names)
-    if forced and freed:
+    forced_on, forced_off = (os.environ.get(name, "0").lower() in ("1", "y", "yes", "true") for name in names)
+    if forced_on and forced_off:
         raise LoadError(f"{' and '.join(names)} are both set", fix="Unset one of them.")
     if weights_only is None:
-        weights_only = pickle_module is None and not freed
-        if freed:
+        weights_only = pickle_module is None and not forced_off
+        if forced_off:
             warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: the file may run code", stacklevel=2)
-    trusted = not (weights_only or forced)
+    trusted = not (weights_only or forced_on)
     encoding = _check_pickle_arguments(pickle_load_args, pickle_module, trusted=trusted)
     is_path = isinstance(f, str | os.PathLike)
     if mmap and not is_path:
@@ -119,7 +119,7 @@ def load(
         config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)
         mapped = config is not None and bool(config.load.mmap)
     settings = check_settings(threads, pinned_mb, direct)
-    # First without the tree of the pickle, where ordinary tensors are only counted; if something is wrong, with it.
+    # First without the tree of the pickle, which only counts ordinary tensors; if something is wrong, again with it.
     for tree in (True,) if trusted else (False, True):
         with gc_paused(user_objects=trusted), OpenCheckpoint(f, tree=tree) as opened:
             checkpoint = opened.checkpoint
@@ -169,7 +169,7 @@ def load(
 
 
 def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> str:
-    """The encoding; an error if an argument is unknown, or has no effect on a file that is not trusted."""
+    """Return the encoding; raise if an argument is unknown, or has no effect on a file that is not trusted."""
     known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
     odd = next((name for name in given if name not in known), None)
     if odd is not None:
@@ -191,7 +191,7 @@ def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, tru
 
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
-    """Raise if the file must not be loaded; in this order, so that what is not a checkpoint is never called unsafe."""
+    """Raise if the file must not be loaded. Damage comes first: what is not a checkpoint is never called unsafe."""
     # A sound file with nothing but tensors needs no further checks.
     plain = checkpoint.counted or checkpoint.format == "safetensors"
     plain = plain and not checkpoint.problems and checkpoint.safety == "data-only"
@@ -211,7 +211,7 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 
 def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Settings:
-    """The settings that the caller gave, checked."""
+    """Check the caller's settings, and return them."""
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise UsageError(f"threads={threads!r} is not a number of threads", fix="Pass 1 or more, or leave it out.")
     least = SLOT_PAIR >> 20
@@ -256,7 +256,7 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
 
 # -- storages: each is read once, into freshly allocated memory, and put on its device
 #
-# Storages whose bytes in the file are those in memory, and that go to the host or to a CUDA device, are read together
+# Storages that have the same bytes in the file as in memory, and go to the host or to a CUDA device, are read together
 # by the engine. The others are read one by one: those that are compressed, or in the other byte order, or go to a
 # device that only torch, or the caller's map_location function, can copy to.
 
@@ -271,13 +271,13 @@ class ReadOptions(NamedTuple):
     verify: bool = False
     """Compare every checksum there is."""
     mapped: bool = False
-    """Map the file instead of reading it, where its bytes are those in memory."""
+    """Map the file instead of reading it, where its bytes are the same as in memory."""
     report_progress: ReportProgress | None = None
     settings: Settings = Settings()
 
 
 def read_storages(piece: Piece, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
-    """Every storage of a checkpoint on its device, by id."""
+    """Read every storage of a checkpoint to its device; return them by id."""
     reader = _Reader(piece, device_map, options)
     storages = piece.checkpoint.storages
     together = reader.together(storages)
@@ -294,7 +294,7 @@ def read_ranges(
     report_progress: ReportProgress | None = None,
     checksums: Checksums | None = None,
 ) -> None:
-    """``engine.read_ranges``; few bytes for host memory are read in this thread, without importing the engine."""
+    """Call ``engine.read_ranges``, or read few bytes for host memory in this thread, without importing the engine."""
     few = sum([request[2] for request in requests]) < FEW_BYTES
     if not few or settings != Settings() or {request[3] for request in requests} != {"cpu"}:
         from transload.loading.engine import read_ranges
@@ -329,21 +329,21 @@ class _Reader:
         # The path may lead to another file by now.
         if isinstance(source, FileSource) and source.size and source.is_same_file(piece.path):
             # Whether the program has set torch's mmap options so that writes go to the file.
-            ask = getattr(torch.serialization, "get_default_mmap_options", None)
+            mmap_options = getattr(torch.serialization, "get_default_mmap_options", None)
             shared = False
-            if ask is not None and sys.platform != "win32":
+            if mmap_options is not None and sys.platform != "win32":
                 from mmap import MAP_SHARED
 
-                shared = bool(ask() == MAP_SHARED)
-            # No mmap here, no address space, or a file that was just truncated: reading reports which.
+                shared = bool(mmap_options() == MAP_SHARED)
+            # Mapping fails without mmap or address space, or if the file was just truncated: reading reports which.
             with suppress(RuntimeError):
                 self._map = torch.UntypedStorage.from_file(piece.path, shared, source.size)
         # The byte order if the archive does not say: little, unless the program has set another default in torch.
         self._big_endian = False
-        ask = getattr(torch.serialization, "get_default_load_endianness", None)
-        silent = piece.checkpoint.format == "torch-zip" and "byteorder" not in dict(piece.checkpoint.facts)
-        if silent and ask is not None:
-            default = ask()
+        default_order = getattr(torch.serialization, "get_default_load_endianness", None)
+        is_unstated = piece.checkpoint.format == "torch-zip" and "byteorder" not in dict(piece.checkpoint.facts)
+        if is_unstated and default_order is not None:
+            default = default_order()
             named = "little" if default is None else str(default.name).lower()
             self._big_endian = (sys.byteorder if named == "native" else named) == "big"
 
@@ -354,7 +354,7 @@ class _Reader:
         return Content(self._piece.checkpoint, self._piece.open)
 
     def together(self, storages: Sequence[Storage]) -> dict[str, torch.UntypedStorage]:
-        """The storages whose bytes in the file are those in memory, by id: all read in one call."""
+        """Read all storages that have the same bytes in the file as in memory, in one call; return them by id."""
         if self._faked or self._skips or self._map is not None:
             return {}
         known = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
@@ -372,7 +372,7 @@ class _Reader:
         return self._read(plain, devices) if plain else {}
 
     def _read(self, storages: Sequence[Storage], devices: Mapping[str, str]) -> dict[str, torch.UntypedStorage]:
-        """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is cut or damaged."""
+        """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is truncated or damaged."""
         sources: list[Source] = []
         numbers: dict[str, int] = {}
         requests: list[ReadRequest] = []
@@ -385,10 +385,10 @@ class _Reader:
                 sources.append(packed or self._piece.open(storage.file))
             where = numbers[storage.file], storage.offset or 0, storage.nbytes, devices[storage.device]
             requests.append(_new(ReadRequest, where))
-        held: dict[int, torch.UntypedStorage] = {}
+        targets: dict[int, torch.UntypedStorage] = {}
 
         def address_of(index: int) -> int:
-            made = held[index] = self._empty(storages[index], requests[index][3])
+            made = targets[index] = self._empty(storages[index], requests[index][3])
             return made.data_ptr()  # type: ignore[no-any-return]
 
         options = self._options
@@ -404,7 +404,7 @@ class _Reader:
         if checksums is not None:
             for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
                 self._check_sum(storage, value)
-        return {storage.id: held[index] for index, storage in enumerate(storages)}
+        return {storage.id: targets[index] for index, storage in enumerate(storages)}
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         if self._faked or self._device_map.planned_device(storage.device) == "meta":
@@ -417,26 +417,26 @@ class _Reader:
         if self._skips or not storage.nbytes:
             return self._device_map.put(self._empty(storage), storage.device)
         is_swapped = (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
-        # Where its bytes are, if the file has all of them as they are.
+        # Where its bytes begin, if the file has all of them, and not compressed.
         start = None if storage.compressed or storage.stored < storage.nbytes else storage.offset
         if self._map is not None and start is not None and start % _ALIGNED == 0 and not is_swapped:
-            held: torch.UntypedStorage = self._map[start : start + storage.nbytes]
+            loaded: torch.UntypedStorage = self._map[start : start + storage.nbytes]
             if self._options.verify:
                 from zlib import crc32
 
-                self._check_sum(storage, crc32(memory_at(held.data_ptr(), held.nbytes())))
+                self._check_sum(storage, crc32(memory_at(loaded.data_ptr(), loaded.nbytes())))
             if self._options.report_progress is not None:
                 self._options.report_progress(storage.nbytes)
         elif start is not None or storage.compressed:
-            held = self._read([storage], {storage.device: "cpu"})[storage.id]
+            loaded = self._read([storage], {storage.device: "cpu"})[storage.id]
         else:
             raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
         if is_swapped:
             dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
             if dtype is None:
                 raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be byte-swapped")
-            held.byteswap(dtype)
-        return self._device_map.put(held, storage.device)
+            loaded.byteswap(dtype)
+        return self._device_map.put(loaded, storage.device)
 
     @cached_property
     def _dtypes(self) -> dict[str | None, str]:

@@ -11,38 +11,38 @@ _KINDS = ("cuda", "xpu", "hpu", "mtia")
 
 
 def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devices:
-    """All devices of this machine; with free memory for those that tensors saved on ``names`` may go to."""
+    """All devices of this machine, with the free memory of those that tensors saved on ``names`` may go to."""
     import torch
 
-    # torch.cuda and the like, those that work. The last is the backend that a third-party package has registered
-    # (npu, mlu …), which torch has no public function for.
-    added = str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001
+    # The modules that work, such as torch.cuda. The last one is that of the backend that a third-party package has
+    # registered (npu, mlu …). torch has no public function that names it.
+    backend = str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001
     modules: dict[str, Any] = {}
-    for kind in (*_KINDS, *(() if added == "privateuseone" else (added,))):
+    for kind in (*_KINDS, *(() if backend == "privateuseone" else (backend,))):
         module: Any = getattr(torch, kind, None)
         complete = all(hasattr(module, name) for name in ("is_available", "device_count", "current_device"))
         if complete and module.is_available() and module.device_count():
             modules[kind] = module
     here = [f"{kind}:{index}" for kind, module in modules.items() for index in range(module.device_count())]
-    alone = []
+    mps = []
     if torch.backends.mps.is_available():
-        most = getattr(torch.mps, "recommended_max_memory", None)
-        total = int(most()) if most else -1
-        alone = [Device("mps", total - int(torch.mps.driver_allocated_memory()) if most else -1, total)]
-    if not here and not alone:
+        recommended = getattr(torch.mps, "recommended_max_memory", None)
+        total = int(recommended()) if recommended else -1
+        mps = [Device("mps", total - int(torch.mps.driver_allocated_memory()) if recommended else -1, total)]
+    if not here and not mps:
         why = "CUDA does not work here, and `transload doctor` says why"
         if not torch.version.cuda and not torch.version.hip:
             why = f"this torch ({torch.__version__}) is built without CUDA"
         return Devices((host,), rank=rank, absent=why)
     current = next((f"{kind}:{module.current_device()}" for kind, module in modules.items()), "mps")
-    silent = Devices((host, *map(Device, here), *alone), current, rank)
-    # The devices whose free memory matters: all of them if absent ones may be spread over them.
-    found = [silent.get(name) for name in names]
-    asked = {silent.own, *(device.name for device in found if device)}
+    unmeasured = Devices((host, *map(Device, here), *mps), current, rank)
+    # Measure the devices that may be used: all of them if tensors of absent devices may be spread over them.
+    found = [unmeasured.get(name) for name in names]
+    measured = {unmeasured.own, *(device.name for device in found if device)}
     if None in found and len(set(names)) > 1 and rank is None:
-        asked = {device.name for device in silent.accelerators}
-    cards = [_card(modules[split(name)[0]], name) if name in asked else Device(name) for name in here]
-    return Devices((host, *cards, *alone), current, rank)
+        measured = {device.name for device in unmeasured.accelerators}
+    cards = [_card(modules[split(name)[0]], name) if name in measured else Device(name) for name in here]
+    return Devices((host, *cards, *mps), current, rank)
 
 
 def _card(module: Any, name: str) -> Device:
@@ -51,7 +51,7 @@ def _card(module: Any, name: str) -> Device:
     try:
         free, total = module.mem_get_info(index)
         reserve = module.memory_reserved(index) - module.memory_allocated(index)  # torch's cache is free, too
-    except (AttributeError, RuntimeError):  # some devices do not say
+    except (AttributeError, RuntimeError):  # some devices do not report their memory
         return Device(name, label=label)
     return Device(name, int(free + max(0, reserve)), int(total), label)
 

@@ -1,4 +1,4 @@
-"""Objects from the inert graph of a pickle, through a fixed table: what a restricted unpickler does, without a pickle.
+"""Builds objects from the inert graph of a pickle, through a fixed table, as a restricted unpickler would.
 
 ``build_object`` is the entry point: a ``_Builder`` walks over the graph. ``ordinary`` makes most tensors of most files;
 a ``Rebuilder``, imported when first needed, makes all others, and rarer values.
@@ -57,7 +57,7 @@ def build_object(
     encoding: str = "utf-8",
     pickle: Pickle | None = None,
 ) -> Any:
-    """The object that a pickle describes, by default the main one, over storages that were read.
+    """Build the object that a pickle describes, by default the main one, over storages that were read.
 
     ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that is not allowed.
     """
@@ -81,7 +81,7 @@ class _Builder:
 
     ``made`` has the objects so far, by the identity of their nodes. A generator makes the object of a node: it yields
     the nodes it needs, and is sent their objects. Lists and dictionaries are made first and filled later, so they may
-    contain themselves; tuples and results of calls are made when their parts are there.
+    contain themselves; tuples and results of calls are made after their parts.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class _Builder:
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
         self._known = entries(piece.checkpoint.storages, storages, device_map)
         self._names = {node: _name_of(node) for node in pickle.globals.values()}
-        self._single = ordinary(self._known, self.made, self._names)
+        self._make_ordinary = ordinary(self._known, self.made, self._names)
 
     @cached_property
     def _rebuilder(self) -> Rebuilder:
@@ -111,13 +111,13 @@ class _Builder:
         return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode())
 
     def run(self) -> Any:
-        """The object of the root and of all that it refers to; ``Malformed`` if it is malformed."""
+        """Build the root and everything it refers to; ``Malformed`` if that is not possible."""
         if self._pickle.built:
             raise Malformed("attributes of something that cannot have any")
         node = root = self._pickle.root
         made, atoms, ready = self.made, self._atoms, self._ready
         begun: set[int] = set()
-        waiting: dict[int, list[_Task]] = {}  # for something that is not made yet
+        waiting: dict[int, list[_Task]] = {}  # tasks that need an object which is not made yet
         stack: list[_Task] = [(root, None, ())]
         try:
             while stack:
@@ -146,8 +146,8 @@ class _Builder:
         return root if type(root) in atoms else made[id(root)]
 
     def _ready(self, nodes: Iterable[Any]) -> list[Any] | None:
-        """The objects of nodes that are made, or can be made in one step; ``None`` if any cannot."""
-        atoms, made, single = self._atoms, self.made, self._single
+        """The objects of nodes, if each is made or can be made in one step; else ``None``."""
+        atoms, made, make_ordinary = self._atoms, self.made, self._make_ordinary
         values: list[Any] = []
         append = values.append
         missing = False
@@ -158,7 +158,7 @@ class _Builder:
             ident = id(node)
             value = made.get(ident)
             if value is None and ident not in made:
-                value = single(node)
+                value = make_ordinary(node)
                 if value is None:
                     missing = True
                     continue
@@ -208,7 +208,7 @@ class _Builder:
 
     def _call(self, node: Call) -> _Steps:
         """Make the result of a call, then append to it, set its items and its state."""
-        tensor = self._single(node, self._checked)
+        tensor = self._make_ordinary(node, self._checked)
         if tensor is not None:
             self.made[id(node)] = tensor
             return
@@ -224,7 +224,7 @@ class _Builder:
                 from transload.loading.rebuild import value_of
 
                 made = value_of(value, tuple((yield node.args)))
-            else:  # what is called is looked up first
+            else:  # look up what is called first
                 target, *found = yield (node.callee, *node.args)
                 kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
                 made = self._rebuilder.call_attribute(target, node.kind, tuple(found), kwargs)
@@ -370,14 +370,14 @@ def kind_of(name: str, device: torch.device) -> Kind:
 
 
 def entries(
-    storages: Iterable[Storage], held: Mapping[str, torch.UntypedStorage], device_map: DeviceMap
+    storages: Iterable[Storage], loaded: Mapping[str, torch.UntypedStorage], device_map: DeviceMap
 ) -> dict[str, Entry]:
     """The entry of each storage, by id."""
     by_tag = bool(device_map.locations)  # a map_location function may put storages of one tag on several devices
     kinds: dict[tuple[str, Any], Kind] = {}
     found: dict[str, Entry] = {}
     for each in storages:
-        storage = held[each.id]
+        storage = loaded[each.id]
         key = each.dtype, each.device if by_tag else storage.device
         kind = kinds.get(key)
         if kind is None:
@@ -387,7 +387,7 @@ def entries(
 
 
 def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tensor | None:
-    """A contiguous tensor within a storage; ``None`` if it has no elements, or if the arguments are anything else."""
+    """A contiguous tensor within a storage; ``None`` for one without elements, and for any other arguments."""
     storage, nbytes, kind = entry
     empty = kind[0]
     if type(size) is not tuple or type(stride) is not tuple or type(offset) is not int or offset < 0 or empty is None:
@@ -409,10 +409,10 @@ def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tens
 
 
 def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Callable[..., Any]:
-    """A function that makes the tensor or parameter of a call, and puts its hooks into ``made``; else gives ``None``.
+    """Return a function that makes the tensor or parameter of a call, and puts its hooks into ``made``.
 
-    ``names`` are the current names of the globals in the file. Its second argument, if given, is called with the entry
-    and the arguments of a tensor whose offset, size or stride needs all checks.
+    It returns ``None`` for any other node. Its second argument, if given, is called with the entry and the arguments
+    of a tensor whose offset, size or stride needs all checks. ``names`` are the current names of the file's globals.
     """
     from torch.nn import Parameter
 
@@ -435,10 +435,10 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         if type(pid) is not tuple or not (len(pid) == 5 or (len(pid) == 6 and pid[5] is None)):
             return None
         entry = known.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
-        # An empty storage may have another class in each id.
+        # The ids of an empty storage may name different classes.
         if entry is None or not entry[1] or id(hooks) in made or not is_empty_call(hooks, ordered_dict):
             return None
-        if dtype is not None:  # the newer dtypes have no storage class, and are an argument
+        if dtype is not None:  # newer dtypes have no storage class: they are an argument
             untyped, nbytes, _ = entry
             key = names.get(dtype, "") if type(dtype) is Global else "", untyped.device
             if key not in kinds:

@@ -43,17 +43,17 @@ from transload.loading.jobs import (
 )
 
 MOST_RING = 12
-"""Lanes to a device. On an H200 with PCIe 5, 8 reach 87 % of the bus's bandwidth, 12 reach 94 %, 16 no more."""
+"""The most lanes to a device. On an H200 with PCIe 5, 8 reach 87 % of the bus's bandwidth, 12 94 %, 16 no more."""
 _MOST_HOST = 16
 _MOST_DIRECT = 8  # reads that bypass the page cache wait for the disk, not for a core: more of them than cores pay
 _FEW_CORES = 2
-"""With so few, the device copies from the page cache itself: 18.8 GB/s with one core, against 7.6 through the ring;
-20.9 with two, against 14.4. With four cores the ring is faster."""
+"""With at most this many, the device copies from the page cache itself: 18.8 GB/s with one core, against 7.6 through
+the ring; 20.9 with two, against 14.4. With four cores the ring is faster."""
 _COLD = 0.5
 _WARM = 0.95
 _SAMPLES = 64
 _POLL = 0.05
-"""Seconds between two looks at how far the threads are."""
+"""Seconds between two checks of the progress of the threads."""
 SLOTS = 2
 """Slots per lane: one is read into while the device copies from the other. Four were not faster."""
 KEPT = 16
@@ -61,7 +61,7 @@ KEPT = 16
 _GROUP = 8
 """Jobs whose pages are pinned together: 32 MiB."""
 _IN_FLIGHT = 2
-"""Such groups at a time: the device copies from one while the next is pinned."""
+"""Pinned groups at a time: the device copies from one while the next is pinned."""
 
 # -- how to read
 
@@ -142,7 +142,7 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
 
 
 def forecast(path: str, host: int, cuda: int) -> Choice:
-    """The choice for so many bytes of a file; for a directory, whether it is cached counts as unknown."""
+    """The choice for this many bytes of a file. How much of a directory is cached counts as unknown."""
     if host + cuda < FEW_BYTES:
         return choose(Facts(host, cuda, 1, None))
     from transload.io.pool import cores
@@ -196,7 +196,7 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: Repor
         _run_lane(jobs, lanes[0], report_progress)
         return
     queue: SimpleQueue[Job | None] = SimpleQueue()
-    news: SimpleQueue[None] = SimpleQueue()
+    wakeups: SimpleQueue[None] = SimpleQueue()
     errors: list[BaseException] = []
     # ``Thread.is_alive`` is not reliable: after an interrupted ``join``, Python before 3.13 takes a running thread for
     # dead. So these lists say which lanes have begun and ended.
@@ -222,12 +222,12 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: Repor
             stopped = True
         finally:
             ended.append(lane)
-            news.put(None)
+            wakeups.put(None)
 
     def sleep() -> None:
         """Wait until a thread ends, but briefly: Python handles signals only in between."""
         with suppress(Empty):
-            news.get(timeout=_POLL)
+            wakeups.get(timeout=_POLL)
 
     threads = [Thread(target=run, args=(lane,), daemon=True) for lane in lanes]
     started = reported = 0
@@ -255,7 +255,7 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: Repor
         # Stop the threads that still run, and wait until they have ended, even if Ctrl-C is pressed again.
         waiting = True
         while waiting:
-            with suppress(KeyboardInterrupt):  # what led here is raised when they have ended
+            with suppress(KeyboardInterrupt):  # the original exception is raised when they have ended
                 stopped = True
                 while len(ended) < len(begun):
                     queue.put(None)
@@ -348,7 +348,7 @@ class Transfer:
     checksums: Checksums | None
     huge: bool = False
     addresses: dict[int, int] = field(default_factory=dict)
-    """The address of each request, known before a job with it is taken."""
+    """The address of each request, known before a lane takes a job with that request."""
     fences: dict[str, int] = field(default_factory=dict)
     """For each device, the event after which its memory may be written."""
     _events: list[Any] = field(default_factory=list)
@@ -406,7 +406,7 @@ class RingLane:
         self._turn = 0
         self._used: set[int] = set()
         self._device = -1
-        self._before = 0
+        self._previous_context = 0
         self._fence = 0
         self._host: HostLane | None = None
 
@@ -424,7 +424,7 @@ class RingLane:
             if self._device >= 0:  # it may be the program's main thread
                 self._used.clear()
                 self._device, self._fence = -1, 0
-                self._driver.set_context(self._before)
+                self._driver.set_context(self._previous_context)
 
     def _do_jobs(self, next_job: NextJob) -> None:
         while (job := next_job()) is not None:
@@ -459,11 +459,11 @@ class RingLane:
         driver.record_event(slot.busy, stream)
 
     def _stream_on(self, name: str) -> int:
-        """Make a device current; the lane's stream there, which waits until its memory may be written."""
+        """Make a device current; return the lane's stream there, which waits until the memory may be written."""
         device = int(name.partition(":")[2] or 0)
         if device != self._device:
             if self._device < 0:
-                self._before = self._driver.current_context()
+                self._previous_context = self._driver.current_context()
             self._driver.set_device(device)
             self._device, self._fence = device, 0
             self._used.add(device)
@@ -485,9 +485,9 @@ class RingLane:
     def _drain(self) -> None:
         """Wait for all devices, even if one of them fails; the lane is then not reused."""
         self.reusable, self._host = False, None
-        with ExitStack() as all_of_them:
+        with ExitStack() as waits:
             for device in self._used & self._streams.keys():
-                all_of_them.callback(self._wait_for, device)
+                waits.callback(self._wait_for, device)
         for slot in self._slots:
             slot.busy = 0
         self.reusable = True
@@ -500,8 +500,8 @@ class RingLane:
     def close(self) -> None:
         """Release everything, as far as the devices allow."""
         driver = self._driver
-        with suppress(DriverError), ExitStack() as last:
-            last.callback(driver.set_context, driver.current_context())
+        with suppress(DriverError), ExitStack() as cleanup:
+            cleanup.callback(driver.set_context, driver.current_context())
             for device, stream in self._streams.items():
                 driver.set_device(device)
                 for slot in self._slots:
@@ -571,7 +571,7 @@ class MappedLane(RingLane):
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self._parts: deque[_Part] = deque()
-        self._made = 0
+        self._part_count = 0
 
     def _do_jobs(self, next_job: NextJob) -> None:
         while taken := list(islice(iter(next_job, None), _GROUP)):
@@ -592,7 +592,7 @@ class MappedLane(RingLane):
             self._finish_oldest()
 
     def _copy_from_file(self, jobs: list[Job]) -> bool:
-        """Let the device copy from the file's pages; false if it cannot, or if checksums are wanted.
+        """Let the device copy from the file's pages; return false if it cannot, or if checksums are wanted.
 
         The host must not touch the mapped pages: if another process has just truncated the file, that is a SIGBUS.
         """
@@ -614,8 +614,8 @@ class MappedLane(RingLane):
             part.close()
             return False
         self._parts.append(part)
-        part.event = self._event(SLOTS + self._made % _IN_FLIGHT)
-        self._made += 1
+        part.event = self._event(SLOTS + self._part_count % _IN_FLIGHT)
+        self._part_count += 1
         addresses = self.transfer.addresses
         self._driver.copy(
             [(addresses[request] + at, part.shift + offset, n) for offset, request, at, n in runs], stream
@@ -637,6 +637,6 @@ class MappedLane(RingLane):
 
     def _drain(self) -> None:
         super()._drain()
-        with ExitStack() as all_of_them:
+        with ExitStack() as releases:
             while self._parts:
-                all_of_them.callback(self._release, self._parts.popleft())
+                releases.callback(self._release, self._parts.popleft())

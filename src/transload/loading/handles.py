@@ -127,8 +127,8 @@ class Handle(Mapping[str, "torch.Tensor"]):
         for leaf in checkpoint.leaves:
             if leaf.name in out:
                 continue
-            held = opened.node(leaf.path)
-            node = held[1] if held else leaf
+            found = opened.node(leaf.path)
+            node = found[1] if found else leaf
             raw = raw_bytes(node) if type(node) is Call else None
             value: Any = node if raw is None else bytes(raw)
             if not isinstance(value, bool | int | float | str | bytes | None):  # fall back to its text
@@ -241,7 +241,7 @@ class Opened(OpenCheckpoint):
 
     ``map_location`` is as for ``transload.load``; the plan is made when first needed. Memory is not checked, since
     tensors are read one at a time, and perhaps not all of them. ``NotACheckpointError`` if it is not a checkpoint. A
-    damaged one opens, as long as it has any tensors.
+    damaged one can be opened as long as it has any tensors.
     """
 
     def __init__(self, f: SourceLike, map_location: Any) -> None:
@@ -266,7 +266,7 @@ class Opened(OpenCheckpoint):
 
     @cached_property
     def device_map(self) -> DeviceMap:
-        """The map that puts storages there."""
+        """Where each storage goes."""
         plan = plan_here(self.checkpoint, self._map_location, 0, "device")
         self._warning = plan.warning
         return DeviceMap(plan, self._map_location, self.checkpoint.path)
@@ -322,7 +322,7 @@ class Opened(OpenCheckpoint):
         straight: list[tuple[Tensor, Elements, torch.Tensor]] = []
         try:
             with torch.no_grad():
-                for tensor, target, index in waiting:  # the list grows meanwhile
+                for tensor, target, index in waiting:  # grows during the loop
                     if tensor.kind == "sharded" and index == ():
                         rank = len(tensor.shape)
                         waiting += [(part, target[box_of(part, rank).slices], ()) for part in tensor.parts]
@@ -338,7 +338,7 @@ class Opened(OpenCheckpoint):
                             straight.append((tensor, elements, target))
                         else:
                             self._read_straight([(tensor, elements, target)])
-                        # As an in-place operation would: torch did not see the write.
+                        # Count it as an in-place operation: torch did not see the write.
                         if not target.is_inference() and hasattr(graph, "increment_version"):
                             graph.increment_version(target)
         except TransloadError:
@@ -350,7 +350,7 @@ class Opened(OpenCheckpoint):
             self._read_straight(straight, settings)
 
     def check(self, tensor: Tensor) -> None:
-        """``LoadError`` if it is known, before a byte is read, that a tensor or one of its parts cannot be read."""
+        """Raise ``LoadError`` if a tensor or one of its parts cannot be read, as far as is known before reading."""
         if tensor.kind == "strided":
             self._elements(tensor, ())
             return
@@ -392,14 +392,14 @@ class Opened(OpenCheckpoint):
                 what = f"torch cannot take a part of {tensor.name or 'the tensor'}, which is {tensor.kind}: {error}"
                 raise LoadError(what, where=self.checkpoint.path, fix="Read the whole tensor.") from error
         wanted = dtype if dtype is not None and made.dtype.is_floating_point else made.dtype
-        # A subclass may not support ``.to``, even to where it is already.
+        # A subclass may not support ``.to``, even to the device and dtype it has.
         stays = made.is_meta or (made.device, made.dtype) == (torch.device(device), wanted)
         return made if stays else made.to(device, wanted)
 
     def _elements(self, tensor: Tensor, index: Index) -> tuple[Elements, torch.dtype]:
         """The elements of a strided tensor, or of the part that a basic index selects, and its dtype.
 
-        ``LoadError`` if it is known that they cannot be read. Errors of the index are torch's.
+        ``LoadError`` if it is known that they cannot be read. Errors about the index are torch's.
         """
         import torch
 
@@ -464,18 +464,18 @@ class Opened(OpenCheckpoint):
             dtype = integers[width]
             target = target.view(dtype)
         for box in boxes(elements.view.shape, most) if elements.view.numel else ():
-            held = buffer[: prod(box.shape) * width]
-            out = memory_at(held.data_ptr(), len(held))
+            chunk = buffer[: prod(box.shape) * width]
+            out = memory_at(chunk.data_ptr(), len(chunk))
             try:
                 done = elements.read(box, out)
             except MissingBytesError as end:
                 raise self._cut(tensor, elements.offset + elements.nbytes - end.position) from end
             if done is not out:
-                held = torch.frombuffer(done, dtype=torch.uint8)
+                chunk = torch.frombuffer(done, dtype=torch.uint8)
             if sys.byteorder == "big":  # torch's numbers are in native byte order
                 component = width // 2 if elements.dtype.startswith("complex") else width
-                held = held.view(-1, component).flip(1).contiguous().view(-1)
-            target[box.slices].copy_(held.view(dtype).view(box.shape))
+                chunk = chunk.view(-1, component).flip(1).contiguous().view(-1)
+            target[box.slices].copy_(chunk.view(dtype).view(box.shape))
 
     def _cut(self, tensor: Tensor, missing: int) -> BrokenFileError:
         what = f"the file ends {missing:,} bytes before this tensor does"
@@ -490,9 +490,9 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     from transload.loading.refusal import Allowed
 
     main = next(pickle for pickle in piece.checkpoint.pickles if pickle.main)
-    held = list(walk_nodes([node]))
-    names = {id(each) for each in held if type(each) is Global}
-    ids = [each.id for each in held if type(each) is Persistent]
+    nodes = list(walk_nodes([node]))
+    names = {id(each) for each in nodes if type(each) is Global}
+    ids = [each.id for each in nodes if type(each) is Persistent]
     keys = {str(each[2]) for each in ids if type(each) is tuple and len(each) > 2}
     part = copy(main)
     part.root = node

@@ -41,11 +41,11 @@ Renamed = tuple[str, str, list[tuple[str, str]]]
 _Report = tuple[list[str], list[str], list[str]]
 """Missing keys, unexpected keys, and error messages."""
 
-_LEAD = re.compile(r"module\.|_orig_mod\.|model\.")
-_LEADING = re.compile(rf"(?:{_LEAD.pattern})+")
-"""What DataParallel, torch.compile and trainers put before every key."""
+_PREFIX = re.compile(r"module\.|_orig_mod\.|model\.")
+_PREFIXES = re.compile(rf"(?:{_PREFIX.pattern})+")
+"""Prefixes that DataParallel, torch.compile and trainers add to every key."""
 _INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What wrappers put inside a key, where a part of the model is wrapped."""
+"""Names that wrappers add inside a key, where a part of the model is wrapped."""
 _MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 _EXTRA = "_extra_state"
 _FIX = "Pass {'encoder.': 'backbone.'}, [(r'^encoder\\.', 'backbone.')], or a function of a key."
@@ -188,7 +188,7 @@ def key_function(rename: Any) -> KeyFunction:
 
 
 class Rename(NamedTuple):
-    """A change of all keys of a file: ``strip`` at their front becomes ``add``; ``inner`` removes wrappers inside."""
+    """A change of all keys of a file: the prefix ``strip`` becomes ``add``; ``inner`` removes names of wrappers."""
 
     strip: str = ""
     add: str = ""
@@ -205,19 +205,19 @@ class Rename(NamedTuple):
         return self.strip + key[len(self.add) :] if key.startswith(self.add) else key
 
     def leaves_out(self, key: str) -> bool:
-        """Whether a key does not belong to the model: trainers save other things beside it, wrappers do not."""
+        """Whether a key does not belong to the model: trainers also save other things, wrappers do not."""
         return self.strip.endswith("model.") and not key.startswith(self.strip)
 
     @property
     def cost(self) -> int:
-        """Of several changes that fit, the one with the least cost is best."""
+        """A measure of the change: of several that fit equally well, the smallest is used."""
         return self.strip.count(".") + self.add.count(".") + self.inner
 
 
-def _leads(keys: Iterable[str]) -> list[str]:
+def _prefixes_of(keys: Iterable[str]) -> list[str]:
     """The prefixes to try that some key begins with: ``""``, ``module.``, ``module.model.``."""
-    whole = {match[0] for match in map(_LEADING.match, keys) if match}
-    return sorted({"", *(lead for each in whole for lead in accumulate(_LEAD.findall(each)))}, key=len)
+    whole = {match[0] for match in map(_PREFIXES.match, keys) if match}
+    return sorted({"", *(prefix for each in whole for prefix in accumulate(_PREFIX.findall(each)))}, key=len)
 
 
 class Branch(NamedTuple):
@@ -274,20 +274,20 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
     """Every place of a checkpoint that has tensors below it; of a pickled module, the keys of its ``state_dict()``."""
     found: dict[tuple[Key, ...], Branch] = {}
     # How many steps of a weight's path lead to the pickled module that has it. The names of attributes and of buffers
-    # that are not saved contain their whole path.
-    leads = {
+    # that are never saved contain their whole path.
+    module_depths = {
         tensor.path: next(place for place, step in enumerate(tensor.path) if step in _MARKERS)
         for tensor in checkpoint.tensors
         if not (_MARKERS.isdisjoint(tensor.path) or "_parameters/" in tensor.name or "_buffers/" in tensor.name)
     }
-    modules = {path[:lead] for path, lead in leads.items()}
+    modules = {path[:split] for path, split in module_depths.items()}
     for tensor in checkpoint.tensors:
         steps = tensor.path
         if is_constant(checkpoint, tensor):
             continue
-        if steps in leads:  # what follows the module is one key
-            lead = leads[steps]
-            steps = (*steps[:lead], ".".join(str(step) for step in steps[lead:] if step not in _MARKERS))
+        if steps in module_depths:  # what follows the module is one key
+            split = module_depths[steps]
+            steps = (*steps[:split], ".".join(str(step) for step in steps[split:] if step not in _MARKERS))
         elif modules and any(steps[:depth] in modules for depth in range(len(steps))):
             continue  # an attribute, or a buffer that is never saved
         for depth in range(len(steps) or 1):
@@ -312,17 +312,17 @@ def find(
     """
     chosen = list(branches(checkpoint).values())
     if prefix is not None:  # the branch of this name; else all tensors whose names begin with it
-        lead = prefix if prefix[-1:] in "./" else f"{prefix}."
-        tensors = {t.name[len(lead) :].replace("/", "."): t for t in checkpoint.tensors if t.name.startswith(lead)}
+        start = prefix if prefix[-1:] in "./" else f"{prefix}."
+        tensors = {t.name[len(start) :].replace("/", "."): t for t in checkpoint.tensors if t.name.startswith(start)}
         named = [branch for branch in chosen if branch.name == prefix.rstrip("/")]
         if not named and not tensors:
             # The places that have tensors as direct members, largest first.
-            held = sorted(chosen, key=lambda branch: len(branch.deep) - len(branch.tensors))
-            there = [branch.name or "''" for branch in held if len(branch.tensors) > len(branch.deep)]
-            fix = f"There are tensors below: {join_names(there, _SHOWN)}"
+            ordered = sorted(chosen, key=lambda branch: len(branch.deep) - len(branch.tensors))
+            known = [branch.name or "''" for branch in ordered if len(branch.tensors) > len(branch.deep)]
+            fix = f"There are tensors below: {join_names(known, _SHOWN)}"
             raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=fix)
-        chosen = named[-1:] or [Branch((lead,), tensors, {})]
-    leads, wrapped = _leads(wanted), any(map(_INNER.search, wanted))
+        chosen = named[-1:] or [Branch((start,), tensors, {})]
+    prefixes, wrapped = _prefixes_of(wanted), any(map(_INNER.search, wanted))
     matches: list[Match] = []
     most = 0
     for branch in sorted(chosen, key=lambda branch: -len(branch.tensors)):
@@ -334,7 +334,7 @@ def find(
             # Try all pairs of prefixes from both sides, with and without wrappers inside the keys.
             theirs = [key for key in keys.values() if key is not None]
             inside = (False, True) if wrapped or any(map(_INNER.search, theirs)) else (False,)
-            tries = [Rename(strip, add, inner) for inner, strip, add in product(inside, _leads(theirs), leads)]
+            tries = [Rename(strip, add, inner) for inner, strip, add in product(inside, _prefixes_of(theirs), prefixes)]
             tried = [_match_with(branch, keys, wanted, rename) for rename in tries]
             best = max(tried, key=lambda match: (match.score, -match.rename.cost))
         matches.append(best)
@@ -399,7 +399,7 @@ class _Slot(NamedTuple):
 
     @property
     def table(self) -> dict[str, Any]:
-        """The dictionary of its module that has it."""
+        """The dictionary of its module that contains it."""
         parameters: dict[str, Any] = self.module._parameters  # noqa: SLF001 - getattr and setattr may be the user's
         return parameters if self.name in parameters else self.module._buffers  # noqa: SLF001 - the same
 
@@ -444,7 +444,7 @@ class _Unbuilt(NamedTuple):
 class _State(UserDict[str, Any]):
     """A state dict that reads a tensor, or builds another value, on each access, and does not keep it.
 
-    With ``lands``, tensors are read onto their destination, since they become the parameters themselves.
+    With ``lands``, tensors are read onto the devices they go to, since they become the parameters themselves.
     """
 
     def __init__(self, entries: dict[str, Any], opened: Opened) -> None:
@@ -465,11 +465,11 @@ class _State(UserDict[str, Any]):
 
     def load(self, module: torch.nn.Module, prefix: str, versions: dict[str, dict[str, Any]], report: _Report) -> None:
         """Let a module and its children load their entries, as ``load_state_dict`` does."""
-        held = {key: value for key, value in self.data.items() if key.startswith(prefix)}
-        state = _State(held, self._opened)
+        below = {key: value for key, value in self.data.items() if key.startswith(prefix)}
+        state = _State(below, self._opened)
         state.lands = any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-        about = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if state.lands else {})}
-        module._load_from_state_dict(state, prefix, about, True, *report)  # noqa: SLF001 - what load_state_dict calls
+        metadata = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if state.lands else {})}
+        module._load_from_state_dict(state, prefix, metadata, True, *report)  # noqa: SLF001 - what load_state_dict calls
         for name, child in module._modules.items():  # noqa: SLF001
             if child is not None:
                 state.load(child, f"{prefix}{name}.", versions, report)
@@ -499,10 +499,10 @@ def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
     votes: Counter[tuple[str, str]] = Counter()
     for key, shape in unexpected.items():
         for cut in _cuts(key):
-            mates = tails.get((key[cut:], shape), ())
-            if mates and len(mates) <= _FEW:  # more prove nothing: every layer has a weight
-                votes.update((key[:cut], mate[: len(mate) - len(key) + cut]) for mate in mates)
-            if mates:
+            candidates = tails.get((key[cut:], shape), ())
+            if candidates and len(candidates) <= _FEW:  # more prove nothing: every layer has a weight
+                votes.update((key[:cut], candidate[: len(candidate) - len(key) + cut]) for candidate in candidates)
+            if candidates:
                 break
     # The pairs of prefixes that explain the most keys, each key once; a single key is not a pattern.
     out: list[Renamed] = []
@@ -580,11 +580,11 @@ class _Loading:
         # theirs only for files without ``num_batches_tracked``, which is handled below.
         self._custom: dict[str, torch.nn.Module] = {}
         kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
-        ways = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
-        for lead, module in _modules(model):
-            own = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
-            if own and not lead.startswith(tuple(self._custom)):
-                self._custom[lead] = module
+        methods = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
+        for module_prefix, module in _modules(model):
+            is_custom = type(module)._load_from_state_dict not in methods or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+            if is_custom and not module_prefix.startswith(tuple(self._custom)):
+                self._custom[module_prefix] = module
         shapes = {key: slot.shape for key, slot in self._slots.items()}
         self._match = find(opened.checkpoint, shapes, prefix, user_rename)
         names = Counter(map(self._user_rename, self._match.branch.tensors))
@@ -605,11 +605,11 @@ class _Loading:
         from torch.nn.modules.batchnorm import _NormBase
 
         match, opened, custom = self._match, self._opened, tuple(self._custom)
-        slots = {key: slot for key, slot in self._slots.items() if not key.startswith(custom)}  # those load the rest
+        slots = {key: slot for key, slot in self._slots.items() if not key.startswith(custom)}  # without custom modules
         for key in (key for key, slot in slots.items() if slot.tensor is None):
-            held = opened.node((*match.branch.path, self._entry(key)))
-            if held is not None or key in match.tensors:
-                self._extras[key] = match.tensors[key] if held is None else _Unbuilt(*held)
+            found = opened.node((*match.branch.path, self._entry(key)))
+            if found is not None or key in match.tensors:
+                self._extras[key] = match.tensors[key] if found is None else _Unbuilt(*found)
         for key, tensor in match.tensors.items():
             slot = slots.get(key)
             if slot is None or slot.tensor is None or slot.shape is None:
@@ -646,7 +646,7 @@ class _Loading:
                 if type(version) is not int or version < 2:  # version 2 of the norms added it
                     continue
             self.missing.append(key)
-        # Unexpected, as for torch: leftover tensors (nested ones as the entry they are in), and other values.
+        # As in torch, leftover tensors (nested ones as the entry they are in) and other values are unexpected.
         rename, deep = match.rename, match.branch.deep
         entries = {self._user_rename(key): str(first) for key, first in deep.items()}
         extras = {self._entry(key) for key in self._extras}
@@ -657,7 +657,7 @@ class _Loading:
         self.unexpected = [key for key in self.unexpected if not key.startswith(custom)]
 
     def refuse(self, *, strict: bool) -> None:
-        """Raise for everything that is known before a byte is read."""
+        """Raise for every mismatch that is known before a byte is read."""
         # Custom modules and hooks may still remove keys from the lists.
         later = self._custom or any(module._load_state_dict_post_hooks for _, module in _modules(self._model))  # noqa: SLF001
         keys_differ = (self.missing or self.unexpected) and strict and not later
@@ -688,13 +688,13 @@ class _Loading:
     @cached_property
     def _versions(self) -> dict[str, dict[str, Any]]:
         """The ``_metadata`` of each module, such as its version, by the model's names of the modules."""
-        held = self._opened.node(self._match.branch.path)
-        node = held[1] if held else None
+        found = self._opened.node(self._match.branch.path)
+        node = found[1] if found else None
         state = node.states[-1] if type(node) is Call and node.states else None
         known: Any = None
-        if held and type(state) is Dict:
+        if found and type(state) is Dict:
             with suppress(TransloadError):
-                known = build_node(held[0], state.get("_metadata"))
+                known = build_node(found[0], state.get("_metadata"))
         known = known if isinstance(known, dict) else {}
         if self._renames:  # the caller renames keys, not modules
             pairs = [(new.rpartition(".")[0], old.rpartition(".")[0]) for new, old in self._match.origins.items()]
@@ -702,12 +702,12 @@ class _Loading:
             pairs = [(self._match.rename(f"{name}.")[:-1] if name else "", name) for name in map(str, known)]
         return {new: known[old] for new, old in pairs if isinstance(known.get(old), dict)}
 
-    def _error(self, lead: str = "") -> MismatchError:
-        """The error with all that does not fit, in a few lines, and the arguments that would help."""
+    def _error(self, intro: str = "") -> MismatchError:
+        """The error that says in a few lines what does not fit, and which arguments would help."""
         match, place = self._match, self._match.branch.name
         missing = {key: slot.shape if (slot := self._slots.get(key)) else None for key in self.missing}
         unexpected = {key: tensor.shape if (tensor := match.rest.get(key)) else None for key in self.unexpected}
-        what = f"{lead}it does not fit {type(self._model).__name__}"
+        what = f"{intro}it does not fit {type(self._model).__name__}"
         lines = [f"{what}: it has {len(match.tensors):,} of the model's {len(self._slots):,} keys"]
         renames = likely_renames(missing, unexpected)
         covered = {key for _, _, pairs in renames for pair in pairs for key in pair}
@@ -779,10 +779,10 @@ class _Loading:
             state = _State(entries, self._opened)
             for prefix, module in self._custom.items():
                 state.load(module, prefix, self._versions, (self.missing, self.unexpected, self._errors))
-            # If a module has replaced a parameter on the meta device, the other slots of that get the new one, too.
-            now = [(slot, slot.table.get(slot.name)) for slot in self._slots.values()]
-            replaced = {id(slot.tensor): held for slot, held in now if held is not slot.tensor}
-            for slot, _ in now:
+            # If a module has replaced a parameter on the meta device, put the new one into its other slots, too.
+            current = [(slot, slot.table.get(slot.name)) for slot in self._slots.values()]
+            replaced = {id(slot.tensor): tensor for slot, tensor in current if tensor is not slot.tensor}
+            for slot, _ in current:
                 other = replaced.get(id(slot.tensor))
                 if slot.tensor is not None and slot.tensor.is_meta and other is not None:
                     slot.table[slot.name] = other
@@ -802,17 +802,17 @@ class _Loading:
             notes += (f"left {count} of another shape as in the model: {join_names(differing, _SHOWN, 1000)}",)
         if notes:
             warn(f"{path}: {'; '.join(notes)}", KeysWarning)
-        # Keys that stay without values and are not missing: buffers that are never saved, and ignored shapes.
+        # Keys that get no values but are not missing: buffers that are never saved, and ignored shapes.
         ignored = {each.key for each in self._ignored}
-        held = {
+        present = {
             prefix + name: tensor
             for prefix, module in _modules(self._model)
             for name, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - as above
             if tensor is not None
         }
-        left = [key for key, t in held.items() if t.is_meta and (key not in self._slots or key in ignored)]
-        if left and not all(tensor.is_meta for tensor in held.values()):  # else all of it is, as the caller wants it
-            note = f"still on the meta device, since the file has no values for them: {join_names(left, _SHOWN)}"
+        unfilled = [key for key, t in present.items() if t.is_meta and (key not in self._slots or key in ignored)]
+        if unfilled and not all(tensor.is_meta for tensor in present.values()):  # a model all on meta is meant to be
+            note = f"still on the meta device, since the file has no values for them: {join_names(unfilled, _SHOWN)}"
             fix = "Compute them as the model does when it is made: until then it cannot be run."
             warn(f"{path}: {note}. {fix}", LandingWarning)
             notes += (note,)

@@ -34,9 +34,9 @@ _new = tuple.__new__  # a third of the time that calling the class takes, once p
 
 NextJob = Callable[[], "Job | None"]
 ReportProgress = Callable[[int], None]
-"""Is called with the number of bytes that were read since the last call."""
+"""Gets the number of bytes that were read since the last call."""
 AddressOf = Callable[[int], int]
-"""The address where the request of an index is to be read to."""
+"""Returns the address to read a request to; it gets the index of the request."""
 
 
 class ReadRequest(NamedTuple):
@@ -182,7 +182,7 @@ class File:
             raise self.ended([run], run.offset + received)
 
     def read_job(self, job: Job, slot: int) -> int:
-        """Read a job into a slot of a cell's size; the difference between an address there and its file position."""
+        """Read a job into a slot of a cell's size; return the difference between addresses there and file positions."""
         start = slot - job.begin // CELL * CELL
         begin, length = job.begin, job.end - job.begin
         if self.direct:  # read whole blocks
@@ -233,7 +233,7 @@ class Checksums:
 
 
 class HostLane:
-    """Reads jobs into host memory. ``addresses`` has those of a job's requests by the time the job is taken."""
+    """Reads jobs into host memory. ``addresses`` has the address of each request before a job with it is taken."""
 
     def __init__(self, files: Sequence[File], addresses: Mapping[int, int], checksums: Checksums | None = None) -> None:
         self.done = 0
@@ -259,7 +259,7 @@ class HostLane:
                     checksums.add(run, address)
             return
         if self._buffer is None:
-            self._buffer = Pages(CELL, huge=job.end - job.begin > CELL // 2)  # small pages are faster for little
+            self._buffer = Pages(CELL, huge=job.end - job.begin > CELL // 2)  # for few bytes, small pages are faster
         start = file.read_job(job, self._buffer.address)
         for offset, request, begin, nbytes in job.runs:
             copy(addresses[request] + begin, start + offset, nbytes)

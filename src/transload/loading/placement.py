@@ -68,7 +68,7 @@ class Move(Frozen):
     tensors: int = 0
     nbytes: int = 0
     detail: str = ""
-    """What the reason alone does not say."""
+    """More about the reason, such as the missing device."""
 
     @property
     def moved(self) -> bool:
@@ -158,7 +158,7 @@ class Plan(Frozen):
 
     @property
     def warning(self) -> str:
-        """One sentence on what was moved and why; empty if nothing was that the caller did not ask for."""
+        """One sentence on what was moved and why; empty if nothing was moved, or the caller asked for it."""
         if not self.surprising:
             return ""
         groups: dict[tuple[str, Reason, str], list[Move]] = {}
@@ -196,7 +196,7 @@ class Plan(Frozen):
 
 
 def listed(names: Sequence[str], joint: str = "and") -> str:
-    r"""Some names as people list them. A tag comes from a file: it may be of any length, and unprintable.
+    r"""Join names into a phrase. A tag comes from a file: it may be of any length, and unprintable.
 
     >>> listed(["cuda:0", "cuda:1", "cpu"]), listed(["a", "b"], "or"), listed(["no\nsuch"])
     ('cuda:0, cuda:1 and cpu', 'a or b', "'no\\nsuch'")
@@ -260,9 +260,9 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
     # The totals of each tag, the one with the most bytes first; shared storages count once.
     found: dict[str, _Total] = defaultdict(_Total)
     # A tensor that is rebuilt on a device has a CPU tensor in the file, which is copied to the device.
-    held: list[Storage | Tensor] = [*checkpoint.storages]
-    held += [tensor for tensor in checkpoint.tensors if tensor.kind == "device"]
-    for each in held:
+    sized: list[Storage | Tensor] = [*checkpoint.storages]
+    sized += [tensor for tensor in checkpoint.tensors if tensor.kind == "device"]
+    for each in sized:
         total = found[each.device]
         total.nbytes += each.nbytes
         total.bfloat16_nbytes += each.nbytes // _HALVED.get(each.dtype, 1)
@@ -297,22 +297,22 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
         refused = f"map_location is of type {kind}, which does not name a device"
         fix = f"Pass map_location='{meant}'." if meant else "Pass map_location=a name such as 'cpu' or 'cuda:0'."
     # In these formats, only a pickle says which device a tensor was on.
-    silent = "the file names no device" if checkpoint.format in _UNTAGGED and not checkpoint.pickles else ""
+    untagged = "the file names no device" if checkpoint.format in _UNTAGGED and not checkpoint.pickles else ""
     moves = tuple(
-        Move(tag, device, why, totals[tag].tensors, totals[tag].nbytes, silent if why == "saved" else detail)
+        Move(tag, device, why, totals[tag].tensors, totals[tag].nbytes, untagged if why == "saved" else detail)
         for tag, (device, why, detail) in chosen.items()
     )
-    lost = [move for move in moves if not move.device and not refused]
-    if lost:
+    unplaced = [move for move in moves if not move.device and not refused]
+    if unplaced:
         if map_location is None:
             fix = "Leave map_location out (it is 'auto'), or pass map_location='cpu'."
-        if lost[0].reason == "float64":
-            refused = f"it holds float64, which {lost[0].detail} does not have"
+        if unplaced[0].reason == "float64":
+            refused = f"it holds float64, which {unplaced[0].detail} does not have"
         else:
-            if meant := closest_device(lost[0].detail):
+            if meant := closest_device(unplaced[0].detail):
                 lands = "each tensor lands on a device that is here"
                 fix = f"Did you mean map_location={meant!r}? Or leave it out: {lands}."
-            names = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
+            names = listed(list(dict.fromkeys(move.detail for move in unplaced)), "or")
             here = listed([device.name for device in devices.available])
             refused = f"there is no {names} here, only {here}{f'; {devices.absent}' if devices.absent else ''}"
     if refused:
@@ -322,9 +322,9 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
 
 
 def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, argument: str = "map_location") -> Plan:
-    """The plan for torch's devices; ``NoDeviceError``, which calls the argument ``argument``, if there is none."""
+    """The plan for torch's devices; ``NoDeviceError``, which calls map_location ``argument``, if there is none."""
     choice = map_location if is_device_list(map_location) else ()
-    # Try a list one by one, so that no device after the first that is here is initialised.
+    # Try the devices of a list one by one: those after the first that is here must not be initialised.
     tries = [(each, choice[:count]) for count, each in enumerate(choice, 1)] or [(map_location, map_location)]
     tags = tags_of(checkpoint)
     for device, devices in tries:
@@ -339,7 +339,7 @@ def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, ar
 
 def tags_of(checkpoint: Checkpoint) -> list[str]:
     """The devices that the storages and tensors of a checkpoint are tagged with."""
-    saved = (each.device for held in (checkpoint.storages, checkpoint.tensors) for each in held)
+    saved = (each.device for items in (checkpoint.storages, checkpoint.tensors) for each in items)
     counted = (tag for tag, _ in checkpoint.counted)
     return [*dict.fromkeys((*saved, *counted))]
 
@@ -358,7 +358,7 @@ def _first_available(checkpoint: Checkpoint, devices: Devices, names: Sequence[M
     if not names:
         return Plan(refused="the list of devices is empty", fix=(fix,))
     lost: list[str] = []
-    against: list[str] = []
+    reasons: list[str] = []
     for name in names:
         if not isinstance(name, str | bytes) and not _is_torch_device(name):
             what = f"the list of devices has {type(name).__name__} in it, which does not name a device"
@@ -368,13 +368,13 @@ def _first_available(checkpoint: Checkpoint, devices: Devices, names: Sequence[M
             return plan
         missing = [move.detail for move in plan.moves if move.reason == "lost"]
         lost += missing[:1]
-        against += [] if missing else [plan.refused]
+        reasons += [] if missing else [plan.refused]
     if lost:
         here = listed([device.name for device in devices.available])
-        against.insert(0, f"there is no {listed(lost, 'or')} here, only {here}")
-        against += [devices.absent] if devices.absent else []
+        reasons.insert(0, f"there is no {listed(lost, 'or')} here, only {here}")
+        reasons += [devices.absent] if devices.absent else []
     fix = "Add a device that is here, or 'auto', at the end of map_location."
-    return Plan(plan.moves, refused="; ".join(against), fix=(fix,))
+    return Plan(plan.moves, refused="; ".join(reasons), fix=(fix,))
 
 
 def _is_torch_device(map_location: MapLocation) -> bool:
@@ -456,7 +456,7 @@ _LITTLE = 16 << 20
 
 
 def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
-    """The devices torch can use, as far as the wanted ones make it necessary to ask.
+    """The devices torch can use; accelerators only if one of them is wanted.
 
     If only the CPU is wanted, no accelerator is initialised: a forked worker process cannot do that, and the first use
     of a GPU costs half a second and half a gigabyte. Free memory is determined for the devices that may be used; for
@@ -525,13 +525,13 @@ class DeviceMap:
         raise LoadError(what, where=self._where, fix=fix)
 
     def device(self, tag: str) -> str:
-        """The device for a tensor that has no storage in the file, but is rebuilt on a device."""
+        """The device for a tensor that has no storage in the file: torch rebuilds it on a device."""
         import torch
 
         if self._choose is None:
             if tag in self._devices:
                 return self._devices[tag]
-            # Where other devices of its kind go: a program may say ``cuda`` for the current one.
+            # Use the destination of another device of its kind: a program may say ``cuda`` for the current one.
             kind = tag.partition(":")[0]
             return next((device for other, device in self._devices.items() if other.partition(":")[0] == kind), tag)
         chosen = self._choose(torch.UntypedStorage(0), tag)

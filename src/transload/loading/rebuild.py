@@ -6,7 +6,7 @@ or fewer scales than channels are reported as damage.
 
 Values beside weights (numpy arrays, dates, paths, arguments) are data. Each is made by a constructor in ``VALUES``,
 after the types of its arguments were checked; nothing that the file names is called. Arrays that could hold any object
-(of objects, structured ones) are not made.
+(object arrays and structured ones) are not made.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Args = tuple[Any, ...]
 Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
 """A storage as ``build.entries`` has it."""
 
-_HELD: dict[type, tuple[str, type]] = {
+_WRAPPERS: dict[type, tuple[str, type]] = {
     UserDict: ("data", dict),
     UserList: ("data", list),
     UserString: ("data", str),
@@ -156,9 +156,9 @@ class Rebuilder:
             if type(state) is not dict or any(type(key) is not str for key in state):
                 raise Malformed("a namespace whose values have no names")
             vars(made).update(state)
-        elif kind in _HELD:
-            name, held = _HELD[kind]
-            if type(state) is not dict or [*state] != [name] or type(state[name]) is not held:
+        elif kind in _WRAPPERS:
+            name, expected = _WRAPPERS[kind]
+            if type(state) is not dict or [*state] != [name] or type(state[name]) is not expected:
                 raise Malformed(f"a {kind.__name__} with a state that Python does not write")
             vars(made).update(state)
         elif kind is uuid.UUID:
@@ -171,7 +171,7 @@ class Rebuilder:
             self._run(f"the state of {kind.__name__}", _set_object_state, (made, state))
 
     def check_type(self, made: Any, how: str) -> None:
-        """Raise unless the program has allowed a class, whose methods are about to be called."""
+        """Raise unless the program has allowed the class of an object, whose methods are about to be called."""
         kind = type(made)
         if self._allowed.allows(kind):
             return
@@ -214,7 +214,7 @@ class Rebuilder:
     # -- persistent ids
 
     def persistent(self, node: Persistent) -> Any:
-        """The typed storage of an id, in older formats also the class or tensor; the same object each time."""
+        """The typed storage that an id names, in older formats also a class or tensor; the same object each time."""
         name = "" if type(node.id) is tuple else str(node.id)
         if name in self._tar_tensors:
             if ("tensor", name) not in self._made:
@@ -241,10 +241,10 @@ class Rebuilder:
             dtype = getattr(pid[1], "dtype", dtype)
         if dtype is None:
             raise Malformed(f"a storage of {name}, which this torch does not have")
-        view, held = pid[5] if len(pid) == 6 else None, storage
+        view, untyped = pid[5] if len(pid) == 6 else None, storage
         if not nbytes:  # like torch, a new one for each tensor
-            held = self._torch.UntypedStorage(0, device=storage.device)
-        known: tuple[str, object] = ("whole", key)
+            untyped = self._torch.UntypedStorage(0, device=storage.device)
+        made_key: tuple[str, object] = ("whole", key)
         if view is not None:
             match view:  # a part of a storage: key, first element, elements
                 case (str() | bytes() as part, int() as first, int() as count) if first >= 0 and count >= 0:
@@ -253,11 +253,11 @@ class Rebuilder:
                     raise Malformed("a part of a storage that is not described by a key and two numbers")
             if (first + count) * width > storage.nbytes():
                 raise Malformed("a part of a storage that reaches beyond it")
-            known, held = ("view", part), storage[first * width : (first + count) * width]
-        if known not in self._made or not nbytes:
-            # The class is going away, and has no public constructor.
-            self._made[known] = self._torch.storage.TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
-        return self._made[known]
+            made_key, untyped = ("view", part), storage[first * width : (first + count) * width]
+        if made_key not in self._made or not nbytes:
+            # TypedStorage is deprecated, and has no public constructor.
+            self._made[made_key] = self._torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+        return self._made[made_key]
 
     # -- checked arguments
 
@@ -280,7 +280,7 @@ class Rebuilder:
     def _check(
         self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
     ) -> torch.device:
-        """Raise ``Malformed`` unless a view is within its storage; the device of the storage."""
+        """Raise ``Malformed`` unless a view is within its storage; return the device of the storage."""
         if type(offset) is not int or offset < 0 or not are_sizes(size) or not are_sizes(stride):
             raise Malformed("a tensor whose offset, size or stride is not an integer")
         if len(size) != len(stride):
@@ -420,18 +420,18 @@ class Rebuilder:
             raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
 
     def _make_nested(self, buffer: object, sizes: object, strides: object, offsets: object) -> Any:
-        held = self._tensor(buffer, "a nested tensor with a buffer")
+        data = self._tensor(buffer, "a nested tensor with a buffer")
         numbers = [self._tensor(part, "a nested tensor with sizes") for part in (sizes, strides, offsets)]
-        if held.device.type != "meta":
+        if data.device.type != "meta":
             try:
                 for size, stride, offset in zip(*(part.tolist() for part in numbers), strict=True):
                     last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
                     negative = any(type(number) is not int or number < 0 for number in (*size, *stride, offset))
-                    if negative or (0 not in size and last >= held.numel()):
+                    if negative or (0 not in size and last >= data.numel()):
                         raise Malformed("a nested tensor that reaches beyond its buffer")
             except (TypeError, ValueError) as error:
                 raise Malformed("a nested tensor whose parts do not fit together") from error
-        return self._torch._nested_view_from_buffer(held, *numbers)  # noqa: SLF001 - as torch.load does
+        return self._torch._nested_view_from_buffer(data, *numbers)  # noqa: SLF001 - as torch.load does
 
     def _make_from_cpu(self, data: object, dtype: object, device: object, grad: object) -> torch.Tensor:
         where = self._device_map.device(str(device))
@@ -441,10 +441,10 @@ class Rebuilder:
 
     def _make_from_numpy(self, data: Any, dtype: object, device: object, grad: object) -> torch.Tensor:
         try:
-            held = self._torch.from_numpy(data)
+            tensor = self._torch.from_numpy(data)
         except TypeError as error:
             raise Malformed(f"a device tensor that is not made of an array: {error}") from error
-        return self._make_from_cpu(held, dtype, device, grad)
+        return self._make_from_cpu(tensor, dtype, device, grad)
 
     def _make_tensor(self, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
         return self.strided(*self._storage(storage), offset, size, stride)
@@ -502,7 +502,7 @@ def _set_object_state(made: Any, state: Any) -> None:
 def sparse_tensor(layout: Any, data: Any, *, validate: bool = True) -> Any:
     """What ``torch._utils._rebuild_sparse_tensor`` makes, without appending it to torch's global list.
 
-    It is validated here: its bytes have been read. ``RuntimeError`` if its parts do not fit together.
+    It is validated here, since its bytes have been read. ``RuntimeError`` if its parts do not fit together.
 
     ``check_invariants`` is the program's setting. Any other value sets a global switch for the duration of the call,
     which two loads at a time could leave set; without the argument, torch warns. Without ``device``, the tensor would
@@ -603,7 +603,7 @@ def _layout(name: str) -> Any:
 
 
 def _path(kind: str) -> Callable[..., Any]:
-    """The class for a path; a pure one for paths of the other system."""
+    """The class for a path; a pure one for a path of another operating system."""
     windows = "Windows" in kind
     if not kind.startswith("Pure") and windows == (os.name == "nt"):
         return pathlib.Path
@@ -653,7 +653,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "builtins.range": (range, int, int, int),
     "builtins.slice": (slice, _INDEX, _INDEX, _INDEX),
     "collections.deque": (deque, _LIST, _INDEX),
-    **{f"collections.{kind.__name__}": (_bare(kind), *((str,) if kind is UserString else ())) for kind in _HELD},
+    **{f"collections.{kind.__name__}": (_bare(kind), *((str,) if kind is UserString else ())) for kind in _WRAPPERS},
     "datetime.date": (dt.date, (bytes, int), int, int),
     "datetime.datetime": (dt.datetime, bytes, _ZONE),
     "datetime.time": (dt.time, bytes, _ZONE),
@@ -669,4 +669,4 @@ VALUES: dict[str, tuple[Any, ...]] = {
         for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
 }
-"""For each name the function to call, and the types of its arguments, of which there may be fewer."""
+"""For each name the function to call, and the types of its arguments. A call may have fewer arguments."""

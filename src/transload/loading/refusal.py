@@ -1,4 +1,4 @@
-"""What is not loaded: files of other kinds, and those that need names which are not allowed."""
+"""Refuses what is not loaded: files of other kinds, and files that need names which are not allowed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Allowed:
         if module and not self._by_program.keys() & {*spellings}:
             with suppress(ImportError, RuntimeError):  # a torch without this part
                 import_module(module)
-            del self._by_program  # to be asked for again
+            del self._by_program  # computed again below
         return next((self._by_program[name] for name in spellings if name in self._by_program), None)
 
     def allows(self, found: object) -> bool:
@@ -121,7 +121,7 @@ class Allowed:
             from torch.serialization import StorageType
 
             return StorageType(name)
-        # Modules of torch that it does not import itself are left alone.
+        # Do not import modules that torch does not import itself.
         import_module("torch" if module.startswith("torch") else module)
         found = getattr(sys.modules.get(module), name, None)
         if found is None:
@@ -141,7 +141,7 @@ def registrar(full: str) -> str:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether torch has tensors like this one."""
+    """Whether torch can represent a tensor."""
     return tensor.dtype in ITEMSIZE and tensor.kind == "strided"
 
 
@@ -163,7 +163,7 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 
 def leave_out(opened: OpenCheckpoint) -> None:
-    """Leave out tensors that torch cannot have, if there are any; a warning names them."""
+    """Leave out tensors that torch cannot represent, if there are any; a warning names them."""
     checkpoint = opened.checkpoint
     if not any(finding.code in LEFT_OUT for finding in checkpoint.findings):
         return
@@ -191,8 +191,8 @@ def refuse_unsafe(checkpoint: Checkpoint) -> None:
     judgement = judge_pickles(pickles, getattr_allowed=allowed.allows(getattr))
     uses = [use for use in judgement.globals if (use.module, use.name) in refused]
     attacks = [finding for finding in judgement.findings if finding.code == "dangerous-use"]
-    forced = {code for code in codes_of(checkpoint) if rule_of(code).safety == "dangerous"}
-    attacks += [finding for finding in checkpoint.findings if finding.code in forced]
+    dangerous_codes = {code for code in codes_of(checkpoint) if rule_of(code).safety == "dangerous"}
+    attacks += [finding for finding in checkpoint.findings if finding.code in dangerous_codes]
     dangerous = [use for use in uses if use.verdict == "dangerous"]
     if dangerous or attacks:
         lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(sentence_of(found) for found in attacks)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 _DEVICE_AT = {name: found.device for name, found in REBUILDS.items() if found.device < found.most}
-"""Functions that take a device as an argument, and the position of that."""
+"""Functions that take a device as an argument, and the position of that argument."""
 
 DeviceOf = Callable[[str], str]
 _ZIP = b"PK\x03\x04"
@@ -60,9 +60,9 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        came = self._source.readinto(self._at, memoryview(buffer))
-        self._at += came
-        return came
+        count = self._source.readinto(self._at, memoryview(buffer))
+        self._at += count
+        return count
 
 
 def as_file(source: Source) -> io.BufferedReader:
@@ -78,8 +78,8 @@ def as_file(source: Source) -> io.BufferedReader:
 def unpickler_of(pickle_module: Any) -> type[Any]:
     """A subclass of a module's ``Unpickler`` that finds storages, and names that have moved.
 
-    Set ``device_of`` and ``held``, which gives the storages of a plain pickle, on its instances, not on the class: a
-    class is always part of a reference cycle, so what it refers to lives until the garbage collector runs.
+    Set ``device_of`` and ``load_from_bytes``, which loads the storages of a plain pickle, on its instances, not on the
+    class: a class is always part of a reference cycle, so what it refers to lives until the garbage collector runs.
     """
     import torch
 
@@ -93,8 +93,8 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
                         return torch.UntypedStorage
             if module == "torch.tensor":  # its name until https://github.com/pytorch/pytorch/pull/51633
                 module = "torch._tensor"
-            if (module, name) == LOADER and self.held is not None:
-                return self.held
+            if (module, name) == LOADER and self.load_from_bytes is not None:
+                return self.load_from_bytes
             if module == "torch._utils" and name in ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"):
                 return sparse_tensor  # which validates it
             found = _imported(super().find_class, module, name)
@@ -182,11 +182,11 @@ def _load_exported(piece: Piece, device_of: DeviceOf) -> Any:
 
     import torch
 
-    landed = {use.device: device_of(use.device) for use in piece.checkpoint.devices}
+    devices = {use.device: device_of(use.device) for use in piece.checkpoint.devices}
     source = piece.open("")
 
     def note(device: str) -> str:
-        return landed.setdefault(device, device_of(device))
+        return devices.setdefault(device, device_of(device))
 
     def restore(storage: torch.UntypedStorage, tag: str) -> Any:
         return torch.serialization.default_restore_location(storage, device_of(tag))
@@ -195,7 +195,7 @@ def _load_exported(piece: Piece, device_of: DeviceOf) -> Any:
         named = {name: old.read(name) for name in old.namelist() if name.endswith(".json")}
         parsed = {name: json.loads(data) for name, data in named.items() if not data.startswith(_ZIP)}
         moved = {name: _moved_json(value, note) for name, value in parsed.items()}
-        if all(tag == device for tag, device in landed.items()):
+        if all(tag == device for tag, device in devices.items()):
             return torch.export.load(piece.path if piece.path.endswith(".pt2") else as_file(source))
         out = io.BytesIO()
         with ZipFile(out, "w") as new:
@@ -241,8 +241,8 @@ def load_trusted(
 ) -> Any:
     """What ``torch.load(weights_only=False)`` makes of a file, over storages that were read.
 
-    ``pickle_module`` and ``arguments`` (``encoding``, ``errors``, ``fix_imports``) are those of ``torch.load``. The
-    file's code may raise anything: it comes as a ``LoadError`` with the original as its cause.
+    ``pickle_module`` and ``arguments`` (``encoding``, ``errors``, ``fix_imports``) are those of ``torch.load``. What
+    the file's code raises is raised unchanged, with a note that says where it comes from.
     """
     import inspect
     import pickle
@@ -258,11 +258,11 @@ def load_trusted(
         raise UsageError(str(error)) from error
     kind, checkpoint, path = unpickler_of(pickle_module or pickle), piece.checkpoint, piece.checkpoint.path
     source = piece.open(piece.index)  # the pickle of an unpacked archive, else the file
-    held: Callable[[bytes], Any] | None = None
+    load_from_bytes: Callable[[bytes], Any] | None = None
     tar = checkpoint.format == "torch-tar"
 
     def find(pid: Any) -> Any:
-        """What an id names: a storage, a class with its source, in a tar archive a tensor."""
+        """What an id names: a storage, a class with its source, or in a tar archive a tensor."""
         if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
             cls, file, code = pid if tar else pid[1:]
             try:
@@ -281,7 +281,7 @@ def load_trusted(
         """Load one pickle, and leave the file at its end."""
         unpickler = kind(file, **{"encoding": "utf-8", **arguments})
         unpickler.device_of = device_map.device
-        unpickler.held = held
+        unpickler.load_from_bytes = load_from_bytes
         if persistent is not None:
             unpickler.persistent_load = persistent
         return unpickler.load()
@@ -304,9 +304,9 @@ def load_trusted(
                 from transload.formats.pickle_writer import dumps
 
                 return unpickled(io.BytesIO(dumps(main.root, main.protocol)), find)
-            if main.loader is not None:  # its calls give the storages in this order
+            if main.loader is not None:  # its calls load the storages in this order
                 ids = iter([node.id for node in main.persistent])
-                held = lambda _: find(next(ids))  # noqa: E731 - used by unpickled() above
+                load_from_bytes = lambda _: find(next(ids))  # noqa: E731 - used by unpickled() above
             return unpickled(as_file(source))
         return unpickled(io.BytesIO(_main_pickle(source, checkpoint)), find)
     except TransloadError as error:

@@ -25,13 +25,13 @@ noted: dict[str, None] = {}
 """What was changed for the program, in order, for the list at its end."""
 
 answered: dict[str, None] = {}
-"""The functions of torch that were answered for the CPU, likewise."""
+"""The functions of torch that answered for the CPU, for the same list."""
 
 looking: list[str] = []
-"""The device that we are looking for ourselves; while it is set, torch answers truthfully."""
+"""The devices that transload itself is looking for; while there are any, torch answers truthfully."""
 
 _KINDS = frozenset({"cuda", "xpu", "hpu", "mtia", "mps"})
-"""Devices of torch itself. One that a package adds is present, or torch does not know its name."""
+"""Kinds of devices that torch itself has. A kind that a package adds is present, or torch does not know its name."""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LOCAL_RANK")
 
 warned: set[str] = set()

@@ -5,9 +5,9 @@ Ours come first, before torch looks for a device that is missing, and last, befo
 is not replaced, and works with all its arguments and wherever it was imported. Every other function that takes a device
 is replaced by a wrapper that substitutes the device and calls it.
 
-``torch.cuda`` gets answers, so that a program written for a GPU runs to its end on the CPU. Each is given only if the
-CPU is used instead of CUDA; on a machine with a GPU torch answers itself. Whether CUDA is there (``is_available``,
-``device_count``) is answered truthfully, unless we pretend that there is one GPU (``devices.pretending``).
+``torch.cuda`` answers for the CPU, so that a program written for a GPU runs to its end there; but only if the CPU is
+used instead of CUDA. On a machine with a GPU, torch itself answers. Whether there is a GPU (``is_available``,
+``device_count``) is answered truthfully, unless we pretend that there is one (``devices.pretending``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 def patch_torch(
     torch: Any, replace: Replace, at_undo: Callable[[Callable[[], None]], None], when_imported: Any
 ) -> None:
-    """Patch torch. ``replace`` sets an attribute until the patches are removed; what ``at_undo`` got is called then.
+    """Patch torch. ``replace`` sets an attribute until the patches are removed; ``at_undo`` gets functions to run then.
 
     ``when_imported`` calls a function after a module is imported.
     """
@@ -303,7 +303,7 @@ def _the_stream() -> _Stream:
 
 
 def _copies(tensors: Any, devices: Any, *_: Any, **__: Any) -> list[Any]:
-    return [[each.clone() if at else each.view_as(each) for each in tensors] for at, _ in enumerate(devices)]
+    return [[each.clone() if index else each.view_as(each) for each in tensors] for index, _ in enumerate(devices)]
 
 
 def _scatter(tensor: Any, devices: Any, chunk_sizes: Any = None, dim: int = 0, *_: Any, **__: Any) -> Any:
@@ -324,7 +324,7 @@ def _sum(inputs: Any, *_: Any, **__: Any) -> Any:
 
 def _apply_each(modules: Any, inputs: Any, kwargs_tup: Any = None, *_: Any, **__: Any) -> list[Any]:
     given = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
-    return [module(*given[at], **(kwargs_tup[at] if kwargs_tup else {})) for at, module in enumerate(modules)]
+    return [module(*given[index], **(kwargs_tup[index] if kwargs_tup else {})) for index, module in enumerate(modules)]
 
 
 def _apply_whole(module: Any, inputs: Any, *_: Any, module_kwargs: Any = None, **__: Any) -> Any:
@@ -386,7 +386,7 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
         "memory_stats": lambda *_, **__: defaultdict(int),
     },
     "torch.accelerator.device_index": dict.fromkeys(("__enter__", "__exit__"), _nothing),
-    # What is spread over several GPUs becomes as many parts on the CPU: copies, which autograd follows.
+    # What a program spreads over several GPUs becomes as many parts on the CPU: copies that autograd tracks.
     "torch.nn.parallel": {"data_parallel": _apply_whole, "parallel_apply": _apply_each},
     "torch.nn.parallel._functions.Broadcast": {"apply": lambda to, *given: tuple(chain(*_copies(given, to)))},
     "torch.nn.parallel._functions.Gather": {"apply": lambda _, dim, *given: _gather(given, dim)},
@@ -404,7 +404,7 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def _answering(name: str, answer: Callable[..., Any], listed: dict[str, None] = devices.answered) -> Callable[..., Any]:
-    """For a function that gives this answer on the CPU; ``name`` is listed at the end of the program."""
+    """A replacement that gives this answer on the CPU; ``name`` is listed at the end of the program."""
 
     def answered(real: Any, *args: Any, **kwargs: Any) -> Any:
         if devices.looking or not on_cpu():
@@ -416,7 +416,7 @@ def _answering(name: str, answer: Callable[..., Any], listed: dict[str, None] = 
 
 
 def _pretending(question: str, answer: Any) -> Callable[..., Any]:
-    """For ``is_available`` and the like: records the call, and answers truthfully unless we pretend."""
+    """A replacement for ``is_available`` and others: records the call, and answers truthfully unless we pretend."""
 
     def asked(real: Any, *args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
@@ -436,7 +436,7 @@ def _pretending(question: str, answer: Any) -> Callable[..., Any]:
 
 
 class _StandIn(type):
-    """A class of torch that makes instances of ``ours`` without a GPU; without a ``label``, always."""
+    """Replaces a class of torch: without a GPU it makes instances of ``ours``; without a ``label``, always."""
 
     real: Any
     ours: Any
@@ -511,7 +511,7 @@ def _type(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _group(real: Any, *args: Any, **kwargs: Any) -> Any:
-    """For a function whose argument ``backend`` may be nccl."""
+    """Replaces a function whose argument ``backend`` may be nccl."""
     if not on_cpu():
         return real(*args, **kwargs)
     kwargs.pop("device_id", None)  # torch 2.1 does not know it
@@ -536,7 +536,7 @@ def _split(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _giving(**values: Any) -> Callable[..., None]:
-    """For a function whose arguments must have these values on the CPU."""
+    """A replacement for a function whose arguments must have these values on the CPU."""
 
     def give(real: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature(real).bind(*args, **kwargs)
@@ -610,7 +610,7 @@ _REPLACED: Replaced = (
     (_seed, "torch.cuda", "manual_seed_all"),
     (_type, "torch.Tensor", "type"),
     (_type, "torch", "set_default_tensor_type"),
-    # The devices are those of its parameters.
+    # It uses the devices of its parameters.
     (_giving(device_ids=None, output_device=None), "torch.nn.parallel.DistributedDataParallel", "__init__"),
     (_split, "torch.nn.DataParallel", "__init__"),
     (  # it computes on GPUs only

@@ -1,7 +1,7 @@
 """``transload.save`` and ``transload.save_async``: ``torch.save``, with a file that loads anywhere, written atomically.
 
 A ``_Save`` checks the options, pickles the object (``pickling``), collects the storages it refers to, and writes the
-archive to a file or a file object: ``records_of`` gives the records of storages where they are. ``save_async`` copies
+archive to a file or a file object: ``records_of`` makes the records of the storages. ``save_async`` copies
 the storages in between (``snapshot_of``), and leaves the writing to a thread (``background``).
 
 A record in the file says where it comes from: the software it was saved with, and the devices of the tensors. It does
@@ -180,7 +180,7 @@ class _Save:
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
         self.legacy_protocol = int(protocol) if legacy else None
         self.byteorder = byteorder  # whether to write the record of this name
-        self.copies: list[Record] | None = None  # of the storages, to write instead of them
+        self.copies: list[Record] | None = None  # copies of the storages, to write instead
         alignment: Any = ALIGNMENT
         with suppress(ImportError, AttributeError):  # before torch 2.7
             from torch.utils.serialization import config
@@ -224,11 +224,11 @@ class _Save:
     def _write_into(self, sink: Sink) -> None:
         devices = {each.storage.device for each in self.storages}
         fetchers = {str(device): CudaFetcher(device) for device in devices if device.type == "cuda"}
-        with ExitStack() as last:
+        with ExitStack() as cleanup:
             if self.copies is None:  # the program is waiting, and creates no garbage meanwhile
-                last.enter_context(gc_paused(user_objects=True))
+                cleanup.enter_context(gc_paused(user_objects=True))
             for fetcher in fetchers.values():
-                last.callback(fetcher.stream.synchronize)  # wait for all copies
+                cleanup.callback(fetcher.stream.synchronize)  # wait for all copies
             records = records_of(self.storages, fetchers) if self.copies is None else self.copies
             if self.legacy_protocol is not None:
                 report_progress = progress_counter(self.progress, self.nbytes, "saving")
@@ -259,7 +259,7 @@ _FIX = "It takes names with plain values: texts, numbers, True, False, None, and
 
 
 def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
-    """The record; ``origin`` is ``True``, or entries of the caller."""
+    """The record in JSON; ``origin`` is ``True``, or a dictionary of the caller's entries."""
     import torch
 
     facts: dict[str, Any] = {"schema": 1, "transload": __version__}
@@ -400,14 +400,14 @@ class CudaFetcher:
         self.fetch(slot, [(stored.storage, stored.start + start, nbytes)])()
 
     def slot(self, nbytes: int) -> tuple[Any, int]:
-        """Pinned memory, and its address. When it is freed, torch keeps it, and gives it out again at once."""
+        """Pinned memory, and its address. torch keeps such memory when it is freed, and reuses it at once."""
         import torch
 
         made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return made, made.data_ptr()
 
     def fetch(self, slot: Any, parts: Sequence[tuple[Any, int, int]]) -> Any:
-        """Start a copy of storages, each from a byte on and so many bytes; the returned function waits for its end."""
+        """Start to copy parts, each (storage, first byte, size). The returned function waits until they are copied."""
         import torch
 
         driver = cuda_driver()
@@ -426,8 +426,8 @@ class CudaFetcher:
                 copies.append((to, storage.data_ptr() + start, nbytes))
                 to += nbytes
             try:
-                with ExitStack() as last:
-                    last.callback(driver.set_context, driver.current_context())
+                with ExitStack() as cleanup:
+                    cleanup.callback(driver.set_context, driver.current_context())
                     driver.set_device(self._device.index)
                     driver.copy(copies, self.stream.cuda_stream)
             except DriverError as reason:
@@ -452,7 +452,7 @@ def _run_chunks(runs: Iterable[_Run]) -> Iterator[Chunk]:
 def snapshot_of(storages: Sequence[Stored]) -> list[Record]:
     """Copy all storages, and return the records of the copies.
 
-    Afterwards CPU storages may be changed; those of devices by later work on their streams.
+    Afterwards the program may change CPU storages, and queue work that changes those on devices.
     """
     import torch
 
@@ -500,10 +500,10 @@ def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[list[_Run], Stored]]) 
 def _laid_out(
     pairs: Sequence[tuple[list[_Run], Stored]], allocate: Callable[[int], tuple[Any, int]]
 ) -> Iterator[tuple[list[_Run], Any, int, Any, int, int]]:
-    """Memory for the bytes of storages, in sequence, in blocks that are allocated when they are needed.
+    """Place the bytes of storages one after the other into blocks, which are allocated when they are needed.
 
-    For each run of bytes: the list it belongs to, the storage, its first byte there, the block, its address and its
-    size.
+    Yields for each run of bytes: the list it belongs to, the storage, its first byte there, the block, its address and
+    its size.
     """
     left, room, block, address = sum(stored.nbytes for _, stored in pairs), 0, None, 0
     for runs, stored in pairs:
@@ -523,7 +523,7 @@ def _pages(nbytes: int) -> tuple[Any, int]:
     return pages, pages.address
 
 
-# -- storages of which little is used
+# -- bytes that no tensor uses
 
 _LITTLE = 1 << 20  # fewer unused bytes are not worth a warning
 _SHARE = 10  # nor is a smaller percentage of the file
@@ -553,7 +553,7 @@ def bloat_warning(obj: Any, storages: Sequence[Stored]) -> str:
 
 
 def _names(obj: Any, wanted: set[int]) -> Iterator[str]:
-    """The places in an object of tensors with some storages."""
+    """The places in an object where its tensors use one of the ``wanted`` storages."""
     import torch
 
     stack: list[tuple[str, Any]] = [("", obj)]

@@ -92,7 +92,7 @@ class Background:
             self._work()
             _report_at_exit()
         elif begin:
-            # It comes before functions that the program has registered so far, which may save something, too.
+            # It runs before the functions that the program has registered so far. These may save, too: see above.
             atexit.unregister(_report_at_exit)
             atexit.register(_report_at_exit)
             try:

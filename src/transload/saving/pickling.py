@@ -220,7 +220,7 @@ class _Reducer:
         # The classes of objects that may have a persistent id: storages, in the legacy form also classes.
         self.with_id: set[type] = {_Ref, Stored}
         kinds = [torch.storage.TypedStorage, torch.storage.UntypedStorage, *([type] if legacy else [])]
-        for kind in kinds:  # which grows by their subclasses
+        for kind in kinds:  # grows by their subclasses
             self.with_id.add(kind)
             kinds += type.__subclasses__(kind)
 
@@ -247,7 +247,7 @@ class _Reducer:
         """As ``_use``, for a storage object from torch's reduction of a tensor."""
         torch = self._torch
         typed = isinstance(obj, torch.storage.TypedStorage)
-        storage = obj._untyped_storage if typed else obj  # noqa: SLF001 - whoever asks a typed one by name is warned
+        storage = obj._untyped_storage if typed else obj  # noqa: SLF001 - the public way warns
         if storage.device.type == "meta":
             what = "a storage on the meta device has no bytes to save"
             raise CannotPickleError(what, fix="Save the tensor instead of its storage.")
@@ -293,7 +293,7 @@ class _Reducer:
     def reduce(self, obj: Any) -> Any:
         """The reduction of an object; ``NotImplemented`` leaves it to pickle."""
         kind = type(obj)
-        if kind in copyreg.dispatch_table:  # the program has registered how
+        if kind in copyreg.dispatch_table:  # the program has registered a function for it
             return NotImplemented
         if kind is self.tensor:
             return self.plain(obj)
@@ -408,8 +408,8 @@ class _Cuts:
     ) -> tuple[tuple[int, int], Any, int, int, int, tuple[int, ...]] | None:
         """What to write for a tensor instead of its whole storage; ``None`` to write all of it.
 
-        An identity, the storage, the first byte and the number of bytes to write, and the tensor's offset and stride in
-        them.
+        A key for the piece, the storage, the first byte and the number of bytes to write, and the tensor's offset and
+        stride in them.
         """
         data = storage._cdata  # noqa: SLF001 - as above
         runs = self._runs.get(data)

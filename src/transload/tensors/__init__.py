@@ -1,8 +1,8 @@
 """An open checkpoint: the file or files behind it, kept open while they are read.
 
 ``OpenCheckpoint`` reads and judges a checkpoint and keeps its files open, so that what was judged is what is read.
-``load`` builds an object from each of its ``pieces``; others open single files, by ``Storage.file``. The elements of a
-tensor are read by ``tensors.content``.
+``load`` builds an object from each of its ``pieces``; other commands open single files, by ``Storage.file``. The
+elements of a tensor are read by ``tensors.content``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transload.io.sources import FileSource, ObjectSource, Slice, Source, Source
 
 _ABSENT = object()  # no node: a node may be None
 _STREAM = "\0"
-"""The key, which no file has as its name, of a file object that is read from its position on."""
+"""The key of a file object, which is read from its position on; no file can have this name."""
 
 
 class OpenCheckpoint:
@@ -42,9 +42,9 @@ class OpenCheckpoint:
         self._lock = Lock()
         try:
             read, self.pieces = self._read(f)
-            others = tuple(f"{part.name} › " for part in read.parts if part.kind == "beside the checkpoint")
-            if others:  # files next to the checkpoint may be damaged, or anything else
-                problems = tuple(problem for problem in read.problems if not problem.where.startswith(others))
+            neighbours = tuple(f"{part.name} › " for part in read.parts if part.kind == "beside the checkpoint")
+            if neighbours:  # files next to the checkpoint may be damaged, or not checkpoints at all
+                problems = tuple(problem for problem in read.problems if not problem.where.startswith(neighbours))
                 pickles = tuple(pickle for pickle in read.pickles if pickle.main)
                 read = replace(read, problems=problems, pickles=pickles)
             self.checkpoint = judge(read, describe=tree)
@@ -79,7 +79,7 @@ class OpenCheckpoint:
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
     def seek_past_content(self) -> None:
-        """Let ``close`` leave a file object behind what was read: several objects may follow one another in it."""
+        """Make ``close`` leave a file object at the end of what was read: another object may follow."""
         source, whole = self._open.get(""), self._open.get(_STREAM)
         if isinstance(whole, ObjectSource) and self.checkpoint.format == "torch-legacy":
             last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
@@ -87,7 +87,7 @@ class OpenCheckpoint:
             whole.home = end + (source.offset if isinstance(source, Slice) else 0)
 
     def file(self, name: str = "") -> Source:
-        """One of its files, by ``Storage.file``; it stays open until all are closed."""
+        """One of its files, by ``Storage.file``; it stays open until ``close``."""
         with self._lock:
             self.check_open()
             return self._open[""] if self._folder is None else self._open_file(_join(self._folder, name))
@@ -202,7 +202,7 @@ def _join(folder: str, name: str) -> str:
 
 
 class ReopenedFile(FileSource):
-    """A file that is opened for each read, where a process cannot have all of them open."""
+    """A file that is opened for each read, because the process cannot keep all files open."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

@@ -123,7 +123,7 @@ class Content:
     def missing(self, tensor: Tensor) -> str:
         """Why some elements of a tensor are missing, as far as that is known before reading; empty if none are.
 
-        For a tensor that is made of others, the reason of the first of those.
+        For a tensor that consists of others, the reason of the first one with missing elements.
         """
         for part in tensor.parts:
             if why := self.missing(part):
@@ -139,7 +139,7 @@ class Content:
         return ""
 
     def file_range(self, tensor: Tensor) -> FileRange | None:
-        """The bytes of a file that are exactly those ``pieces`` gives; ``None`` if there are none."""
+        """Where a file has exactly the bytes that ``pieces`` yields; ``None`` if it does not."""
         tensor = _stored(tensor)
         storage = self.storage(tensor)
         if tensor.kind != "strided" or storage is None or storage.offset is None or storage.compressed:
@@ -156,7 +156,7 @@ class Content:
     def elements(self, tensor: Tensor, view: View | None = None) -> Elements:
         """The elements of a strided tensor, or of a view of its storage.
 
-        ``ContentError`` if it is known now that some of their bytes are missing.
+        ``ContentError`` if some of their bytes are known to be missing.
         """
         storage = self.storage(tensor)
         self._refuse_dtype(tensor)
@@ -188,7 +188,7 @@ class Content:
     def unpacked(self, storage: Storage) -> Inflating | None:
         """A source that decodes a storage: deflated in a record, or text in a pickle. ``None`` if torch cannot read it.
 
-        Each reader needs one for itself, since seeking back starts over.
+        Each reader needs a separate source, since seeking back starts over.
         """
         from transload.formats.zip import read_index
 
@@ -215,8 +215,8 @@ class Content:
                 if shared is not None:
                     steps = zip(shared.start, where.start, part.stride, strict=True)
                     first = part.offset + sum((a - b) * step for a, b, step in steps)
-                    held = b"".join(self.pieces(part._replace(shape=shared.shape, offset=first)))
-                    _scatter(held, block, box, shared, width)
+                    data = b"".join(self.pieces(part._replace(shape=shared.shape, offset=first)))
+                    _scatter(data, block, box, shared, width)
             for at in range(0, len(block), size):
                 yield block[at : at + size]
 
@@ -247,15 +247,15 @@ class Allowance:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         packed = sum(storage.nbytes for storage in checkpoint.storages if storage.compressed)
-        held = checkpoint.nbytes + min(packed, _MOST_PACKED * checkpoint.nbytes)
+        nbytes = checkpoint.nbytes + min(packed, _MOST_PACKED * checkpoint.nbytes)
         self._path = checkpoint.path
-        self._held = held
-        self.left = max(self.LEAST, self.TIMES * held)
+        self._nbytes = nbytes
+        self.left = max(self.LEAST, self.TIMES * nbytes)
 
     def spend(self, tensor: Tensor) -> None:
         """Subtract the bytes of a tensor; ``ContentError`` if it claims more than is left."""
         if tensor.nbytes > self.left:
-            what = f"{_named(tensor)} claims {tensor.nbytes:,} bytes, and the file has {self._held:,}"
+            what = f"{_named(tensor)} claims {tensor.nbytes:,} bytes, and the file has {self._nbytes:,}"
             raise ContentError(what, where=self._path)
         self.left -= tensor.nbytes
 
@@ -399,7 +399,7 @@ FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q
 _BLOCK = 2 << 20  # bytes read at once to be reordered: they fit a CPU's cache
 _PAGE = 4096
 _SPARSE_RATIO = 4
-_COPIED = 16  # copying a run of so many elements takes as long as copying a single one
+_COPIED = 16  # copying a run of this many elements takes as long as copying a single one
 _LINE = 64  # bytes of a cache line: without this padding, rows a power of two apart would compete for a few lines
 _LONG = 1024
 _MANY = 1 << 18
@@ -416,9 +416,9 @@ class MissingBytesError(Exception):
 
 
 def _read_all(source: Source, position: int, out: memoryview) -> None:
-    came = source.readinto(position, out)
-    if came < len(out):
-        raise MissingBytesError(position + came)
+    count = source.readinto(position, out)
+    if count < len(out):
+        raise MissingBytesError(position + count)
 
 
 class Elements(NamedTuple):
@@ -465,9 +465,9 @@ class Elements(NamedTuple):
             return out
         data, flags, dtype, width = out, self.flags, self.dtype, _component(self.dtype, self.itemsize)
         if self.swapped:
-            turned = array(FORMATS[width], data.tobytes())
-            turned.byteswap()
-            data = memoryview(turned).cast("B")
+            little_endian = array(FORMATS[width], data.tobytes())
+            little_endian.byteswap()
+            data = memoryview(little_endian).cast("B")
         if dtype in _COMPLEX:
             if "neg" in flags:
                 _change_sign(data, width - 1, 2 * width)
@@ -504,14 +504,14 @@ def _as_integers(itemsize: int, view: View) -> tuple[int, View]:
     return itemsize // 2, View((*view.shape, 2), stride, 2 * view.offset)
 
 
-def _scatter(held: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
+def _scatter(data: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
     """Copy row-major elements to where they belong in the block of a box."""
     strides = contiguous(box.shape)
     first = sum((a - b) * step for a, b, step in zip(shared.start, box.start, strides, strict=True))
     width, here = _as_integers(itemsize, View(shared.shape, contiguous(shared.shape)))
     _, there = _as_integers(itemsize, View(shared.shape, strides, first))
     axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
-    _Gather(BytesSource(held), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
+    _Gather(BytesSource(data), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
 
 
 class Axis(NamedTuple):
@@ -574,17 +574,17 @@ class _Gather:
             nbytes = (inner + (count - 1) * step) * width
             if len(self._window) < nbytes:
                 self._window = memoryview(bytearray(nbytes))
-            held = self._window[:nbytes]
+            window = self._window[:nbytes]
             if scattered:
                 for each in range(count):
                     place = each * step * width
-                    _read_all(self._source, start + each * outer.step * width, held[place : place + inner * width])
+                    _read_all(self._source, start + each * outer.step * width, window[place : place + inner * width])
             else:
-                _read_all(self._source, start, held)
+                _read_all(self._source, start, window)
             rows = Axis(count, step, outer.out_step)
-            self._copy([rows, *rest], held.cast(self._format), out, at + row * outer.out_step)
+            self._copy([rows, *rest], window.cast(self._format), out, at + row * outer.out_step)
 
-    def _copy(self, axes: list[Axis], held: memoryview, out: memoryview, at: int) -> None:
+    def _copy(self, axes: list[Axis], window: memoryview, out: memoryview, at: int) -> None:
         """Copy run by run, along a dimension that is contiguous on both sides, or else the longest."""
         longest = max(axes, key=lambda axis: axis.size * (_COPIED if axis.step == axis.out_step == 1 else 1))
         # numpy copies many elements ten times as fast, but gains too little on long runs to be worth its import.
@@ -592,7 +592,7 @@ class _Gather:
         much = len(out) >= _MANY and ("numpy" in sys.modules or not long_runs)
         if much and (numpy := numpy_or_none()) is not None:
             shape, kind, width = [axis.size for axis in axes], f"u{self._itemsize}", self._itemsize
-            source = numpy.ndarray(shape, kind, held, 0, [axis.step * width for axis in axes])
+            source = numpy.ndarray(shape, kind, window, 0, [axis.step * width for axis in axes])
             target = numpy.ndarray(shape, kind, out[at:], 0, [axis.out_step * width for axis in axes])
             target[...] = source
             return
@@ -603,9 +603,9 @@ class _Gather:
             here = sum(number * axis.step for number, axis in zip(index, others, strict=True))
             there = at + sum(number * axis.out_step for number, axis in zip(index, others, strict=True))
             if step:
-                run = held[here : here + reach : step]
+                run = window[here : here + reach : step]
             else:
-                run = memoryview(held[here : here + 1].tobytes() * size).cast(self._format)
+                run = memoryview(window[here : here + 1].tobytes() * size).cast(self._format)
             out[there : there + into : out_step] = run
 
 

@@ -84,9 +84,9 @@ def sum_records(
     """Read all records except those in ``skip``; return those that are not what was saved."""
     bad: dict[Key, Problem] = {}
     for file, records in every.items():
-        todo = [record for record in records if key_of(file, record) not in skip] if skip else records
-        for index, value in checksums(content.open_file(file), todo, report_progress).items():
-            record = todo[index]
+        unread = [record for record in records if key_of(file, record) not in skip] if skip else records
+        for index, value in checksums(content.open_file(file), unread, report_progress).items():
+            record = unread[index]
             if value != record.crc32 and (record.crc32 is not None or isinstance(value, Lost)):
                 bad[key_of(file, record)] = mismatch(record, value)
     return bad
@@ -146,19 +146,19 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
     """The damage of each storage whose record is not what was saved, or has another length than it should."""
     records = {key_of(file, record): record for file, inside in every.items() for record in inside}
     packed = {key[:2]: key for key in records}  # a compressed storage does not know its position
-    # Files whose storages all had checksums when they were saved: torch writes them for all records, or for none. One
-    # program wrote all .distcp files.
-    some = {file for file, inside in every.items() if any(record.crc32 is not None for record in inside)}
-    rows = {file for file in every if file.endswith(".distcp")}
-    summed = some & {name for name, checkpoint in content.parts if checkpoint.records} | (
-        rows if some & rows else set()
+    # Files whose storages all had checksums when they were saved: torch writes them for all records, or for none. If
+    # one .distcp file has any, all had: one program wrote all of them.
+    with_checksums = {file for file, inside in every.items() if any(record.crc32 is not None for record in inside)}
+    distcp = {file for file in every if file.endswith(".distcp")}
+    summed = with_checksums & {name for name, checkpoint in content.parts if checkpoint.records} | (
+        distcp if with_checksums & distcp else set()
     )
     out: dict[str, Damage] = {}
     for file, checkpoint in content.parts:
         if checkpoint.format == "torch-legacy" and any(p.code == "storage-size" for p in checkpoint.problems):
-            # A storage does not begin where it should. No other begins where the last one ends, so that is wrong, too.
-            held = [each for each in content.checkpoint.storages if each.file == file and each.offset is not None]
-            for last in sorted(held, key=lambda each: each.offset or 0)[-1:]:
+            # The next storage does not begin where the last one that was found ends. So that one is damaged, too.
+            placed = [each for each in content.checkpoint.storages if each.file == file and each.offset is not None]
+            for last in sorted(placed, key=lambda each: each.offset or 0)[-1:]:
                 detail = f"{_where(last, last.record)}: no other begins where it ends"
                 out[last.id] = Damage("", "broken", detail)
     for storage in content.checkpoint.storages:
@@ -193,11 +193,11 @@ def _where(storage: Storage, name: str) -> str:
 
 
 def misplaced(content: Content) -> dict[str, str]:
-    """The reason for each sparse tensor, by name, whose parts do not fit together. Unreadable ones are left out."""
+    """What is wrong with each sparse tensor whose parts do not fit together, by name; without unreadable ones."""
     allowance = Allowance(content.checkpoint)
     wrong: dict[str, str] = {}
     waiting = list(content.checkpoint.tensors)
-    for tensor in waiting:  # the list grows meanwhile
+    for tensor in waiting:  # grows during the loop
         if tensor.kind != "sparse_coo" and tensor.kind not in _COMPRESSED:
             waiting += tensor.parts
             continue
@@ -233,7 +233,7 @@ def _check_coordinates(content: Content, tensor: Tensor) -> str:
 
 
 def _check_compressed(content: Content, tensor: Tensor) -> str:
-    """The same for the rows of a CSR tensor, or their equivalents: columns, or rows or columns of blocks."""
+    """The same for a CSR tensor, and for layouts that compress columns, or rows or columns of blocks."""
     compressed, plain, values = tensor.parts
     batch, count = plain.shape[:-1], plain.shape[-1] if plain.shape else 0
     rank = len(batch)

@@ -38,7 +38,7 @@ class Omission(NamedTuple):
 
 
 NOTHING: Any = object()
-"""In place of what is not kept here: a tensor, which is stored by itself, or something that was listed."""
+"""Stands for what is not kept here: a tensor, which is stored by itself, or something that was listed."""
 
 KEY_TYPES = (str, int, float, bool, type(None))
 
@@ -49,7 +49,7 @@ KEY_TYPES = (str, int, float, bool, type(None))
 def object_state(node: Call) -> Dict | None:
     """The attributes of an object that consists of nothing else; ``None`` for any other object."""
     args = node.args
-    if called(node) in RECONSTRUCTORS:  # with the class, its base and the base's state, None if that is ``object``
+    if called(node) in RECONSTRUCTORS:  # args: class, base, state of the base (None for ``object``)
         bare = type(args) is tuple and len(args) == 3 and args[2] is None
     else:
         bare = args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
@@ -135,14 +135,14 @@ class Leftovers(BoundedWalk):
             if value is NOTHING or (not path and value in ({}, [])):
                 continue
             name = "/".join(map(str, path))
-            there = data.get(name)
-            if isinstance(there, dict) and isinstance(value, dict) and not there.keys() & value.keys():
-                there.update(value)  # one dictionary in several shards
+            existing = data.get(name)
+            if isinstance(existing, dict) and isinstance(value, dict) and not existing.keys() & value.keys():
+                existing.update(value)  # one dictionary in several shards
                 continue
-            number, free = 2, name
-            while free in data:
-                free, number = f"{name}#{number}", number + 1
-            data[free] = value
+            number, unused = 2, name
+            while unused in data:
+                unused, number = f"{name}#{number}", number + 1
+            data[unused] = value
         self.data: Any = data[""] if set(data) == {""} else data or None
         if self._unlisted:
             self.listed.append(Omission("…", f"and {self._unlisted:,} more, too many to name"))
@@ -381,8 +381,8 @@ class _Search(BoundedWalk):
 def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> tuple[Content, set[Path]]:
     """The source with the numpy arrays in its pickles as tensors, each named after its path; and these paths.
 
-    Not those in pickled modules: they are not in a state dict. ``into_objects``: also those in the attributes of
-    objects, and in mappings of other classes.
+    Arrays in pickled modules are left out, since a state dict does not have them. ``into_objects`` adds those in the
+    attributes of objects, and in mappings of other classes.
     """
     checkpoint = content.checkpoint
     main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]

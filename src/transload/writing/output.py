@@ -95,7 +95,7 @@ class Bundle:
         self._removed: list[str] = []
         self._directories: list[str] = []  # those created for the files, outermost first
 
-    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
+    def __enter__(self) -> Any:  # typing.Self is newer than Python 3.10
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

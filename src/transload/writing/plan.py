@@ -140,7 +140,7 @@ def member_name(name: str) -> str:
 
 # -- the plan
 
-_WITHOUT_OBJECT = frozenset({*PROGRAMS, "sharded", "dcp"})  # no object of their own that a torch zip could keep
+_WITHOUT_OBJECT = frozenset({*PROGRAMS, "sharded", "dcp"})  # they contain no object that a torch zip could keep
 _WEIGHTS = ("_parameters", "_buffers")
 
 
@@ -222,11 +222,11 @@ class Plan:
                 self.omitted.append(Omission(tensor.name, why))
                 continue
             name = (tensor.name[len(key) + 1 :] if key else tensor.name) or tensor.name.rpartition("/")[2]
-            lead, slash, last = name.rpartition("/")
+            parent, slash, last = name.rpartition("/")
             # A prefix is stripped from the whole name, or from the last component of a nested one.
             prefix = next((each for each in strip if name.startswith(each) or last.startswith(each)), "")
             matched.add(prefix)
-            new = name[len(prefix) :] if name.startswith(prefix) else f"{lead}{slash}{last[len(prefix) :]}"
+            new = name[len(prefix) :] if name.startswith(prefix) else f"{parent}{slash}{last[len(prefix) :]}"
             kept.append((new, tensor))
         self.unmatched = [prefix for prefix in dict.fromkeys(strip) if prefix not in matched]
         distinct = _Distinct(name for name, _ in kept)
@@ -263,7 +263,7 @@ class Plan:
         return "a buffer registered with persistent=False" if hidden else ""
 
     def _plan_entries(self, selected: Iterable[Entry]) -> None:
-        """Take what the target can store: dense tensors, and the parts of tensors that consist of others."""
+        """Choose what the target can store: dense tensors, and the parts of tensors that consist of others."""
         simple: list[Entry] = []
         stack = [*selected][::-1]
         while stack:
@@ -275,10 +275,10 @@ class Plan:
                 simple.append(entry)
             elif tensor.parts and kind != "quantized":
                 self.in_parts.append(name)
-                lead = len(tensor.name) + 1 if tensor.name else 0
+                start = len(tensor.name) + 1 if tensor.name else 0
                 for part in reversed(tensor.parts):
                     dtype = cast_dtype(part.dtype, self.options.dtype)
-                    stack.append(Entry(f"{name}/{part.name[lead:]}", part, dtype))
+                    stack.append(Entry(f"{name}/{part.name[start:]}", part, dtype))
             else:
                 self.omitted.append(Omission(name, _CANNOT_HOLD.get(kind, f"it is {kind}"), lost=True))
         # A torch zip stores views as views and tied tensors under both names, so it writes no byte twice.
@@ -360,7 +360,7 @@ class Plan:
         for entry in selected:
             path = entry.tensor.path
             for length in range(1, len(path)):
-                # As in names: without the _modules dictionaries of modules.
+                # Spelled as in names, which leave out the _modules dictionaries of modules.
                 spelled = ".".join(str(step) for step in path[:length] if step != "_modules")
                 if _dotted(spelled) == wanted:
                     node = node_at(root, path[:length])
@@ -433,13 +433,13 @@ def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
     return Content(checkpoint, content.open_file, content.parts), others
 
 
-# -- what changed on the way
+# -- notes about the target
 
 _SHOWN = 20
 
 
 def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
-    """What to know about the target besides what was left out, a sentence each."""
+    """What else to know about the target, one sentence each."""
     named = _named_format(job.dst)
     if named and named != plan.format:
         yield f"it is {plan.format}, although its name says {named}"

@@ -61,7 +61,7 @@ def carry_over(checkpoint: Checkpoint, entries: Iterable[Entry]) -> None:
 def _is_made_of(
     node: Any, calls: frozenset[str], containers: tuple[type, ...], is_value: Callable[[Any], bool]
 ) -> bool:
-    """Whether a node is one of these calls, with arguments of containers, values and further such calls."""
+    """Whether a node is one of these calls, and its arguments only containers, values and more of these calls."""
     parts: list[Any] = [node]
     for part in parts:  # grows during the loop; shared parts count each time
         if len(parts) > _MAX_PARTS or type(node) is not Call:
@@ -80,7 +80,7 @@ def _is_made_of(
 
 
 def _storage_key(node: Persistent) -> str:
-    """The key of a storage in the file; empty if the persistent id has another form, or is that of a part of one."""
+    """The key of a storage in the file; empty if the id has another form, or names a part of a storage."""
     match storage_id(node):
         case (_, Global(), str() as key, _, _) | (_, Global(), str() as key, _, _, None):
             return key
@@ -311,7 +311,7 @@ class TensorCalls:
         return Call(self._global(module, name), args, "reduce", 0)
 
     def _carry(self, node: Any) -> Any:
-        """A copy of a call that refers to storages of the target. Only as deep as tensors our reader understands."""
+        """Copy a call, with the storages of the target. It recurses only as deep as tensors that our reader accepts."""
         if type(node) is tuple:
             return tuple(self._carry(part) for part in node)
         if type(node) is Call:

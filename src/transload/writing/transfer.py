@@ -42,8 +42,8 @@ _TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this mac
 class Entry:
     """A tensor of the target: its name, dtype and size there, and the source tensor.
 
-    ``run`` is where a file of the source has exactly these bytes, ``crc32`` is that of the bytes written, if they are
-    known; ``infinite`` counts finite numbers that became infinite.
+    ``run`` is where a file of the source has exactly these bytes, ``crc32`` the checksum of the bytes written, if they
+    are known; ``infinite`` counts finite numbers that became infinite.
 
     In a torch zip it is a view of storage number ``storage``, with ``offset`` and ``stride``; or it is carried over,
     and ``call`` rebuilds it. ``state``: it is in a module's state dict, where parameters are plain tensors.
