@@ -71,7 +71,7 @@ def test_a_part_that_is_missing_is_an_error() -> None:
     content = whole((9, 4), ((3, 6), ()), 4)
     (tensor,) = content.checkpoint.tensors
     for parts in (tensor.parts[:2], (*tensor.parts, tensor.parts[0])):
-        with pytest.raises(ContentError, match="x are not all there"):
+        with pytest.raises(ContentError, match="x are incomplete"):
             list(content.pieces(tensor._replace(parts=parts)))
 
 
@@ -79,7 +79,7 @@ def test_two_parts_do_not_stand_for_one_that_is_missing() -> None:
     content = whole((9, 4), ((3, 6), ()), 4)
     (tensor,) = content.checkpoint.tensors
     twice = (tensor.parts[0], tensor.parts[1], tensor.parts[0])
-    with pytest.raises(ContentError, match="3 of its parts are there, and they do not cover it"):
+    with pytest.raises(ContentError, match="3 of its parts are in the file, and they do not cover it"):
         list(content.pieces(tensor._replace(parts=twice)))
 
 

@@ -213,7 +213,7 @@ def test_numbers_of_numpy_stay_in_their_places(tmp_path: Path) -> None:
     numbers = {"loss": np.float64("nan"), "step": np.int32(-5), "best": np.bool_(True), "half": np.float16(0.5)}
     source = save({"w": torch.ones(1), **numbers}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.pt")
-    assert made.notes == ("numpy numbers in the source, now Python's own: loss, step, best, half",)
+    assert made.notes == ("numpy numbers in the source, now Python numbers: loss, step, best, half",)
     assert not made.leftovers
     back = torch.load(tmp_path / "b.pt", weights_only=True)
     assert (repr(back["loss"]), back["step"], back["best"], back["half"]) == ("nan", -5, True, 0.5)

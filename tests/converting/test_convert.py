@@ -752,7 +752,7 @@ def test_the_partitions_of_ranks_are_not_put_together_in_silence(tmp_path: Path)
         torch.save({"module": {"w": torch.ones(2)}}, folder / f"{name}.pt")
     made = convert(tmp_path, tmp_path / "out.safetensors")
     assert made.format == "deepspeed"
-    assert "parts of one tensor are not put together" in made.notes[0]
+    assert "parts of one tensor are not joined" in made.notes[0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

@@ -208,7 +208,7 @@ HOW: tuple[dict[str, Any], ...] = ({}, {"threads": 3}, {"mmap": True}, {"direct"
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
-@pytest.mark.parametrize(("change", "words"), [(cut, "are not all there"), (rewrite, "was changed while it was read")])
+@pytest.mark.parametrize(("change", "words"), [(cut, "are incomplete"), (rewrite, "was changed while it was read")])
 def test_a_file_that_is_written_to(
     change: Callable[[Path], None], words: str, how: dict[str, Any], tmp_path: Path, meanwhile: Any
 ) -> None:

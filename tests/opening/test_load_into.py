@@ -117,7 +117,7 @@ class TestWhereItIsFound:
             load_into(model, file)
         assert str(caught.value) == (
             "<file object>: 2 places of the file fit the model equally well: model, ema\n"
-            "Say which, by one of:\n"
+            "Choose one of them with:\n"
             "prefix='model' for the 12 keys there\n"
             "prefix='ema' for the 12 keys there"
         )
@@ -191,7 +191,7 @@ class TestPrefixes:
         model = made(1)
         state = {f"model.{name}": tensor for name, tensor in made().state_dict().items()}
         file = file_of({"state_dict": {**state, "loss.weight": torch.ones(3), "steps_done": 4}})
-        with pytest.warns(KeysWarning, match=r"removed 'model\.' from 12 keys, and left out 1 that have none"):
+        with pytest.warns(KeysWarning, match=r"removed 'model\.' from 12 keys, and left out 1 without it"):
             assert load_into(model, file) == ([], [])
         assert_same(model, made())
 
@@ -683,7 +683,7 @@ class TestMismatches:
     def test_bytes_that_are_not_there(self) -> None:
         data = forge.legacy()
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
-        with pytest.raises(BrokenFileError, match="the bytes of w1 are not all there"):
+        with pytest.raises(BrokenFileError, match="the bytes of w1 are incomplete"):
             load_into(model, data[:-8])
         assert model["w0"].tolist() == [0.0] * 4
 
@@ -760,7 +760,7 @@ class Odd(torch.Tensor):
 def test_a_parameter_that_takes_nothing() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
     model.register_buffer("b", torch.zeros(2).as_subclass(Odd))
-    with pytest.raises(LoadError, match="b does not take what was read for it: nobody writes into me"):
+    with pytest.raises(LoadError, match="what was read for b cannot be copied into it: nobody writes into me"):
         load_into(model, file_of({"a": torch.ones(2), "b": torch.ones(2)}))
 
 

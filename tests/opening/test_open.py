@@ -178,11 +178,11 @@ class TestNames:
     @pytest.mark.parametrize(
         ("name", "words"),
         [
-            ("model/fc.wieght", "no tensor 'model/fc.wieght'; close: model/fc.weight, model/fc.bias"),
-            ("fc.bias", "no tensor 'fc.bias'; close: model/fc.bias"),
-            ("model", "no tensor 'model'; close: model/fc.weight, model/fc.bias"),
+            ("model/fc.wieght", "there is no tensor 'model/fc.wieght'; similar: model/fc.weight, model/fc.bias"),
+            ("fc.bias", "there is no tensor 'fc.bias'; similar: model/fc.bias"),
+            ("model", "there is no tensor 'model'; similar: model/fc.weight, model/fc.bias"),
             ("epoch", "'epoch' is not a tensor: its value is in metadata['epoch']"),
-            ("zzz", "no tensor 'zzz'"),
+            ("zzz", "there is no tensor 'zzz'"),
         ],
     )
     def test_a_name_that_is_not_there(self, handle: Handle, name: str, words: str) -> None:
@@ -490,14 +490,14 @@ class TestForms:
         save_pieces(tmp_path, "w", whole, {(0, 0): whole[:3], (3, 0): whole[3:]})
         (tmp_path / "__1_0.distcp").unlink()
         handle = open_(tmp_path)
-        with pytest.raises(BrokenFileError, match="the pieces of w are not all there"):
+        with pytest.raises(BrokenFileError, match="some pieces of w are missing"):
             handle["w"]
 
     def test_pieces_that_overlap_do_not_stand_for_one_that_is_missing(self, tmp_path: Path) -> None:
         """The rest would be what was in memory before."""
         whole = torch.arange(30.0).view(5, 6)
         save_pieces(tmp_path, "w", whole, {(0, 0): whole[:3], (2, 0): whole[2:4]})
-        with pytest.raises(BrokenFileError, match="the pieces of w are not all there"):
+        with pytest.raises(BrokenFileError, match="some pieces of w are missing"):
             open_(tmp_path)["w"]
 
     def test_tar(self) -> None:
@@ -543,7 +543,7 @@ class TestDamage:
             assert handle.checkpoint.integrity == "damaged"
             first, last = list(handle)
             assert handle[first].tolist() == [1.0, 2.0, 3.0, 4.0]
-            with pytest.raises(BrokenFileError, match=f"the bytes of {last} are not all there: 8 of 16 bytes"):
+            with pytest.raises(BrokenFileError, match=f"the bytes of {last} are incomplete: 8 of 16 bytes"):
                 handle[last]
             assert torch.equal(handle.slice(last)[:2], torch.tensor([1.0, 2.0]))
 

@@ -125,7 +125,7 @@ def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.Monke
 def test_an_open_checkpoint_stays_in_its_process(copied: Callable[[object], object]) -> None:
     with open_(saved({"a": VALUE})) as handle:
         for each in (handle, handle.slice("a")) if copied is not copy.copy else (handle,):
-            with pytest.raises(UsageError, match="not pickled or copied\nPass its path"):
+            with pytest.raises(UsageError, match="cannot be pickled or copied\nPass its path"):
                 copied(each)
 
 

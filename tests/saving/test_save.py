@@ -696,7 +696,7 @@ def test_a_gpu_that_does_not_answer_does_not_matter(monkeypatch: pytest.MonkeyPa
 
 def test_a_name_that_says_safetensors(tmp_path: Path) -> None:
     """torch goes by the name from 2.13 on."""
-    with pytest.warns(SaveWarning, match=r"model\.safetensors: torch from 2\.13 on .* Name it \.pt"):
+    with pytest.warns(SaveWarning, match=r"model\.safetensors: because of its name, torch 2\.13 .* Name it \.pt"):
         save({"w": torch.ones(3)}, tmp_path / "model.safetensors")
 
 

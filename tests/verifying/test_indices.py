@@ -101,7 +101,7 @@ def test_batches() -> None:
 def test_it_says_which() -> None:
     odd = torch.sparse_coo_tensor(torch.tensor([[1], [65537]]), torch.ones(1), (3, 3), check_invariants=False)
     (damage,) = verify(saved({"s": odd})).damaged
-    assert damage == ("s", "broken", "an index is 65537, and axis 1 has 3 places")
+    assert damage == ("s", "broken", "an index is 65537, but the size of axis 1 is 3")
 
 
 class Forged:
@@ -122,10 +122,10 @@ def ones(*size: int) -> torch.Tensor:
     ("forged", "words"),
     [
         (Forged("coo", torch.ones(2, 3), torch.ones(3)), "its indices are not integers"),
-        (Forged("coo", ones(3), torch.ones(3)), "its indices have the shape (3,), and it the shape (4, 6)"),
-        (Forged("coo", ones(2, 3), torch.ones(2)), "it has 3 indices, and values of the shape (2,)"),
+        (Forged("coo", ones(3), torch.ones(3)), "its indices have the shape (3,), but its own shape is (4, 6)"),
+        (Forged("coo", ones(2, 3), torch.ones(2)), "it has 3 indices, but values of the shape (2,)"),
         (Forged("csr", ones(5), ones(3), torch.ones(2)), "its parts do not fit together"),
-        (Forged("csr", ones(3), ones(2), torch.ones(2)), "it has 4 rows, and their ends have the shape (3,)"),
+        (Forged("csr", ones(3), ones(2), torch.ones(2)), "it has 4 rows, but its row pointers have the shape (3,)"),
     ],
 )
 def test_parts_that_do_not_fit_together(forged: Forged, words: str) -> None:

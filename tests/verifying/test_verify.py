@@ -134,7 +134,7 @@ def test_a_safetensors_file_that_is_cut(tmp_path: Path) -> None:
 def test_a_storage_of_another_size_than_the_index_wants() -> None:
     longer = forge.remade(forge.entries(), "data/1", data=bytes(20))
     (damage,) = verify(forge.archive(longer)).damaged
-    assert damage == Damage("w1", "broken", "data/1 holds 20 bytes, the index wants 16")
+    assert damage == Damage("w1", "broken", "data/1 holds 20 bytes, the index expects 16")
     shorter = forge.remade(forge.entries(), "data/1", data=bytes(12))
     (damage,) = verify(forge.archive(shorter)).damaged
     assert (damage.name, damage.kind) == ("w1", "cut")

@@ -37,14 +37,14 @@ def convert(
     overwrite: bool = False,
     progress: bool | Callable[[int, int], object] | None = None,
 ) -> Conversion:
-    """Write the tensors of a checkpoint as another format; nothing of it is run, and torch is not needed.
+    """Write the tensors of a checkpoint in another format. Nothing in the file is run, and torch is not needed.
 
-    ``src`` is a path (of a file or a directory), bytes, or a file object. The format of ``dst`` follows from its name,
-    or is ``to``: ``torch``, ``safetensors``, ``npz``, or ``raw`` (a directory). ``key`` chooses a part (``"model"``),
-    ``strip`` removes prefixes from the names (``"module."``), ``dtype`` is for floating tensors, and a number that does
-    not fit is an error unless ``allow_inf``. ``max_shard_size`` (``"5GB"``) splits safetensors into shards. ``verify``
-    checks the source's own checksums and reads the target back, byte for byte, before it gets its name. ``progress``
-    is a function of the bytes done and of all bytes, or ``True`` for a line on a terminal.
+    ``src`` is a path (of a file or a directory), bytes, or a file object. The name of ``dst`` decides the format unless
+    ``to`` does: ``torch``, ``safetensors``, ``npz``, or ``raw`` (a directory). ``key`` chooses a part (``"model"``),
+    ``strip`` removes prefixes from the names (``"module."``), and ``dtype`` converts floating-point tensors, where a
+    number that does not fit is an error unless ``allow_inf``. ``max_shard_size`` (``"5GB"``) splits safetensors into
+    shards. ``verify`` compares the source with its checksums, and reads the target back, byte for byte, before it gets
+    its name. ``progress`` is ``True`` for a line on the terminal, or a function that gets the bytes done and the total.
 
     >>> transload.convert("model.pt", "model.safetensors")  # doctest: +SKIP
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP

@@ -72,20 +72,20 @@ def load(
     direct: bool | None = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """What a checkpoint holds, loaded onto the devices of this machine: ``torch.load`` for every format and any file.
+    """Load a checkpoint onto the devices of this machine: ``torch.load`` for every format, and for any file.
 
     ``f`` is a path (of a file, a directory or the index of shards), a binary file object, or bytes. ``map_location``
-    is what it is to ``torch.load``; or ``"auto"``: each tensor goes to the device it was saved on if that is here,
-    else to the GPU of this process, else to the CPU, and one ``LandingWarning`` says what was moved; or a list of
-    devices, ``["cuda:1", "cpu"]``: everything goes to the first that is here.
+    takes what ``torch.load`` takes; or ``"auto"``: each tensor goes to the device it was saved on if this machine has
+    it, else to the GPU of this process, else to the CPU, and one ``LandingWarning`` says what was moved; or a list of
+    devices, ``["cuda:1", "cpu"]``: everything goes to the first one that this machine has.
 
-    With ``weights_only`` nothing in the file is run: it is read into a tree, and the tree is built into tensors and
-    plain objects through a fixed table. Other names are refused, in one error, unless the program has allowed
-    them with ``torch.serialization.add_safe_globals``. ``weights_only=False`` gives the file to ``pickle``: only for
-    files of people you trust. ``None`` is ``True`` unless a ``pickle_module`` is given. The environment variables
-    ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` mean what they mean to torch.
+    With ``weights_only`` nothing in the file is run: it is read into a tree, from which tensors and plain objects are
+    built through a fixed table. One error lists all other names, unless the program has allowed them with
+    ``torch.serialization.add_safe_globals``. ``weights_only=False`` unpickles the file, which may run any code: use it
+    only for files from people you trust. ``None`` means ``True`` unless a ``pickle_module`` is given. The environment
+    variables ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` work as in torch.
 
-    ``mmap`` maps the file instead of reading it, where its bytes are those in memory. ``verify`` compares every
+    ``mmap`` maps the file instead of reading it, where its bytes are the same as in memory. ``verify`` compares every
     checksum while reading, which torch never does. ``progress`` is ``True`` for a line on the terminal, or a function
     that gets the bytes done and the total. ``encoding`` is for text that Python 2 wrote.
 
@@ -93,7 +93,7 @@ def load(
     how many threads read, ``pinned_mb`` how much pinned memory they may use for a GPU, ``direct`` whether they bypass
     the page cache.
 
-    Errors are of our own classes, which are also those that torch users catch already: ``RuntimeError``,
+    The classes of all errors are subclasses of those that torch users already catch: ``RuntimeError``,
     ``pickle.UnpicklingError``, ``OSError``.
 
     >>> import transload
@@ -454,9 +454,9 @@ class _Reader:
 
     def _check_sum(self, storage: Storage, value: int) -> None:
         if storage.crc32 is not None and value != storage.crc32:
-            raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "are not those saved")
+            raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "have changed")
 
-    def _lost(self, storage: Storage, detail: str, how: str = "are not all there") -> BrokenFileError:
+    def _lost(self, storage: Storage, detail: str, how: str = "are incomplete") -> BrokenFileError:
         what = f"the bytes of {_named(self._piece, storage)} {how}: {detail}"
         return BrokenFileError(what, where=self._piece.checkpoint.path, fix=_AGAIN)
 

@@ -72,10 +72,10 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     ...     list(handle), handle.metadata["epoch"], handle.slice("model/fc.weight")[1]
     (['model/fc.weight'], 7, tensor([0., 1., 0.]))
 
-    ``device`` is what ``map_location`` is to ``transload.load``: ``"auto"`` lands each tensor where this machine can
-    have it, ``None`` on the device of its tag. ``dtype`` casts what is floating point. Nothing in a file is run to
-    read its tensors, so files that torch.load would only load on trust open too; of a damaged one every tensor whose
-    bytes are there can be read.
+    ``device`` takes what ``map_location`` of ``transload.load`` takes: ``"auto"`` puts each tensor on a device that
+    this machine has, ``None`` on the device it was saved on. ``dtype`` converts floating-point tensors. Nothing in the
+    file is run, so files that ``torch.load`` only loads with ``weights_only=False`` can be opened, too. In a damaged
+    file, every tensor whose bytes are there can be read.
     """
     import torch
 
@@ -102,14 +102,14 @@ class Handle(Mapping[str, "torch.Tensor"]):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What ``transload.inspect`` says of it."""
+        """What ``transload.inspect`` says about it."""
         return self._opened.checkpoint
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the file holds beside tensors: ``__metadata__`` of safetensors, that of GGUF, else plain values by name.
+        """What the file has besides tensors: the metadata of safetensors and GGUF files, else plain values by name.
 
-        A value that is not plain (a ``torch.device``, a date) is there as its text.
+        A value that is not plain (a ``torch.device``, a date) is given as text.
         """
         return dict(self._metadata)
 
@@ -143,10 +143,10 @@ class Handle(Mapping[str, "torch.Tensor"]):
         return self._read(self._find(name), ())
 
     def slice(self, name: str | tuple[Key, ...]) -> Lazy:
-        """A tensor that is read when it is indexed, and only what the index names.
+        """A tensor that is read when it is indexed, and only the part that the index selects.
 
-        Whole rows are read exactly; of what is cut through its rows, the bytes from the first to the last one named,
-        or row by row where little of each is wanted.
+        Whole rows are read exactly. If the index cuts through rows, all bytes from the first selected element to the
+        last are read; or row by row, where little of each row is selected.
         """
         return Lazy(self, self._find(name))
 
@@ -167,7 +167,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
         below = [known for known in self._names if known.startswith(f"{text}/")]
         ending = [known for known in self._names if known.endswith((f"/{text}", f".{text}"))]
         near = below[:3] or ending[:3] or get_close_matches(text, self._names, 3)
-        raise KeyError(f"no tensor {text!r}" + (f"; close: {', '.join(near)}" if near else ""))
+        raise KeyError(f"there is no tensor {text!r}" + (f"; similar: {', '.join(near)}" if near else ""))
 
     @cached_property
     def _paths(self) -> dict[tuple[Key, ...], Tensor]:
@@ -194,10 +194,10 @@ class Handle(Mapping[str, "torch.Tensor"]):
     def __reduce__(self) -> NoReturn:
         """Refuse: an open file cannot be sent to another process."""
         fix = "Pass its path, and open it in each process."
-        raise UsageError("an open checkpoint is not pickled or copied", where=self.checkpoint.path, fix=fix)
+        raise UsageError("an open checkpoint cannot be pickled or copied", where=self.checkpoint.path, fix=fix)
 
     def close(self) -> None:
-        """Close the file; what was read stays."""
+        """Close the file. Tensors that were read remain valid."""
         self._opened.close()
 
     def __enter__(self) -> Handle:  # noqa: PYI034 - typing.Self is newer than Python 3.10
@@ -344,7 +344,7 @@ class Opened(OpenCheckpoint):
         except TransloadError:
             raise
         except (RuntimeError, NotImplementedError) as error:
-            what = f"{tensor.name or 'the tensor'} does not take what was read for it: {error}"
+            what = f"what was read for {tensor.name or 'the tensor'} cannot be copied into it: {error}"
             raise LoadError(what, where=self.checkpoint.path) from error
         if straight:
             self._read_straight(straight, settings)
@@ -355,7 +355,7 @@ class Opened(OpenCheckpoint):
             self._elements(tensor, ())
             return
         if tensor.kind == "sharded" and not is_covered(tensor):  # no element may keep what was in memory before
-            raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=self.checkpoint.path)
+            raise BrokenFileError(f"some pieces of {tensor.name} are missing", where=self.checkpoint.path)
         if tensor.kind != "meta" and not (tensor.kind in ("device", "sharded") and tensor.parts):
             found = self.node(tensor.path)
             if found is None or type(found[1]) is not Call:
@@ -425,7 +425,7 @@ class Opened(OpenCheckpoint):
             try:
                 whole = torch.empty_strided(tensor.shape, tensor.stride, dtype=torch.uint8, device="meta")
             except RuntimeError as error:
-                raise BrokenFileError(f"torch cannot have it: {error}", where=self._place(tensor)) from error
+                raise BrokenFileError(f"torch cannot represent it: {error}", where=self._place(tensor)) from error
             part = whole[tuple(steps)]
             view = View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
         try:
@@ -500,7 +500,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     refused = sorted(name.full_name for name in Allowed().refused([part]))
     if refused:
         what = f"it is made by {', '.join(refused)}, which nobody has allowed"
-        fix = "transload.load(path, weights_only=False) does it, for a file of people you trust."
+        fix = "transload.load(path, weights_only=False) builds it, if you trust the author of the file."
         raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
     device_map = device_map or DeviceMap(plan_here(piece.checkpoint, "cpu", 0), "cpu", piece.checkpoint.path)
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)

@@ -111,7 +111,7 @@ def load_into(
     <All keys matched successfully; found in state_dict>
 
     The state dict may be anywhere in the file (``prefix`` says where, if several places fit). ``module.``,
-    ``_orig_mod.`` or ``model.`` is removed from its keys, or put before them, where that makes them the model's. Before
+    ``_orig_mod.`` or ``model.`` is removed from its keys, or added to them, if they then match the model's. Before
     that, ``rename`` is applied to them: a mapping such as ``{"encoder.": "backbone."}`` (of whole keys, or of prefixes
     that end with a dot; ``""`` is the prefix of every key), a regular expression with its replacement, a list of such
     pairs, or a function that returns the new key, or ``None`` to leave it out.
@@ -122,8 +122,8 @@ def load_into(
     never saved: they stay there. ``threads``, ``pinned_mb`` and ``direct`` are as for ``transload.load``.
 
     Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
-    shapes or dtypes differ, ``MismatchError`` says how and the model is as it was. Only modules with custom loading
-    code, and hooks, can still object while it is loaded, as in torch.
+    shapes or dtypes differ, ``MismatchError`` says how, and the model is unchanged. Only modules with custom
+    loading code, and hooks, can still raise while it is loaded, as in torch.
     """
     settings = check_settings(threads, pinned_mb, direct)
     if not callable(getattr(model, "named_parameters", None)):
@@ -152,7 +152,7 @@ def key_function(rename: Any) -> KeyFunction:
     if isinstance(rename, Mapping):
         for old, new in rename.items():
             if not isinstance(old, str) or not isinstance(new, str | None):
-                raise UsageError(f"rename has {old!r}: {new!r}, which is not one key for another", fix=_FIX)
+                raise UsageError(f"rename has {old!r}: {new!r}, which does not map one key to another", fix=_FIX)
         prefixes = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
 
         def renamed(key: str) -> str | None:
@@ -266,7 +266,7 @@ class Match(NamedTuple):
             words.append(f"put {add!r} before")
         if inner:
             words.append("removed the names of wrappers from")
-        beside = f", and left out {self.outside:,} that have none" if self.outside else ""
+        beside = f", and left out {self.outside:,} without it" if self.outside else ""
         return (f"{' and '.join(words)} {self.changed:,} keys{beside}",)
 
 
@@ -352,7 +352,7 @@ def find(
         names = join_names([match.branch.name or "the root" for match in rivals], _SHOWN)
         choices = [f"prefix={match.branch.name!r} for the {len(match.tensors):,} keys there" for match in rivals]
         what = f"{len(rivals)} places of the file fit the model equally well: {names}"
-        raise UsageError(what, where=checkpoint.path, fix="\n".join(["Say which, by one of:", *choices]))
+        raise UsageError(what, where=checkpoint.path, fix="\n".join(["Choose one of them with:", *choices]))
     return equal[0]
 
 

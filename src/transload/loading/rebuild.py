@@ -191,7 +191,7 @@ class Rebuilder:
         array = None if name == "numpy.dtype" else array_of(node)
         dtype = dtype_of(node) if name == "numpy.dtype" else array and array.dtype
         if dtype is None or not dtype.plain:
-            kind = "a numpy array of objects or records, or of a class of its own"
+            kind = "a numpy array of objects or records, or of a subclass"
             what = weights_only_error(f"it holds {kind}, which is more than plain data", node.callee)
             fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
             raise UnsafeError(what, fix=fix)

@@ -44,7 +44,7 @@ _PROGRAMS = {
 }
 _PROGRAM_FIXES = {
     "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False.",
-    "torch-export": "Pass weights_only=False; torch.export.load(path) fails where the device is not that it names.",
+    "torch-export": "Pass weights_only=False; torch.export.load(path) fails on a machine without the devices it names.",
     "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
     "torch-package": "Open it with torch.package.PackageImporter(path).",
 }

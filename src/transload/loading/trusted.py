@@ -144,7 +144,7 @@ def load_program(piece: Piece, device_of: DeviceOf) -> Any:
 
     checkpoint, is_script = piece.checkpoint, piece.checkpoint.format == "torchscript"
     if piece.index:
-        fix = "Zip the folder itself, stored, and load that."
+        fix = "Zip the folder itself, without compression, and load the archive."
         raise LoadError("this program is unpacked", where=checkpoint.path, fix=fix)
     try:
         if not is_script:
@@ -316,7 +316,7 @@ def load_trusted(
         what = f"a text that Python 2 wrote is not {error.encoding}: {error.reason}"
         raise LoadError(what, where=path, fix="Pass encoding='latin1', or encoding='bytes'.") from error
     except (UnpicklingError, EOFError) as error:
-        raise BrokenFileError(f"its pickle breaks off: {error}", where=path) from error
+        raise BrokenFileError(f"its pickle is damaged or ends too early: {error}", where=path) from error
     except Exception as error:
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"{path}: code that the file calls raised this; weights_only=False runs it")

@@ -31,7 +31,7 @@ def program_of(
         from transload.errors import CannotReadError
 
         if os.path.exists(path):  # noqa: PTH110 - pathlib costs more than all the rest
-            raise CannotReadError("it may not be read", where=path, fix=f"Ask its owner, or: chmod u+r {path}")
+            raise CannotReadError("no permission to read it", where=path, fix=f"Ask its owner, or: chmod u+r {path}")
         fix = f"A module is run by -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
         if path in ("python", "python3"):
             fix = "Leave it out: transload run SCRIPT."

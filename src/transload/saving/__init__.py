@@ -65,16 +65,16 @@ def save(
 ) -> None:
     """Save an object as ``torch.save`` does, so that plain ``torch.load(path)`` loads it on any machine.
 
-    ``f`` is a path, or an object with ``write``. Every tensor is tagged as one of the CPU, wherever it is, and stays
-    there; ``device="keep"`` writes the devices they are on, as torch does.
+    ``f`` is a path, or an object with ``write``. In the file, every tensor is tagged as a CPU tensor, whatever device
+    it is on; no tensor is moved. ``device="keep"`` writes the devices they are on, as torch does.
 
-    A file is written under another name, flushed to the disk and renamed: even after a crash there is the old file or
-    the new one. ``atomic=False`` writes straight into the file, as is always done with an object with ``write``.
+    A file is written under another name, flushed to the disk and renamed: even a crash leaves the old file or the new
+    one. ``atomic=False`` writes straight into the file, as is always done with an object with ``write``.
 
     ``compact`` writes only bytes that a tensor uses, where torch writes the whole storage behind a view. ``origin``
-    records in the file what it was saved with and on; a dict of plain values is recorded, too. With
-    ``origin=False`` equal objects give equal files. ``progress`` is ``True`` for a line on the terminal, or a function
-    that gets the bytes done and the total.
+    records in the file which software and devices it was saved with; if it is a dict of plain values, these as well.
+    With ``origin=False`` equal objects give equal files. ``progress`` is ``True`` for a line on the terminal, or a
+    function that gets the bytes done and the total.
 
     The two arguments with an underscore are those of ``torch.save``: without the first, the file has the form of torch
     before 1.6, which has no room for ``origin``.
@@ -105,7 +105,7 @@ def save_async(
 ) -> Future[None]:
     """Save in the background: the object is copied now and written while the program goes on.
 
-    What changes afterwards does not reach the file. The future's ``result()`` waits until the file is in place, and
+    Later changes to the object do not affect the file. The future's ``result()`` waits until the file is in place, and
     raises what went wrong. An error that was not raised there is raised by the next save, or printed when the program
     ends, which waits for its saves. Saves are written one after the other, in the order of the calls; while two are
     pending, the next call waits.
@@ -159,23 +159,23 @@ class _Save:
         byteorder: bool,
     ) -> None:
         if device not in ("cpu", "keep"):
-            what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
+            what = f"device={device!r}: tensors are tagged as CPU tensors ('cpu') or with their own devices ('keep')"
             raise UsageError(what, fix="`transload retag` writes other tags into a file.")
         if protocol is None or protocol == -1:  # as pickle interprets them
             protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
         elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # 2 is the first with binary persistent ids
-            what = f"pickle_protocol={protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
+            what = f"pickle_protocol={protocol!r}: it must be a number from 2 to {pickle.HIGHEST_PROTOCOL}"
             raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
         if module is not None and not callable(getattr(module, "Pickler", None)):
             raise UsageError(f"pickle_module={module!r:.80} has no Pickler", fix="Give a module like pickle.")
         if progress is not None and not isinstance(progress, bool) and not callable(progress):
-            raise UsageError(f"progress={progress!r:.80}: it is True, or a function of two numbers")
+            raise UsageError(f"progress={progress!r:.80}: it must be True, or a function of two numbers")
         try:
             import torch  # from here on it is needed
         except ImportError as error:
             raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
         if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
-            what = "torch.serialization.skip_data() is in force"
+            what = "torch.serialization.skip_data() is active"
             raise SaveError(what, fix="Use torch.save for a file without contents.")
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
         self.legacy_protocol = int(protocol) if legacy else None
@@ -189,7 +189,7 @@ class _Save:
         if alignment not in range(1, _MAX_ALIGNMENT + 1):
             what = f"torch is set to a storage_alignment of {alignment!r:.80}"
             fix = f"torch.utils.serialization.config.save.storage_alignment = {ALIGNMENT}"
-            raise SaveError(f"{what}: it is a number from 1 to {_MAX_ALIGNMENT}", fix=fix)
+            raise SaveError(f"{what}: it must be a number from 1 to {_MAX_ALIGNMENT}", fix=fix)
         self.alignment = int(alignment)
         with gc_paused(user_objects=True):
             self.data, self.storages = pickled(
@@ -200,7 +200,7 @@ class _Save:
             self.numels = [each.numel for each in self.storages]
             self.nbytes = sum(each.nbytes for each in self.storages)
         if path and path.lower().endswith(".safetensors"):
-            what = "torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
+            what = "because of its name, torch 2.13 and later reads it as safetensors, and fails. Name it .pt."
             warnings.warn(f"{path}: {what}", SaveWarning, stacklevel=3)
         if bloat:
             warnings.warn(f"{path}: {bloat}" if path else bloat, SaveWarning, stacklevel=3)
@@ -283,7 +283,7 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
     facts["storages"] = [["cpu" if device == cpu else str(device), sum(1 for _ in row)] for device, row in rows]
     if origin is not True:
         if not isinstance(origin, Mapping):
-            raise UsageError(f"origin is a {type(origin).__name__}; it is True, False or a dict", fix=_FIX)
+            raise UsageError(f"origin is a {type(origin).__name__}; it must be True, False or a dict", fix=_FIX)
         facts["entries"] = _plain(origin, "origin", 0)
         nbytes = len(json.dumps(facts["entries"], ensure_ascii=False).encode("utf-8", "surrogatepass"))
         if nbytes > _MAX_ENTRIES:
@@ -312,7 +312,7 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         raise UsageError(f"{place} is a number of more than {_MAX_BITS} bits", fix="Write it as text.")
     if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return value
-    raise UsageError(f"{place} is {value!r:.80}, a {type(value).__name__}, which JSON does not hold", fix=_FIX)
+    raise UsageError(f"{place} is {value!r:.80}, a {type(value).__name__}, which JSON cannot represent", fix=_FIX)
 
 
 # -- storages where they are: CPU memory is written in place, CUDA memory passes through pinned memory
@@ -548,7 +548,7 @@ def bloat_warning(obj: Any, storages: Sequence[Stored]) -> str:
     which = f"views of larger storages ({join_names(names, _NAMED)})" if names else "views of larger storages"
     return (
         f"{waste / 1e6:,.0f} of {total / 1e6:,.0f} MB in the file are bytes that no saved tensor uses: "
-        f"some are {which}; compact=True leaves them out"
+        f"some tensors are {which}; compact=True leaves these bytes out"
     )
 
 

@@ -285,7 +285,7 @@ class _Reducer:
     def _check(self, address: int, dtype: Any) -> None:
         """Refuse a storage without memory, or one used with two dtypes: a file has one dtype for each."""
         if not address:
-            raise SaveError("a storage says it has bytes, and has no memory", fix="Save a clone() of its tensor.")
+            raise SaveError("a storage claims to have bytes, but has no memory", fix="Save a clone() of its tensor.")
         if self._dtypes.setdefault(address, dtype) != dtype:
             what = f"one storage is used as {self._dtypes[address]} and as {dtype}, which a file cannot hold"
             raise SaveError(what, fix="Save a clone() of one of the two tensors.")

@@ -129,13 +129,13 @@ class Content:
             if why := self.missing(part):
                 return why
         if tensor.kind == "sharded" and not is_covered(tensor):
-            return f"{len(tensor.parts):,} of its parts are there, and they do not cover it"
+            return f"{len(tensor.parts):,} of its parts are in the file, and they do not cover it"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:
             self.elements(tensor)
         except TransloadError as error:
-            return error.what.removeprefix(_not_there(tensor))
+            return error.what.removeprefix(_incomplete(tensor))
         return ""
 
     def file_range(self, tensor: Tensor) -> FileRange | None:
@@ -230,7 +230,7 @@ class Content:
 
     def _lost(self, tensor: Tensor, why: str) -> ContentError:
         fix = "Fetch the file again; its other tensors can be read."
-        return ContentError(f"{_not_there(tensor)}{why}", where=self.checkpoint.path, fix=fix)
+        return ContentError(f"{_incomplete(tensor)}{why}", where=self.checkpoint.path, fix=fix)
 
     def _error(self, tensor: Tensor, what: str) -> ContentError:
         return ContentError(f"{_named(tensor)} {what}", where=self.checkpoint.path)
@@ -264,8 +264,8 @@ def _named(tensor: Tensor) -> str:
     return tensor.name or "the tensor"
 
 
-def _not_there(tensor: Tensor) -> str:
-    return f"the bytes of {_named(tensor)} are not all there: "
+def _incomplete(tensor: Tensor) -> str:
+    return f"the bytes of {_named(tensor)} are incomplete: "
 
 
 def is_constant(checkpoint: Checkpoint, tensor: Tensor) -> bool:

@@ -180,7 +180,7 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
         ):
             out[storage.id] = Damage("", "checksum", f"{where}: its checksum is overwritten")
         elif storage.record and record.size != storage.nbytes and record.stored >= record.size:
-            detail = f"{where} holds {record.size:,} bytes, the index wants {storage.nbytes:,}"
+            detail = f"{where} holds {record.size:,} bytes, the index expects {storage.nbytes:,}"
             out[storage.id] = Damage("", "cut" if record.size < storage.nbytes else "broken", detail)
     return out
 
@@ -220,15 +220,15 @@ def _check_coordinates(content: Content, tensor: Tensor) -> str:
     indices, values = tensor.parts
     size = tensor.shape
     if len(indices.shape) != 2 or indices.shape[0] > len(size):
-        return f"its indices have the shape {indices.shape}, and it the shape {size}"
+        return f"its indices have the shape {indices.shape}, but its own shape is {size}"
     axes, count = indices.shape
     if values.shape != (count, *size[axes:]):
-        return f"it has {count:,} indices, and values of the shape {values.shape}"
+        return f"it has {count:,} indices, but values of the shape {values.shape}"
     numbers = _numbers(content, indices)
     for axis, length in enumerate(size[:axes]):
         outside = next((number for number in islice(numbers, count) if not 0 <= number < length), None)
         if outside is not None:
-            return f"an index is {outside}, and axis {axis} has {length:,} places"
+            return f"an index is {outside}, but the size of axis {axis} is {length:,}"
     return ""
 
 
@@ -244,7 +244,7 @@ def _check_compressed(content: Content, tensor: Tensor) -> str:
         return "its parts do not fit together"
     rows, columns = size[1 - along] // block[1 - along], size[along] // block[along]
     if compressed.shape != (*batch, rows + 1):
-        return f"it has {rows:,} rows, and their ends have the shape {compressed.shape}"
+        return f"it has {rows:,} rows, but its row pointers have the shape {compressed.shape}"
     ends, places = _numbers(content, compressed), _numbers(content, plain)
     for _ in range(prod(batch)):
         begin = next(ends)
@@ -260,7 +260,7 @@ def _check_compressed(content: Content, tensor: Tensor) -> str:
                 last = place
             begin = end
         if begin != count:
-            return f"its rows have {begin:,} values of {count:,}"
+            return f"its rows contain {begin:,} of its {count:,} values"
     return ""
 
 

@@ -456,14 +456,14 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
     if plan.checkpoint.format in PROGRAMS:
         yield "the program itself is not converted, only its weights"
     if plan.checkpoint.format in ("deepspeed", "megatron"):
-        yield "the tensors of each rank are stored as they are: parts of one tensor are not put together"
+        yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
     arrays = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in plan.arrays)
     if names := [*arrays, *(name for name, kept in plan.aliases if kept in arrays)]:
         yield f"numpy arrays in the source, now tensors: {join_names(names, _SHOWN)}"
     if plan.numbers:
-        yield f"numpy numbers in the source, now Python's own: {join_names(plan.numbers, _SHOWN)}"
+        yield f"numpy numbers in the source, now Python numbers: {join_names(plan.numbers, _SHOWN)}"
     yield from _first(plan.in_parts, "{} is stored as the tensors it consists of")
     kept = [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in plan.carried if each.is_cast]
     yield from _first(kept, "{}")
