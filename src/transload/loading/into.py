@@ -266,8 +266,8 @@ class Match(NamedTuple):
             words.append(f"put {add!r} before")
         if inner:
             words.append("removed the names of wrappers from")
-        beside = f", and left out {self.outside:,} without it" if self.outside else ""
-        return (f"{' and '.join(words)} {self.changed:,} keys{beside}",)
+        omitted = f", and left out {self.outside:,} without it" if self.outside else ""
+        return (f"{' and '.join(words)} {self.changed:,} keys{omitted}",)
 
 
 def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:

@@ -4,7 +4,7 @@ A ``Rebuilder`` checks the arguments and then does what torch's rebuild function
 a view that reaches beyond its storage (which torch would silently enlarge), parts of a nested tensor beyond its buffer,
 or fewer scales than channels are reported as damage.
 
-Values beside weights (numpy arrays, dates, paths, arguments) are data. Each is made by a constructor in ``VALUES``,
+Values besides weights (numpy arrays, dates, paths, arguments) are data. Each is made by a constructor in ``VALUES``,
 after the types of its arguments were checked; nothing that the file names is called. Arrays that could hold any object
 (object arrays and structured ones) are not made.
 """

@@ -324,7 +324,7 @@ def load_trusted(
 
 
 def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
-    """The record data.pkl, whose name is not case-sensitive to torch."""
+    """The content of the record data.pkl; torch ignores the case of its name."""
     from transload.formats.zip import read_payload
 
     records = checkpoint.records

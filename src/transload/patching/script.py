@@ -24,7 +24,7 @@ def program_of(
 ) -> Callable[[], int]:
     """A function that runs a script or a module with its arguments, and raises what the program raises.
 
-    ``pretend`` answers the program that CUDA is available. At its end the changes are listed, unless ``quiet``.
+    ``pretend`` tells the program that CUDA is available. At its end the changes are listed, unless ``quiet``.
     """
     path = words[0]
     if not module and path != "-" and not os.access(path, os.R_OK):

@@ -143,7 +143,7 @@ class Background:
         self._until(lambda: not self._waitable())
 
     def _until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a condition. A callback runs in the thread that writes, so it writes meanwhile."""
+        """Wait for a condition. A callback, which runs in the writing thread, writes the next saves instead."""
         if self._writer == get_ident():
             while not ready():
                 self._write_next()

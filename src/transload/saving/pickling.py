@@ -126,7 +126,7 @@ def pickled(
 
 
 def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
-    """The pickle by a module's ``Pickler``, which decides about everything but tensors."""
+    """Pickle an object with a module's ``Pickler``, which handles everything but tensors."""
     base: Any = (pickle_module or pickle).Pickler
     inherited = getattr(base, "reducer_override", None)
     with_id = reducer.with_id  # not looked up on the reducer: persistent_id is called for each part of each tensor

@@ -33,7 +33,7 @@ from transload.writing.output import Bundle
 
 _T = TypeVar("_T")
 _PIECE = 4 << 20
-_CAST_PIECE = 256 << 10  # numpy makes several arrays from each piece: larger ones would be mapped anew every time
+_CAST_PIECE = 256 << 10  # numpy makes several arrays from each piece: larger ones would get new memory every time
 _DIFFERENT = "the bytes read back differ from those written"
 _TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this machine is failing."
 
