@@ -142,7 +142,7 @@ class _Builder:
             error.position = getattr(node, "position", None)
             raise
         if waiting:
-            raise Malformed("an object that needs itself to be made")
+            raise Malformed("an object that can only be made from itself")
         return root if type(root) in atoms else made[id(root)]
 
     def _ready(self, nodes: Iterable[Any]) -> list[Any] | None:

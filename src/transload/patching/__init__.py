@@ -49,7 +49,7 @@ def patch(device: str = "auto") -> Patch:
     It applies to ``torch.load``, ``.to``, ``.cuda``, ``torch.zeros`` and everything else that takes a device.
 
     Devices that work here are left alone. Missing ones are replaced by ``device``; ``auto`` is the GPU of this process,
-    or the CPU where there is none, and ``spread`` takes cuda:(N mod count) for cuda:N where there are fewer GPUs. One
+    or the CPU where there is none, and ``spread`` uses cuda:(N mod count) for cuda:N where there are fewer GPUs. One
     ``LandingWarning`` says so. Where there is no GPU, ``torch.cuda`` answers for the CPU, and NCCL becomes gloo. An
     exception that nobody catches is explained below its traceback. Children of ``multiprocessing`` are patched, too.
 
@@ -79,7 +79,7 @@ def checked(device: object) -> str:
 
     kind, _, index = name.partition(":")
     if kind not in KINDS or (index and not index.isdecimal()) or name.endswith(":"):
-        raise UsageError(f"{name!r} is not a device", fix="Use auto, cpu, cuda:0, mps or the like.")
+        raise UsageError(f"{name!r} is not a device", fix="Use a name such as auto, cpu, cuda:0 or mps.")
     return name
 
 

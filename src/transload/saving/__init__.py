@@ -76,8 +76,8 @@ def save(
     With ``origin=False`` equal objects give equal files. ``progress`` is ``True`` for a line on the terminal, or a
     function that gets the bytes done and the total.
 
-    The two arguments with an underscore are those of ``torch.save``: without the first, the file has the form of torch
-    before 1.6, which has no room for ``origin``.
+    The two arguments with an underscore are those of ``torch.save``: without the first, the file has the format of
+    torch before 1.6, which cannot store ``origin``.
 
     >>> import transload
     >>> transload.save({"model": model.state_dict()}, "model.pt")  # doctest: +SKIP

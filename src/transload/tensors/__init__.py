@@ -75,7 +75,7 @@ class OpenCheckpoint:
         """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed."""
         for source in self._open.values():
             if isinstance(source, FileSource) and source.is_changed():
-                fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
+                fix = "Read it again when no program writes to it; transload.save replaces a file in one step."
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
     def seek_past_content(self) -> None:

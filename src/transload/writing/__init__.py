@@ -137,8 +137,8 @@ class Conversion(Frozen, Reported):
 
     ``files`` are those written; the first contains the weights, or is the directory. ``nbytes`` is the size of all
     tensors; ``copied`` is always 0. ``aliases`` are further names of tensors that are stored once. ``left`` are tensors
-    that are not in the target; those with ``lost`` because it cannot store them. ``listed`` is what else it cannot
-    store and is not plain data, such as functions: it is written nowhere. Plain data is in the file ``leftovers``.
+    that are not in the target; those with ``lost`` because it cannot store them. ``listed`` is everything else that it
+    cannot store and is not plain data, such as functions; no file has it. Plain data is in the file ``leftovers``.
     ``others`` counts tensors outside the key. ``notes`` also names the tensors that are numpy arrays in the source.
     """
 

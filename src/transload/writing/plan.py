@@ -238,7 +238,7 @@ class Plan:
             unique = distinct(writable, invented=writable != name)
             if unique != writable and strip:
                 what = f"two tensors would be called {writable!r} without the prefix"
-                raise ConvertError(what, fix="Strip another one.")
+                raise ConvertError(what, fix="Strip another prefix.")
             if unique != name:
                 self.renamed.append((name, unique))
             selected.append(Entry(unique, tensor, cast_dtype(tensor.dtype, self.options.dtype)))
