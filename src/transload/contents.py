@@ -3,8 +3,8 @@
 A reader fills them in, ``judge`` adds the two verdicts and the findings, and everything else only reads them. Nothing
 here touches a file or knows how it is shown; ``checkpoint.Checkpoint`` does.
 
-A file can have tens of thousands of ``Tensor``, ``Storage`` and ``Record``. They are named tuples: creating these is
-four times as fast as creating frozen dataclasses, which took a tenth of the time to read such a file.
+A file can have tens of thousands of ``Tensor``, ``Storage`` and ``Record``. They are named tuples, which are four times
+as fast to create as frozen dataclasses; those took a tenth of the time to read such a file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMATS: dict[str, str] = {
     "directory": "directory",
     "pickle": "plain pickle",
 }
-"""The name of each format in words. A file in none of them has what it is as its format (``html``, ``gzip`` …)."""
+"""The name of each format in words. For any other file, ``format`` is what it is (``html``, ``gzip`` …)."""
 
 PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 """The formats that contain code."""
@@ -186,8 +186,8 @@ class GlobalUse(Frozen):
 class Judgement(NamedTuple):
     """The safety verdict on some pickles, every global they name, and why.
 
-    ``inside`` are names nested in classes that they name, by module and name. ``as_data`` is whether torch refuses some
-    names, and ``transload.load`` makes what they stand for without importing them.
+    ``inside`` are names nested in those classes, as module and name. ``as_data`` is whether torch refuses some names,
+    but ``transload.load`` builds their objects without importing them.
     """
 
     safety: Safety
@@ -214,7 +214,7 @@ class Leaf(Frozen):
 
 
 AS_TEXT = 1 << 16
-"""The ``method`` of a record that a plain pickle stores as a string, each byte as the character of that number."""
+"""The ``method`` of a record that a plain pickle stores as a string, each byte as the character with that code."""
 
 AS_ESCAPED = AS_TEXT + 1
 """The same in a pickle of protocol 0, which is text itself: some characters are escaped."""
@@ -292,7 +292,7 @@ class DeviceUse(Plain):
 
 
 class Contents(Frozen):
-    """The fields of a ``Checkpoint``, which describes them, without its views."""
+    """The fields of a ``Checkpoint``, described there, without its views."""
 
     path: str
     format: str
@@ -339,14 +339,14 @@ class Contents(Frozen):
         counts: dict[str, list[int]] = {}
         for tensor in self.tensors:
             counts.setdefault(tensor.dtype, [0, 0])[0] += 1
-        owners = {tensor.storage: tensor.dtype for tensor in reversed(self._every)}
+        owners = {tensor.storage: tensor.dtype for tensor in reversed(self._all_tensors)}
         for storage in self.storages:
             counts.setdefault(owners.get(storage.id, storage.dtype), [0, 0])[1] += storage.nbytes
         rows = ((name, tensors, nbytes) for name, (tensors, nbytes) in counts.items())
         return tuple(sorted(rows, key=lambda row: (-row[2], row[0])))
 
     @property
-    def _every(self) -> list[Tensor]:
+    def _all_tensors(self) -> list[Tensor]:
         return [part for tensor in self.tensors for part in with_parts(tensor)]
 
     @property
@@ -356,9 +356,9 @@ class Contents(Frozen):
 
     @property
     def dead_nbytes(self) -> int:
-        """Storage bytes that belong to no tensor, as when a view is saved with its whole base."""
+        """Storage bytes that belong to no tensor: saving a view saves its whole base."""
         spans: dict[str | None, list[tuple[int, int]]] = {storage.id: [] for storage in self.storages}
-        for tensor in self._every:
+        for tensor in self._all_tensors:
             if tensor.storage in spans and tensor.numel:
                 spans[tensor.storage].append(byte_span(tensor))
         dead = 0

@@ -76,8 +76,8 @@ SAFETENSORS: dict[str, str] = named("""
     F8_E8M0=float8_e8m0fnu F4=float4_e2m1fn_x2
 """)
 
-# numpy's codes, below with the signs for the byte order. Other dtypes are saved as opaque bytes of the same width, as
-# numpy saves those of ``ml_dtypes``.
+# numpy's type codes; ``NUMPY`` adds the byte order. Other dtypes are saved as opaque bytes of the same width, as numpy
+# saves those of ``ml_dtypes``.
 FROM_NUMPY: dict[str, str] = named("""
     f8=float64 f4=float32 f2=float16 i8=int64 i4=int32 i2=int16 i1=int8 u1=uint8 u2=uint16 u4=uint32 u8=uint64 b1=bool
     c8=complex64 c16=complex128
@@ -92,5 +92,5 @@ SCALAR_TYPES: dict[int, str] = {
     **dict(enumerate(["float8_e8m0fnu", "uint32", "uint64"], 33)),
 }
 
-# torch counts bytes in 64 signed bits; Python would go on multiplying for ever.
+# torch counts bytes in signed 64-bit integers; Python's grow without bound.
 MAX_SIZE = 1 << 63

@@ -140,7 +140,7 @@ class RescueError(TransloadError, ValueError):
 
 
 class ContentError(TransloadError, ValueError):
-    """The elements of a tensor are not all in the file, or not plain numbers; the message names the tensor."""
+    """Some elements of a tensor are not in the file, or are not plain numbers; the message names the tensor."""
 
 
 class LoadError(TransloadError, RuntimeError):
@@ -160,7 +160,7 @@ class BrokenFileError(LoadError, UnpicklingError, EOFError):
 
 
 class Malformed(BrokenFileError):  # noqa: N818 - short, since it is raised in many places
-    """The file holds something that no checkpoint has; ``position`` is its byte in the pickle, if that is known."""
+    """The file contains something that no checkpoint has; ``position`` is its byte in the pickle, if that is known."""
 
     position: int | None = None
 
@@ -195,7 +195,7 @@ class NoTorchError(LoadError, ImportError):
 
 
 class LandingWarning(UserWarning):
-    """Something was loaded to another device than it was saved on, or stayed on meta, without a request for that."""
+    """Nobody asked for it, but something was loaded to another device than it was saved from, or stayed on meta."""
 
 
 class FileWarning(UserWarning):

@@ -165,7 +165,7 @@ def packaged(package: str, name: str) -> str:
 
 
 def manual_page(name: str) -> str:
-    """A page of the manual that the program reads, too: ``docs/NAME.md``, which is part of wheels and the zipapp."""
+    """A page of the manual that the program also reads: ``docs/NAME.md``, which is part of wheels and the zipapp."""
     try:
         return packaged("transload", f"manual/{name}.md")
     except OSError:  # not a package but a source tree

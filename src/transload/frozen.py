@@ -17,7 +17,7 @@ __all__ = ["Frozen", "NamedTuple", "Plain", "Reported", "replace"]
 
 
 class _Fields:
-    """``__dataclass_fields__`` of a class, until somebody reads it: those of a real dataclass take its place then."""
+    """``__dataclass_fields__`` of a class: when first read, it is replaced by that of a real dataclass."""
 
     def __init__(self, cls: Any, annotations: dict[str, Any], defaults: dict[str, Any]) -> None:
         self.cls, self.annotations, self.defaults = cls, annotations, defaults
@@ -114,7 +114,7 @@ def _init(cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> A
         if hasattr(default, "default_factory"):  # ``dataclasses.field``
             made.append(f" {name} = {name}.default_factory() if {name} is defaults[{name!r}] else {name}\n")
             delattr(cls, name)
-    # As short as possible, since compiling takes time. A debugger adds later variables to what locals() returned.
+    # Short, since compiling takes time. ``update`` copies: a debugger adds variables to the dict of locals().
     body = " self.__dict__.update(locals())\n del self.__dict__['self']"
     exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(made)}{body}", names)  # noqa: S102
     init = names["__init__"]
@@ -132,7 +132,7 @@ class Plain(Frozen):
 
 
 class Reported:
-    """A base class that a notebook shows as its text, which is a report."""
+    """A base class for reports, which a notebook shows as text."""
 
     def _repr_html_(self) -> str:
         from html import escape

@@ -166,8 +166,8 @@ class Pickle:
     """A pickle that was read to its end, or to where it breaks.
 
     ``start`` and ``end`` are its bounds in the data. ``broken`` says why reading stopped early, empty if it did not;
-    everything before the break is here. ``cut``: it broke only because the data ended. ``irregular`` are things that
-    some unpicklers refuse; ``ambiguous`` are things that make unpicklers read the same bytes differently. ``calls`` are
+    everything before that is here. ``cut`` is whether the data just ended. ``irregular`` are things that some
+    unpicklers refuse; ``ambiguous`` are things that make unpicklers read the same bytes differently. ``calls`` are
     all calls in the order in which an unpickler makes them, including those whose result is discarded; ``built`` are
     targets of BUILD that are not calls. ``rare`` are the opcodes that ``weights_only`` does not know, and where
     each occurs first; ``python2_texts`` are the ids of Python 2 strings, which may be meant as bytes, and ``undecoded``
@@ -265,7 +265,7 @@ _MAX_TEXT = 200
 
 
 def called(node: Call) -> str:
-    """The dotted name of what a call calls; empty where that is not a name."""
+    """The dotted name of the callee; empty if that has no name."""
     callee = node.callee
     return callee.full_name if type(callee) is Global else dotted(module_class(callee))
 
@@ -283,7 +283,7 @@ def device_text(node: object) -> str:
 
 
 def text_of(node: object) -> str:
-    """A text, or ``unknown``."""
+    """The node if it is text, else ``unknown``."""
     return node if type(node) is str else "unknown"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transload.formats.torch_zip import Archive
 
 _has_frozen = not hasattr(gc, "freeze")
-"""Whether the program has ever frozen objects: counting them takes long, so that is remembered."""
+"""Whether the program has ever frozen objects: counting them takes long, so it is done only until there are some."""
 
 _paused: list[None] = []  # one for each thread that has paused the garbage collector
 
@@ -85,8 +85,8 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
 
 def unpacked(source: Source) -> Source:
-    """The decompressed file if it is one of joblib's, which can be read like that; else the source itself."""
-    if source.read(0, 1) not in (b"\x1f", b"B", b"\xfd", b"\x5d", b"\x78"):  # the first byte of any compressor
+    """The decompressed file if joblib wrote it, and it can be read; else the source itself."""
+    if source.read(0, 1) not in (b"\x1f", b"B", b"\xfd", b"\x5d", b"\x78"):  # first bytes of compressed files
         return source
     from transload.formats import plain_pickle
 
@@ -191,7 +191,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
 
 def _zip_reader(archive: Archive, *, tree: bool) -> Callable[[Archive], Checkpoint] | None:
-    """The reader for an archive with such records; only its module is imported. ``None`` if there is none."""
+    """The reader for an archive with these records, or ``None``; no other reader is imported."""
     has_pickle = archive.find("data.pkl")
     if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # model.json in 1.0 to 1.2
         from transload.formats.programs import read_torchscript

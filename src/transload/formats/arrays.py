@@ -87,7 +87,7 @@ def dtype_of(node: Any) -> Dtype | None:
 
 
 def are_plain(pickles: Iterable[Pickle]) -> bool:
-    """Whether all arrays, scalars and dtypes in some pickles are plain: ``transload.load`` makes no others as data."""
+    """Whether all arrays, scalars and dtypes in some pickles are plain: ``transload.load`` builds only such as data."""
     for call in (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS):
         dtype = dtype_of(call)
         if not (dtype.plain if dtype is not None else array_of(call) is not None):
@@ -138,7 +138,7 @@ def raw_bytes(node: Any) -> bytes | bytearray | None:
     """Bytes, also in the form of protocol 2 (a Latin-1 text, or a call if they are empty); else ``None``."""
     if type(node) is Call and called(node) in _BYTES and node.args == ():
         return b""
-    encoding = "utf-8"  # as which a text that Python 2 wrote was decoded
+    encoding = "utf-8"  # the machine decodes a text of Python 2 as UTF-8
     if type(node) is Call and called(node) == "_codecs.encode" and type(node.args) is tuple and node.args:
         node, encoding = node.args[0], "latin-1"
     if type(node) is str:
@@ -206,16 +206,16 @@ def _add_array(out: Draft, path: tuple[str, ...], record: Record, head: bytes, n
     dtype = FROM_NUMPY.get(match[2].decode("ascii", "replace")) if match else None
     shape = tuple(int(size) for size in match[4].split(b",") if size.strip()) if match else ()
     width = ITEMSIZE.get(dtype or "", 1)
-    held = record.size - start
-    if match and dtype is not None and held == prod(shape) * width and start % width == 0:
+    available = record.size - start
+    if match and dtype is not None and available == prod(shape) * width and start % width == 0:
         stride = contiguous(shape[::-1])[::-1] if match[3] == b"True" else contiguous(shape)
         offset, nbytes, crc, first = record.offset, record.size, record.crc32, 0
         packed = record.method == DEFLATED
         if packed:
             offset, first = None, start // width
         elif offset is not None:  # the numbers alone, and their checksum
-            offset, nbytes = offset + start, held
-            crc = None if crc is None else crc32_combine(crc32(head[:start]), 0, held) ^ crc
+            offset, nbytes = offset + start, available
+            crc = None if crc is None else crc32_combine(crc32(head[:start]), 0, available) ^ crc
         key, big_endian = record.name or "0", match[1] == b">"
         storage = (key, key, "cpu", dtype, nbytes, nbytes, offset, record.name, "", crc, packed, big_endian, (name,))
         out.tensors.append(Tensor(path, name, dtype, shape, stride, "cpu", key, first, file_offset=offset))
@@ -224,7 +224,7 @@ def _add_array(out: Draft, path: tuple[str, ...], record: Record, head: bytes, n
     problem, kind, shown = "npy-objects", "an array of Python objects", text.decode("ascii", "replace").strip()[:200]
     if match and dtype is not None:
         problem, kind = "npy-size", "not as long as its header says"
-        shown = f"{dtype} {list(shape)[:8]} has {prod(shape) * width:,} bytes, and {max(held, 0):,} are there"
+        shown = f"{dtype} {list(shape)[:8]} has {prod(shape) * width:,} bytes, and {max(available, 0):,} are there"
     elif not head.startswith(_MAGIC) or re.fullmatch(_NO_OBJECTS, text):
         problem, kind = "npy-not-numbers", "not an array of plain numbers"
     noted.add(problem, name, shown)

@@ -39,7 +39,7 @@ MAX_ENTRIES = 10_000
 class Listing(NamedTuple):
     """One level of a directory: files with their sizes, folders, and dangling links.
 
-    ``cut`` is whether it has more entries than these: it has more than ``MAX_ENTRIES``, or could not be listed.
+    ``cut`` is whether entries are missing: there are more than ``MAX_ENTRIES``, or they could not be listed.
     """
 
     path: str
@@ -62,9 +62,9 @@ class Listing(NamedTuple):
 
 
 def list_directory(path: str, where: str = "", noted: LimitedProblems | None = None) -> Listing:
-    """List a directory, sorted by name. If that fails: a problem in ``noted``, else ``CannotReadError``.
+    """List a directory, sorted by name. If that fails, add a problem to ``noted``, or raise ``CannotReadError``.
 
-    Only one level is listed, so that a loop of symbolic links has nothing to loop through.
+    Only one level is listed, so a loop of symbolic links is harmless.
     """
     files: dict[str, int] = {}
     folders: list[str] = []
@@ -132,7 +132,7 @@ class Merger(Draft):
     def open(self, name: str) -> Checkpoint | None:
         """The checkpoint in a file of the folder; ``None``, with a problem, if it cannot be read.
 
-        Only plain files: a shard that is a directory, or an index that names itself, would never end.
+        Only plain files are read: with directories as shards, or an index that names itself, this might never end.
         """
         path = Path(self.listing.path, name)
         if not path.is_file() or name.endswith(INDEX_SUFFIX):
@@ -161,7 +161,7 @@ class Merger(Draft):
     def merge(
         self, part: str, checkpoint: Checkpoint, *, steps: tuple[Key, ...] = (), shift: int = 0, label: str = ""
     ) -> list[Tensor]:
-        """Merge a checkpoint whose bytes begin ``shift`` bytes into the file ``part``; the new tensors.
+        """Merge a checkpoint whose bytes begin ``shift`` bytes into the file ``part``; return the new tensors.
 
         ``label`` replaces ``part`` in the ids of storages and in problems.
         """
@@ -232,8 +232,8 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
             noted.add("shard-missing", shard, detail)
             merger.add_missing(shard, "shard")
         elif (checkpoint := merger.read(shard, "shard")) is not None:
-            held = {tensor.name for tensor in checkpoint.tensors}
-            absent = [name for name in expected if name not in held]
+            present = {tensor.name for tensor in checkpoint.tensors}
+            absent = [name for name in expected if name not in present]
             if absent:
                 detail = f"{plural(len(absent), 'tensor')} that the index puts here: {join_names(absent, 3)}"
                 noted.add("shard-tensor-missing", shard, detail)
@@ -244,7 +244,7 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         if total is not None and total not in (tensors, storages):
             noted.add("index-total-size", "", f"the index says {total:,} bytes, the tensors take {tensors:,}")
         # Tensors that are in two shards, or not in the index.
-        names = Counter(held_tensor.name for held_tensor in merger.tensors)
+        names = Counter(each.name for each in merger.tensors)
         twice = [*(names - Counter(names.keys())).elements()]
         unlisted = sorted(names.keys() - weights.keys())
         for code, odd in (("shard-tensor-twice", twice), ("shard-tensor-unlisted", unlisted)):
@@ -345,7 +345,7 @@ DEEPSPEED_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 MEGATRON_FOLDER = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?")
 STEP = re.compile(r"(?:global_step|iter_)(\d{1,12})")
-# A file named after rank one million would make a million files missing; nobody trains on so many GPUs.
+# A file named after rank one million would make a million files missing; nobody trains on that many GPUs.
 MAX_RANKS = 100_000
 
 
@@ -356,7 +356,7 @@ def _deepspeed_ranks(listing: Listing) -> list[tuple[str, str, int]]:
 
 
 def _enter_latest(merger: Merger, wanted: str, file: str, fact: str) -> str:
-    """Enter the folder of the latest step, which is a fact: the one that ``file`` names, else the highest number."""
+    """Enter the folder of the latest step, and note it as a fact: the one ``file`` names, else the highest number."""
     listing = merger.listing
     steps = {name: int(found[1]) for name in listing.folders if (found := STEP.fullmatch(name))}
     tag = relative_path(wanted)
@@ -372,7 +372,7 @@ def _enter_latest(merger: Merger, wanted: str, file: str, fact: str) -> str:
 
 
 def _read_deepspeed(merger: Merger) -> None:
-    """Merge every rank's files of the latest step, and note missing ranks."""
+    """Merge the files of every rank from the latest step, and note missing ranks."""
     top = merger.listing
     tag = "" if _deepspeed_ranks(top) else _enter_latest(merger, top.read_text(LATEST), LATEST, "step")
     kinds: dict[str, set[int]] = {}
@@ -483,9 +483,9 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
         merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", METADATA)
     if not fields:
         return
-    # The items of each file: archives, each with a piece of a tensor or with an object. Of each item its name, the
-    # position of the piece in its tensor, its offset and length in the file, and whether it is transformed. A path that
-    # leads out of the directory is never opened.
+    # The items of each file. An item is an archive with a piece of a tensor, or with an object. Here it is its name,
+    # the position of the piece in its tensor, its offset and length in the file, and whether it is transformed. A path
+    # that leads out of the directory is never opened.
     items: dict[str, list[tuple[str, tuple[int, ...], int, int, bool]]] = {}
     count = 0
     for key, value in _pairs(fields.get("storage_data")):
@@ -504,26 +504,26 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
         merger.note("dcp-items-unread", f"{count - MAX_ITEMS:,} of {count:,}", METADATA)
     # The tensors found in the items: by name, then by their position in the whole tensor.
     pieces: dict[str, dict[tuple[int, ...], list[Tensor]]] = {}
-    for file, held in sorted(items.items()):
+    for file, file_items in sorted(items.items()):
         try:
             source = FileSource(merger.listing.join(file))
         except CannotReadError as error:
-            names = join_names([fqn for fqn, *_ in held], 3)
-            merger.note("dcp-file-missing", f"{error.what}; {len(held):,} entries need it: {names}", file)
+            names = join_names([fqn for fqn, *_ in file_items], 3)
+            merger.note("dcp-file-missing", f"{error.what}; {len(file_items):,} entries need it: {names}", file)
             merger.add_missing(file, "rank file")
             continue
         with closing(source):
-            cut = [fqn for fqn, _, offset, length, _ in held if offset + length > source.size]
+            cut = [fqn for fqn, _, offset, length, _ in file_items if offset + length > source.size]
             if cut:
                 detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
                 merger.note("dcp-file-cut", detail, file)
-            elif sum(length for _, _, _, length, _ in held) > source.size:
+            elif sum(length for _, _, _, length, _ in file_items) > source.size:
                 # Verifying a thousand entries for the same gigabyte would read a terabyte.
-                merger.note("dcp-items-overlap", f"{len(held):,} entries are longer together than the file", file)
+                merger.note("dcp-items-overlap", f"{len(file_items):,} entries are longer together than the file", file)
                 continue
             opaque: list[str] = []
             part = merger.prefix + file
-            for fqn, at, offset, length, transformed in held:
+            for fqn, at, offset, length, transformed in file_items:
                 if transformed or looks_like_safetensors(Slice(source, offset, source.size, "")):
                     opaque.append(fqn)
                 elif offset < source.size:
@@ -742,8 +742,8 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
         folders = here.folders if prefix.count("/") < MAX_DEPTH else ()
         real = [prefix + name for name in folders if not Path(here.path, name).is_symlink()]  # links may form circles
         waiting += [(f"{name}/", list_directory(listing.join(name), name, noted)) for name in real]
-    held = [*(f"{name}/" for name in listing.folders), *listing.files]
-    detail = f"it contains {join_names(held, 8)}" if held else "it is empty"
+    names = [*(f"{name}/" for name in listing.folders), *listing.files]
+    detail = f"it contains {join_names(names, 8)}" if names else "it is empty"
     if found:
         detail += f"; these look like checkpoints: {join_names(found, 8)}"
     noted.add("directory-unknown", "", detail)
@@ -759,10 +759,10 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
 # -- unpacked archives
 
 MAX_UNPACKED_FILES = 200_000
-"""Somebody may name their home directory. Each storage is a file, and large models have twenty thousand."""
+"""There is a limit since somebody may pass their home directory. Large models have twenty thousand storages."""
 
 MAX_NESTED_FOLDERS = 32
-"""The source of a program is nested ten deep at most."""
+"""The folders of a program's source are nested ten deep at most."""
 
 
 def read_unzipped(path: str) -> Checkpoint:
@@ -776,20 +776,20 @@ def read_unzipped(path: str) -> Checkpoint:
     listing = list_directory(path)
     # Unzipping makes a folder for the records; the path may be that folder, or the one around it.
     inside = len(listing.folders) == 1 and not listing.files and not Path(path, listing.folders[0]).is_symlink()
-    lead = f"{listing.folders[0]}/" if inside else ""
-    archive = open_directory(str(Path(path, lead)))
+    prefix = f"{listing.folders[0]}/" if inside else ""
+    archive = open_directory(str(Path(path, prefix)))
     archive.path = path
     if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
         found = read_torchscript(archive)
     else:
         found = read_package(archive) if archive.find(".data/extern_modules") else read_torch_zip(archive)
-    storages = tuple(s._replace(file=f"{lead}{s.record}" if s.record else "") for s in found.storages)
+    storages = tuple(s._replace(file=f"{prefix}{s.record}" if s.record else "") for s in found.storages)
     kind = "torch-directory" if found.format == "torch-zip" else found.format
     return replace(found, format=kind, storages=storages, facts=(*found.facts, ("unpacked", "yes")))
 
 
 def open_directory(path: str) -> Archive:
-    """The files of a directory as the records of an archive; problems are noted for those that cannot be."""
+    """The files of a directory as the records of an archive; those that cannot be records are noted as problems."""
     top, problems = Path(os.path.realpath(path)), Problems()
     records: dict[str, Record] = {}
     for count, file in enumerate(_files_below(top, problems)):

@@ -19,7 +19,7 @@ from transload.io.packed import UNWRAPPED, packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 
 HEAD = 64 * 1024  # bytes read of each end, and decompressed: a terabyte takes no longer than a small file
-SCAN = 1 << 20  # how far a checkpoint behind other bytes is searched for
+SCAN = 1 << 20  # how far to search for a checkpoint after other bytes
 TAR_MEMBERS = 64  # how many members of a tar archive are listed; each costs one small read
 MAX_NAMES = 10_000  # how many names of a zip archive are compared: it can have millions of empty records
 LONGEST_ANSWER = 512  # a server's error message is a line or two; longer text is a document
@@ -84,7 +84,7 @@ class View:
 
 
 def rescue_advice(path: str, ending: str, member: str = "") -> tuple[str, ...]:
-    """How to extract a checkpoint from something else."""
+    """How to extract a checkpoint from another file."""
     which = "This extracts one of them." if member else "This extracts the checkpoint, as far as it is complete."
     return (which, rescue_command(path, ending, member))
 
@@ -127,22 +127,22 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     >>> identify_zip(["readme.txt", "weights/ok.pt"]).title
     'a zip archive with a checkpoint inside: weights/ok.pt'
     """
-    ours = [name for name in names[:MAX_NAMES] if not re.search(r"(^|/)(__MACOSX/|\.DS_Store$|\._)", name)]
+    relevant = [name for name in names[:MAX_NAMES] if not re.search(r"(^|/)(__MACOSX/|\.DS_Store$|\._)", name)]
     for format_, title, patterns, advice in _rows("zip archives", 4):
-        if all(any(re.search(pattern, name) for name in ours) for pattern in patterns.split()):
+        if all(any(re.search(pattern, name) for name in relevant) for pattern in patterns.split()):
             holds = "" if advice else ".pt"
             words = _OTHER_FILE if advice == "!" else advice.format(file=quoted(path), path=path)
-            return Foreign(format_, title, _records(ours), rescue_advice(path, holds) if holds else (words,), holds)
-    inside = [name for name in ours if CHECKPOINT_NAME.search(name)]
+            return Foreign(format_, title, _records(relevant), rescue_advice(path, holds) if holds else (words,), holds)
+    inside = [name for name in relevant if CHECKPOINT_NAME.search(name)]
     if inside:
-        found = _with_checkpoints("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
+        found = _with_checkpoints("zip", "a zip archive", inside, relevant, f"unzip {quoted(path)}")
         ending = _RESCUED.get(inside[0].lower().rpartition(".")[2], "")
         member = inside[0] if len(inside) > 1 else ""
         if ending and (not member or _can_be_pasted(member)):
             return found._replace(fix=rescue_advice(path, ending, member), holds=ending)
         return found
-    title = "a zip archive, but not one of PyTorch's" if ours else "an empty zip archive"
-    return Foreign("zip", title, _records(ours), (f"List its content: unzip -l {quoted(path)}",))
+    title = "a zip archive, but not one of PyTorch's" if relevant else "an empty zip archive"
+    return Foreign("zip", title, _records(relevant), (f"List its content: unzip -l {quoted(path)}",))
 
 
 def _can_be_pasted(member: str) -> bool:
@@ -163,7 +163,7 @@ def _with_checkpoints(format_: str, title: str, inside: list[str], names: list[s
 
 
 def _zipped(view: View) -> Foreign | None:
-    """A zip archive, by the names in its directory; without one, in the headers of its records."""
+    """A zip archive, by the names in its directory or, without a directory, in the headers of its records."""
     if not view.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
     from transload.formats.zip_scan import walk_index
@@ -194,7 +194,7 @@ def _packed(view: View) -> Foreign | None:
     format_, _, command = next(packers, ("", "", ""))
     if not format_:
         return None
-    # A block of bz2 is up to 900 kB unpacked, and gives nothing before all of it is read.
+    # A block of bz2 is up to 900 kB when unpacked, and nothing of it is available before all of it is read.
     head = view.wide[:SCAN] if format_ == "bzip2" else view.head
     kind = packed_as(head)
     inner = b"".join(unpack(BytesSource(head), kind, HEAD)) if kind else b""
@@ -301,7 +301,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def as_text(head: bytes) -> str:
-    """The bytes as text; empty if they are not.
+    """The bytes as text; empty if they are not text.
 
     >>> as_text(b"Entry not found"), as_text(bytes(4))
     ('Entry not found', '')
@@ -455,8 +455,8 @@ def _http(view: View) -> Foreign | None:
     body = end.end() if end else view.size
     if body >= view.size or view.depth >= DEEPEST:
         return Foreign("http", f"the header of an HTTP response ({clean(status[1])}), not a checkpoint", (), (_AGAIN,))
-    rest = Slice(view.source, body, view.size - body, view.source.name)
-    inner = identify(rest, depth=view.depth + 1, whole=view.whole)
+    body_source = Slice(view.source, body, view.size - body, view.source.name)
+    inner = identify(body_source, depth=view.depth + 1, whole=view.whole)
     title = f"an HTTP response ({clean(status[1])}) with its header in front of {inner.title}"
     cut = f"Cut the first {body:,} bytes off: tail -c +{body + 1} {view.file} > {quoted(view.path + '.cut')}"
     fix = (cut,) if inner.format in ("torch-tar", "pickle") else inner.fix
@@ -487,7 +487,7 @@ def mangled(view: View) -> Foreign | None:
 
 
 def _checkpoint(view: View) -> Foreign | None:
-    """A checkpoint, inside something else."""
+    """A checkpoint, when the source is a layer inside another file."""
     if view.head.startswith(MAGIC_PICKLE):
         return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)", holds=".pt")
     if looks_like_safetensors(view.source):
@@ -496,7 +496,7 @@ def _checkpoint(view: View) -> Foreign | None:
 
 
 def _embedded(view: View) -> Foreign | None:
-    """A checkpoint behind other bytes: torch looks for its magic at byte 0 only."""
+    """A checkpoint after other bytes: torch looks for its magic at byte 0 only."""
     starts = [start for start in (_torch_record(view.wide), view.wide.find(MAGIC_PICKLE)) if start > 0]
     if not starts:
         return None

@@ -1,8 +1,8 @@
 """GGUF: typed metadata, a table of tensors, and the tensors' bytes at multiples of an alignment.
 
-Versions 2 and 3 in both byte orders (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). What the readers of
-ggml and of the ``gguf`` package open is read here to the same names, types, shapes and byte ranges; what they refuse is
-read as far as possible, with a problem. The dtype of a quantized tensor is ggml's name for it.
+Versions 2 and 3 in both byte orders (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). If ggml and the
+``gguf`` package open a file, names, types, shapes and byte ranges are the same here; if they refuse it, it is read as
+far as possible, with a problem. The dtype of a quantized tensor is ggml's name for it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class _BadHeaderError(Exception):
 class _Header:
     """Reads a header from its first count on; ``_BadHeaderError`` where it is invalid.
 
-    Of an array it keeps the first ``keep`` elements; all if that is ``None``. ``total`` is how many the last one has.
+    It keeps the first ``keep`` elements of an array, or all if that is ``None``. The last array had ``total`` elements.
     """
 
     def __init__(self, source: Source, keep: int | None = None) -> None:
         self._source, self._keep = source, keep
-        self._held = source.read(0, _FIRST)
-        self.order = _ORDERS[self._held[4:8]]
+        self._data = source.read(0, _FIRST)
+        self.order = _ORDERS[self._data[4:8]]
         self.at = 8
         self.total = 0
 
@@ -64,22 +64,22 @@ class _Header:
             raise _BadHeaderError("gguf-header-cut", f"it goes on beyond the {self._source.size:,} bytes of the file")
 
     def _take(self, count: int) -> int:
-        """Read the next bytes, and move behind them; where they begin."""
+        """Read the next bytes, and move past them; return where they begin."""
         begin = self.at
         self._skip(count)
-        if self.at > len(self._held):
-            self._held = self._source.read(0, min(MAX_HEADER, max(self.at, 8 * len(self._held))))
-            if self.at > len(self._held):
+        if self.at > len(self._data):
+            self._data = self._source.read(0, min(MAX_HEADER, max(self.at, 8 * len(self._data))))
+            if self.at > len(self._data):
                 raise _BadHeaderError("gguf-header-cut", "the file became shorter while it was read")
         return begin
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
-        """The next numbers, with their codes in ``struct``."""
+        """The next numbers; ``codes`` are their codes in ``struct``."""
         begin = self._take(struct.calcsize(self.order + codes))
-        return struct.unpack_from(self.order + codes, self._held, begin)
+        return struct.unpack_from(self.order + codes, self._data, begin)
 
     def count(self, number: int, least: int, what: str) -> range:
-        """A range of ``number``, checked: there must be ``least`` bytes for each entry."""
+        """``range(number)``, checked: the file must have ``least`` bytes for each entry."""
         if number > _MAX_ENTRIES and what != "elements":
             raise _BadHeaderError("gguf-header-invalid", f"it claims {number:,} {what}; the limit is {_MAX_ENTRIES:,}")
         if number * least > self._source.size - self.at:
@@ -90,10 +90,10 @@ class _Header:
         """The next string; bytes that are not UTF-8 are escaped."""
         (length,) = self.numbers("Q")
         begin = self._take(length)
-        return self._held[begin : self.at].decode("utf-8", "backslashreplace")
+        return self._data[begin : self.at].decode("utf-8", "backslashreplace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        """The next value, of a type."""
+        """The next value, which has the type ``kind``."""
         if kind == _STRING:
             return self.text()
         if kind in _STRUCTS:
@@ -108,15 +108,15 @@ class _Header:
             self._skip((count - kept) * _LEAST[inner])
         elif inner == _STRING:
             values = [self.text() for _ in range(kept)]
-            # Move behind the others, fast: a vocabulary has hundreds of thousands.
+            # Skip the others, fast: a vocabulary has hundreds of thousands.
             unpack = struct.Struct(f"{self.order}Q").unpack_from
-            held, at = self._held, self.at
+            data, at = self._data, self.at
             for _ in range(count - kept):
-                if at + 8 > len(held):
+                if at + 8 > len(data):
                     self.at = at
                     self._take(8)
-                    held = self._held
-                at += 8 + unpack(held, at)[0]
+                    data = self._data
+                at += 8 + unpack(data, at)[0]
             self._skip(at - self.at)
         else:
             values = [self.value(inner, depth + 1) for _ in range(count)][:kept]
@@ -130,9 +130,9 @@ class _Header:
 
 
 def read_gguf(source: Source) -> Checkpoint | None:
-    """Read the header of a GGUF file; never raises for bad content. ``None`` for another version than 2 and 3.
+    """Read the header of a GGUF file; never raises for bad content. ``None`` if the version is not 2 or 3.
 
-    For a truncated file, too, all tensors are listed; if it ends in its header, those with a complete entry.
+    A truncated file also has all its tensors listed; if it ends within its header, those with a complete entry.
     """
     if source.read(4, 4) not in _ORDERS:
         return None
@@ -179,7 +179,7 @@ def read_gguf(source: Source) -> Checkpoint | None:
 
 
 def header_values(source: Source) -> dict[str, Any]:
-    """All metadata; the leaves of a checkpoint only have the beginning."""
+    """All metadata; the leaves of a checkpoint have only the beginning of long values."""
     header = _Header(source)
     values: dict[str, Any] = {}
     with suppress(_BadHeaderError):  # what was read before it is kept

@@ -7,7 +7,7 @@ from json import dumps, loads
 
 from transload.render.words import plural
 
-MAX_RECORD = 1 << 20  # ``transload.save`` writes less than 100 kB: what wrote a longer one was something else
+MAX_RECORD = 1 << 20  # ``transload.save`` writes less than 100 kB: something else wrote a longer one
 _MAX_TEXT = 200  # characters of a value that are shown
 _MAX_ITEMS = 64  # GPUs, rows of storages, entries
 _PLAIN = ("transload", "torch", "cuda", "hip", "python", "system", "machine", "driver", "time")
@@ -29,14 +29,14 @@ def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
         return ()
     out = [(name, _short(found[name])) for name in _PLAIN if isinstance(found.get(name), str) and found[name]]
     gpus: Counter[str] = Counter()
-    held = found.get("gpus")
-    for gpu in held[:_MAX_ITEMS] if isinstance(held, list) else ():
+    listed = found.get("gpus")
+    for gpu in listed[:_MAX_ITEMS] if isinstance(listed, list) else ():
         if isinstance(gpu, dict) and isinstance(gpu.get("name"), str):
             name, capability = _short(gpu["name"]), gpu.get("capability")
             gpus[f"{name} ({_short(capability)})" if isinstance(capability, str) and capability else name] += 1
     devices: dict[str, int] = {}
-    held = found.get("storages")
-    for row in held if isinstance(held, list) else ():
+    listed = found.get("storages")
+    for row in listed if isinstance(listed, list) else ():
         if not isinstance(row, list) or len(row) != 2 or not isinstance(row[0], str) or type(row[1]) is not int:
             continue
         if row[0] in devices or len(devices) < _MAX_ITEMS:

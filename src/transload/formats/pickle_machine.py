@@ -1,4 +1,4 @@
-"""Runs a pickle without importing or calling anything: a graph of inert nodes, and what a loader would import and call.
+"""Runs a pickle without importing or calling anything. Returns inert nodes, and what loaders would import and call.
 
 ``run`` reads one pickle; ``pickle_streams`` those of unknown length, and several that follow one another.
 ``_execute`` is the loop over the frequent opcodes, ``_common`` runs the others that torch.save writes, and
@@ -70,15 +70,15 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> P
         out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in sorted(crossed)[:MAX_IRREGULAR])
         if not out.broken and vm.frames[-1] > out.end:
             out.ambiguous.append((out.end, "STOP comes before the end of its frame"))
-        if out.ambiguous:  # both readings of it count
+        if out.ambiguous:  # both readings count
             add_uses(out, run(read_by_frames(data, start), name=name))
     return out
 
 
 def run_part(vm: Machine, data: bytes) -> bool:
-    """Run the opcodes of a part of a pickle on the stack and memo of a machine; whether they end where the part does.
+    """Run the opcodes of a part of a pickle with the stack and memo of a machine; whether they end where the part does.
 
-    If they do not, the stack is in no particular state.
+    If they do not, the stack may contain anything.
     """
     vm.data = data + b"\xff"  # not an opcode: the machine stops there
     vm.size, vm.pos = len(vm.data), 0
@@ -100,7 +100,7 @@ def add_uses(into: Pickle, other: Pickle) -> None:
     into.extensions += other.extensions
 
 
-def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µs each
+def _execute(vm: Machine) -> None:  # one loop, opcodes by frequency: 0.2 µs each
     data, size, meta = vm.data, vm.size, vm.meta
     calls, persistent = vm.out.calls, vm.out.persistent
     memo: Any = vm.memo
@@ -110,7 +110,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
     push = stack.append
     pos = vm.pos
     loader = vm.loader
-    put = len(memo) if type(memo) is list else -1  # the memo index that comes next, and -1 once there was a gap
+    put = len(memo) if type(memo) is list else -1  # the next memo index; -1 once there was a gap
     try:
         while True:
             op = data[pos]
@@ -134,7 +134,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                     raise KeyError(index) from None
                 pos += 1 if op == 0x68 else 4
             elif op == 0x28:  # MARK
-                # Below 256 no pickler writes LONG_BINPUT, which all of the pattern is.
+                # The pattern requires LONG_BINPUT, which no pickler writes below 256.
                 if put > 0xFF and data[pos : pos + 1] == b"(":
                     if read_tensor is None:
                         from transload.formats.tensor_pattern import TensorPattern
@@ -172,7 +172,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                 node = stack[-1] = Call(stack[-1], args, "reduce", pos)
                 calls.append(node)
                 if type(args) is tuple and args and type(args[0]) is list:
-                    vm.given.add(id(args[0]))  # the call keeps it alive, so nothing else gets its number
+                    vm.given.add(id(args[0]))  # the call keeps it alive, so its id stays unique
             elif op == 0x51:  # BINPERSID
                 pid = stack[-1] = Persistent(stack[-1], pos)
                 persistent.append(pid)
@@ -215,7 +215,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
 
 
 def _common(vm: Machine, op: int) -> None:
-    """Run an opcode that ``_execute`` does not, and that torch.save writes: the more frequent ones first."""
+    """Run an opcode that torch.save writes and ``_execute`` does not run, by frequency."""
     items = vm.pop_mark() if op in b"ue" else []  # SETITEMS, APPENDS
     stack = vm.stack
     if op in CONSTANTS:

@@ -8,13 +8,13 @@ from typing import Any
 from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, Set
 
 MAX_GAP = 64
-"""Writers number the memo without gaps. Beyond this many (and a quarter of all entries) indexes are hashed with a
-secret: integers hash to themselves, so a file could choose them to make every lookup walk over all the others."""
+"""Writers number the memo without gaps. With a longer gap (plus a quarter of all entries), indexes are hashed with a
+secret: integers hash to themselves, so a file could choose indexes that all collide."""
 
 MAX_IRREGULAR = 100
 
 LOADER = ("torch.storage", "_load_from_bytes")
-"""What ``pickle.dump`` calls for the storage of each tensor: a checkpoint inside the pickle, as bytes."""
+"""The function that rebuilds each storage in a ``pickle.dump`` from bytes, which are a checkpoint."""
 
 CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 """What the opcodes NONE, NEWTRUE and NEWFALSE push."""
@@ -23,15 +23,15 @@ LONG_FRAME = "a frame is longer than the data"
 _MAX_KEY_PARTS = 16
 _UNHASHABLE = frozenset({list, bytearray, Dict})
 _UNHASHABLE_CLASSES = frozenset({"OrderedDict", "Counter", "set", "bytearray"})
-_NOBODY = object()
+_UNSET = object()
 
 
 class Broken(Exception):  # noqa: N818 - a signal inside the machine, never seen outside
-    """All loaders stop here."""
+    """Every loader stops here."""
 
 
 class Cut(Broken):
-    """The data ends here: with more of it, reading could go on."""
+    """The data ends here; with more data, reading could continue."""
 
 
 class Sparse(dict[Any, Any]):
@@ -53,10 +53,10 @@ class Sparse(dict[Any, Any]):
 class Machine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
 
-    ``memo`` is a list while each entry is written once and in order, as all writers but Python 2's number them; then a
-    dictionary. ``loader`` is the global ``LOADER``, once the pickle has named it. ``read_storage`` is called with the
-    arguments of each call of it and the position where the call ends, ``read_array`` with each call whose result gets a
-    state. What they return replaces the call, unless it is ``None``.
+    ``memo`` is a list as long as each entry is written once and in order, as all writers but Python 2's do; then a
+    dictionary. ``given`` are the ids of lists that calls got. ``loader`` is the global ``LOADER``, once the pickle has
+    named it. ``read_storage`` is called with the arguments and the end of each call of it, ``read_array`` with each
+    call whose result gets a state. What they return replaces the call, unless it is ``None``.
     """
 
     def __init__(self, data: bytes, start: int, name: str) -> None:
@@ -69,7 +69,7 @@ class Machine:
         self.frame_end = 0
         self.frames: list[int] = []
         self.given: set[int] = set()
-        self.loader: object = _NOBODY
+        self.loader: object = _UNSET
         self.read_storage: Callable[[Any, int], Persistent | None] = lambda _args, _end: None
         self.read_array: Callable[[Call], Any] = lambda _made: None
         self.out = Pickle(name, start)
@@ -77,7 +77,7 @@ class Machine:
     # -- reading arguments
 
     def take(self, count: int) -> bytes:
-        """The next ``count`` bytes, only if they are there."""
+        """The next ``count`` bytes; ``Cut`` if there are fewer."""
         end = self.pos + count
         if count < 0:
             raise Broken(f"a length of {count} bytes")
@@ -90,7 +90,7 @@ class Machine:
     def line(self) -> bytes:
         """Bytes up to the next newline.
 
-        At the end of the data the Python unpicklers take what is there and cut its last byte; so do we, and note it.
+        Without one, Python's unpicklers take the rest of the data but its last byte; so do we, and note it.
         """
         end = self.data.find(b"\n", self.pos)
         if end < 0:
@@ -104,19 +104,19 @@ class Machine:
         return text
 
     def odd(self, text: str) -> None:
-        """Loaders differ on this, or refuse it."""
+        """Note what loaders differ on, or refuse."""
         if len(self.out.irregular) < MAX_IRREGULAR:
             self.out.irregular.append((self.pos, text))
 
     def ambiguous(self, text: str) -> None:
-        """Loaders see different streams in the bytes from here on."""
+        """Note that loaders read the bytes from here on differently."""
         if len(self.out.ambiguous) < MAX_IRREGULAR:
             self.out.ambiguous.append((self.pos, text))
 
     # -- the memo
 
     def remember(self, index: int, value: object) -> None:
-        """Enter a value into the memo, which becomes another one where the index is not the next."""
+        """Enter a value into the memo, which becomes a dictionary if the index is not the next."""
         memo = self.memo
         if type(memo) is list:
             if index == len(memo):
@@ -130,7 +130,7 @@ class Machine:
     # -- building
 
     def find(self, module: str, name: str) -> Global:
-        """The node of a global: one for each name."""
+        """The node of a global; each name has one."""
         node = self.out.globals.get((module, name))
         if node is None:
             node = self.out.globals[module, name] = Global(module, name, self.pos)
@@ -147,7 +147,7 @@ class Machine:
         return node
 
     def extend(self, target: object, items: list[Any]) -> None:
-        """Append values to a list, or to what a call makes."""
+        """Append values to a list, or to the result of a call."""
         if type(target) is list:
             if id(target) in self.given:
                 self.odd("a list is changed after a call was given it")
@@ -160,7 +160,7 @@ class Machine:
             self.changed(target, items, "values are appended to")
 
     def update(self, target: object, items: list[Any]) -> None:
-        """Put keys and values, in turn, into a dictionary, or into what a call makes."""
+        """Put alternating keys and values into a dictionary, or the result of a call."""
         if type(target) is Dict:
             target.items.extend(items)
         elif type(target) is Call:
@@ -174,20 +174,20 @@ class Machine:
                 self.odd("a key that cannot be hashed")
 
     def changed(self, target: object, items: list[Any], how: str) -> None:
-        """Note items put into what was not made here: into a dictionary of some module it is BUILD by another name."""
+        """Note items put into an unusual target. For a global, such as a module's dictionary, that is like BUILD."""
         self.odd(f"{how} " + ("a global" if type(target) is Global else f"a {type(target).__name__.lower()}"))
         if type(target) is Global or type(target) is Extension:
             self.out.built.append((target, items))
 
     def pop_mark(self) -> list[Any]:
-        """Everything above the last MARK, which goes away."""
+        """Pop the last MARK and everything above it."""
         items = self.stack
         self.stack = self.meta.pop()
         return items
 
 
 def _is_unhashable(key: object) -> bool:
-    """Whether a loader cannot use it as a key; of a tuple with many parts, only the first are looked at."""
+    """Whether a loader cannot use it as a key; only the first parts of a long tuple are examined."""
     parts = [key]
     for part in parts:
         if type(part) in _UNHASHABLE or (type(part) is Set and not part.frozen):

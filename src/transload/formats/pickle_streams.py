@@ -11,10 +11,10 @@ from transload.nodes import Pickle
 def run_at(
     source: Source, offset: int, name: str, window: int = 1 << 20, most: int = MAX_STREAM, reader: Reader = None
 ) -> tuple[Pickle, int]:
-    """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
+    """Run the pickle at an offset without knowing its length; return it, and where it ends in the source.
 
-    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
-    nor more than ``most``, where it may be none at all.
+    The window grows until the pickle fits, so this reads twice the size of the pickle at most, not the whole file,
+    and at most ``most`` bytes, since there may be no pickle at all.
     """
     while True:
         data = source.read(offset, min(window, most))
@@ -27,7 +27,7 @@ def run_at(
 def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
     """All pickles that follow one another from the start of ``data``, until one breaks or the data ends.
 
-    Of those beyond ``limit`` only what they would do is kept, in the last one.
+    What pickles beyond ``limit`` would do is added to the last one; nothing else of them is kept.
     """
     pickles: list[Pickle] = []
     position = 0
@@ -36,7 +36,7 @@ def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
         if len(pickles) < limit:
             pickles.append(pickle)
         else:
-            # Add one pickle to another: its names, calls and oddities, not its value.
+            # Add its names, calls and irregularities, but not its value.
             into = pickles[-1]
             into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
             into.protocol = max(into.protocol, pickle.protocol)

@@ -1,4 +1,4 @@
-r"""Pickle a graph of inert nodes, as the reader has made it, or changed.
+r"""Pickle a graph of inert nodes that a reader made, and that may have been changed since.
 
 >>> dumps([1, "a"])
 b'\x80\x02]q\x00(K\x01X\x01\x00\x00\x00aq\x01e.'
@@ -19,9 +19,9 @@ from transload.errors import TransloadError
 from transload.frozen import NamedTuple
 from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
-MAX_AGAIN = 1_000_000
-"""Steps for tuples and calls that contain themselves. Each is started again inside itself, which for a file of a
-megabyte could be 10^10 times; a real one needs a few."""
+MAX_RESTARTS = 1_000_000
+"""The most steps for tuples and calls that contain themselves. Each is started again inside itself, which a file of a
+megabyte could make 10^10 times; real files need a few."""
 
 _SMALL_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 _Step = Callable[["_Writer", Any], None]
@@ -45,11 +45,11 @@ def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], o
         kind, expanded = expand
         writers = {**writers, kind: lambda writer, node: writer.expanded(expanded(node))}
     writer = _Writer()
-    todo, memo, out = writer.todo, writer.memo, writer.out
+    pending, memo, out = writer.pending, writer.memo, writer.out
     out.extend(b"\x80%c" % max(protocol, 2))
-    todo.append(root)
-    while todo:
-        node = todo.pop()
+    pending.append(root)
+    while pending:
+        node = pending.pop()
         number = memo.get(id(node))
         if number is not None:
             out.extend(b"h%c" % number if number < 256 else pack("<cI", b"j", number))
@@ -63,7 +63,7 @@ def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], o
 
 
 class _Do(NamedTuple):
-    """A step for after those above it on the stack: a method of the writer, and its argument."""
+    """A step to take after those above it on the stack: a method of the writer, and its argument."""
 
     act: _Step
     argument: Any
@@ -76,37 +76,37 @@ class _Writer:
         self.out = bytearray()
         self.memo: dict[int, int] = {}
         self.numbers = 0
-        self.todo: list[Any] = []
-        self.open: set[int] = set()
-        self.made: list[object] = []  # keeps new objects alive, so that their ids in the memo stay unique
-        self.passing: list[object] | None = None  # the same for an expanded node, until it is written
-        self.named: dict[str, Global] = {}
-        self.again = 0
+        self.pending: list[Any] = []
+        self.started: set[int] = set()
+        self.kept: list[object] = []  # keeps new objects alive, so that their ids in the memo stay unique
+        self.temporary: list[object] | None = None  # the same for an expanded node, until it is written
+        self.globals: dict[str, Global] = {}
+        self.restarts = 0
 
     def _emit(self, code: bytes) -> None:
         self.out.extend(code)
 
     def expanded(self, node: object) -> None:
         """Write a temporary graph, and forget it."""
-        self.passing = []
+        self.temporary = []
         self.then(node, _Do(_Writer._forget, None))
 
     def _forget(self, _: None) -> None:
-        for node in self.passing or ():
+        for node in self.temporary or ():
             del self.memo[id(node)]
-            self.open.discard(id(node))
-        self.passing = None
+            self.started.discard(id(node))
+        self.temporary = None
 
     def _put(self, node: object) -> None:
-        if self.passing is not None and type(node) is not Global:
+        if self.temporary is not None and type(node) is not Global:
             # Texts are kept: most of them are the same in every expanded node.
-            (self.made if type(node) is str else self.passing).append(node)
+            (self.kept if type(node) is str else self.temporary).append(node)
         number = self.memo[id(node)] = self.numbers
         self.numbers += 1
         self.out.extend(b"q%c" % number if number < 256 else pack("<cI", b"r", number))
 
     def then(self, *steps: Any) -> None:
-        self.todo += steps[::-1]
+        self.pending += steps[::-1]
 
     def _text(self, text: str) -> None:
         raw = text.encode("utf-8", "surrogatepass")
@@ -133,7 +133,7 @@ class _Writer:
     # -- containers: mutable ones are put into the memo before their content is written
 
     def container(self, node: Any, items: list[Any], opcodes: bytes, width: int) -> None:
-        """Make an empty one, then add a single item of ``width`` values, or all of them after a MARK."""
+        """Write an empty container, then its only item of ``width`` values, or all items after a MARK."""
         empty, single, many = (opcodes[at : at + 1] for at in range(3))
         self.out.extend(empty)
         self._put(node)
@@ -156,17 +156,17 @@ class _Writer:
         self.then(*node, _Do(_Writer._end, ended))
 
     def _begin(self, node: object, parts: int) -> None:
-        """Start what is put into the memo only when it is complete. If it has started before, it contains itself."""
-        if id(node) in self.open:
-            self.again += parts
-            if self.again > MAX_AGAIN:
+        """Start a node that enters the memo only when it is complete. If it was started before, it contains itself."""
+        if id(node) in self.started:
+            self.restarts += parts
+            if self.restarts > MAX_RESTARTS:
                 raise CannotPickleGraphError("it holds itself in too many ways to be written into a pickle")
-        self.open.add(id(node))
+        self.started.add(id(node))
 
     def _end(self, ended: tuple[object, bytes, int]) -> None:
-        """Complete what was started. If it was completed inside itself, discard its parts, and get it from the memo.
+        """Complete a node. If it was already completed inside itself, discard its parts, and get it from the memo.
 
-        ``ended`` is the node, the opcode that makes it, and how many values that takes from the stack (0: to a MARK).
+        ``ended`` is the node, the opcode that makes it, and how many values that pops (0: all above a MARK).
         """
         node, opcode, taken = ended
         number = self.memo.get(id(node))
@@ -195,9 +195,9 @@ class _Writer:
 
     def _complete(self, node: Call) -> None:
         """Write what is put into the result of a call; only once, even if the call was started twice."""
-        if id(node) not in self.open:
+        if id(node) not in self.started:
             return
-        self.open.discard(id(node))
+        self.started.discard(id(node))
         steps: list[Any] = []
         if node.appended:
             steps += (_Do(_Writer._emit, b"("), *node.appended, _Do(_Writer._emit, b"e"))
@@ -209,9 +209,9 @@ class _Writer:
 
     # -- what has no opcode in protocol 2, or none that weights_only knows
 
-    def instead(self, node: object, module: str, name: str, args: tuple[Any, ...]) -> None:
-        callee = self.named.setdefault(name, Global(module, name, 0))
-        self.made.append(args)
+    def write_as_call(self, node: object, module: str, name: str, args: tuple[Any, ...]) -> None:
+        callee = self.globals.setdefault(name, Global(module, name, 0))
+        self.kept.append(args)
         self._begin(node, 4)
         self.then(callee, args, _Do(_Writer._end, (node, b"R", 2)))
 
@@ -222,17 +222,17 @@ class _Writer:
         int: lambda writer, value: writer.out.extend(pickle.dumps(value, 2)[2:-1]),  # without PROTO and STOP
         float: lambda writer, value: writer.out.extend(pack(">cd", b"G", value)),
         str: _text,
-        bytes: lambda writer, raw: writer.instead(raw, "_codecs", "encode", (raw.decode("latin-1"), "latin1")),
-        bytearray: lambda writer, raw: writer.instead(raw, "builtins", "bytearray", (bytes(raw),)),
+        bytes: lambda writer, raw: writer.write_as_call(raw, "_codecs", "encode", (raw.decode("latin-1"), "latin1")),
+        bytearray: lambda writer, raw: writer.write_as_call(raw, "builtins", "bytearray", (bytes(raw),)),
         tuple: _tuple,
         list: lambda writer, node: writer.container(node, node, b"]ae", 1),
         Dict: lambda writer, node: writer.container(node, node.items, b"}su", 2),
-        Set: lambda writer, node: writer.instead(
+        Set: lambda writer, node: writer.write_as_call(
             node, "builtins", "frozenset" if node.frozen else "set", (node.items,)
         ),
         Global: _global,
         Call: _call,
-        # Written again at each use, without the memo: that is what picklers do, and readers expect.
+        # Written again at each use, without the memo: picklers do so, and readers expect it.
         Persistent: lambda writer, node: writer.then(node.id, _Do(_Writer._emit, b"Q")),
         Extension: _extension,
         OutOfBand: lambda writer, _: writer.out.extend(b"\x97"),

@@ -40,37 +40,37 @@ _WRAPPERS = frozenset((f"{package}joblib.numpy_pickle", "NumpyArrayWrapper") for
 _RECONSTRUCTING = {(module, "_reconstructor") for module in ("copyreg", "copy_reg")}
 _RECONSTRUCTING |= {(module, "object") for module in ("builtins", "__builtin__")}
 _WRAPPED = frozenset({"subclass", "shape", "order", "dtype"})
-_WRAPPED_TOO = frozenset({"allow_mmap", "numpy_array_alignment_bytes"})
+_OPTIONAL = frozenset({"allow_mmap", "numpy_array_alignment_bytes"})
 _MAX_CALLS = 4096  # between a wrapper and its state: those of a dtype with many fields
 
 _MAX_UNPACKED_RATIO = 64
 _MIN_UNPACKED_LIMIT = 256 << 20
-"""A compressed file may decompress to so many times its size, or to this: a kilobyte can become a gigabyte."""
+"""A compressed file may decompress to ``_MAX_UNPACKED_RATIO`` times its size, or to this: a kilobyte can become a
+gigabyte."""
 
-_MAX_BEHIND = 64
-"""Bytes between those of a storage and the end of the call that gets them: for the memo, the codec, a tuple, perhaps
-the header of a frame."""
+_MAX_AFTER = 64
+"""Bytes between the bytes of a storage and the end of the call that gets them: memo, codec, tuple, perhaps a frame."""
 
 
 def unpacked(source: Source) -> Source:
     """The decompressed file if it is a plain pickle of tensors or arrays; else the source itself."""
     kind = packed_as(source.read(0, 8))
     limit = max(_MIN_UNPACKED_LIMIT, _MAX_UNPACKED_RATIO * source.size)
-    held = bytearray()
+    data = bytearray()
     for piece in unpack(source, kind, limit) if kind else ():
-        held += piece
-        if len(held) >= _WINDOW and not _names_data(held):
+        data += piece
+        if len(data) >= _WINDOW and not _names_data(data):
             return source
-    if not held or not _names_data(held) or len(held) >= limit:
+    if not data or not _names_data(data) or len(data) >= limit:
         return source
-    inner = Unpacked(held, source.name, kind, source.size)
+    inner = Unpacked(data, source.name, kind, source.size)
     checkpoint = read_plain_pickle(inner)
     return inner if checkpoint is not None and checkpoint.format == "pickle" and checkpoint.pickles[0].data else source
 
 
-def _names_data(held: bytearray) -> bool:
+def _names_data(data: bytearray) -> bool:
     """Whether the first bytes contain the name of torch or joblib."""
-    return held.find(b"torch", 0, 1 << 20) >= 0 or held.find(b"joblib", 0, 1 << 20) >= 0
+    return data.find(b"torch", 0, 1 << 20) >= 0 or data.find(b"joblib", 0, 1 << 20) >= 0
 
 
 def read_plain_pickle(source: Source) -> Checkpoint | None:
@@ -145,8 +145,8 @@ def holds_tensors(source: Source) -> bool:
 def _is_pickle(pickle: Pickle, size: int) -> bool:
     if not pickle.broken:
         return pickle.protocol >= 2 or pickle.end == size or bool(pickle.globals)
-    asked = pickle.calls or pickle.extensions or pickle.raw or LOADER in pickle.globals
-    return bool(asked) or (pickle.protocol >= 2 and bool(pickle.globals))
+    acts = pickle.calls or pickle.extensions or pickle.raw or LOADER in pickle.globals
+    return bool(acts) or (pickle.protocol >= 2 and bool(pickle.globals))
 
 
 # -- storages in a pickle
@@ -163,7 +163,7 @@ class _EmbeddedData:
         self._vm = vm
         vm.read_storage, vm.read_array = self._storage, self._array
         self._offset = offset
-        self._behind = 0  # the end of the last call of LOADER
+        self._last_end = 0  # the end of the last call of LOADER
         self._head = MAGIC_PICKLE  # the first three pickles of the last stream: they are nearly always the same
         storages.clear()  # each run starts again, with more of the data
         self.storages = storages
@@ -179,13 +179,13 @@ class _EmbeddedData:
             return None
         states, calls = made.states or [], vm.out.calls
         state: dict[Any, Any] = {}
-        if len(states) == 1 and type(states[0]) is Dict and len(states[0].items) <= 2 * len(_WRAPPED | _WRAPPED_TOO):
+        if len(states) == 1 and type(states[0]) is Dict and len(states[0].items) <= 2 * len(_WRAPPED | _OPTIONAL):
             state = {key: value for key, value in states[0].pairs() if type(key) is str}
             plain = plain and 2 * len(state) == len(states[0].items)
         shape, dtype, order = shape_of(state.get("shape")), dtype_of(state.get("dtype")), state.get("order")
         padded, mapped = state.get("numpy_array_alignment_bytes"), state.get("allow_mmap", False)
         place = next((at for at in range(1, min(len(calls), _MAX_CALLS) + 1) if calls[-at] is made), 0)
-        plain = plain and _WRAPPED <= state.keys() <= _WRAPPED | _WRAPPED_TOO and order in ("C", "F")
+        plain = plain and _WRAPPED <= state.keys() <= _WRAPPED | _OPTIONAL and order in ("C", "F")
         plain = plain and type(padded) in (int, type(None)) and type(mapped) is bool
         plain = plain and place > 0 and dotted(state["subclass"]).startswith("numpy.")
         if not plain or shape is None or dtype is None:
@@ -238,11 +238,11 @@ class _EmbeddedData:
         kind, tag, numel, start = stream
         for form in _TEXTS if text else (0,):
             method, raw = form, _TEXTS[form](text) if text else data
-            if (at := self._vm.data.rfind(raw, max(self._behind, end - len(raw) - _MAX_BEHIND), end)) >= 0:
+            if (at := self._vm.data.rfind(raw, max(self._last_end, end - len(raw) - _MAX_AFTER), end)) >= 0:
                 break
         else:
             return None
-        self._behind, self._vm.pos = end, end
+        self._last_end, self._vm.pos = end, end
         if text and self._vm.out.calls[-1] is node:
             self._vm.out.calls.pop()  # the call that encodes the text
         key = str(len(self.storages))
@@ -307,23 +307,23 @@ _TEXTS: dict[int, Callable[[Any], bytes]] = {AS_TEXT: str.encode, AS_ESCAPED: es
 
 def _excuse(pickle: Pickle, storages: dict[str, Record]) -> None:
     """Remove ``LOADER`` and the wrapper of arrays from the globals of a pickle if each of their uses was read."""
-    left = {key: node for key, node in pickle.globals.items() if key == LOADER or key in _WRAPPERS}
+    excused = {key: node for key, node in pickle.globals.items() if key == LOADER or key in _WRAPPERS}
     if pickle.raw:
-        left |= {key: node for key, node in pickle.globals.items() if key in _RECONSTRUCTING}
-    # Every reader of a plain pickle fails at a persistent id, so all of these must be storages from here.
-    if not left or len(pickle.persistent) != len(storages) or pickle.ambiguous:
+        excused |= {key: node for key, node in pickle.globals.items() if key in _RECONSTRUCTING}
+    # Every reader of a plain pickle fails at a persistent id, so all of them must be storages that were read here.
+    if not excused or len(pickle.persistent) != len(storages) or pickle.ambiguous:
         return
     for node in walk_nodes([pickle.root, pickle.calls, *pickle.built]):
         if type(node) is Global:
-            left.pop((node.module, node.name), None)
-    pickle.loader = left.get(LOADER)
-    pickle.wrapper = next((node for key, node in left.items() if key in _WRAPPERS), None)
-    for key in left:
+            excused.pop((node.module, node.name), None)
+    pickle.loader = excused.get(LOADER)
+    pickle.wrapper = next((node for key, node in excused.items() if key in _WRAPPERS), None)
+    for key in excused:
         del pickle.globals[key]
 
 
 def _compare_readings(pickle: Pickle, source: Source, offset: int) -> None:
-    """Note it if the module ``pickle`` would import or call anything in the bytes of arrays, and add that."""
+    """Note if the module ``pickle`` would import or call anything in the bytes of arrays, and add those uses."""
     if not pickle.raw:
         return
     begin, end = pickle.raw[0]

@@ -1,10 +1,10 @@
 """Archives that contain programs: TorchScript, ``torch.package``, ``torch.export``, and what AOTInductor has compiled.
 
 TorchScript code is searched for devices and for operators that reach beyond tensors. It is neither run nor compiled,
-but split into tokens as TorchScript's lexer does; where the two could differ, it rather finds too much than too little.
-Opening a package runs its Python source; here that is only listed. Of an exported program its graph is read, with
-devices and targets that no exporter writes, and its tensors; of a compiled one also its libraries and kernels, and
-which GPU they need.
+but split into tokens as TorchScript's lexer does; where the two could differ, it finds too much rather than too little.
+Opening a package runs its Python source; here that is only listed. Of an exported program, the tensors are read, and
+the graph is searched for devices, and for targets that no exporter writes; of a compiled one also the libraries and
+kernels are read, and which GPU they need.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_CODE = 32 << 20
 
 
 class Program(Draft):
-    """A checkpoint while its archive is read: of the records no more bytes than the file has, and ``ALLOWANCE``."""
+    """A checkpoint while its archive is read: at most as many bytes of records as the file has, plus ``ALLOWANCE``."""
 
     def __init__(self, archive: Archive, format_: str, texts: Iterable[str]) -> None:
         super().__init__(archive.path, format_, archive.nbytes, archive.problems)
@@ -53,7 +53,7 @@ class Program(Draft):
         self.left = {"records": archive.nbytes + ALLOWANCE, "code": MAX_CODE}  # bytes that may still be read
 
     def affords(self, record: Record, budget: str = "records") -> bool:
-        """Whether to read a record. After the first that is too large, which is noted, no other is read."""
+        """Whether to read a record. The first that exceeds the budget is noted, and no record is read after it."""
         before = self.left[budget]
         self.left[budget] = left = before - record.size
         if before >= 0 > left:
@@ -269,14 +269,14 @@ def read_torchscript(archive: Archive) -> Checkpoint:
         trees = [read_tree(_as_torch_save(archive, "data.pkl"), table, separator=".")]
     if not old and archive.find("constants.pkl"):
         out.pickles.append(read_pickle(archive, "constants.pkl", found, _SCRIPT_IDS))
-        held = _as_torch_save(archive, "constants.pkl")
-        held.root = Dict([part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)])
+        constants = _as_torch_save(archive, "constants.pkl")
+        constants.root = Dict([x for i, each in enumerate(_members(constants.root)) for x in (f"CONSTANTS.c{i}", each)])
         # The storages of constants are also numbered from zero, so they get other ids.
-        lead = "constants/"
-        table = storage_table(archive, forms=((lead, ""),), big_endian=out.big_endian)
-        more = read_tree(held, table, separator=".")
-        tensors = tuple(moved_tensor(tensor, lead) for tensor in more.tensors)
-        storages = tuple(moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
+        prefix = "constants/"
+        table = storage_table(archive, forms=((prefix, ""),), big_endian=out.big_endian)
+        more = read_tree(constants, table, separator=".")
+        tensors = tuple(moved_tensor(tensor, prefix) for tensor in more.tensors)
+        storages = tuple(moved_storage(s, prefix)._replace(key=f"{prefix}{s.key}") for s in more.storages)
         trees.append(more._replace(tensors=tensors, storages=storages))
     # Further pickles: bytecode, debug information, traced inputs; not the user's files in ``extra/``.
     names = (name for name in archive.records if name.endswith((".pkl", ".debug_pkl")) and name not in _MAIN)
@@ -397,12 +397,12 @@ def _read_old(out: Program) -> Tree:
                 if known is not None:
                     call.callee, call.args = known.callee, known.args
         values = _members(held.root)
-    # Make of the modules what they would be in today's data.pkl; not by recursion, since JSON may be deeply nested.
+    # Turn the modules into what they would be in today's data.pkl; not by recursion, since JSON may be deeply nested.
     top = Pickle("model.json")
     top.root = _module()
-    todo = [(fields(model.get("mainModule")), top.root)]
-    while todo:
-        module, made = todo.pop()
+    pending = [(fields(model.get("mainModule")), top.root)]
+    while pending:
+        module, made = pending.pop()
         state: list[object] = []
         for group, key, table in (("parameters", "tensorId", tensors), ("attributes", "id", values)):
             for member in map(fields, entries(module.get(group))):
@@ -410,7 +410,7 @@ def _read_old(out: Program) -> Tree:
         for submodule in map(fields, entries(module.get("submodules"))):
             child = _module()
             state += [text(submodule.get("name"), 200), child]
-            todo.append((submodule, child))
+            pending.append((submodule, child))
         made.states = [Dict(state)]
     return read_tree(top, storage_table(archive, forms=(("", ""),)), separator=".")
 
@@ -552,8 +552,8 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
     targets: Counter[str] = Counter()
     odd: Counter[str] = Counter()
     stack: list[tuple[str, Any, str]] = [("", program, "")]
-    while stack:  # not by recursion, since JSON may nest deep
-        key, value, node = stack.pop()  # node: the target of the node that it is in
+    while stack:  # not by recursion, since JSON may be deeply nested
+        key, value, node = stack.pop()  # node: the target of the graph node that contains the value
         inside = [(key, held) for held in entries(value)]
         if type(value) is dict:
             inside, node = [*value.items()], text(value.get("target"), 200) or node
@@ -565,14 +565,14 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
             elif label in ("expr_str", "guards_code") and type(held) is str and _ODD_TEXT.search(held):
                 odd[held[:200]] += 1
             stack.append((label, held, node))
-    reaching: Counter[str] = Counter()
+    suspicious: Counter[str] = Counter()
     for target, count in targets.items():  # those that are not operators, or dangerous ones
         parts = target.split(".")
         if not _TARGETS.fullmatch(target) or (parts[:2] == ["torch", "ops"] and "::".join(parts[2:4]) in OPERATORS):
-            reaching[target] = count
-    reaching.update({f"{target}, which is Python": count for target, count in odd.items()})
+            suspicious[target] = count
+    suspicious.update({f"{target}, which is Python": count for target, count in odd.items()})
     out = Problems()
-    for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
+    for code, counts in (("export-device", devices), ("export-dangerous-op", suspicious)):
         lines = [f"{what} {count}×" for what, count in counts.most_common()]
         if lines:
             out.add(code, name, "\n".join(first_lines(lines, _SHOWN)))
@@ -590,8 +590,8 @@ class _Package(Program):
         names = [name for name in archive.records if name.startswith("models/") and name.endswith(".json")]
         self.models = [name[len("models/") : -len(".json")] for name in names]
 
-    def lead(self, model: str, path: tuple[Key, ...]) -> tuple[Key, ...]:
-        """The path of a model's tensors: it begins with the name of the model if there are several."""
+    def path_in(self, model: str, path: tuple[Key, ...]) -> tuple[Key, ...]:
+        """The path of a model's tensors: it begins with the name of the model if there are several models."""
         return (model, *path) if len(self.models) > 1 else path
 
     def open(self, record: Record) -> Source:
@@ -628,11 +628,11 @@ class _Package(Program):
         self.pickles += found.pickles
         self.problems += [problem.within(record.name) for problem in found.problems]
         base = record.offset if record.method == 0 else None
-        lead = f"{record.name}/"
+        prefix = f"{record.name}/"
         return replace(
             found,
-            tensors=tuple(moved_tensor(tensor, lead, steps, base) for tensor in found.tensors),
-            storages=tuple(moved_storage(s, lead, steps, base)._replace(record=record.name) for s in found.storages),
+            tensors=tuple(moved_tensor(tensor, prefix, steps, base) for tensor in found.tensors),
+            storages=tuple(moved_storage(s, prefix, steps, base)._replace(record=record.name) for s in found.storages),
         )
 
     def take_nested(self, name: str, steps: tuple[Key, ...]) -> None:
@@ -683,13 +683,13 @@ def _read_programs(out: _Package) -> None:
     for name, record in archive.records.items():
         for prefix, suffix, path in _NESTED:
             if name.startswith(prefix) and name.endswith(suffix):
-                out.take_nested(name, out.lead(name.removeprefix(prefix).removesuffix(suffix), path))
+                out.take_nested(name, out.path_in(name.removeprefix(prefix).removesuffix(suffix), path))
         if name.startswith((_SAMPLES, "serialized_example_inputs")):
             # The inputs a program was traced with. They are not weights, but loading the program unpickles them.
             inner = out.nested(name)
-            held = inner.tensors if inner else ()
-            devices = ", ".join(sorted({tensor.device for tensor in held}))
-            about = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
+            tensors = inner.tensors if inner else ()
+            devices = ", ".join(sorted({tensor.device for tensor in tensors}))
+            about = (("tensors", str(len(tensors))), *([("devices", devices)] if devices else []))
             out.parts.append(Part(name, "sample inputs", record.size, about))
         elif name.startswith(("extra/", "extra_files/")) and not name.endswith("/"):
             out.parts.append(Part(name, "extra file", record.size))
@@ -711,20 +711,20 @@ def _read_tables(out: _Package) -> None:
     root = Dict([])
     for prefix, suffix, path in _TABLES:
         for table in [name for name in out.archive.records if name.startswith(prefix) and name.endswith(suffix)]:
-            lead = out.lead(table.removeprefix(prefix).removesuffix(suffix), path)
+            steps = out.path_in(table.removeprefix(prefix).removesuffix(suffix), path)
             into = root
-            for key in lead:  # find or make the dictionary at that path
-                held = into.get(str(key))
-                if type(held) is not Dict:
-                    held = Dict([])
-                    into.items += [key, held]
-                into = held
+            for key in steps:  # find or make the dictionary at that path
+                inner = into.get(str(key))
+                if type(inner) is not Dict:
+                    inner = Dict([])
+                    into.items += [key, inner]
+                into = inner
             out.known.add(table)
             for name, raw in fields(fields(out.json(table)).get("config")).items():
                 entry = fields(raw)
                 record, meta = prefix + text(entry.get("path_name"), 200), entry.get("tensor_meta")
                 if entry.get("use_pickle") is True or type(meta) is not dict:
-                    out.take_nested(record, (*lead, name))
+                    out.take_nested(record, (*steps, name))
                     continue
                 out.known.add(record)
                 kind, device = meta.get("dtype"), _device(meta.get("device"))

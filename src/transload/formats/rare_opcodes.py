@@ -88,8 +88,8 @@ def opcodes(data: bytes, start: int = 0, raw: Iterable[tuple[int, int]] = ()) ->
 def read_by_frames(data: bytes, start: int) -> bytes:
     """The pickle at ``start`` without its frames, as CPython's C unpickler reads it from a file without ``peek``.
 
-    It buffers a whole frame. An argument that is not completely in the buffer is read from behind the frame, and the
-    rest of the buffer is lost (python/cpython#154848). So ``cmac`` in a frame and ``os`` behind it are the module
+    It buffers a whole frame. An argument that is not completely in the buffer is read from after the frame, and the
+    rest of the buffer is lost (python/cpython#154848). So ``cmac`` in a frame and ``os`` after it are the module
     ``os``, where a reader that ignores frames finds ``macos``.
     """
     out = bytearray()
@@ -127,7 +127,7 @@ def read_by_frames(data: bytes, start: int) -> bytes:
             length = int.from_bytes(read(_WIDTHS[op]), "little", signed=op in b"T\x8b")
             if not 0 <= length <= len(data):
                 break
-            if op in b"BC\x8e\x96":  # bytes are read from both places
+            if op in b"BC\x8e\x96":  # bytes are read from the buffer, then from after the frame
                 end = max(end, position + length)
             read(length)
         elif op in _STEPS:
@@ -296,7 +296,7 @@ def _number(vm: Machine, text: bytes) -> int | Big:
 
 
 def _python2_text(vm: Machine, raw: bytes) -> None:
-    """Push a ``str`` of Python 2: text if it is UTF-8, as which torch decodes it; otherwise bytes."""
+    """Push a ``str`` of Python 2: text if it is UTF-8, since torch decodes it as that; otherwise bytes."""
     vm.out.python2 = True
     try:
         text = raw.decode()

@@ -11,9 +11,9 @@ from transload.dtypes import BLOCKS, ITEMSIZE, MAX_SIZE, itemsize
 from transload.findings import LimitedProblems, Problem
 from transload.nodes import REBUILDS, Call, Dict, Global, called, device_text, dotted, short, text_of
 
-# Dimensions of a tensor; a shape of a million, shared by a million tensors, costs its maker two bytes each.
+# Dimensions of a tensor. A million tensors could share a shape of a million dimensions, for two bytes each.
 MAX_RANK = 1024
-# A parameter around a subclass around a quantized tensor around its scales is four.
+# Tensors inside tensors: a parameter with a subclass with a quantized tensor with its scales has four levels.
 MAX_NESTED = 16
 
 _new = tuple.__new__  # as in tensors
@@ -25,7 +25,7 @@ Search = Callable[[Any, object, Place, int], tuple[list[Tensor], Iterable[Proble
 
 
 class Storages(Protocol):
-    """What a ``StorageTable`` has for a rebuild function."""
+    """The part of a ``StorageTable`` that rebuild functions use."""
 
     storages: dict[str, Storage]
     users: defaultdict[str, list[str]]
@@ -43,7 +43,7 @@ class BadTensor(Exception):  # noqa: N818 - a signal between readers and the wal
 def _ints(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Call and called(value) == "torch.Size":
         value = value.args[0] if type(value.args) is tuple and value.args else ()
-    if type(value) is not tuple:  # nor a list: one that grows after the call would show another size than torch made
+    if type(value) is not tuple:  # not even a list, which could change after the call, when torch has used it
         raise BadTensor(f"its {what} is not a tuple of numbers")
     numbers: tuple[Any, ...] = value
     if len(numbers) > MAX_RANK:
@@ -60,11 +60,11 @@ def _check_grad(dtype: str) -> None:
 
 
 def reach(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> int:
-    """The element after the last one a view reaches; 0 for an empty one."""
+    """The index after the last element of a view; 0 for an empty view."""
     if len(shape) != len(stride) or len(shape) > MAX_RANK:
         raise BadTensor(f"it has {len(shape)} sizes and {len(stride)} strides")
     last, numel = offset, 1
-    for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
+    for size, step in zip(shape, stride):  # noqa: B905 - of equal length, and the keyword takes as long as a pair
         if type(size) is not int or type(step) is not int or not (0 <= size < MAX_SIZE and 0 <= step < MAX_SIZE):
             raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is not a size")
         numel *= size
@@ -79,22 +79,22 @@ def _dtype(node: object) -> str:
 
 
 class Rebuilder:
-    """Makes tensors: a call of one of torch's functions goes to the method of that name.
+    """Makes the tensors that torch's rebuild functions would make; each function has a method of its name.
 
-    ``search`` finds the tensors of a table inside an object, and ``depth`` counts tensors made of tensors.
+    ``search`` finds the tensors of a table inside an object, and ``depth`` counts tensors inside tensors.
     """
 
     def __init__(self, table: Storages, search: Search, depth: int) -> None:
         self._table = table
         self._search = search
         self._depth = depth
-        self._beside: list[Tensor] = []
+        self._carried: list[Tensor] = []
 
     def tensors(self, function: str, args: object, at: Place) -> tuple[list[Tensor], str]:
         """The tensor that a call would make, and those it carries as attributes; or none, and what is wrong."""
-        self._beside = []
+        self._carried = []
         try:
-            return [self._apply(function, args, at), *self._beside], ""
+            return [self._apply(function, args, at), *self._carried], ""
         except BadTensor as reason:
             return [], str(reason)
         except (IndexError, ValueError, TypeError):
@@ -117,7 +117,7 @@ class Rebuilder:
             self._depth -= 1
 
     def _rebuild(self, node: object, at: Place, part: str = "") -> Tensor:
-        """The tensor of a call inside another one: a ``part`` of it, or the same under another class."""
+        """The tensor of a call inside another call: a ``part`` of its tensor, or the same tensor in another class."""
         if type(node) is not Call:
             raise BadTensor("it should hold a tensor where there is none")
         self._table.budget.seen(id(node))
@@ -133,7 +133,7 @@ class Rebuilder:
         return tuple(tensors)
 
     def _strided(self, args: _Args, at: Place, *, dtype: str = "", grad_at: int = 4, flags_at: int = 6) -> Tensor:
-        """A tensor over a storage: (storage, offset, size, stride, …), and where other arguments stand."""
+        """A tensor over a storage: (storage, offset, size, stride, …); the positions of other arguments vary."""
         found = self._table.resolve(args[0])
         if found is None:
             raise BadTensor("its storage is not a storage")
@@ -168,8 +168,8 @@ class Rebuilder:
     _rebuild_tensor = _rebuild_tensor_v2 = _strided
 
     def _rebuild_tensor_v3(self, args: _Args, at: Place) -> Tensor:
-        # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients. (What other
-        # formats describe comes here without hooks, and is loaded otherwise.)
+        # torch 2.13 writes it but cannot load it, since it sets the storage of a leaf that requires gradients. (Tensors
+        # of other formats have no hooks here, and are loaded in another way.)
         if args[4] is True and args[5] is not None:
             detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
             self._table.noted.add("tensor-unloadable", at[1] or "the root", detail)
@@ -187,7 +187,7 @@ class Rebuilder:
         inner = self._rebuild(args[0], at)
         if args[1] is True:
             _check_grad(inner.dtype)
-        self._beside += self._inside(args[3], at) if len(args) > 3 else ()
+        self._carried += self._inside(args[3], at) if len(args) > 3 else ()
         return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
     _rebuild_parameter_with_state = _rebuild_parameter
@@ -216,7 +216,7 @@ class Rebuilder:
         return self._composite(args, at, "nested", ("buffer", "sizes", "strides", "offsets"))
 
     def _composite(self, args: _Args, at: Place, kind: str, names: tuple[str, ...], *, sized: bool = False) -> Tensor:
-        """A tensor made of others: with the dtype of the last of them and the size that follows, or like the first."""
+        """A tensor of others: if ``sized``, with the dtype of the last and the size after it; else like the first."""
         parts = tuple([self._rebuild(part, at, own) for own, part in zip(names, args, strict=False)])
         like = parts[-1 if sized else 0]
         shape = _ints(args[len(names)], "size") if sized else like.shape
@@ -227,10 +227,10 @@ class Rebuilder:
         inner = self._apply(dotted(function), inner_args, at)
         cls = dotted(kind).rpartition(".")[2]
         inner = inner._replace(cls="" if cls == "Tensor" else cls)
-        held = () if inner.parts else self._inside(state, at)  # a jagged one repeats its parts there
+        inside = () if inner.parts else self._inside(state, at)  # a jagged one repeats its parts there
         if inner.kind == "subclass":
-            return inner._replace(parts=held)
-        self._beside += held
+            return inner._replace(parts=inside)
+        self._carried += inside
         return inner
 
     _rebuild_from_type_v2 = _rebuild_from_type

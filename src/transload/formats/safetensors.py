@@ -1,8 +1,7 @@
 """safetensors: a length, a JSON table, and the tensors' bytes.
 
-The rules are those of the ``safetensors`` package (https://github.com/huggingface/safetensors), here the reference:
-what it opens is read to the same names, dtypes, shapes and byte ranges; what it refuses is read as far as possible,
-with a problem.
+The reference is the ``safetensors`` package (https://github.com/huggingface/safetensors). If it opens a file, names,
+dtypes, shapes and byte ranges are the same here; if it refuses a file, that is read as far as possible, with a problem.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def looks_like_safetensors(source: Source) -> bool:
 def read_safetensors(source: Source) -> Checkpoint:
     """Read the header of a safetensors file.
 
-    Never raises for bad content. For a truncated file, too, all tensors are listed; those that are not complete have
+    Never raises for bad content. A truncated file also has all its tensors listed; those that are not complete have
     ``storage.stored < storage.nbytes``.
     """
     out, noted = Draft(source.name, "safetensors", source.size), LimitedProblems()
@@ -226,11 +225,11 @@ def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
 
 
 def check_layout(
-    entries: list[Entry], held: int, noted: LimitedProblems, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
+    entries: list[Entry], size: int, noted: LimitedProblems, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
 ) -> None:
     """Note holes and overlaps between tensors, which are sorted by offset, and missing or extra bytes after the last.
 
-    Each must begin at the next multiple of ``align``. ``codes`` are those of the four problems.
+    Each must begin at the next multiple of ``align``. ``size`` is that of the data, ``codes`` of the four problems.
     """
     hole, overlap, truncated, trailing = codes
     reached = padded = 0
@@ -244,12 +243,12 @@ def check_layout(
             noted.add(hole, _at(entry.name), f"byte {entry.begin:,} is not a multiple of {align:,}")
         reached = max(reached, entry.end)
         padded = -(-reached // align) * align
-    if reached > held:
-        whole = sum(entry.end <= held for entry in entries)
-        lost = f"{reached - max(held, 0):,} bytes are missing at the end"
+    if reached > size:
+        whole = sum(entry.end <= size for entry in entries)
+        lost = f"{reached - max(size, 0):,} bytes are missing at the end"
         noted.add(truncated, "", f"{lost}; {whole:,} of {len(entries):,} tensors are whole")
-    elif padded < held:
-        noted.add(trailing, "", f"{held - padded:,} bytes after the last tensor belong to nothing")
+    elif padded < size:
+        noted.add(trailing, "", f"{size - padded:,} bytes after the last tensor belong to nothing")
 
 
 def add_tensor(

@@ -1,7 +1,7 @@
 """Reads the call that rebuilds an ordinary tensor in one step, by comparing its bytes with a template.
 
-A file has tens of thousands of them, of some twenty opcodes each, which differ in few places. Small files have too few
-to be worth it, so the machine imports this when a pickle turns out to be larger.
+A large file has tens of thousands of these calls, of some twenty opcodes each, which differ in few places. In small
+files this is not worth it, so the machine imports this module only once a pickle turns out to be large.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transload.nodes import Call, Persistent
 
 _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
-_PUT = rb"r(....)"  # LONG_BINPUT: all but the first thirty tensors
+_PUT = rb"r(....)"  # LONG_BINPUT, which all but the first thirty tensors use
 _SIZE = rb"(" + _INT + rb"{1,3}[\x85-\x87]|\(" + _INT + rb"+t)"  # TUPLE1 to TUPLE3; or MARK and TUPLE
 _CALL = re.compile(
-    # MARK, the id of the storage: its key is BINUNICODE, or GET where it was met before; TUPLE, BINPERSID
+    # MARK, the id of the storage: its key is BINUNICODE, or GET if it was seen before; TUPLE, BINPERSID
     rb"\((" + _GET + _GET + rb")(?:X(.)\0\0\0([0-9]+)" + _PUT + rb"|(" + _GET + rb"))(" + _GET + _INT + rb"N?)t" + _PUT
     + rb"Q(" + _INT + rb")(?:\)\)|" + _SIZE + _PUT + _SIZE + _PUT + rb")"  # offset; size and stride, or EMPTY_TUPLEs
     + rb"([\x88\x89]" + _GET + rb")\)R" + _PUT  # whether it requires gradients; its hooks, an empty OrderedDict
@@ -38,10 +38,10 @@ _layout = lru_cache(maxsize=1024)(Struct)
 
 
 class _Template:
-    """The call of a tensor with holes: ``pieces``, the text of a key after the first, a memo index after the others.
+    """The call of a tensor with gaps between ``pieces``: the text of a key after the first piece, then memo indexes.
 
-    ``values`` are what the pieces stand for; ``written`` says which of the seven values a call can enter into the memo
-    it does (a key met before and an empty size are not entered). ``named`` is where BINPERSID ends.
+    ``values`` are what the pieces stand for. A call can enter seven values into the memo; ``written`` says which ones
+    this call does (not a key that was seen before, nor an empty size). ``named`` is where BINPERSID ends.
     """
 
     __slots__ = ("layout", "named", "pieces", "puts", "values", "written")
@@ -64,9 +64,9 @@ class _Template:
 
 
 def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
-    """The values that GETs, numbers and constants leave on the stack, or that the tuple at their end takes from it.
+    """The values that GETs, numbers and constants push, or that the tuple at their end pops.
 
-    ``LookupError`` where a GET finds nothing, or a tuple takes more or fewer of them.
+    ``LookupError`` if a GET finds nothing, or a tuple pops more or fewer values.
     """
     values: list[Any] = []
     position = 1 if raw[0] == 0x28 else 0
@@ -88,8 +88,8 @@ def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
 class TensorPattern:
     """Reads the calls of tensors in one run of a machine.
 
-    Which template will fit is guessed: layers repeat one another, so it is the one that came after the same template,
-    under a name with the same end. A wrong guess costs a match of the regular expression.
+    Which template fits is guessed: layers repeat, so it is probably the one that came after the same template, for a
+    name with the same last part. A wrong guess costs a match of the regular expression.
     """
 
     def __init__(self, vm: Machine) -> None:
@@ -100,9 +100,9 @@ class TensorPattern:
         self._last: _Template | None = None
 
     def read(self, pos: int, stack: list[Any], memo: list[Any]) -> int:
-        """Read the call of a tensor from behind its first MARK on; where it ends, or 0 if it is not an ordinary one.
+        """Read the call of a tensor after its first MARK; return where it ends, or 0 if it is not an ordinary one.
 
-        What is called, whatever it is, lies on top of the stack, and the call takes its place.
+        The callee, whatever it is, is on top of the stack; the call replaces it.
         """
         if not stack:
             return 0
@@ -135,14 +135,14 @@ class TensorPattern:
         return end
 
     def _fill(self, template: _Template, pos: int, stack: list[Any], memo: list[Any]) -> int:
-        """Make the nodes of a call if the bytes fit the template; where it ends, or 0."""
+        """Make the nodes of a call if the bytes fit the template; return where it ends, or 0."""
         layout, index = template.layout, len(memo)
         end = pos + layout.size
         if end > self._size:
             return 0
         if template.puts == 7:
             begin, text, p0, i0, p1, i1, p2, i2, p3, i3, p4, i4, p5, i5, p6, i6 = layout.unpack_from(self._data, pos)
-            # Seven numbers that rise from the next index to the sixth after it are those between.
+            # Seven increasing numbers from ``index`` to ``index + 6`` are consecutive.
             if i0 != index or i6 != index + 6 or not i0 < i1 < i2 < i3 < i4 < i5 < i6:
                 return 0
             pieces: tuple[bytes, ...] = (begin, p0, p1, p2, p3, p4, p5, p6)
@@ -159,7 +159,7 @@ class TensorPattern:
         pid = (*kind, key, *place)
         storage = Persistent(pid, pos + template.named)
         hooks = Call(ordered, (), "reduce", end - 17)
-        size, stride = tuple(shape), tuple(steps)  # new ones: who walks the graph knows things by their identity
+        size, stride = tuple(shape), tuple(steps)  # new ones: code that walks the graph compares ids
         args = (storage, offset, size, stride, flag, hooks)
         call = stack[-1] = Call(stack[-1], args, "reduce", end - 5)
         self._persistent.append(storage)

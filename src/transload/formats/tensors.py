@@ -80,9 +80,9 @@ class TooMuch(Exception):  # noqa: N818 - a signal between the walk and its part
 class Budget:
     """What reading a graph may cost beyond its own size.
 
-    A graph can share an object under any number of names for two bytes each. Visiting a thing for the first time is
-    paid for by the bytes that made it; everything seen again is counted, and so is the text of all names, since a long
-    key high up stands in every name below it.
+    A graph can share an object under any number of names for two bytes each. The first visit to an object is paid for
+    by the bytes that made it; further visits are counted, and so is the text of all names, since a long key near the
+    root is part of every name below it.
     """
 
     MAX_REPEATS = 50_000
@@ -94,7 +94,7 @@ class Budget:
         self._names = 0
 
     def seen(self, ident: int) -> bool:
-        """Whether an object was met before; it is from now on."""
+        """Return whether an object was seen before, and mark it as seen."""
         if ident in self._seen:
             self.repeat()
             return True
@@ -102,7 +102,7 @@ class Budget:
         return False
 
     def spend(self, size: int, *, again: bool) -> None:
-        """Pay for a name of that size; ``again`` if it is that of something met before."""
+        """Pay for a name of that size; ``again`` if its object was seen before."""
         self._names += size
         if self._names > self.MAX_NAMES:
             raise TooMuch(f"its names add up to more than {self.MAX_NAMES >> 20} MiB")
@@ -110,17 +110,17 @@ class Budget:
             self.repeat()
 
     def repeat(self, count: int = 1) -> None:
-        """Pay for so many things met before."""
+        """Pay for further visits to objects."""
         self._repeats += count
         if self._repeats > self.MAX_REPEATS:
             raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
 
 
 class StorageTable:
-    """The storages met so far, by key. ``locate`` finds the record of one by its key and size; ``None`` if it has none.
+    """The storages seen so far, by key. ``locate`` finds the record of one by its key and size, or returns ``None``.
 
-    Each key counts once: torch restores a storage the first time it meets it and shares it afterwards. Without
-    ``locate`` all bytes count as stored, at no known place.
+    Each key counts once: torch restores a storage when it is first used, and shares it afterwards. Without ``locate``,
+    all bytes count as stored, at an unknown offset.
     """
 
     def __init__(self, locate: Locate | None = None, *, big_endian: bool = False) -> None:
@@ -134,10 +134,10 @@ class StorageTable:
         self._views: dict[str, tuple[str, int, int]] = {}
 
     def enter(self, nodes: Iterable[Persistent]) -> None:
-        """Take in the storages of a pickle, in the order it names them."""
+        """Add the storages of a pickle, in the order in which it names them."""
         storages, locate, seen = self.storages, self._locate, self._seen
         for node in nodes:
-            seen[id(node)] = None  # as it stays if the id is odd
+            seen[id(node)] = None  # and stays so if the id is odd
             pid: Any = node.id
             if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
                 continue
@@ -166,7 +166,7 @@ class StorageTable:
                 fields = (key, key, device, dtype, nbytes, stored, offset, name, "", crc, packed, self._big_endian, ())
                 storage = storages[key] = _new(Storage, fields)
             elif storage.nbytes != nbytes or storage.device != device or (nbytes and storage.dtype != dtype):
-                # torch keeps to the first of them. An empty storage may be seen as several dtypes.
+                # torch uses the first one. An empty storage may have several dtypes.
                 detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
                 detail += f"first with {storage.nbytes} of {storage.dtype} on {storage.device[:_MAX_SHOWN]}"
                 self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
@@ -201,7 +201,7 @@ def declared_storages(pickle: Pickle) -> dict[str, Storage]:
 
 
 class Tree(NamedTuple):
-    """What a pickle's root holds."""
+    """What a pickle's root contains."""
 
     tensors: tuple[Tensor, ...]
     storages: tuple[Storage, ...]
@@ -279,7 +279,7 @@ class _Walk:
                 self.on_path.discard(ident)
 
     def _visit(self, node: Any, path: tuple[Key, ...], name: str, *, again: bool) -> bool:
-        """Take a node; true if it is a container whose children come next."""
+        """Add a node; true if it is a container whose children come next."""
         budget = self.table.budget
         budget.spend(len(name) + 8 * len(path), again=again)
         kind = type(node)
@@ -323,7 +323,7 @@ class _Walk:
             return False
         parts: list[Any] = [node]
         if type(node) is Call:
-            # Containers whose content is walked as if it lay in the object itself: many objects can share one.
+            # Containers whose content is walked as if it were in the object: many objects can share one.
             state = node.states[-1] if node.states else None
             given = node.args[:1] if type(node.args) is tuple and called(node) == _ORDERED_DICT else ()
             held = state[:2] if type(state) is tuple else (state,)
@@ -338,7 +338,7 @@ class _Walk:
         return True
 
     def _call_children(self, node: Call, callee: str, path: tuple[Key, ...], name: str) -> _Children:
-        """Arguments that can hold tensors, then the state, then items and appended values."""
+        """Arguments that can contain tensors, then the state, items and appended values."""
         if callee == _ORDERED_DICT:
             yield from last_pairs(_items(node) or [])
             return
@@ -370,18 +370,18 @@ class _Walk:
             members = held.args[0]  # protocol 2: ``builtins.set([...])``
         unsaved = {member for member in members if type(member) is str}
         joiner = "." if path[-2:-1] == ("_modules",) else "/"
-        lead = f"{name}{joiner}" if name else ""
+        prefix = f"{name}{joiner}" if name else ""
         for where, items in zip(MODULE_KEYS, parts, strict=True):
             for child, raw, _ in last_pairs(items or []):
                 if child is not None:
                     step = short_key(raw)
                     hidden = where == "_buffers" and step in unsaved
-                    yield child, (where, step), f"{lead}{where}/{step}" if hidden else f"{lead}{step}"
+                    yield child, (where, step), f"{prefix}{where}/{step}" if hidden else f"{prefix}{step}"
         for child, key, _ in last_pairs(state.items):
             if key not in MODULE_KEYS and type(child) in _HOLDERS:
                 yield child, key, None
 
-    # -- the tensor that a call would make: by methods that bear the names of torch's functions
+    # -- the tensor that a call would make
 
     def _take(self, function: str, args: object, at: _Place) -> None:
         if self.rebuilder is None:
@@ -394,7 +394,7 @@ class _Walk:
             self.noted.add("tensor-broken", at[1] or "the root", wrong)
 
     def _ordinary(self, args: Any, path: tuple[Key, ...], name: str) -> Tensor | None:
-        """What ``_strided`` makes of the arguments that nearly all tensors have; ``None`` for any others.
+        """What ``Rebuilder._strided`` makes of the arguments of nearly all tensors; ``None`` for any others.
 
         ``inspect`` and ``open`` of 20,000 tensors take 5 % longer without it.
         """
@@ -411,7 +411,7 @@ class _Walk:
             return None
         last = offset = offset + first
         numel = 1
-        for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
+        for size, step in zip(shape, stride):  # noqa: B905 - of equal length, and the keyword takes as long as a pair
             if type(size) is not int or type(step) is not int or not (0 < size < MAX_SIZE and 0 <= step < MAX_SIZE):
                 return None
             numel *= size
@@ -434,7 +434,7 @@ def _search(table: StorageTable, node: object, at: _Place, depth: int) -> tuple[
 
 
 def find_tensors(root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None) -> Tree:
-    """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
+    """All tensors and leaves below ``root``, in the order of the file.
 
     ``separator`` joins attribute names of objects that are not modules. ``outside`` are tensors described elsewhere in
     the container, by persistent id: storage, offset, size and stride. A tensor with impossible arguments becomes a
@@ -461,7 +461,7 @@ def with_slots(state: Any) -> Any:
 
 
 def last_pairs(items: list[Any]) -> _Children:
-    """Values with their keys; of a text key that stands twice only the last, as in a dictionary."""
+    """Values with their keys; only the last of equal text keys, as in a dictionary."""
     keys, values = items[: len(items) // 2 * 2 : 2], items[1::2]
     texts = [key for key in keys if type(key) is str]
     if len(set(texts)) == len(texts):
@@ -479,7 +479,7 @@ def _indexed(values: list[Any] | tuple[Any, ...]) -> _Children:
 
 
 def _items(node: object) -> list[Any] | None:
-    """Keys and values in turn of a dictionary or an ordered one."""
+    """The alternating keys and values of a dictionary or an ordered one."""
     if type(node) is Dict:
         return node.items
     return call_items(node) if type(node) is Call and called(node) == _ORDERED_DICT else None

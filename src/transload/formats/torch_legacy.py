@@ -34,7 +34,7 @@ PROTOCOL = 1001
 _COUNT = Struct("<q")
 _TOGETHER = 1000  # small storages and their counts in one write
 MAX_DOUBT = 1 << 24
-"""How many bytes are read of what may not be a pickle: random bytes soon state a text of gigabytes."""
+"""How many bytes are read of what may not be a pickle: random bytes soon announce a text of gigabytes."""
 
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
 _SMALL_WINDOW = 1 << 12
@@ -173,9 +173,9 @@ _PLAIN_PAX = frozenset({b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", 
 
 
 def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[tuple[str, int, int, str]], list[Problem]]:
-    """The members of a tar archive until its end or its first bad header, and the problem with that.
+    """The members of a tar archive until its end or its first bad header, and the problem with that header.
 
-    Of each its name, offset and size, and why another reader may read it differently.
+    A member is a name, an offset, a size, and why another reader may read it differently, or an empty text.
     """
     out: list[tuple[str, int, int, str]] = []
     position, odd, always = 0, "", ""
@@ -257,7 +257,7 @@ def read_tar(source: Source) -> Checkpoint | None:
 
 
 class TarReader(Draft):
-    """Reads ``storages`` and ``tensors``, alternating pickles and raw numbers; stops, with a problem, at an error."""
+    """Reads ``storages`` and ``tensors``, alternating pickles and raw numbers; stops at an error, and notes it."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.name, "torch-tar", source.size)
@@ -271,7 +271,7 @@ class TarReader(Draft):
         self.tensor_args: dict[str, tuple[Any, ...]] = {}
 
     def add_pickle(self, pickle: Pickle) -> None:
-        """Keep a pickle if it imports anything, and note its problems; its persistent ids are numbers."""
+        """Keep a pickle if it imports anything, and note its problems. Persistent ids are numbers here."""
         self.problems += [p for p in pickle_problems(pickle, pickle.end) if p.code != "pickle-odd-id"]
         if pickle.main or pickle.globals or pickle.extensions:
             self.pickles.append(pickle)

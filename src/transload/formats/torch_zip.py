@@ -170,9 +170,9 @@ def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
     known = (*_TEXT_RECORDS, RECORD) if recorded else _TEXT_RECORDS
     written_by = Origin(recorded=recorded)
     if not (tree or found or big_endian):
-        light = _list_plain_storages(archive.records, known, pickle)
-        if light is not None:
-            return out.checkpoint(storages=light[0], counted=light[1], written_by=written_by)
+        plain = _list_plain_storages(archive.records, known, pickle)
+        if plain is not None:
+            return out.checkpoint(storages=plain[0], counted=plain[1], written_by=written_by)
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
     if found:  # add which tensors need the storage that a problem is about
         users = {storage.record: needed_by(storage) for storage in whole.storages if storage.record}
@@ -298,7 +298,7 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
             code, detail = "storage-size", f"its record has {records[name].size} bytes, the index needs {nbytes}; "
         elif stored < nbytes and not compressed:
             code, detail = "storage-cut", f"{stored} of {nbytes} bytes are in the file; "
-        elif crc == 0 and nbytes:  # no real checksum is zero, bar one in four billion
+        elif crc == 0 and nbytes:  # only one real checksum in four billion is zero
             code, detail = "storage-skipped", "its checksum is zero; "
         else:
             continue

@@ -1,6 +1,6 @@
 """Compare every record with the checksum it was saved with, which torch itself never does.
 
-All threads take parts of the file in its order. The checksum of a large record is combined from those of its parts;
+All threads take parts of the file in order. The checksum of a large record is combined from those of its parts;
 adjacent small records are read together.
 """
 
@@ -29,19 +29,19 @@ _TINY = 8 << 10  # zlib does not release the GIL for fewer bytes
 _ALONE = 8 << 20  # fewer bytes are not worth starting threads
 
 _Task = tuple[int, int, list[tuple[int, int, int]]]
-"""The offset and size of bytes to read: part of a record, or small ones; of each its offset, size and index."""
+"""Bytes to read (offset, size), and the records in them (offset, size, index): part of one, or several small ones."""
 
 
 def verify_records(source: Source, records: Iterable[Record], storages: Iterable[Storage]) -> list[Problem]:
     """A problem for each record whose bytes do not have the checksum in the directory."""
-    todo = [record for record in records if record.offset is not None and record.crc32 is not None]
+    checked = [record for record in records if record.offset is not None and record.crc32 is not None]
     users = {storage.record: storage.tensors for storage in storages}
-    found = ((todo[index], value) for index, value in checksums(source, todo).items())
+    found = ((checked[index], value) for index, value in checksums(source, checked).items())
     return [mismatch(each, value, users.get(each.name, ())) for each, value in found if value != each.crc32]
 
 
 def new_problems(bad: Iterable[Problem], noted: Sequence[Problem]) -> Iterator[Problem]:
-    """The problems of records that the reader of the file has not noted: it reads some of them, too."""
+    """The problems that the reader of the file has not noted yet: it reads some of the records, too."""
     changed = {problem.where for problem in noted if problem.code == "crc-mismatch"}
     unread = {problem.where for problem in noted if problem.code in ("pickle-unreadable", "record-unreadable")}
     for problem in bad:
@@ -110,21 +110,21 @@ def checksums(
             lost.append((index, offset, Lost(f"it cannot be read: {error.what}", "record-unreadable")))
 
     def worker() -> Callable[[_Task], None]:
-        buffer = memoryview(bytearray(_BUFFER))  # each thread has memory of its own
+        buffer = memoryview(bytearray(_BUFFER))  # each thread has its own
 
         def do(task: _Task) -> None:
-            begin, nbytes, held = task
-            _, size, index = held[0]
+            begin, nbytes, contained = task
+            _, size, index = contained[0]
             if size > _SMALL or records[index].method == DEFLATED:
                 sum_part(begin, nbytes, index, buffer)
                 return
             try:
                 data = buffer[: source.readinto(begin, buffer[:nbytes])]
             except CannotReadError:  # perhaps only one of them
-                for start, size, index in held:
+                for start, size, index in contained:
                     sum_part(start, size, index, buffer)
                 return
-            for start, size, index in held:
+            for start, size, index in contained:
                 found[index] = crc32(data[start - begin : start - begin + size])
             add_progress(len(data))
 
@@ -142,7 +142,7 @@ def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Ite
 
     A larger gap between small ones is not read: other tasks read the large record there.
     """
-    held: list[tuple[int, int, int]] = []
+    together: list[tuple[int, int, int]] = []
     first = reach = 0
     for place in places:
         start, size, index = place
@@ -151,12 +151,12 @@ def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Ite
             yield from ((start + at, min(step, size - at), [place]) for at in range(0, max(size, 1), step))
             continue
         end = start + size
-        if held and (end - first > _BUFFER or start - reach > _SMALL):
-            yield (first, reach - first, held)
-            held = []
-        if not held:
+        if together and (end - first > _BUFFER or start - reach > _SMALL):
+            yield (first, reach - first, together)
+            together = []
+        if not together:
             first = reach = start
-        held.append(place)
+        together.append(place)
         reach = max(reach, end)
-    if held:
-        yield (first, reach - first, held)
+    if together:
+        yield (first, reach - first, together)

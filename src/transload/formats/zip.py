@@ -105,7 +105,7 @@ def check_names(entries: list[Entry], problems: Problems) -> None:
 
 
 def find_root(entries: list[Entry], problems: Problems) -> str | None:
-    """The folder that torch reads records from: that of the first entry or, if it has no index, one that has.
+    """The folder that torch reads records from: the first entry's or, if that has no index, one that has.
 
     ``None`` if the records are not in a folder.
     """
@@ -114,8 +114,8 @@ def find_root(entries: list[Entry], problems: Problems) -> str | None:
     if not slash:
         problems.add("zip-no-folder", text_of(first), "records are at the top; torch needs them in one folder")
         return None
-    lead = folder + b"/"
-    outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(lead)]
+    inside = folder + b"/"
+    outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(inside)]
     if outside:
         detail = f"{len(outside)} records are outside the folder {text_of(folder)}/"
         problems.add("zip-two-folders", text_of(outside[0]), detail)

@@ -3,8 +3,8 @@
 Almost everything about a record is in the file twice: its name in its header and in the directory, its size in the
 directory and in the descriptor behind its bytes, its offset in the directory and as the end of the record before it.
 Any header may have a flipped bit, and where two copies disagree, the offset that most of the evidence supports is
-taken. What is in the file once is found by its content: ``data.pkl`` ends where its pickle ends, and a storage is as
-long as the pickle says. torch.save writes ``data.pkl`` first (from 1.6 on), so a truncated file usually still has it.
+used. What is in the file only once is found by its content: ``data.pkl`` ends where its pickle ends, and the pickle has
+the length of each storage. torch.save writes ``data.pkl`` first (from 1.6 on), so most truncated files still have it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MAX_ENDS = 8  # how many end records are tried: a hostile file can have any num
 _MAX_STEPS = 300_000  # a gigabyte of empty headers would take minutes; 20,000 tensors are 20,006 records
 _MAX_GAP = 1 << 30  # bytes searched for the next header, in all searches of one file together
 _MIN_SEARCH = 256 << 20
-_MAX_SEARCH = 4  # for the ends of records, so many times the size of the file are searched, and ``_MIN_SEARCH``
+_MAX_SEARCH = 4  # to find the ends of records, this many times the file size is searched, plus ``_MIN_SEARCH``
 _MAX_INFLATED = 256 << 20
 _MIN_ZEROS = 512
 
@@ -90,7 +90,7 @@ class Header(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether it has a zip64 field; one bit of the length of that may be flipped."""
+        """Whether it has a zip64 field; one bit of the field's length may be flipped."""
         length = int.from_bytes(self.extra[2:4], "little")
         return self.extra[:2] == b"\x01\x00" and any((length ^ right).bit_count() <= 1 for right in (8, 16, 24, 28))
 
@@ -141,7 +141,7 @@ class FoundRecord(NamedTuple):
 
     @property
     def names(self) -> list[bytes]:
-        """Its name, or both names if they differ in more than the length of one."""
+        """Its name, or both names if they differ in more than their lengths."""
         found = [self.entry.name] if self.entry else []
         if self.local and self.local.name:
             here = self.local.name + self.local.extra
@@ -154,7 +154,7 @@ class FoundRecord(NamedTuple):
 
 
 def distance(one: bytes, other: bytes) -> int:
-    """The number of bits that differ; many if the lengths do."""
+    """The number of bits that differ; if the lengths differ, all bits."""
     if one == other:
         return 0
     if len(one) != len(other):
@@ -172,12 +172,12 @@ def _is_near(one: bytes, other: bytes) -> bool:
 
 
 def starts_record(source: Source, offset: int = 0) -> bool:
-    """Whether there is the signature of a record at an offset."""
+    """Whether the signature of a record is at an offset."""
     return _is_near(source.read(offset, 4), _LOCAL)
 
 
 def _read_local(source: Source, header: int) -> Header | None:
-    """The header at an offset, with any signature; ``None`` where the file ends within it."""
+    """The header at an offset, with any signature; ``None`` if the file ends within it."""
     raw = source.read(header, LOCAL.size)
     if len(raw) < LOCAL.size:
         return None
@@ -235,7 +235,7 @@ _NO_DIRECTORY = Directory([], -1)
 
 
 def find_directory(source: Source) -> Directory:
-    """Find the directory by the end records of a file, or by its entries; one without entries if there is none."""
+    """Find the directory by the end records of a file, or by its entries; if there is none, it has no entries."""
     base = max(0, source.size - _TAIL)
     tail = source.read(base, _TAIL)
     best = _NO_DIRECTORY
@@ -302,7 +302,7 @@ def _read_directory(source: Source, start: int) -> Directory:
 def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | None:
     """The entry at ``at`` of ``data``, which begins at offset ``base``.
 
-    With a ``length`` the entry is so long, and all of the rest is its name.
+    If ``length`` is given, it is that of the entry, and everything after the fixed fields is the name.
     """
     if at + CENTRAL.size > len(data):
         return None
@@ -376,7 +376,7 @@ class Scan:
                 break
 
     def _step(self) -> bool:
-        """Add the record at the current position; false where there is none."""
+        """Add the record at the current position; false if there is none."""
         position, directory = self._position, self.directory
         if position == directory.start or position >= self._source.size:
             return False
@@ -544,7 +544,7 @@ class Scan:
         return size
 
     def _size_by_descriptor(self, local: Header, following: int | None) -> int | None:
-        """The distance to a descriptor with that size in it."""
+        """The distance to a descriptor that states the same distance as the size."""
         form = DESCRIPTOR64 if local.wide else DESCRIPTOR
         at, stop, step = local.end, following or self._source.size, _BLOCK
         stop = stop if self._listed else min(stop, at + _MIN_SEARCH)

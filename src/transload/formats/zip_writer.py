@@ -45,10 +45,10 @@ from transload.io.pool import cores
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
 Sink = DescriptorFile | FileObject  # where an archive goes
 
-PIECE = 2 << 20  # bytes of a write, about: few enough to be in the cache when they are written, after they were summed
+PIECE = 2 << 20  # bytes of a write, about: few enough to stay in the cache from the checksum to the write
 SMALL = 16 << 10  # records of up to this size are given as bytes, and adjacent ones are joined
 AHEAD = 7  # writes whose checksums are being computed while another is written
-_MANY = 300  # chunks of a write: writev takes 1024 buffers; and small records that are joined
+_MANY = 300  # chunks of a write (writev takes 1024 buffers), and small records that are joined
 _LITTLE = 4 << 20  # fewer bytes are not worth starting threads
 _MAX_THREADS = 8
 
@@ -58,16 +58,14 @@ reveal the name under which they were saved."""
 
 _ALL = (1 << 64) - 1
 _FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
-_FLAGS_OF_NOTHING = 0x0800  # an empty record has no descriptor
-_MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
+_EMPTY_FLAGS = 0x0800  # an empty record has no descriptor
+_MADE_BY = 0x031E  # only in the end record, as miniz writes it: Unix, version 3.0
 _PADDING = 0x4246  # the tag "FB"
 _LEAST = LOCAL.size + EXTRA.size  # bytes of a header without its name, and of the padding field
-_HEAD, _HEAD_OF_NOTHING = (
-    LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, 0, 0)[: -EXTRA.size] for flags in (_FLAGS, _FLAGS_OF_NOTHING)
+_HEAD, _EMPTY_HEAD = (
+    LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, 0, 0)[: -EXTRA.size] for flags in (_FLAGS, _EMPTY_FLAGS)
 )
-_ENTRY, _ENTRY_OF_NOTHING = (
-    CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, _FLAGS_OF_NOTHING)
-)
+_ENTRY, _EMPTY_ENTRY = (CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, _EMPTY_FLAGS))
 _NEEDED = 45  # the first version of the specification with 64-bit sizes
 
 
@@ -82,7 +80,7 @@ def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT
     wide = _wide(size, 0, offset) if size >= ALL32 or offset >= ALL32 else b""
     padding = -(offset + _LEAST + len(name) + len(wide)) % alignment
     lengths = EXTRA.pack(len(name), len(wide) + EXTRA.size + padding)
-    return b"".join((_HEAD if size else _HEAD_OF_NOTHING, lengths, name, wide, _padding_field(padding)))
+    return b"".join((_HEAD if size else _EMPTY_HEAD, lengths, name, wide, _padding_field(padding)))
 
 
 @cache
@@ -104,7 +102,7 @@ def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
     if size >= ALL32 or offset >= ALL32:
         wide, narrow, start = _wide(size, size, offset), min(size, ALL32), min(offset, ALL32)
         rest = len(wide).to_bytes(12, "little")
-    begin = _ENTRY if size else _ENTRY_OF_NOTHING
+    begin = _ENTRY if size else _EMPTY_ENTRY
     return CENTRAL_IN_SHORT.pack(begin, crc32, narrow, narrow, len(name), rest, start) + name + wide
 
 
@@ -172,7 +170,7 @@ class _Archive:
         self._alignment = alignment
 
     def _add_small(self, write: _Write, contents: list[tuple[bytes, bytes]]) -> None:
-        """Add records whose names and bytes are at hand to a write.
+        """Add records to a write; ``contents`` are their names and bytes.
 
         It makes what ``local_header``, ``descriptor`` and ``central_entry`` would make, in less time: with them, saving
         20,000 small tensors takes 12 % longer.
@@ -255,10 +253,10 @@ def write_archive(
     alignment: int = ALIGNMENT,
     report_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and returns the last ones.
+    """Write an archive of records in the folder ``root``; ``closing`` gets their checksums, returns the last records.
 
-    With an empty ``root`` there is no folder. Up to ``threads`` threads compute checksums, none of which is left
-    afterwards. ``report_progress`` is called with the number of bytes of records in each write, without the last ones.
+    With an empty ``root`` there is no folder. Up to ``threads`` threads compute checksums, and end before this returns.
+    ``report_progress`` is called with the number of bytes of records in each write, except those of the last records.
     """
     archive = _Archive(root, alignment)
     waiting: deque[_Write] = deque()
@@ -269,7 +267,7 @@ def write_archive(
         try:
             sums = write.sums()
         finally:
-            write.sums = list  # an error holds this frame, which must not hold the error and the chunks in turn
+            write.sums = list  # an error refers to this frame, which must not refer to the error and the chunks
         for (number, chunk, slot), checksum in zip(write.parts, sums, strict=True):
             after = archive.checksums[number] = crc32_combine(archive.checksums[number], checksum, len(chunk.view))
             if slot >= 0:

@@ -31,7 +31,7 @@ _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 _MAX_NAME = 180  # bytes of the target's name in the hidden one: file systems allow 255
 _LARGE = 32 << 20  # bytes from which freeing a file is worth a thread
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-_OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+_OPEN_IN_PLACE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
 
 _REPLACED: list[tuple[Thread, int]] = []
 """The thread that frees the last large file that was replaced, and its size. If space is short, the next file waits."""
@@ -46,7 +46,7 @@ class DescriptorFile:
         self.descriptor = descriptor
 
     def write(self, buffers: Sequence[Any]) -> None:
-        """Write all of them, in this order."""
+        """Write all buffers, in order."""
         for start in range(0, len(buffers), _AT_ONCE):
             left = list(buffers[start : start + _AT_ONCE])
             while left:  # writev may write fewer bytes than it was given
@@ -81,13 +81,13 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 class FileObject:
-    """A file object of the caller."""
+    """The caller's file object."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, buffers: Sequence[Any]) -> None:
-        """Write all of them, in this order."""
+        """Write all buffers, in order."""
         for buffer in buffers:
             view = memoryview(buffer)
             while view.nbytes:
@@ -102,9 +102,9 @@ class FileObject:
 
 
 def is_atomic(path: str) -> bool:
-    """Whether a path can be replaced: it is a regular file, or nothing. Pipes and devices are written into.
+    """Whether the file at a path can be replaced: it is a regular file, or does not exist.
 
-    So is a file without a name, which ``/dev/fd/3`` may lead to.
+    Pipes and devices are written in place, and so is a file without a name, to which ``/dev/fd/3`` may lead.
     """
     try:
         found = os.stat(path)
@@ -122,7 +122,7 @@ class InPlaceFile(DescriptorFile):
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            super().__init__(os.open(path, _OPEN_STRAIGHT, 0o666))
+            super().__init__(os.open(path, _OPEN_IN_PLACE, 0o666))
         except OSError as error:
             raise cannot_write(error, path) from error
 
@@ -260,7 +260,7 @@ def _prefix(name: str) -> str:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Try to lock a file or a directory; whether that succeeded. ``None`` if locks are not supported."""
+    """Try to lock a file or directory; return whether that succeeded, or ``None`` if locks are not supported."""
     if fcntl is None:
         return None
     try:
@@ -273,7 +273,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def flush_directory(folder: str) -> None:
-    """Flush a directory to the disk, for a new name in it. Some file systems do not support it."""
+    """Flush a directory to the disk, so that a new name in it survives a crash. Not all file systems support this."""
     with suppress(OSError):
         descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
@@ -285,9 +285,9 @@ def flush_directory(folder: str) -> None:
 def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, re.Match[str]]]:
     """What killed writers of a file or directory have left beside it: each path, and the match of its name.
 
-    ``flags`` open it, ``ending`` is a regular expression for the end of its name. It is abandoned if it can be locked,
-    and it stays locked while the caller handles it. Where locks are not supported, its writer may be alive, perhaps on
-    another machine; but Windows does not remove a file that is open.
+    ``flags`` are those for opening it, ``ending`` is a regular expression for the end of its name. It is abandoned if
+    it can be locked, and stays locked while the caller handles it. Without support for locks, nothing is abandoned,
+    since the writer may be alive, perhaps on another machine; on Windows, which does not remove open files, all is.
     """
     folder, name = os.path.split(target)
     pattern = re.compile(rf"{re.escape(_prefix(name))}\d{{1,10}}-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
@@ -300,10 +300,10 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
         except OSError:
             continue
         try:
-            ours = try_lock(descriptor)
+            locked = try_lock(descriptor)
             if os.name == "nt":  # Windows cannot remove an open file
                 os.close(descriptor)
-            if ours or os.name == "nt":
+            if locked or os.name == "nt":
                 yield path, match
         finally:
             if os.name != "nt":

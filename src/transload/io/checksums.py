@@ -1,4 +1,4 @@
-"""The fastest CRC-32 there is here, and its combination from parts that were read in any order."""
+"""The fastest CRC-32 on this machine, and the CRC-32 of a whole from those of parts that were read in any order."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _LEAST_LZMA = 50_060_022  # version 5.6.2
 def fastest_crc32() -> Crc32:
     """The fastest CRC-32 for large writable buffers; it releases the GIL.
 
-    It is from a package with ``zlib``'s functions, or from a system library; these use carry-less multiplication where
-    the CPU has it, and are eight times as fast as ``zlib``. Without any of them it is ``zlib``'s.
+    It comes from a package with ``zlib``'s functions, or from a system library. These use carry-less multiplication
+    where the CPU has it, and are eight times as fast as ``zlib``, which is used if there is none of them.
     """
     noise = memoryview(bytearray(range(251)) * 80)
-    for found in _found():
+    for candidate in _candidates():
         with suppress(Exception):  # any error disqualifies it, as does a wrong sum for one of several alignments
-            if all(found(noise[at:-at], at) == crc32(noise[at:-at], at) for at in (1, 16, 3333)):
-                return found
+            if all(candidate(noise[at:-at], at) == crc32(noise[at:-at], at) for at in (1, 16, 3333)):
+                return candidate
     return crc32
 
 
-def _found() -> Iterator[Crc32]:
+def _candidates() -> Iterator[Crc32]:
     for name in ("isal.isal_zlib", "zlib_ng.zlib_ng"):
         with suppress(Exception):  # not installed, or broken
             yield import_module(name).crc32
@@ -44,8 +44,8 @@ def _found() -> Iterator[Crc32]:
 def _folders() -> list[str]:
     """The folders of libraries: conda's, then the system's.
 
-    Only absolute paths, since the loader may search the working directory, where files of strangers may be: an empty
-    part of ``LD_LIBRARY_PATH``, as in ``$LD_LIBRARY_PATH:/usr/local/cuda/lib64``, means that.
+    Only absolute paths, since the loader may search the working directory, where anybody may have put files: it does
+    if ``LD_LIBRARY_PATH`` has an empty element, as in ``$LD_LIBRARY_PATH:/usr/local/cuda/lib64``.
     """
     multiarch = getattr(sys.implementation, "_multiarch", "")
     own = [f"{sys.base_prefix}/lib"] if sys.base_prefix.startswith("/") else []
@@ -53,7 +53,7 @@ def _folders() -> list[str]:
 
 
 def _of_library(path: str) -> Crc32:
-    """The function of libdeflate or liblzma, through ctypes. Raises ``OSError`` or others if it is missing or too old.
+    """The function of libdeflate or liblzma, through ctypes. Raises an error if it is missing or too old.
 
     libdeflate comes with libtiff. liblzma is on nearly every system, and in every conda environment; it is fast since
     5.6, and 5.6.0 and 5.6.1 had a backdoor.
@@ -75,8 +75,8 @@ def _of_library(path: str) -> Crc32:
     def fast(data: memoryview, value: int = 0) -> int:
         if len(data) < _LEAST or data.readonly:  # from_buffer needs writable memory
             return crc32(data, value)
-        held = (addressof(c_char.from_buffer(data)), len(data))
-        return int(function(value, *held) if value_first else function(*held, value))
+        buffer = (addressof(c_char.from_buffer(data)), len(data))
+        return int(function(value, *buffer) if value_first else function(*buffer, value))
 
     fast.__name__ = name
     return fast
@@ -95,7 +95,7 @@ def crc32_combine(first: int, second: int, length: int) -> int:
 def combined(parts: Iterable[tuple[int, int, int, int]]) -> dict[int, int]:
     """The CRC-32 of each of some byte strings, from their parts in any order.
 
-    A part is the index of its byte string, its offset there, its length, and its CRC-32.
+    A part is the index of its byte string, its offset in that string, its length, and its CRC-32.
     """
     whole: dict[int, int] = {}
     for index, _, length, checksum in sorted(parts):

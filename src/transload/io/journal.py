@@ -166,7 +166,7 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
 
 
 def refuse_written_by_others(descriptor: int, path: str) -> None:
-    """Refuse a file, open for reading, that another process has open for writing, if the system knows (Linux)."""
+    """Refuse a file, open for reading here, that another process has open for writing; only Linux can tell."""
     try:
         from fcntl import F_RDLCK, F_SETLEASE, F_SETSIG, F_UNLCK, fcntl
         from signal import SIGURG
@@ -264,7 +264,7 @@ def _put(descriptor: int, changes: Changes) -> None:
 
 
 def _finish(path: str, *, keep: bool) -> None:
-    """Remove the journal, or keep it to undo the change. Either way, that of an earlier change is removed."""
+    """Remove the journal, or keep it to undo the change. Either way, remove the kept journal of an earlier change."""
     journal, undo = journal_path(path), undo_path(path)
     try:
         if keep:
@@ -352,7 +352,7 @@ def stale_journal(path: str, *, tried: bool = False) -> RetagError:
 def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
     """The changes that undo the last change of a file; none if it is undone already.
 
-    An error if nothing was kept, or the file was changed since.
+    Raises ``RetagError`` if no journal was kept, or the file was changed since.
     """
     try:
         descriptor = os.open(os.path.realpath(path), os.O_RDONLY | getattr(os, "O_BINARY", 0))
@@ -428,9 +428,9 @@ def _clone(source: int, target: int) -> bool:
 
 
 def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
-    """Copy the bytes between two positions, ``shift`` further on; return whether the kernel copied them.
+    """Copy the bytes between two positions to ``shift`` bytes further on; return whether the kernel copied them.
 
-    Holes stay holes, where the system can find them.
+    Holes stay holes if the system can find them.
     """
     kernel, position = hasattr(os, "copy_file_range"), begin
     while position < stop:
@@ -440,7 +440,7 @@ def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
                 position = os.lseek(source, position, os.SEEK_DATA)
                 end = min(os.lseek(source, position, os.SEEK_HOLE), stop)
             except OSError as error:
-                if error.errno == ENXIO:  # there is nothing but a hole
+                if error.errno == ENXIO:  # only a hole is left
                     break
         while position < end:
             done = 0

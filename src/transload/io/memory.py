@@ -12,7 +12,7 @@ from transload.errors import DoesNotFitError
 
 PAGE = 4096  # ``O_DIRECT`` needs positions, lengths and addresses that are multiples of this
 _HUGE = 2 << 20
-_LITTLE = 4 << 20  # smaller memory is not worth the call, and may be part of the heap
+_LITTLE = 4 << 20  # a smaller block is not worth the call, and may be part of the heap
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 # Python's default is a shared mapping, which hardly ever gets huge pages.
@@ -25,7 +25,7 @@ _view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, c
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory, which must outlive it."""
+    """A writable view of memory. The memory must outlive the view."""
     made: memoryview = _view(address, nbytes, _WRITABLE)
     return made
 
@@ -53,8 +53,8 @@ class Pages:
             self._map = mmap.mmap(-1, nbytes + _HUGE, **_PRIVATE)
         except OSError as error:
             raise DoesNotFitError(f"there is no memory for a buffer of {nbytes:,} bytes: {error.strerror}") from error
-        self._held: Any = ctypes.c_char.from_buffer(self._map)
-        address = ctypes.addressof(self._held)
+        self._first: Any = ctypes.c_char.from_buffer(self._map)
+        address = ctypes.addressof(self._first)
         self.address = (address + _HUGE - 1) // _HUGE * _HUGE
         if sys.platform == "linux":
             libc().madvise(self.address, nbytes, _MADV_DONTFORK)
@@ -65,8 +65,8 @@ class Pages:
 def huge_pages_pay(nbytes: int, root: str = "") -> bool:
     """Whether asking for huge pages makes fresh memory of this size faster.
 
-    It does if the system gives them only on request (``madvise``), and has enough free blocks of that size. Without
-    those it would first compact memory, which takes longer than small pages do.
+    It does if the system gives them only on request (``madvise``), and has enough free blocks of that size. Otherwise
+    it would first have to compact memory, which takes longer than using small pages.
     """
     try:
         with open(f"{root}/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
@@ -83,7 +83,7 @@ def huge_pages_pay(nbytes: int, root: str = "") -> bool:
 
 
 def advise_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages for fresh memory, for those that are entirely inside it."""
+    """Ask for huge pages, wherever one is entirely inside some fresh memory."""
     if nbytes >= _LITTLE:
         begin = (address + _HUGE - 1) // _HUGE * _HUGE
         end = (address + nbytes) // _HUGE * _HUGE

@@ -24,7 +24,7 @@ _FORMATS: dict[str, tuple[tuple[bytes, ...], str, str, dict[str, int]]] = {
 }
 
 UNWRAPPED = ("gzip", "bzip2", "xz", "zstd")
-"""What ``rescue`` decompresses. A damaged file may begin like one of the others by chance."""
+"""The formats that ``rescue`` decompresses. A damaged file may begin like one of the others by chance."""
 
 
 class Unpacked(BytesSource):
@@ -36,8 +36,8 @@ class Unpacked(BytesSource):
 
 
 def packed_as(head: bytes) -> str:
-    """The compression format of a file that begins like this; empty if it has none of these."""
-    return next((kind for kind, (signs, *_) in _FORMATS.items() if head.startswith(signs)), "")
+    """The compression format of a file that begins with ``head``; empty if it has none of these formats."""
+    return next((kind for kind, (starts, *_) in _FORMATS.items() if head.startswith(starts)), "")
 
 
 def decompressor(kind: str) -> Any:
@@ -68,32 +68,32 @@ def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[b
     return decompressed(decompressobj(-15), source, offset, stored, limit)
 
 
-def decompressed(machine: Any, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+def decompressed(decoder: Any, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
     """The output of a decompressor object for ``stored`` bytes, in pieces, at most ``limit`` bytes."""
     left = limit
     for start in range(0, stored, _PIECE):
         packed = source.read(offset + start, min(_PIECE, stored - start))
-        while left > 0 and not machine.eof:
+        while left > 0 and not decoder.eof:
             most = min(_PIECE, left)
-            piece = machine.decompress(packed, most)
+            piece = decoder.decompress(packed, most)
             yield piece
             left -= len(piece)
-            packed = getattr(machine, "unconsumed_tail", b"")  # zlib's; the others keep it themselves
+            packed = getattr(decoder, "unconsumed_tail", b"")  # zlib's; the others keep it themselves
             # After a full piece, zlib may have more output even if it has consumed all input.
-            if not packed and getattr(machine, "needs_input", len(piece) < most):
+            if not packed and getattr(decoder, "needs_input", len(piece) < most):
                 break
 
 
 def from_text(encoding: str, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
     """Bytes that are stored as text, one character each, in pieces, at most ``limit`` bytes.
 
-    Raises ``UnicodeError`` if the text is something else.
+    Raises ``UnicodeError`` if it is not such a text.
     """
     from codecs import getincrementaldecoder
 
-    machine, left = getincrementaldecoder(encoding)(), limit
+    decoder, left = getincrementaldecoder(encoding)(), limit
     for start in range(0, stored, _PIECE):
-        text = machine.decode(source.read(offset + start, min(_PIECE, stored - start)))
+        text = decoder.decode(source.read(offset + start, min(_PIECE, stored - start)))
         yield text.encode("latin-1")[:left]
         left = max(0, left - len(text))
 

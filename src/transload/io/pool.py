@@ -23,7 +23,7 @@ def cores(root: str = "") -> int:
     if len(limit) != 2:
         limit = _words(f"{root}{_GROUP}/cpu/cpu.cfs_quota_us") + _words(f"{root}{_GROUP}/cpu/cpu.cfs_period_us")
     if len(limit) == 2 and all(word.isdigit() for word in limit) and int(limit[1]):  # not "max", or -1
-        bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # quota by period, rounded up
+        bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # quota divided by period, rounded up
     return max(1, bound)
 
 
@@ -41,9 +41,9 @@ def threads() -> int:
 
 
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:
-    """Run all tasks, in any order, in ``count`` threads; ``worker()`` makes for each thread the function that runs one.
+    """Run all tasks, in any order, in ``count`` threads; a thread gets the function that runs them from ``worker()``.
 
-    ``tasks`` is advanced by one thread at a time. The first error, or an interrupt, stops all threads and is then
+    Only one thread at a time takes the next task. The first error, or an interrupt, stops all threads and is then
     raised.
     """
     left = iter(tasks)
@@ -71,7 +71,7 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
         for helper in helpers:
             try:
                 helper.start()
-            except RuntimeError:  # noqa: PERF203 - the system has no more threads: those that run do it all
+            except RuntimeError:  # noqa: PERF203 - the system has no more threads: those that run do all the work
                 break
         work()
     except BaseException:
@@ -128,10 +128,10 @@ class Progress:
     def text(self, done: int, total: int, seconds: float) -> str:
         """The line itself."""
         speed = done / seconds if seconds > 0 else 0.0
-        (unit, size), (fast, step) = (
+        (unit, size), (speed_unit, step) = (
             next((each for each in _UNITS if number >= each[1]), _UNITS[-1]) for number in (total, speed)
         )
-        return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed / step:.1f} {fast}/s"
+        return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed / step:.1f} {speed_unit}/s"
 
 
 def progress_counter(

@@ -34,7 +34,7 @@ class Source(Protocol):
         """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
         done = 0
         while done < len(buffer):
-            part = self.read(offset + done, min(_PIECE, len(buffer) - done))  # in pieces to keep the extra copy small
+            part = self.read(offset + done, min(_PIECE, len(buffer) - done))  # in pieces, to keep the copy small
             if not part:
                 break
             buffer[done : done + len(part)] = part
@@ -114,9 +114,9 @@ class FileSource(Source):
 
 
 def read_at(descriptor: int, offset: int, count: int) -> bytes:
-    """The bytes of an open file, fewer at its end."""
+    """Read from an open file; fewer bytes at its end."""
     data = b""
-    while len(data) < count:  # one call gives at most 2 GiB on Linux, and less when interrupted
+    while len(data) < count:  # a call reads at most 2 GiB on Linux, and less when interrupted
         if hasattr(os, "pread"):
             part = os.pread(descriptor, count - len(data), offset + len(data))
         else:  # Windows has one position for all threads
