@@ -165,7 +165,7 @@ class Malformed(BrokenFileError):  # noqa: N818 - short, since it is raised in m
     position: int | None = None
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"it holds {what}", fix="No release of torch writes that. Get the file again from its author.")
+        super().__init__(f"it holds {what}", fix="No release of torch writes this. Get the file again from its author.")
 
 
 class NotACheckpointError(LoadError, UnpicklingError, EOFError):

@@ -65,16 +65,16 @@ def tree_of(pid: Any, args: tuple[Any, ...], times: int = 2) -> tensors.Tree:
 
 
 BROKEN = {
-    "too many": "is more than torch can count",
-    "one too far": "it reaches to byte 22 of a storage of 20",
+    "too many": "has more elements than torch can count",
+    "one too far": "it needs 22 bytes of a storage of 20",
     "offset below zero": "its offset -1 is not a position",
     "offset no number": "its offset 0 is not a position",
     "offset a flag": "its offset True is not a position",
-    "a size below zero": "holds what is not a size",
-    "a size that is a flag": "holds what is not a size",
-    "a stride below zero": "holds what is not a size",
-    "an absurd stride": "holds what is not a size",
-    "an absurd size": "holds what is not a size",
+    "a size below zero": "contains something that is not a size",
+    "a size that is a flag": "contains something that is not a size",
+    "a stride below zero": "contains something that is not a size",
+    "an absurd stride": "contains something that is not a size",
+    "an absurd size": "contains something that is not a size",
     "ranks differ": "it has 2 sizes and 1 strides",
     "lists": "its size is not a tuple of numbers",
 }

@@ -115,7 +115,7 @@ def test_an_object_that_returns_fewer_bytes_than_it_has(tmp_path: Path) -> None:
 
 @each("ask", ["inspect", "load", "open", "verify"])
 def test_a_file_that_is_open_as_text(ask: str) -> None:
-    with pytest.raises(transload.UsageError, match="gives text"):
+    with pytest.raises(transload.UsageError, match="returns text"):
         getattr(transload, ask)(io.StringIO("abc"))
 
 

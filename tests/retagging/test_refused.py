@@ -270,7 +270,7 @@ def test_what_is_no_journal_is_not_waited_for(make: Any, path: Path) -> None:
 def test_undo_does_not_advise_what_was_just_tried(path: Path) -> None:
     journals(path)[0].write_bytes(b"TLRETAG2" + bytes(100))
     assert "--undo" in refused(path).fix
-    with pytest.raises(RetagError, match="not the journal of this file, or of a version") as caught:
+    with pytest.raises(RetagError, match="belongs to another file, or another version") as caught:
         undo(path)
     assert "--undo" not in caught.value.fix
     assert "rm -- " in caught.value.fix
@@ -391,7 +391,7 @@ def test_a_full_disk_while_a_copy_is_made(path: Path, tmp_path: Path, monkeypatc
     error = refused(path, out=tmp_path / "copy.pt")
     assert isinstance(error, CannotWriteError)
     assert "the disk is full" in error.what
-    assert "Make room" in error.fix
+    assert "Free some space" in error.fix
     assert not list(tmp_path.glob(".copy.pt*"))
 
 
@@ -399,7 +399,7 @@ def test_where_a_copy_cannot_go(path: Path, tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_bytes(b"precious")
     assert "already" in refused(path, out=tmp_path / "other.pt").what
     assert "itself" in refused(path, out=path).what
-    assert "no such folder" in refused(path, out=tmp_path / "absent" / "copy.pt").what
+    assert "folder does not exist" in refused(path, out=tmp_path / "absent" / "copy.pt").what
     (tmp_path / "dangling.pt").symlink_to(tmp_path / "nowhere")
     assert "already" in refused(path, out=tmp_path / "dangling.pt").what
     assert "no undo" in refused(path, out=tmp_path / "copy.pt", keep_undo=True).what

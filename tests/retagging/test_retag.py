@@ -333,7 +333,7 @@ def test_devices_elsewhere_are_told_of(tmp_path: Path) -> None:
 def test_undo(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     old = path.read_bytes()
-    with pytest.raises(RetagError, match="nothing was kept"):
+    with pytest.raises(RetagError, match="no journal was kept"):
         undo(path)
     retag(path, "privateuseone:10", keep_undo=True)
     new = path.read_bytes()
@@ -368,7 +368,7 @@ def test_a_file_that_was_replaced_since_is_left_alone(tmp_path: Path) -> None:
         retag(path, "cpu")
     assert str(journal) in caught.value.fix
     assert path.read_bytes() == other
-    with pytest.raises(RetagError, match="not the journal of this file"):
+    with pytest.raises(RetagError, match="journal beside it belongs to another file"):
         undo(path)
     journal.write_bytes(b"no journal at all")
     with pytest.raises(RetagError, match="replaced or copied"):

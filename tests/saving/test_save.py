@@ -213,7 +213,7 @@ def test_a_file_object_that_does_not_tell_has_taken_all(answer: Any) -> None:
 
 
 def test_a_file_object_that_takes_nothing_is_not_asked_for_ever() -> None:
-    with pytest.raises(OSError, match="takes no more bytes"):
+    with pytest.raises(OSError, match="accepts no more bytes"):
         save({"w": torch.rand(3)}, Full(0))
 
 

@@ -224,7 +224,7 @@ def _add_array(out: Draft, path: tuple[str, ...], record: Record, head: bytes, n
     problem, kind, shown = "npy-objects", "an array of Python objects", text.decode("ascii", "replace").strip()[:200]
     if match and dtype is not None:
         problem, kind = "npy-size", "not as long as its header says"
-        shown = f"{dtype} {list(shape)[:8]} has {prod(shape) * width:,} bytes, and {max(available, 0):,} are there"
+        shown = f"{dtype} {list(shape)[:8]} needs {prod(shape) * width:,} bytes, but it has {max(available, 0):,}"
     elif not head.startswith(_MAGIC) or re.fullmatch(_NO_OBJECTS, text):
         problem, kind = "npy-not-numbers", "not an array of plain numbers"
     noted.add(problem, name, shown)

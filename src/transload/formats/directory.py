@@ -136,7 +136,7 @@ class Merger(Draft):
         """
         path = Path(self.listing.path, name)
         if not path.is_file() or name.endswith(INDEX_SUFFIX):
-            self.note("part-unreadable", "it is not a plain file" if path.exists() else "it is not there", name)
+            self.note("part-unreadable", "it is not a plain file" if path.exists() else "it does not exist", name)
             return None
         try:
             return self.read_file(str(path))
@@ -315,7 +315,7 @@ def _read_numbered(merger: Merger) -> None:
     key = min(families, key=lambda family: (_WEIGHT_SUFFIXES.index(family[1]), -len(families[family]), family))
     stem, suffix, total = key
     shards = families[key]
-    merger.note("index-missing", f"{stem}{suffix}{INDEX_SUFFIX} is not there: no list of tensors to compare with")
+    merger.note("index-missing", f"{stem}{suffix}{INDEX_SUFFIX} is missing: there is no list of tensors to check")
     # Hugging Face counts from 1, some others from 0.
     first = 0 if 0 in shards else 1
     for number in range(first, first + total):
@@ -323,7 +323,7 @@ def _read_numbered(merger: Merger) -> None:
             merger.read(shards[number], "shard", required=False)
         else:
             missing = f"{stem}-{number:05d}-of-{total:05d}{suffix}"
-            merger.note("shard-missing", "its number is not among the files", missing)
+            merger.note("shard-missing", "no file has its number", missing)
     others = [f"{other[0]}-…-of-{other[2]:05d}{other[1]}" for other in families if other != key]
     merger.facts.append(("shards", f"{len(shards):,} of {total:,}"))
     if others:
@@ -362,7 +362,7 @@ def _enter_latest(merger: Merger, wanted: str, file: str, fact: str) -> str:
     tag = relative_path(wanted)
     if tag not in listing.folders:
         if wanted:
-            here = f"; here are {join_names(sorted(steps))}" if steps else ""
+            here = f"; there are {join_names(sorted(steps))}" if steps else ""
             merger.note("latest-missing", f"it names {wanted[:80]!r}, which is not here{here}", file)
         tag = max(steps, key=lambda name: (steps[name], name), default="")
     if tag:
@@ -394,7 +394,7 @@ def _read_deepspeed(merger: Merger) -> None:
     found = kinds.get("optimizer states") or kinds.get("partitioned model") or kinds.get("model states") or ()
     merger.facts += [("ZeRO stage", stage), ("ranks found", f"{len(found):,}")]
     if "zero_to_fp32.py" in top.files:
-        script = "zero_to_fp32.py is there to put the weights together; it runs as any program does"
+        script = "zero_to_fp32.py puts the weights together; like any program, it can do anything when it runs"
         merger.facts.append(("script", script))
     if tag == "checkpoint" or "checkpoint" in top.folders:  # what Lightning calls the step
         merger.flavour = "Lightning"
@@ -431,7 +431,7 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
         for name in files:
             merger.read(f"{folder}/{name}", "rank")
     if not ranks:
-        merger.note("directory-unknown", "no rank's folder is in it")
+        merger.note("directory-unknown", "it contains no rank's folder")
         return
     sizes = tuple(max(rank[axis] for rank in ranks if axis < len(rank)) + 1 for axis in range(max(map(len, ranks))))
     grid = product(*map(range, sizes)) if prod(sizes) <= MAX_RANKS else ()
@@ -519,7 +519,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
                 merger.note("dcp-file-cut", detail, file)
             elif sum(length for _, _, _, length, _ in file_items) > source.size:
                 # Verifying a thousand entries for the same gigabyte would read a terabyte.
-                merger.note("dcp-items-overlap", f"{len(file_items):,} entries are longer together than the file", file)
+                merger.note("dcp-items-overlap", f"{len(file_items):,} entries together are longer than the file", file)
                 continue
             opaque: list[str] = []
             part = merger.prefix + file

@@ -205,7 +205,7 @@ def _packed(view: View) -> Foreign | None:
         if format_ == "zstd" and CHECKPOINT_INSIDE.search(view.path):
             fix = rescue_advice(view.path, ".safetensors" if ".safetensors" in view.path else ".pt")
         return Foreign(format_, f"a file compressed with {format_}", (), fix)
-    content = Foreign("unknown", "something packed again and again")
+    content = Foreign("unknown", "something compressed again and again")
     if view.depth < DEEPEST:
         content = identify(BytesSource(inner, view.path + ".unpacked"), depth=view.depth + 1, whole=False)
     fix = (*fix, *content.fix[:1])
@@ -502,7 +502,7 @@ def _embedded(view: View) -> Foreign | None:
         return None
     start = min(starts)
     details = (f"it begins: {clean(view.head[: min(start, 60)])}",) if as_text(view.head[: min(start, 1000)]) else ()
-    title = f"{start:,} foreign bytes with a checkpoint behind them: it starts at byte {start:,}"
+    title = f"{start:,} foreign bytes with a checkpoint after them: it starts at byte {start:,}"
     return Foreign("prefixed", title, details, rescue_advice(view.path, ".pt"), ".pt")
 
 

@@ -99,7 +99,7 @@ class _Header:
         if kind in _STRUCTS:
             return self.numbers(_STRUCTS[kind])[0]
         if kind != _ARRAY or depth > _MAX_NESTING:
-            raise _BadHeaderError("gguf-header-invalid", f"{kind} is not a type of values")
+            raise _BadHeaderError("gguf-header-invalid", f"{kind} is not the type of a value")
         inner, count = self.numbers("IQ")
         self.count(count, _LEAST.get(inner, 0), "elements")
         kept = count if self._keep is None else min(count, self._keep)
@@ -144,14 +144,14 @@ def read_gguf(source: Source) -> Checkpoint | None:
         tensors, pairs = header.numbers("QQ")
         for key, value in header.pairs(pairs):
             if key in leaves:
-                noted.add("gguf-duplicate-name", f"header › {key}", "a value has this name already")
+                noted.add("gguf-duplicate-name", f"header › {key}", "another value already has this name")
             more = f" ({header.total:,} in all)" if type(value) is list and header.total > _SHOWN else ""
             leaves[key] = Leaf((key,), key, type(value).__name__, short(value) + more)
             align = _alignment(value) if key == "general.alignment" else align
         for _ in header.count(tensors, _LEAST_TENSOR, "tensors"):
             entry = _entry(header, noted)
             if entry.name in entries:
-                noted.add("gguf-duplicate-name", f"header › {entry.name}", "a tensor has this name already")
+                noted.add("gguf-duplicate-name", f"header › {entry.name}", "another tensor already has this name")
             entries[entry.name] = entry
         whole = True
     except _BadHeaderError as error:

@@ -46,7 +46,7 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> P
     except IndexError:
         out.cut = vm.pos >= vm.size
         out.broken = (
-            f"it ends without STOP at byte {vm.size}" if out.cut else f"it takes from an empty stack at byte {vm.pos}"
+            f"it ends without STOP at byte {vm.size}" if out.cut else f"it pops an empty stack at byte {vm.pos}"
         )
     except KeyError as error:
         out.broken = f"it reads memo entry {error.args[0]!r}, which was never written, at byte {vm.pos}"

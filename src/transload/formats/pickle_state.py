@@ -150,7 +150,7 @@ class Machine:
         """Append values to a list, or to the result of a call."""
         if type(target) is list:
             if id(target) in self.given:
-                self.odd("a list is changed after a call was given it")
+                self.odd("a list is changed after it was passed to a call")
             target.extend(items)
         elif type(target) is Call:
             if target.appended is None:

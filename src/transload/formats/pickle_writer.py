@@ -160,7 +160,7 @@ class _Writer:
         if id(node) in self.started:
             self.restarts += parts
             if self.restarts > MAX_RESTARTS:
-                raise CannotPickleGraphError("it holds itself in too many ways to be written into a pickle")
+                raise CannotPickleGraphError("it contains itself in too many ways to be written into a pickle")
         self.started.add(id(node))
 
     def _end(self, ended: tuple[object, bytes, int]) -> None:

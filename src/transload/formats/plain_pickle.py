@@ -189,7 +189,7 @@ class _EmbeddedData:
         plain = plain and type(padded) in (int, type(None)) and type(mapped) is bool
         plain = plain and place > 0 and dotted(state["subclass"]).startswith("numpy.")
         if not plain or shape is None or dtype is None:
-            raise Broken("an array that joblib does not write so")
+            raise Broken("an array that is not written as joblib writes it")
         if vm.pos < vm.frame_end:  # joblib would look for it after the frame
             vm.ambiguous("an array begins inside a frame")
         del calls[-place]

@@ -292,7 +292,7 @@ def read_torchscript(archive: Archive) -> Checkpoint:
                 raw = out.bytes_of(record, name, MAX_CODE, "its text is not the one that was saved")
                 found += code_problems(name, (raw or b"").decode("utf-8", "replace"))
     if archive.find("constants.pkl") and not any(part.kind == "source" for part in out.parts):
-        detail = "for its `constants.pkl` torch takes it for a program, and there is no code: a state dict in disguise?"
+        detail = "`constants.pkl` makes torch take it for a program, but it has no code: a state dict in disguise?"
         found.add("script-no-code", "code/", detail)
     root = out.pickles[0].root if out.pickles else None
     if type(root) is Call and type(root.callee) is Global:
@@ -650,7 +650,7 @@ def read_export(archive: Archive) -> Checkpoint:
         out.problems = Problems(problem for problem in out.problems if problem.code not in FOLDER_PROBLEMS)
     _read_programs(out)
     if not out.models and not old:
-        out.problems.add("export-no-program", "models/", "no program is in the archive")
+        out.problems.add("export-no-program", "models/", "the archive contains no program")
     return out.checkpoint(written_by=Origin(recorded=tuple(out.recorded)))
 
 
@@ -736,7 +736,7 @@ def _read_tables(out: _Package) -> None:
     lost = [s for s in tree.storages if not s.record]
     empty = [s for s in tree.storages if s.record and s.nbytes and not out.archive.records[s.record].size]
     if empty:
-        detail = f"{len(empty)} records of tensors are empty; torch.export.load makes zeros of them"
+        detail = f"{len(empty)} records of tensors are empty; torch.export.load makes the tensors all zeros"
         out.problems.add("export-no-bytes", empty[0].record, detail)
     out.take_tree(tree, [*lost, *empty])
     hollow = {storage.id for storage in empty}

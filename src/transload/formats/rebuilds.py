@@ -50,13 +50,13 @@ def _ints(value: object, what: str) -> tuple[int, ...]:
         raise BadTensor(f"its {what} has {len(numbers)} dimensions")
     for number in numbers:
         if type(number) is not int or not 0 <= number < MAX_SIZE:
-            raise BadTensor(f"its {what} {short(value)} holds what is not a size")
+            raise BadTensor(f"its {what} {short(value)} contains something that is not a size")
     return numbers
 
 
 def _check_grad(dtype: str) -> None:
     if not dtype.startswith(("float", "bfloat", "complex", "unknown")):
-        raise BadTensor(f"it asks for gradients, which {dtype} does not have")
+        raise BadTensor(f"it requires gradients, which {dtype} does not support")
 
 
 def reach(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> int:
@@ -66,10 +66,10 @@ def reach(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> int:
     last, numel = offset, 1
     for size, step in zip(shape, stride):  # noqa: B905 - of equal length, and the keyword takes as long as a pair
         if type(size) is not int or type(step) is not int or not (0 <= size < MAX_SIZE and 0 <= step < MAX_SIZE):
-            raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is not a size")
+            raise BadTensor(f"its size {short(shape)} or stride {short(stride)} contains something that is not a size")
         numel *= size
         if numel >= MAX_SIZE:
-            raise BadTensor(f"its size {short(shape)} is more than torch can count")
+            raise BadTensor(f"its size {short(shape)} has more elements than torch can count")
         last += (size - 1) * step
     return last + 1 if numel else 0
 
@@ -108,7 +108,7 @@ class Rebuilder:
         if type(args) is not tuple or not rebuild.least <= len(args) <= rebuild.most:
             raise BadTensor("its rebuild call has the wrong number of arguments")
         if self._depth >= MAX_NESTED:
-            raise BadTensor("it is made of tensors made of tensors without end")
+            raise BadTensor("it is made of tensors that are nested too deeply")
         self._depth += 1
         try:
             made: Tensor = getattr(self, f"_{function.rpartition('.')[2].lstrip('_').lower()}")(args, at)
@@ -119,7 +119,7 @@ class Rebuilder:
     def _rebuild(self, node: object, at: Place, part: str = "") -> Tensor:
         """The tensor of a call inside another call: a ``part`` of its tensor, or the same tensor in another class."""
         if type(node) is not Call:
-            raise BadTensor("it should hold a tensor where there is none")
+            raise BadTensor("it should contain a tensor, but does not")
         self._table.budget.seen(id(node))
         if part:
             at = (*at[0], part), f"{at[1]}/{part}" if at[1] else part
@@ -154,7 +154,7 @@ class Rebuilder:
         end = reach(offset, shape, stride)
         end = itemsize(dtype, end) if dtype in BLOCKS else end * ITEMSIZE.get(dtype, 1)
         if end > storage.nbytes:
-            raise BadTensor(f"it reaches to byte {end} of a storage of {storage.nbytes}")
+            raise BadTensor(f"it needs {end} bytes of a storage of {storage.nbytes}")
         key, device, begin = storage.key, storage.device, storage.offset
         self._table.users[key].append(name)
         if offset and begin is not None:
@@ -171,14 +171,14 @@ class Rebuilder:
         # torch 2.13 writes it but cannot load it, since it sets the storage of a leaf that requires gradients. (Tensors
         # of other formats have no hooks here, and are loaded in another way.)
         if args[4] is True and args[5] is not None:
-            detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
+            detail = "a tensor of a newer dtype that requires gradients and is not a Parameter"
             self._table.noted.add("tensor-unloadable", at[1] or "the root", detail)
         return self._strided(args, at, dtype=_dtype(args[6]), flags_at=7)
 
     def _rebuild_qtensor(self, args: _Args, at: Place) -> Tensor:
         tensor = self._strided(args, at, grad_at=5, flags_at=7)._replace(kind="quantized")
         if type(args[4]) is not tuple or len(args[4]) > 4:
-            raise BadTensor("its quantizer is none")
+            raise BadTensor("its quantizer is not valid")
         for index, part in enumerate(part for part in args[4] if type(part) is Call):
             self._rebuild(part, at, f"quantizer.{index}")
         return tensor
@@ -244,7 +244,7 @@ class Rebuilder:
     def _rebuild_njt(self, args: _Args, at: Place) -> Tensor:
         parts = self._inside(args[0], at)
         if not parts:
-            raise BadTensor("it holds no tensors")
+            raise BadTensor("it contains no tensors")
         return Tensor(*at, parts[0].dtype, parts[0].shape, (), parts[0].device, None, kind="nested", parts=parts)
 
     def _rebuild_device_tensor_from_cpu_tensor(self, args: _Args, at: Place) -> Tensor:

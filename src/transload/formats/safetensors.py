@@ -74,7 +74,7 @@ def read_safetensors(source: Source) -> Checkpoint:
     if length > MAX_HEADER:
         noted.add("safetensors-header-too-large", "header", f"it claims {length:,} bytes; the limit is {MAX_HEADER:,}")
     elif length > left:
-        noted.add("safetensors-header-cut", "header", f"it is {length:,} bytes long, the file holds {left:,}")
+        noted.add("safetensors-header-cut", "header", f"it is {length:,} bytes long, but the file has {left:,}")
     else:
         header = source.read(PREFIX, length)
         if not header:
@@ -147,7 +147,7 @@ def _parse(header: bytes, noted: LimitedProblems) -> dict[str, object]:
             # Python's parser accepts lone surrogates, which cannot be written to a terminal or file.
             json.dumps(table, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        noted.add("safetensors-header-invalid", "header", "its brackets are nested too deep")
+        noted.add("safetensors-header-invalid", "header", "its brackets are nested too deeply")
         return {}
     except ValueError as error:
         # Python's message for a number of 5,000 digits is for programmers.
@@ -204,7 +204,7 @@ def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
         elif numel < MAX_COUNT:  # the reference refuses more, and products must not grow without bound
             numel *= size
     if not fine:
-        detail = "it needs dtype, shape and two data_offsets, counted from 0 up"
+        detail = "it needs a dtype, a shape and two data_offsets, with numbers from 0 up"
         noted.add("safetensors-entry-invalid", _at(name), detail)
         return None
     shape, width = tuple(sizes), BITS.get(dtype)
@@ -237,7 +237,7 @@ def check_layout(
         if entry.begin > padded:
             noted.add(hole, _at(entry.name), f"{entry.begin - padded:,} bytes before it belong to no tensor")
         elif entry.begin < reached:
-            detail = f"it begins {reached - entry.begin:,} bytes before the one ahead of it ends"
+            detail = f"it begins {reached - entry.begin:,} bytes before the previous tensor ends"
             noted.add(overlap, _at(entry.name), detail)
         elif entry.begin < padded:
             noted.add(hole, _at(entry.name), f"byte {entry.begin:,} is not a multiple of {align:,}")

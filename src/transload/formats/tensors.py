@@ -179,7 +179,7 @@ class StorageTable:
                     if known == (key, first, size) and (name == key or name not in storages):
                         seen[id(node)] = storage, first, dtype
                     else:
-                        detail = "its view bears the name of another"
+                        detail = "its view has the name of another storage"
                         self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
                 case _:
                     self.noted.add("storage-malformed", "", "a view beyond its storage")
@@ -318,7 +318,7 @@ class _Walk:
         if id(node) in self.on_path:
             return False
         if len(path) >= MAX_DEPTH:
-            detail = f"nested deeper than {MAX_DEPTH} levels; what lies below is not shown"
+            detail = f"nested deeper than {MAX_DEPTH} levels; what is below is not shown"
             self.noted.add("tree-too-deep", name[:200], detail)
             return False
         parts: list[Any] = [node]

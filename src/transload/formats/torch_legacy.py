@@ -75,7 +75,7 @@ def read_legacy(source: Source) -> Checkpoint:
     pids = [node.id for node in main.persistent if type(node.id) is tuple and node.id]
     untyped = sum(type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage") for pid in pids if len(pid) > 1)
     if untyped:  # those of newer dtypes: torch also writes them in this format, but cannot read them
-        problems.add("legacy-untyped", main.name, f"{untyped} storages have no type, and torch asks for one")
+        problems.add("legacy-untyped", main.name, f"{untyped} storages have no type, and torch requires one")
     listed = pickles[4].root if len(pickles) > 4 and not pickles[4].broken else []
     keys = []
     for key in listed if type(listed) is list else ():

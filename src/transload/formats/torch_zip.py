@@ -344,9 +344,9 @@ def stray_records(
         pickles += [pickle for pickle in found if pickle.globals or pickle.extensions]
         unseen += [] if whole else [record.name]
     if unseen:
-        out.add("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too much to look at")
+        out.add("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too large to read")
     if unused := len(strays) - len(foreign):
-        out.add("record-unused", detail=f"{unused} storages are in the file that nothing in it uses")
+        out.add("record-unused", detail=f"{unused} storages are in the file, but nothing uses them")
     if foreign:
         shown = ", ".join(record.name[:80] for record in foreign[:4]) + (" …" if len(foreign) > 4 else "")
         out.add("record-foreign", shown, f"{len(foreign)} records that torch.load does not read")

@@ -93,7 +93,7 @@ def check_names(entries: list[Entry], problems: Problems) -> None:
         before = seen.get(folded)
         # torch 1.1 wrote the code of a shared submodule once for each of its names.
         if before is not None and not (b"/code/" in raw and before[:6] == entry[:6]):
-            detail = f"again, after {text_of(before[0])}: which of them torch reads is chance"
+            detail = f"it repeats {text_of(before[0])}: which of them torch reads is unpredictable"
             problems.add("zip-duplicate-name", name, detail)
         seen[folded] = entry
         if b"\0" in raw:
@@ -226,7 +226,7 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
             break
         before = tail.rfind(b"PK\x05\x06", 0, before)
     if disk or cd_disk or here != count:
-        problems.add("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that")
+        problems.add("zip-multi-disk", detail="the end record lists several disks; torch refuses that")
     locator = source.read(end - 20, 20) if end >= END64.size + 20 else b""
     if locator[:4] == b"PK\x06\x07":
         # torch looks for the zip64 end record where the locator says, and uses the plain one if it is not there;
@@ -240,7 +240,7 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
         if stated + END64.size > source.size:
             raise _NoDirectoryError("the zip64 end record is not where its locator says")
         if not found:
-            problems.add("zip-directory-broken", detail="the zip64 end record is not one")
+            problems.add("zip-directory-broken", detail="the zip64 end record is invalid")
         else:
             plain = (count, size, start)
             _, length, _, _, disk, cd_disk, here, count, size, start = END64.unpack(raw)
@@ -290,7 +290,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
         problems.add("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at")
         return entries
     if position != len(raw):
-        detail = f"entry {len(entries)} of {count} in the directory is not one"
+        detail = f"entry {len(entries)} of {count} in the directory is invalid"
         if position < len(raw) and len(entries) < count:  # torch and zipfile refuse the archive
             raise _NoDirectoryError(detail)
         problems.add("zip-directory-broken", detail=detail)
@@ -302,7 +302,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
 
 
 def read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, int]:
-    """An entry, and where it ends. Note what torch and zipfile read differently, or one of them refuses."""
+    """An entry, and where it ends. Note what torch and zipfile read differently, or one refuses."""
     fields = CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
     name_at = position + CENTRAL.size

@@ -93,11 +93,11 @@ class FileObject:
             while view.nbytes:
                 count = self._file.write(view)
                 if count is None and isinstance(self._file, io.RawIOBase):
-                    raise BlockingIOError(numbers.EAGAIN, "it takes no more bytes for now, and does not wait")
+                    raise BlockingIOError(numbers.EAGAIN, "it accepts no more bytes for now, and does not block")
                 if type(count) is not int or count >= len(view):  # no count: all was written
                     break
                 if count < 1:
-                    raise OSError(numbers.EIO, "it takes no more bytes")
+                    raise OSError(numbers.EIO, "it accepts no more bytes")
                 view = view[count:]
 
 
@@ -320,13 +320,13 @@ def remove_leftovers(target: str) -> None:
 
 # -- errors
 
-_ROOM = "Make room there, or write to another place."
-_RIGHT = "Write to another place, or ask for the right to write there."
+_ROOM = "Free some space there, or write to another place."
+_RIGHT = "Write to another place, or ask for permission to write there."
 _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
     numbers.ENOSPC: (FullDiskError, "the disk is full", _ROOM),
     numbers.EDQUOT: (FullDiskError, "the quota on this disk is used up", _ROOM),
     numbers.EFBIG: (FullDiskError, "the file would be larger than this system allows", "`ulimit -f` shows the limit."),
-    numbers.ENOENT: (NoDirectoryError, "its directory does not exist", "Make the directory first."),
+    numbers.ENOENT: (NoDirectoryError, "its directory does not exist", "Create the directory first."),
     numbers.ENOTDIR: (NoDirectoryError, "part of its path is a file, not a directory", "Check the path."),
     numbers.EACCES: (ForbiddenWriteError, "permission denied", _RIGHT),
     numbers.EPERM: (ForbiddenWriteError, "permission denied", _RIGHT),
@@ -334,7 +334,7 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
     numbers.EISDIR: (CannotWriteError, "it is a directory", "Add the name of a file."),
     numbers.EBUSY: (CannotWriteError, "it is a mount point, or in use by the system", "Write to another place."),
     numbers.ENAMETOOLONG: (CannotWriteError, "its name is too long", "Choose a shorter one."),
-    numbers.ELOOP: (CannotWriteError, "its symbolic links point in a circle", "Check the path."),
+    numbers.ELOOP: (CannotWriteError, "its symbolic links form a loop", "Check the path."),
 }
 
 

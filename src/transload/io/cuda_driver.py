@@ -35,7 +35,7 @@ def _call(library: Any, name: str, *arguments: Any) -> Callable[..., None]:
     def call(*values: Any) -> None:
         if code := function(*values):
             fix = "`transload doctor` looks for the cause; map_location='cpu' leaves the device alone."
-            raise DriverError(f"the CUDA driver answered {code} to {name.removesuffix('_v2')}", fix=fix)
+            raise DriverError(f"the CUDA driver returned error {code} for {name.removesuffix('_v2')}", fix=fix)
 
     return call
 

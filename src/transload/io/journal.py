@@ -154,7 +154,7 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         raise cannot_read(path, error) from None
     copy = f"Make a copy (transload retag {quote(path)} -o COPY …)"
     if stat.S_ISLNK(status.st_mode):
-        what = "it is a symbolic link, and what it leads to may be shared (a download cache, for one)"
+        what = "it is a symbolic link, and its target may be shared (in a download cache, for example)"
         raise RetagError(what, where=path, fix=f"{copy}, or name the file itself: {os.path.realpath(path)}")
     if not stat.S_ISREG(status.st_mode):
         raise RetagError("it is not a regular file", where=path)
@@ -341,11 +341,10 @@ def stale_journal(path: str, *, tried: bool = False) -> RetagError:
     """The error for a file with a foreign or invalid journal; ``tried`` is whether undo was tried."""
     remove = f"remove the journal: rm -- {quote(journal_path(path))}"
     if tried:
-        what = "the journal beside it is not the journal of this file"
-        other = "or of a version of transload that is not this one"
-        return RetagError(f"{what}, {other}", where=path, fix=f"If the file is as it should be, {remove}")
+        what = "the journal beside it belongs to another file, or another version of transload wrote it"
+        return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")
     what = "there is a journal of an interrupted retag, and the file has been replaced or copied since"
-    undo = f"If it is the one that was interrupted, transload retag {quote(path)} --undo restores it"
+    undo = f"If the retag of this file was interrupted, transload retag {quote(path)} --undo restores it"
     return RetagError(what, where=path, fix=f"{undo}; if it is as it should be, {remove}")
 
 
@@ -363,7 +362,7 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
         journal = read_journal(kept, descriptor) if os.path.lexists(kept) else None
         if journal is None:
             fix = "Only a retag with --keep-undo can be undone."
-            raise RetagError("nothing was kept that would undo its last retag", where=path, fix=fix)
+            raise RetagError("no journal was kept that could undo its last retag", where=path, fix=fix)
         state, seen = state_of(descriptor, journal.changes), os.fstat(descriptor)
     finally:
         os.close(descriptor)
@@ -383,10 +382,10 @@ def refuse_target(path: str, out: str) -> None:
         if os.path.samefile(path, out):  # noqa: PTH121 - pathlib costs ten milliseconds to import
             raise UsageError("the copy would be the file itself", where=out, fix="Leave -o out to change it in place.")
     if os.path.lexists(out):
-        raise UsageError("there is a file already", where=out, fix="Remove it, or choose another name.")
+        raise UsageError("the file already exists", where=out, fix="Remove it, or choose another name.")
     folder = os.path.dirname(out)  # noqa: PTH120 - as above
     if not os.path.isdir(folder or os.curdir):  # noqa: PTH112 - as above
-        raise UsageError("there is no such folder", where=folder)
+        raise UsageError("the folder does not exist", where=folder)
 
 
 def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) -> str:

@@ -190,7 +190,7 @@ class ObjectSource(Source):
         if text:
             from transload.errors import UsageError
 
-            raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
+            raise UsageError("the file object returns text", fix="Open it in binary mode: open(path, 'rb').")
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
