@@ -140,9 +140,9 @@ class Kernel(Plain):
     parameters: dict[str, str] = field(default_factory=dict)  # /proc/driver/nvidia/params.
     gpus: tuple[ProcGpu, ...] = ()
     firmware: bool | Unknown = NOT_ASKED  # Whether /lib/firmware/nvidia contains a directory for the loaded version.
-    log: tuple[str, ...] | Unknown = NOT_ASKED  # Its last lines about NVRM, nvidia, nouveau or Xid.
-    # Those that are running of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``,
-    # ``nvidia-cuda-mps-server`` and ``nvidia-gridd``.
+    log: tuple[str, ...] | Unknown = NOT_ASKED  # The kernel log's last lines about NVRM, nvidia, nouveau or Xid.
+    # Which of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``, ``nvidia-cuda-mps-server``
+    # and ``nvidia-gridd`` are running.
     daemons: tuple[str, ...] = ()
     stuck: tuple[str, ...] = ()  # Processes that hang in NVIDIA's driver or with its device open: ``name (pid)``.
     fabric_manager: str = ""  # Version of the installed fabric manager; empty if there is none.
@@ -377,7 +377,7 @@ class Torch(Plain):
 
     installs: tuple[TorchInstall, ...] | Unknown = NOT_ASKED
     shadow: str = ""  # What is imported as torch but is not PyTorch: ``/home/user/project/torch.py``.
-    leftovers: tuple[str, ...] = ()  # Paths of ``~orch-2.8.0.dist-info`` and the like, left by an interrupted pip.
+    leftovers: tuple[str, ...] = ()  # Paths such as ``~orch-2.8.0.dist-info``, left by an interrupted pip.
     dangling: tuple[str, ...] = ()  # Paths of dist-infos of a torch whose files are missing or overwritten.
     shadow_kind: str = ""  # ``file``; ``package``, a directory; or ``source``, PyTorch's source tree, not built.
     shadow_via: str = ""  # Why it is found first: ``the current directory``, ``PYTHONPATH``, ``sys.path``.
@@ -460,7 +460,7 @@ class Accelerator(Plain):
 
 
 class Step(Plain):
-    """One thing the torch child did."""
+    """A step of the child process that runs torch."""
 
     name: str  # ``import``, ``available``, ``init``, ``kernel``, ``matmul``, ``convolution``
     ok: bool
