@@ -827,7 +827,7 @@ def _files_below(top: Path, problems: Problems) -> Iterator[Path]:
     """The files below a directory; numbers in numerical order, as torch writes storages."""
     for folder, folders, files in os.walk(top):
         here = Path(folder)
-        # Linked directories may lead anywhere, also in circles.
+        # Linked directories may lead anywhere, even in circles.
         for name in [name for name in folders if (here / name).is_symlink()]:
             folders.remove(name)
             problems.add("link-outside", (here / name).relative_to(top).as_posix(), "a linked directory is not read")

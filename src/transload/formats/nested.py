@@ -1,4 +1,4 @@
-"""Tensors and storages of a checkpoint inside a larger one: a shard, or a record that is a checkpoint itself."""
+"""Tensors and storages of a checkpoint inside a larger one: a shard, or a record that is itself a checkpoint."""
 
 from __future__ import annotations
 

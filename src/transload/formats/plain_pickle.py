@@ -169,7 +169,7 @@ class _EmbeddedData:
         self.storages = storages
 
     def _array(self, made: Call) -> Any:
-        """The array whose bytes follow; ``None`` unless ``made`` is a wrapper of joblib that has got its state."""
+        """The array whose bytes follow; ``None`` unless ``made`` is a wrapper of joblib that has its state."""
         vm, args = self._vm, made.args
         kind: Any = made.callee
         plain = made.kind == "newobj" and args == ()

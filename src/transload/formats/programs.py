@@ -341,13 +341,13 @@ def _as_torch_save(archive: Archive, name: str) -> Pickle:
     payload = archive.get(name, pickle_machine.MAX_STREAM)
     pickle = pickle_machine.run(payload.data if payload else b"", name=name)
     odd: dict[int, str] = {}
-    for held in pickle.persistent:
-        pid = held.id
+    for node in pickle.persistent:
+        pid = node.id
         if type(pid) is tuple and len(pid) > 4 and type(pid[1]) is Global and type(pid[4]) is int:
             dtype = _STORAGES.get(pid[1].name)
             if dtype:
-                odd[id(held)] = dtype
-                held.id = (pid[0], _UNTYPED, *pid[2:4], pid[4] * ITEMSIZE[dtype])
+                odd[id(node)] = dtype
+                node.id = (pid[0], _UNTYPED, *pid[2:4], pid[4] * ITEMSIZE[dtype])
     for call in pickle.calls:
         callee = call.callee
         if type(callee) is not Global or type(call.args) is not tuple or not call.args:
@@ -390,13 +390,13 @@ def _read_old(out: Program) -> Tree:
         main = read_pickle(archive, "attributes.pkl", out.problems, _SCRIPT_IDS)
         main.main = True
         out.pickles.append(main)
-        held = _as_torch_save(archive, "attributes.pkl")
-        for call in held.calls:
+        attributes = _as_torch_save(archive, "attributes.pkl")
+        for call in attributes.calls:
             if type(call.callee) is Global and call.callee.full_name == "torch.jit._pickle.build_tensor_from_id":
                 known = _at(tensors, call.args[0]) if type(call.args) is tuple and call.args else None
                 if known is not None:
                     call.callee, call.args = known.callee, known.args
-        values = _members(held.root)
+        values = _members(attributes.root)
     # Turn the modules into what they would be in today's data.pkl; not by recursion, since JSON may be deeply nested.
     top = Pickle("model.json")
     top.root = _module()
@@ -447,7 +447,7 @@ def read_package(archive: Archive) -> Checkpoint:
         if (is_named or (not is_other and archive.head(record, 2).startswith(_PICKLED))) and out.affords(record):
             pickle = read_pickle(archive, name, out.problems, _PACKAGE_IDS)
             # The importer also makes the calls in persistent ids.
-            pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
+            pickle.calls += [call for node in pickle.persistent if (call := _package_call(node))]
             out.pickles.append(pickle)
     saved = [pickle for pickle in out.pickles if not pickle.name.startswith(".data/")]
     if len(saved) == 1:
@@ -458,17 +458,17 @@ def read_package(archive: Archive) -> Checkpoint:
         plain = pickle
         if pickle.name.startswith(_SCRIPT):
             plain = _as_torch_save(archive, pickle.name)
-            for held in plain.persistent:
+            for node in plain.persistent:
                 # TorchScript calls a storage ``4.storage`` where Python's pickles call it ``4``.
-                pid = held.id
+                pid = node.id
                 if type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str:
-                    held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
+                    node.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
         table.enter(plain.persistent)
         if pickle.name.endswith(".debug_pkl"):
             continue
         # The root under the name of the record, and the results of nested package calls.
-        calls = [(held, call) for held in plain.persistent if (call := _package_call(held))]
-        top = next((call for held, call in calls if held is plain.root), None)
+        calls = [(node, call) for node in plain.persistent if (call := _package_call(node))]
+        top = next((call for node, call in calls if node is plain.root), None)
         root += [] if top else [pickle.name, plain.root]
         index = 0
         for _, call in sorted(calls, key=lambda pair: pair[1] is not top):
@@ -494,12 +494,12 @@ def read_package(archive: Archive) -> Checkpoint:
     return out.checkpoint(written_by=Origin(recorded=(("python", python),) if python else ()))
 
 
-def _package_call(held: Persistent) -> Call | None:
+def _package_call(node: Persistent) -> Call | None:
     """The call that the importer makes for ``("reduce_package", id, function, arguments)``, or without the id."""
-    pid = held.id
+    pid = node.id
     if type(pid) is not tuple or pid[:1] != ("reduce_package",) or len(pid) not in (3, 4):
         return None
-    return Call(pid[-2], pid[-1], "reduce", held.position)
+    return Call(pid[-2], pid[-1], "reduce", node.position)
 
 
 # -- ``.pt2`` packages: programs of ``torch.export``, and those that AOTInductor has compiled
@@ -554,17 +554,17 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
     stack: list[tuple[str, Any, str]] = [("", program, "")]
     while stack:  # not by recursion, since JSON may be deeply nested
         key, value, node = stack.pop()  # node: the target of the graph node that contains the value
-        inside = [(key, held) for held in entries(value)]
+        inside = [(key, child) for child in entries(value)]
         if type(value) is dict:
             inside, node = [*value.items()], text(value.get("target"), 200) or node
-        for label, held in inside:
-            if label == "as_device" and type(held) is dict:
-                devices[f"{_device(held)} in {node or 'the graph'}"] += 1
-            elif label == "target" and type(held) is str:
-                targets[held[:200]] += 1
-            elif label in ("expr_str", "guards_code") and type(held) is str and _ODD_TEXT.search(held):
-                odd[held[:200]] += 1
-            stack.append((label, held, node))
+        for label, child in inside:
+            if label == "as_device" and type(child) is dict:
+                devices[f"{_device(child)} in {node or 'the graph'}"] += 1
+            elif label == "target" and type(child) is str:
+                targets[child[:200]] += 1
+            elif label in ("expr_str", "guards_code") and type(child) is str and _ODD_TEXT.search(child):
+                odd[child[:200]] += 1
+            stack.append((label, child, node))
     suspicious: Counter[str] = Counter()
     for target, count in targets.items():  # those that are not operators, or dangerous ones
         parts = target.split(".")
@@ -895,9 +895,9 @@ def _read_views(out: _Package, configs: list[str]) -> None:
         base = bases.get(key)
         if base is None or not base.storages:
             return None
-        held = base.storages[0]
-        method = DEFLATED if held.compressed else 0
-        return Record(held.record, held.offset, held.stored, held.stored, held.crc32, method)
+        storage = base.storages[0]
+        method = DEFLATED if storage.compressed else 0
+        return Record(storage.record, storage.offset, storage.stored, storage.stored, storage.crc32, method)
 
     tree = find_tensors(root, StorageTable(locate))
     lost = [storage for storage in tree.storages if not storage.record]

@@ -116,8 +116,8 @@ def header_metadata(source: Source) -> dict[str, str]:
         table = json.loads(source.read(PREFIX, min(length, MAX_HEADER)))
     except (ValueError, RecursionError):
         return {}
-    held = table.get("__metadata__") if isinstance(table, dict) else None
-    return {key: value for key, value in held.items() if type(value) is str} if isinstance(held, dict) else {}
+    metadata = table.get("__metadata__") if isinstance(table, dict) else None
+    return {key: value for key, value in metadata.items() if type(value) is str} if isinstance(metadata, dict) else {}
 
 
 def _parse(header: bytes, noted: LimitedProblems) -> dict[str, object]:

@@ -326,8 +326,8 @@ class _Walk:
             # Containers whose content is walked as if it were in the object: many objects can share one.
             state = node.states[-1] if node.states else None
             given = node.args[:1] if type(node.args) is tuple and called(node) == _ORDERED_DICT else ()
-            held = state[:2] if type(state) is tuple else (state,)
-            parts += [part for part in (*held, *given) if type(part) in (Dict, list)]
+            inner = state[:2] if type(state) is tuple else (state,)
+            parts += [part for part in (*inner, *given) if type(part) in (Dict, list)]
         budget, again = self.table.budget, False
         for part in parts:
             if budget.seen(id(part)):
@@ -364,10 +364,10 @@ class _Walk:
             return
         # An ``nn.Module``: names as its ``state_dict()`` would give, joined by dots, ``None`` left out. The name so far
         # is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
-        held: Any = state.get("_non_persistent_buffers_set")
-        members = held.items if type(held) is Set else []
-        if type(held) is Call and type(held.args) is tuple and held.args and type(held.args[0]) is list:
-            members = held.args[0]  # protocol 2: ``builtins.set([...])``
+        buffers: Any = state.get("_non_persistent_buffers_set")
+        members = buffers.items if type(buffers) is Set else []
+        if type(buffers) is Call and type(buffers.args) is tuple and buffers.args and type(buffers.args[0]) is list:
+            members = buffers.args[0]  # protocol 2: ``builtins.set([...])``
         unsaved = {member for member in members if type(member) is str}
         joiner = "." if path[-2:-1] == ("_modules",) else "/"
         prefix = f"{name}{joiner}" if name else ""
@@ -449,7 +449,7 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
         walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
     problems = (*walk.noted.problems(), *table.noted.problems())
     users = table.users
-    storages = tuple([_new(Storage, (*held[:-1], tuple(users[key]))) for key, held in table.storages.items()])
+    storages = tuple([_new(Storage, (*storage[:-1], tuple(users[key]))) for key, storage in table.storages.items()])
     return Tree(tuple(walk.tensors), storages, tuple(walk.leaves), problems)
 
 

@@ -1,7 +1,7 @@
 """Find the records of an archive that is damaged, or has lost its directory.
 
 Almost everything about a record is in the file twice: its name in its header and in the directory, its size in the
-directory and in the descriptor behind its bytes, its offset in the directory and as the end of the record before it.
+directory and in the descriptor after its bytes, its offset in the directory and as the end of the record before it.
 Any header may have a flipped bit, and where two copies disagree, the offset that most of the evidence supports is
 used. What is in the file only once is found by its content: ``data.pkl`` ends where its pickle ends, and the pickle has
 the length of each storage. torch.save writes ``data.pkl`` first (from 1.6 on), so most truncated files still have it.

@@ -166,7 +166,7 @@ class _Archive:
         self.end = 0
         self.entries: list[bytes] = []
         self.places: dict[int, tuple[bytes, int, int]] = {}  # name, size, offset of records without a checksum
-        self._lead = root + b"/" if root else b""
+        self._prefix = root + b"/" if root else b""
         self._alignment = alignment
 
     def _add_small(self, write: _Write, contents: list[tuple[bytes, bytes]]) -> None:
@@ -176,10 +176,10 @@ class _Archive:
         20,000 small tensors takes 12 % longer.
         """
         out: list[bytes] = []
-        lead, alignment, begin, offset = self._lead, self._alignment, self.end, self.end
+        prefix, alignment, begin, offset = self._prefix, self._alignment, self.end, self.end
         lengths, describe, enter = EXTRA.pack, DESCRIPTOR.pack, CENTRAL_IN_SHORT.pack
         for short, content in contents:
-            name, size, checksum = lead + short, len(content), crc32(content)
+            name, size, checksum = prefix + short, len(content), crc32(content)
             self.checksums.append(checksum)
             write.contents += size
             if size and offset + size < ALL32:
@@ -215,7 +215,7 @@ class _Archive:
                 continue
             if small:
                 self._add_small(write, small)
-            name, offset, number = self._lead + short, self.end, len(self.checksums)
+            name, offset, number = self._prefix + short, self.end, len(self.checksums)
             header = local_header(name, size, offset, self._alignment)
             self.places[number] = name, size, offset
             self.entries.append(central_entry(name, size, 0, offset))  # final if it is empty

@@ -87,7 +87,7 @@ def decompressed(decoder: Any, source: Source, offset: int, stored: int, limit: 
 def from_text(encoding: str, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
     """Bytes that are stored as text, one character each, in pieces, at most ``limit`` bytes.
 
-    Raises ``UnicodeError`` if it is not such a text.
+    Raises ``UnicodeError`` if they are stored in another way.
     """
     from codecs import getincrementaldecoder
 
