@@ -166,7 +166,7 @@ class Pickle:
     """A pickle that was read to its end, or to where it breaks.
 
     ``start`` and ``end`` are its bounds in the data. ``broken`` says why reading stopped early, empty if it did not;
-    everything before that is here. ``cut`` is whether the data just ended. ``irregular`` are things that some
+    everything before that is here. ``cut`` is whether the data ended early. ``irregular`` are things that some
     unpicklers refuse; ``ambiguous`` are things that make unpicklers read the same bytes differently. ``calls`` are
     all calls in the order in which an unpickler makes them, including those whose result is discarded; ``built`` are
     targets of BUILD that are not calls. ``rare`` are the opcodes that ``weights_only`` does not know, and where

@@ -191,7 +191,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
 
 
 def _zip_reader(archive: Archive, *, tree: bool) -> Callable[[Archive], Checkpoint] | None:
-    """The reader for an archive with these records, or ``None``; no other reader is imported."""
+    """The reader for an archive with these records, or ``None``; only its module is imported."""
     has_pickle = archive.find("data.pkl")
     if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # model.json in 1.0 to 1.2
         from transload.formats.programs import read_torchscript

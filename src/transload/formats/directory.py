@@ -483,7 +483,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
         merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", METADATA)
     if not fields:
         return
-    # The items of each file. An item is an archive with a piece of a tensor, or with an object. Here it is its name,
+    # The items of each file: archives, each with a piece of a tensor or with an object. An entry is the item's name,
     # the position of the piece in its tensor, its offset and length in the file, and whether it is transformed. A path
     # that leads out of the directory is never opened.
     items: dict[str, list[tuple[str, tuple[int, ...], int, int, bool]]] = {}

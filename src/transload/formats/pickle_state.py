@@ -54,7 +54,7 @@ class Machine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
 
     ``memo`` is a list as long as each entry is written once and in order, as all writers but Python 2's do; then a
-    dictionary. ``given`` are the ids of lists that calls got. ``loader`` is the global ``LOADER``, once the pickle has
+    dictionary. ``given`` are the ids of lists passed to calls. ``loader`` is the global ``LOADER``, once the pickle has
     named it. ``read_storage`` is called with the arguments and the end of each call of it, ``read_array`` with each
     call whose result gets a state. What they return replaces the call, unless it is ``None``.
     """

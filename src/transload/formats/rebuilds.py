@@ -43,7 +43,7 @@ class BadTensor(Exception):  # noqa: N818 - a signal between readers and the wal
 def _ints(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Call and called(value) == "torch.Size":
         value = value.args[0] if type(value.args) is tuple and value.args else ()
-    if type(value) is not tuple:  # not even a list, which could change after the call, when torch has used it
+    if type(value) is not tuple:  # not even a list: it could change after torch has used it
         raise BadTensor(f"its {what} is not a tuple of numbers")
     numbers: tuple[Any, ...] = value
     if len(numbers) > MAX_RANK:
@@ -216,7 +216,7 @@ class Rebuilder:
         return self._composite(args, at, "nested", ("buffer", "sizes", "strides", "offsets"))
 
     def _composite(self, args: _Args, at: Place, kind: str, names: tuple[str, ...], *, sized: bool = False) -> Tensor:
-        """A tensor of others: if ``sized``, with the dtype of the last and the size after it; else like the first."""
+        """A tensor made of others. If ``sized``: the dtype of the last, and the size after it; else as the first."""
         parts = tuple([self._rebuild(part, at, own) for own, part in zip(names, args, strict=False)])
         like = parts[-1 if sized else 0]
         shape = _ints(args[len(names)], "size") if sized else like.shape

@@ -286,8 +286,8 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
     """What killed writers of a file or directory have left beside it: each path, and the match of its name.
 
     ``flags`` are those for opening it, ``ending`` is a regular expression for the end of its name. It is abandoned if
-    it can be locked, and stays locked while the caller handles it. Without support for locks, nothing is abandoned,
-    since the writer may be alive, perhaps on another machine; on Windows, which does not remove open files, all is.
+    it can be locked, and stays locked while the caller handles it. If locks are not supported, nothing is yielded,
+    since the writer may be alive, perhaps on another machine; except on Windows, which does not remove open files.
     """
     folder, name = os.path.split(target)
     pattern = re.compile(rf"{re.escape(_prefix(name))}\d{{1,10}}-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
