@@ -315,7 +315,7 @@ def _read_numbered(merger: Merger) -> None:
     key = min(families, key=lambda family: (_WEIGHT_SUFFIXES.index(family[1]), -len(families[family]), family))
     stem, suffix, total = key
     shards = families[key]
-    merger.note("index-missing", f"{stem}{suffix}{INDEX_SUFFIX} is missing: there is no list of tensors to check")
+    merger.note("index-missing", f"{stem}{suffix}{INDEX_SUFFIX} is missing: no list of tensors to compare with")
     # Hugging Face counts from 1, some others from 0.
     first = 0 if 0 in shards else 1
     for number in range(first, first + total):
