@@ -83,13 +83,13 @@ def function(each: Callable[..., Any]) -> str:
 
 
 def returned(each: Callable[..., Any]) -> type | None:
-    """The class of ours that a function returns."""
+    """The class of transload that a function returns, if it returns one."""
     found = sys.modules[each.__module__].__dict__.get(str(inspect.signature(each).return_annotation))
     return found if isinstance(found, type) and found.__module__.startswith("transload") else None
 
 
 def result(each: type) -> str:
-    """The section of a class: what it means, its fields, and what it can be asked."""
+    """The section of a class: what it means, its fields, properties and methods."""
     fields = [f"`{name}: {kind}`" for name, kind in fields_of(each)]
     parts = [f"### {each.__name__}\n\n{contract(each)}"]
     if fields:
@@ -100,13 +100,13 @@ def result(each: type) -> str:
 
 def error(each: type) -> str:
     """The row of an error."""
-    told = (transload.TransloadError, Exception, BaseException, object)
-    own = [base.__name__ for base in each.__mro__[1:] if base not in told and not base.__name__.startswith("_")]
+    implied = (transload.TransloadError, Exception, BaseException, object)
+    own = [base.__name__ for base in each.__mro__[1:] if base not in implied and not base.__name__.startswith("_")]
     return f"| `{each.__name__}` | {', '.join(f'`{name}`' for name in own)} | {first_words(each)} |\n"
 
 
 def fields_of(each: type) -> Iterator[tuple[str, str]]:
-    """Names and types of what a frozen class holds."""
+    """Names and types of the fields of a frozen class."""
     if dataclasses.is_dataclass(each):
         yield from ((field.name, plain(field.type)) for field in dataclasses.fields(each) if field.name[0] != "_")
     elif hasattr(each, "_fields"):
@@ -115,7 +115,7 @@ def fields_of(each: type) -> Iterator[tuple[str, str]]:
 
 
 def members_of(each: type) -> Iterator[str]:
-    """Public properties and methods, those that a result shares with all others left out."""
+    """Public properties and methods, except ``to_dict``, which every result has."""
     ours = [base for base in each.__mro__ if base.__module__.startswith("transload.")]
     own = {name: member for base in ours for name, member in vars(base).items()}
     for name, member in own.items():
@@ -132,7 +132,7 @@ def members_of(each: type) -> Iterator[str]:
 
 
 def signature(each: Callable[..., Any]) -> str:
-    """How it is called, with types, in lines that fit and break between arguments."""
+    """How a function is called, with types, in lines that fit and break between arguments."""
     own = inspect.signature(each)
     head, lines = f"transload.{each.__name__}(", [""]
     arguments = [plain(str(one)) for one in own.replace(return_annotation=own.empty).parameters.values()]
@@ -153,12 +153,12 @@ def short(member: FunctionType) -> str:
 
 
 def parameters(member: FunctionType) -> list[tuple[str, inspect.Parameter]]:
-    """All but ``self``."""
+    """All parameters but ``self``."""
     return [*inspect.signature(member).parameters.items()][1:]
 
 
 def plain(kind: Any) -> str:
-    """A type, or a signature with types, as it stands in the source."""
+    """A type, or a signature with types, as it is written in the source."""
     text = kind if isinstance(kind, str) else getattr(kind, "__forward_arg__", getattr(kind, "__name__", "Any"))
     return re.sub(r": '([^']*)'", r": \1", str(text))
 
@@ -166,14 +166,14 @@ def plain(kind: Any) -> str:
 def contract(each: Any) -> str:
     """A docstring as Markdown; its examples as blocks that a test runs."""
     parts = (inspect.getdoc(each) or "").split("\n\n")
-    if isinstance(each, type):  # their examples make them of parts that are not public, unless a function does
+    if isinstance(each, type):  # their examples use private names, unless they call a function of transload
         parts = [part for part in parts if not part.startswith(">>> ") or "transload." in part]
     shown = (example(part, each.__name__) if part.startswith(">>> ") else filled(part) for part in parts)
     return "\n\n".join(shown) + "\n"
 
 
 def example(part: str, name: str) -> str:
-    """A session, as somebody types it who has imported transload."""
+    """An example as a user types it who has imported transload."""
     text = re.sub(r" *# doctest:.*", "", part)
     text = re.sub(rf"(?<![\w.]){name}\(", f"transload.{name}(", text)
     return f"```python\n{text}\n```"
@@ -187,7 +187,7 @@ def filled(part: str, indent: int = 0) -> str:
 
 
 def single(text: str) -> str:
-    """With the backticks of Markdown."""
+    """Turn the double backticks of reStructuredText into those of Markdown."""
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 

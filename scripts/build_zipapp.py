@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "transload"
 DOCS = ROOT / "docs"
 
-# zipapp writes a __main__ of its own, but that one drops what main() returns: every exit code would be 0. The check
-# comes before the import, because an older Python stops at our syntax with a traceback.
+# The __main__ that zipapp generates drops what main() returns: every exit code would be 0. The version is checked
+# before the import, because an older Python stops at our syntax with a traceback.
 MAIN = """\
 import sys
 
@@ -36,7 +36,7 @@ MEMBER_TIME = 1_600_000_000
 
 
 def build(target: Path) -> None:
-    """Write the archive to ``target``, whose folder is made if need be."""
+    """Write the archive to ``target``, and create its folder if necessary."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder)

@@ -5,12 +5,12 @@
 
 Every module of the standard library, of torch and of numpy that can be imported here is imported. Each name in it that
 can be called is looked up: functions, classes, methods of classes, and what is there only because the module imported
-it. A callable has a reason if it is on the list of sinks below, or if its bytecode, or that of a Python function that
-it calls, refers to a sink. That is a guess on the safe side, not a proof: what has no reason earns no trust by that,
-see ``judge.names``.
+it. A callable is listed, with a reason, if it is one of the sinks below, or if its bytecode, or that of a Python
+function that it calls, refers to a sink. That is a guess on the safe side, not a proof: a callable that is not listed
+is not trusted because of that, see ``judge.names``.
 
-The table holds the last component of each name, once for each package. Names are added and never removed, so that a
-table that was written with several releases knows those of all. Imports print and warn: run it in a scratch directory.
+The table has the last component of each name, once for each package. Names are added and never removed, so that a
+table written with several releases has the names of all. Imports print and warn: run this in a scratch directory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SKIPPED = ("__main__", "antigravity", "idlelib", "test", "this", "turtledemo", "
 TESTS = frozenset({"test", "tests", "__main__", "gen_pyi"})
 TIMEOUT = 30
 
-# -- sinks: modules of which every function counts, single functions, and attributes of whatever object
+# -- sinks: modules of which every function counts, single functions, and attributes of any object
 
 CODE_MODULES = """
     _pickle code codeop ctypes imp importlib importlib._bootstrap importlib._bootstrap_external importlib.machinery
@@ -79,8 +79,8 @@ ATTRIBUTES = {
     "files": "mkdir open read_bytes read_text rmdir rmtree unlink write_bytes write_text",
     "names": "__globals__ __subclasses__ f_builtins",
 }
-IMPORTERS = frozenset({"import_module", "__import__", "find_spec"})  # of a fixed name they are harmless
-# What loading an object of a class can call.
+IMPORTERS = frozenset({"import_module", "__import__", "find_spec"})  # harmless if the name is a constant
+# Methods of a class that loading an object of it can call.
 CALLED = "__new__ __init__ __post_init__ __setstate__ __del__ __setattr__ __setitem__ __hash__ __eq__ append extend"
 
 Chain = tuple[str, ...]
@@ -115,7 +115,7 @@ def _import(name: str) -> types.ModuleType | None:
 
 
 def _walk(name: str) -> Iterator[str]:
-    """Import a module and all below it; those that cannot be imported are given back."""
+    """Import a module and all modules below it; yield those that cannot be imported."""
     module = _import(name)
     if module is None:
         yield name
@@ -131,7 +131,7 @@ def package_of(module: str) -> str:
     return package if package in PACKAGES else "stdlib"
 
 
-# -- why a callable is one of them
+# -- why a callable is dangerous
 
 
 class Sinks:
@@ -166,7 +166,7 @@ class Sinks:
             self._known.setdefault(id(found), (found, kind))
 
     def kind(self, found: object) -> str:
-        """The reason against an object, or an empty text."""
+        """The reason against an object; empty if there is none."""
         known = self._known.get(id(found))
         return known[1] if known and known[0] is found else ""
 
@@ -219,7 +219,7 @@ def _chains(code: types.CodeType) -> tuple[Chain, ...]:
 
 
 def _resolved(chain: Chain, namespace: dict[str, Any]) -> Iterator[Any]:
-    """The objects on the way of a chain, as far as modules and classes lead."""
+    """The objects along a chain, as far as it leads through modules and classes."""
     kind, first, *rest = chain
     if kind == "attribute":
         return
@@ -258,7 +258,7 @@ class Reasons:
         return self._direct[function]
 
     def of(self, found: Any) -> frozenset[str]:
-        """The reasons against a function or class: its own, and of functions those of what they call."""
+        """The reasons against a function or class: its own or, if a function has none, those of what it calls."""
         if isinstance(found, type):
             parts = [inspect.getattr_static(found, name, None) for name in CALLED.split()]
             inherited = (frozenset({self._sinks.kind(base)} - {""}) for base in found.__mro__)
@@ -273,9 +273,9 @@ class Reasons:
 
 
 def callables(roots: Iterable[str], wanted: Callable[[str, str], bool] | None = None) -> Iterator[Found]:
-    """Every name that can be called in the modules that are imported, and every module that a module has.
+    """Every callable in the modules that are imported, and every module among their attributes.
 
-    Only those that are ``wanted``, by module and name.
+    ``wanted`` selects some of them, by module and name.
     """
     known, reasons = set(roots), Reasons()
     for module, found in sorted(sys.modules.items()):
@@ -368,7 +368,7 @@ def main() -> int:
             print(f"  {reason}: {', '.join(words)}")
     print("\n".join(["with an allow line though there is a reason:", *wrong]) if wrong else "none gets an allow line")
     sys.stdout.flush()
-    os._exit(1 if wrong else 0)  # threads and hooks of what was imported are not waited for
+    os._exit(1 if wrong else 0)  # do not wait for threads and hooks of imported modules
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def commands(docs: Path) -> list[Entry]:
 
 
 def causes(docs: Path) -> list[Entry]:
-    """The list of causes, then each layer with the pages of its own."""
+    """The list of causes, then each layer with its pages."""
     layers: list[Entry] = [{"All causes": "doctor/README.md"}]
     text = (docs / "doctor" / "README.md").read_text(encoding="utf-8")
     for section in text.split("\n## ")[1:]:

@@ -54,12 +54,12 @@ def main() -> int:
 
 
 def text_of(path: Path) -> str:
-    """What a file holds now; nothing where there is none."""
+    """The text of a file; empty if it does not exist."""
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def files() -> dict[Path, str]:
-    """Every file with what it must hold: the second paragraph of a page is the rule's, the rest its own."""
+    """Every file with its expected text: the rule gives the second paragraph of a page, the rest is kept."""
     pages = {DOCS / "doctor" / f"{rule.code}.md": rule for rule in BY_CODE.values()}
     return {
         DOCS / "doctor" / "README.md": index(),
@@ -82,7 +82,7 @@ def index() -> str:
 
 
 def with_head(rule: Rule, page: str) -> str:
-    """A page with the layer and the certainty of its rule; of a new rule, a page to be written."""
+    """A page with the layer and the certainty of its rule; for a new rule, a template."""
     title, _, body = page.split("\n\n", 2) if page else (f"# {rule.code}: what is wrong, in a few words", "", EMPTY)
     return f"{title}\n\n{certainty(rule)}\n\n{body}"
 
@@ -106,7 +106,7 @@ def schema_text() -> str:
 
 
 def _dumped(value: Any, indent: str = "") -> str:
-    """JSON with what fits on a line on one."""
+    """JSON in which every value that fits on one line is on one line."""
     line = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(line) <= WIDTH or not isinstance(value, dict):
         return line
@@ -177,7 +177,7 @@ def _of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _of(arguments[1], definitions)}
     if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}  # its place, for a class that should hold itself
+        definitions[kind.__name__] = {}  # a placeholder, in case the class refers to itself
         definitions[kind.__name__] = _class(kind, definitions)
     return {"$ref": f"#/$defs/{kind.__name__}"}
 
@@ -189,8 +189,8 @@ def _class(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     hints, words = get_type_hints(kind), _comments(kind)
     properties = {}
     for each in fields(kind):
-        told = {"description": words[each.name]} if each.name in words else {}
-        properties[each.name] = {**_of(hints[each.name], definitions), **told}
+        comment = {"description": words[each.name]} if each.name in words else {}
+        properties[each.name] = {**_of(hints[each.name], definitions), **comment}
     return {"description": _first(kind.__doc__), **_object(properties)}
 
 

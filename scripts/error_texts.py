@@ -2,7 +2,7 @@
 
 Usage: python scripts/error_texts.py [--every] [PATH...] > texts.jsonl
 
-A PATH is a wheel, a source distribution, an unpacked one, or a site-packages folder; without any, it is the one of this
+A PATH is a wheel, a source distribution, an unpacked one, or a site-packages folder; the default is that of this
 Python. ``bench/explain.py`` gives the texts to ``explain``. Nothing is imported or run: Python is parsed for ``raise``
 and ``assert``, C++ for TORCH_CHECK and its relatives, Rust for the texts of errors, and compiled libraries are searched
 for sentences. A text has blanks, ``{}``, for what differs. Only files about loading, devices and processes count; with
@@ -100,8 +100,8 @@ def files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         with tarfile.open(path) as packed:
             for member in packed:
                 if member.isfile():
-                    taken = packed.extractfile(member)
-                    yield re.sub(r"^([^/]+?)-[\d.][^/]*", r"\1", member.name), taken.read if taken else bytes
+                    file = packed.extractfile(member)
+                    yield re.sub(r"^([^/]+?)-[\d.][^/]*", r"\1", member.name), file.read if file else bytes
 
 
 def project_of(name: str) -> tuple[str, str] | None:
@@ -182,7 +182,7 @@ _LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
 def c_texts(data: bytes) -> Found:
-    """The string literals in each call that reports an error, with a blank for what stands between them."""
+    """The string literals in each call that reports an error, with a blank for what is between them."""
     source = data.decode("utf-8", "replace")
     for call in _CHECK.finditer(source):
         body: list[str] = []
@@ -208,7 +208,7 @@ _BEFORE = {
     "InvalidSlice": "Error during slicing {} with shape {}: ",
     "MetalError": "MTLBuffer alloc for {}: ",
 }
-"""Of a type of errors of safetensors: the words that its Python part prints before what the type says of itself."""
+"""For error types of safetensors: what its Python bindings print before the message of the type itself."""
 
 
 def rust_texts(data: bytes) -> Found:
@@ -219,7 +219,7 @@ def rust_texts(data: bytes) -> Found:
         if call["type"]:
             kind, begun = call["type"], ""
             continue
-        alone = not begun  # a tensor whose bytes do not fit: said of slices, after other words
+        alone = not begun  # a message written in several steps follows other words
         text = begun + re.sub(r"\{[^{}]*\}", "{}", call["text"]).replace('\\"', '"')
         written = call["call"].startswith("write")
         begun = text if written and call["more"] else ""

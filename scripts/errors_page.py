@@ -64,23 +64,23 @@ def section(known: KnownError) -> str:
 
 
 def general(text: str) -> str:
-    """A sentence without the values of one text."""
+    """A sentence with ``…`` for the values that differ from text to text."""
     return re.sub(r"\{[a-z_]+\}", "…", text).replace("{{", "{").replace("}}", "}").replace("……", "…")
 
 
 def code(text: str) -> str:
-    """A text between as many backticks as it does not hold."""
+    """A text as code, between more backticks than it contains in a row."""
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if len(fence) > 1 else f"`{text}`"
 
 
 def filled(text: str) -> str:
-    """A paragraph."""
+    """A paragraph, wrapped."""
     return textwrap.fill(escaped(text), _WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
 def escaped(text: str) -> str:
-    """Without what Markdown would take for its own."""
+    """Escape what Markdown would interpret."""
     return text.replace("<", "\\<").replace("*", "\\*")
 
 

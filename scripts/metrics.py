@@ -1,4 +1,4 @@
-"""Print how large the package is, how it hangs together and what it costs to start. Nothing here has a limit.
+"""Print the size of the package, how its modules depend on each other, and what it costs to start; without limits.
 
     python scripts/metrics.py              what the sources say, and what a first load imports
     python scripts/metrics.py --timings    also CPU times, as shares of ``import torch``: medians of several rounds
@@ -7,7 +7,7 @@
   those inside functions and those for typing only.
 - *functions referenced once*: definitions by ``def`` whose name occurs exactly once as a name or an attribute, besides
   imports: in their own module if the name begins with an underscore, else anywhere in src. Magic methods are left out.
-- *compiled*: Python finds the bytecode of all modules; *not compiled*: of torch only. Neither writes any.
+- *compiled*: Python finds the bytecode of all modules; *not compiled*: only that of torch. Neither writes bytecode.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def modules() -> dict[str, ast.Module]:
 
 @cache
 def nodes_of(tree: ast.Module) -> list[ast.AST]:
-    """Every node of a module; walking is what takes the time here."""
+    """The nodes of a module that are counted here; cached, since walking takes most of the time."""
     kinds = ast.Import, ast.ImportFrom, ast.Name, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
@@ -73,11 +73,11 @@ def imports(trees: dict[str, ast.Module]) -> Graph:
 def reachable(graph: Graph, start: str) -> set[str]:
     """The modules that a module imports, directly or not."""
     seen: set[str] = set()
-    ahead = [start]
-    while ahead:
-        new = graph[ahead.pop()] - seen
+    pending = [start]
+    while pending:
+        new = graph[pending.pop()] - seen
         seen |= new
-        ahead += new
+        pending += new
     return seen
 
 
@@ -142,7 +142,7 @@ print(used.ru_utime + used.ru_stime)
 
 
 def python(*arguments: str, bytecode: str = "", write: bool = False) -> str:
-    """What a fresh interpreter prints, with the bytecode in a folder; it is added to only where asked for."""
+    """What a fresh interpreter prints. It reads bytecode from a folder, and with ``write`` adds to it."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRANSLOAD"))}
     environ["PYTHONPATH"] = str(SRC)
     environ |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {}
@@ -159,7 +159,7 @@ def has_torch() -> bool:
 
 
 def imported_by_load() -> int:
-    """How many modules of ours are there after the first load of a small file."""
+    """How many modules of transload the first load of a small file imports."""
     return int(python("-c", IMPORTED.format(load=LOAD)))
 
 
@@ -167,7 +167,7 @@ def timings() -> Iterator[tuple[str, str]]:
     """The first load, and ``inspect --json`` as a process, as shares of ``import torch``: CPU times."""
     with tempfile.TemporaryDirectory() as folder:
         python("-c", "import torch", bytecode=folder, write=True)
-        yield from shares("not compiled", folder)  # what is ours: torch has its bytecode in both
+        yield from shares("not compiled", folder)  # that is, transload: torch has its bytecode in both
         python("-c", FIRST_LOAD, bytecode=folder, write=True)
         python("-c", INSPECT, bytecode=folder, write=True)
         yield from shares("compiled", folder)
@@ -188,7 +188,7 @@ def shares(state: str, folder: str) -> Iterator[tuple[str, str]]:
 
 def figures(*, timed: bool) -> Iterator[tuple[str, str]]:
     """Names and values, in the order of the table."""
-    gc.disable()  # half of the time would go into looking for garbage among the trees
+    gc.disable()  # searching the trees for garbage would take half of the time
     trees = modules()
     found = cycles(imports(trees))
     once, total = referenced_once(trees)

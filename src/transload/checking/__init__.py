@@ -65,7 +65,7 @@ class Check(Frozen, Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
-        wish = ",".join(map(str, self.wish)) if is_device_list(self.wish) else str(self.wish)
+        device = ",".join(map(str, self.wish)) if is_device_list(self.wish) else str(self.wish)
         return {
             "schema": 1,
             "path": self.checkpoint.path,
@@ -74,7 +74,7 @@ class Check(Frozen, Reported):
             "format": self.checkpoint.format,
             "safety": self.checkpoint.safety,
             "integrity": self.checkpoint.integrity,
-            "map_location": None if self.wish is None else wish,
+            "map_location": None if self.wish is None else device,
             "devices": [device.to_dict() for device in self.devices.available],
             "current": self.devices.current,
             "rank": self.devices.rank,
@@ -113,7 +113,7 @@ def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) 
     from transload.loading.engine import forecast
 
     made = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
-    # How its bytes would be moved: as load chooses, except for what only a working driver knows.
+    # How load would move the bytes, except for what only a working driver knows.
     cuda = sum(move.nbytes for move in made.plan.moves if move.device.startswith("cuda"))
     host = sum(move.nbytes for move in made.plan.moves) - cuda
     how = forecast(os.fspath(path), host, cuda).why if made.plan.ok and host + cuda else ""
@@ -135,11 +135,11 @@ def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def checked(
-    checkpoint: Checkpoint, diagnosis: Diagnosis, wish: Any, environ: dict[str, str], *, cwd: str = ""
+    checkpoint: Checkpoint, diagnosis: Diagnosis, device: Any, environ: dict[str, str], *, cwd: str = ""
 ) -> Check:
     """As ``check``, for a file and a machine that were already examined. ``cwd`` is where programs run from."""
     machine, devices = diagnosis.machine, devices_of(diagnosis, environ)
-    plan = place(checkpoint, devices, wish)
+    plan = place(checkpoint, devices, device)
     needed = packages(checkpoint, machine, cwd=cwd)
     first, cuda = machine.torch.first, machine.driver.cuda
     # Whether the result of torch.cuda.is_available() is known: a GPU that cannot compute may still be counted.
@@ -153,7 +153,7 @@ def checked(
         {package.missing for package in needed if package.missing},
     )
     said, fits = torch_says(checkpoint, installed), compatibility(checkpoint, machine)
-    result = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, fits, "", ())
+    result = Check(checkpoint, diagnosis, devices, device, plan, said, needed, fits, "", ())
     findings = list(_findings(result))
     # Why ``load`` would raise, in the order of its checks: the file, the names it imports, the machine.
     refusals: list[str] = []
@@ -183,7 +183,7 @@ def checked(
 def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
     """The devices that work according to the doctor; torch itself is not asked.
 
-    If no torch is installed, those that it would find.
+    If torch is not installed, the devices that it would find.
     """
     machine = diagnosis.machine
     torch = machine.torch.first
@@ -264,7 +264,7 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
 
 
 def _missing(module: str, python: Python, cwd: str) -> str:
-    """The first package or module of a dotted name that an interpreter would not find; empty if all are, or unclear."""
+    """The first part of a dotted name that an interpreter would not find; empty if it finds all, or that is unclear."""
     path = inside = [*([cwd] if cwd else []), *python.path]
     parts = module.split(".") if path else []
     for count in range(1, len(parts) + 1):
@@ -282,7 +282,7 @@ def _missing(module: str, python: Python, cwd: str) -> str:
 
 
 def _found_otherwise(name: str, python: Python, path: list[str]) -> bool:
-    """Whether it is found without ``sys.path``: by an import hook of this process, or an editable install."""
+    """Whether a module is found without ``sys.path``: by an import hook of this process, or an editable install."""
     for finder in sys.meta_path if python.executable == sys.executable else ():
         try:
             if finder is not PathFinder and finder.find_spec(name, None) is not None:
@@ -364,8 +364,8 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     compared = tuple(
         f"made with {name} {value}{f'; here {here[name]}' if here.get(name) else ''}" for name, value in recorded
     ) or ("no origin is recorded in the file",)
-    # Kernels, or all kernels of a library: a name, the codes of which a GPU must run one, and what their PTX needs: the
-    # CUDA version of the driver, as drivers number it (``12080``); 0 if unknown.
+    # Each kernel, or library of kernels: its name, the architectures of which a GPU must run at least one, and the CUDA
+    # version that its PTX needs in the driver, as drivers number it (``12080``); 0 if unknown.
     kernels: list[tuple[str, tuple[str, ...], int]] = []
     for part in checkpoint.parts:
         facts = dict(part.facts)
@@ -390,13 +390,13 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     for name, codes, _ in kernels:
         by_codes.setdefault(codes, []).append(name)
     evidence = [f"{', '.join(codes)}: {join_names(names, 1)}" for codes, names in by_codes.items()]
-    able = []
+    capable = []
     for gpu, card in machine.capabilities.items():
         fits = ((name, any(runs_on(code, card) for code in codes), needed) for name, codes, needed in kernels)
         failing = next((name for name, runs, needed in fits if not runs or 0 < driver.version < needed), "")
         outcome = f"does not run {failing}" if failing else "runs"
         evidence.append(f"{gpu}, compute capability {'.'.join(map(str, card))}: {outcome}")
-        able += [] if failing else [gpu]
+        capable += [] if failing else [gpu]
     evidence += compared
     targets = ", ".join(sorted({code for codes in by_codes for code in codes})[:8])
     processor = _PROCESSORS.get(machine.platform.machine.lower(), machine.platform.machine)
@@ -414,9 +414,9 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
         obstacle = "there is no NVIDIA GPU here that works"
     if obstacle:
         return Compatibility(False, f"it holds compiled code for {targets}, and {obstacle}", tuple(evidence), recorded)
-    reason = f"it holds compiled code for {targets}, which {'runs on' if able else 'does not run on'}"
-    cards = " or ".join(able or machine.capabilities)
-    return Compatibility(bool(able), f"{reason} {cards}", tuple(evidence), recorded)
+    reason = f"it holds compiled code for {targets}, which {'runs on' if capable else 'does not run on'}"
+    cards = " or ".join(capable or machine.capabilities)
+    return Compatibility(bool(capable), f"{reason} {cards}", tuple(evidence), recorded)
 
 
 # -- findings
@@ -517,7 +517,7 @@ def _findings(result: Check) -> Iterator[Finding]:
 
 def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
     """The findings about the file itself, with severities for this machine."""
-    # Whether load refuses names in it, unless a program allows them, or arrays of more than numbers and strings.
+    # Whether load refuses names in it that no program has allowed, or arrays of anything but numbers and strings.
     pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
     refused = bool(_TorchDefault().refused(pickles)) or not are_plain(pickles)
     for finding in checkpoint.findings:
@@ -526,7 +526,7 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
             yield finding if here else replace(finding, severity="warning")
         elif finding.code == "needs-trust" and refused:
             fix = list(finding.fix)
-            if fix:  # before the way that needs no trust
+            if fix:  # insert before the advice that needs no trust
                 at = fix.index(WITHOUT_CODE) if WITHOUT_CODE in fix else len(fix)
                 fix.insert(at, "Or, if you trust its author, pass weights_only=False.")
                 if absent := [use.device for use in checkpoint.devices if not devices.get(use.device)]:
@@ -544,10 +544,10 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     """A table of several files, and why some cannot be loaded; ``total`` includes those that could not be read."""
     rows: list[tuple[Words, ...]] = []
     for each in results:
-        there = ", ".join(dict.fromkeys(move.device for move in each.plan.moves if move.device)) if each.ok else ""
+        devices = ", ".join(dict.fromkeys(move.device for move in each.plan.moves if move.device)) if each.ok else ""
         verdict = (("loads", "good") if each.ok else ("cannot be loaded", "bad"),)
-        held = format_words(each.checkpoint), size(each.checkpoint.tensor_nbytes)
-        rows.append((printable(each.checkpoint.path), *held, verdict, there))
+        columns = format_words(each.checkpoint), size(each.checkpoint.tensor_nbytes)
+        rows.append((printable(each.checkpoint.path), *columns, verdict, devices))
     if results:
         titles = ("file", "format", "size", "here", "lands on")
         yield Table(rows, right=(2,), dim=(1,), titles=titles, drops=(1, 2), indent=0)

@@ -35,7 +35,7 @@ _DIM_RANGE = "torch._dynamo.decorators._DimRange"
 # Before 2.11 torch accepted a tag that only begins like a device.
 _LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
 _SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
-"""Device kinds that storages are restored to, and since which release."""
+"""The first release that restores storages to each kind of device."""
 _MAX_INDEX = 127  # torch keeps an index in a signed byte
 
 
@@ -43,7 +43,7 @@ class InstalledTorch(Frozen):
     """The torch of an environment, as far as ``torch.load`` depends on it."""
 
     version: str  # ``2.13.0+cu130``; empty if there is no torch, or its version could not be read
-    counts: dict[str, int] = field(default_factory=dict)  # of devices of each kind that works: ``{"cuda": 1}``
+    counts: dict[str, int] = field(default_factory=dict)  # working devices by kind: ``{"cuda": 1}``
     sure: bool = True  # whether the counts are certain
     environ: Mapping[str, str] = field(default_factory=dict)
     absent: Collection[str] = ()  # packages the file needs that are not installed

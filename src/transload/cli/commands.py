@@ -138,8 +138,8 @@ def run_rescue(arguments: Namespace) -> int:
 def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints.
 
-    A directory that is a checkpoint stands for itself and other checkpoints in it; any other for those in it. With
-    ``parts``, a directory that is a checkpoint stands for the torch files it consists of.
+    A directory that is a checkpoint becomes its own path and those of other checkpoints in it; any other directory, the
+    checkpoints in it. With ``parts``, a directory that is a checkpoint becomes the torch files it consists of.
     """
     from contextlib import suppress
     from glob import glob
@@ -187,7 +187,7 @@ def run_verify(arguments: Namespace) -> int:
     elif arguments.write:
         try:
             write_manifest(arguments.write, done, overwrite=arguments.force)
-        except TransloadError as error:  # not as JSON: a second document would make neither parsable
+        except TransloadError as error:  # not as JSON: with a second document, the output cannot be parsed
             print_error(error)
             return 2
         if not arguments.json:
@@ -209,7 +209,7 @@ def run_check(arguments: Namespace) -> int:
 
 
 def run_retag(arguments: Namespace) -> int:
-    """Retag all files, or undo that; a file that fails does not stop the others."""
+    """Retag all files, or undo their last retag; a file that fails does not stop the others."""
     from transload.retagging import report, retag, several, undo
 
     tags: dict[str, str] = {}
@@ -233,5 +233,5 @@ def run_retag(arguments: Namespace) -> int:
     paths = expand_paths(arguments.paths, parts=True)
     if arguments.out and len(paths) > 1:
         raise UsageError("-o names one copy, and there are several files", fix="Retag them one by one, or in place.")
-    # retag itself finishes an interrupted one, and reports it
+    # retag finishes an interrupted retag itself, and reports it
     return for_each(arguments, paths, change, report, several, finish=False)[1]

@@ -303,7 +303,7 @@ def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> Machin
     """Whether this machine has one of the causes; without causes, whether it has any fault.
 
     ``text`` is everything around the error. It may come from another Python than the one examined: then the faults of
-    that one are not the cause.
+    the examined one are not the cause.
     """
     from transload.diagnose.rules import BY_CODE
 

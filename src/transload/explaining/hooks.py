@@ -55,7 +55,7 @@ def _beginning(values: Values, code: int) -> str:
 
 
 def class_name(values: Values) -> Sections:
-    """A prefix of a torch name was cut off, with the rest of the file."""
+    """The name is only the beginning of a torch name: the file was cut off within it."""
     return ("class-not-defined/cut-off",) if _cut_off(f"{values['module']}.{values['name']}") else ()
 
 

@@ -111,7 +111,7 @@ class KnownError(NamedTuple):
     is known; or ``remark`` for a message that is not an error. Words that many programs print count only if the pattern
     ``context`` matches around them, and never if ``unless`` does. ``place`` lists parts of paths and names: a short
     wording counts only near one of them; a path must be in the innermost frame, since torch calls user code, too.
-    ``first`` explains why there is no CUDA, and comes before what fails because of that.
+    A ``first`` error explains why there is no CUDA, and is shown before the errors that follow from it.
 
     ``value: NAME BLANK PATTERN WORDS`` sets the value of a name to the words if the pattern matches in a blank; its
     groups become values, too. A later line replaces an earlier one. ``sections`` are the ``###`` sections: by name, the

@@ -33,11 +33,11 @@ def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
 
 def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
-    """The same checkpoint with both verdicts, the findings, who wrote it, and what torch.load will do with it.
+    """Add both verdicts, the findings, who wrote the file, and what torch.load will do with it.
 
-    The last two only with ``describe``: they are for people.
+    The last two are only added with ``describe``: they are for people.
     """
-    # What no allowed name makes torch.load read: files that torch.save did not write, and other pickle protocols.
+    # Allowing names does not help if torch.save did not write the file, or with another pickle protocol.
     foreign = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
     foreign = foreign or any(pickle.rare for pickle in checkpoint.pickles if pickle.main)
     names = _judge_pickles(checkpoint.pickles, "transload.load" if foreign else "torch.load")
@@ -56,13 +56,13 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
         evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
         fix = "Save it again without pickle_protocol, or pass weights_only=False if you trust the file."
         findings.append(Finding("rare-opcodes", "warning", title, evidence, (fix,)))
-    held = [f"{leaf.name}: {leaf.text}" for leaf in checkpoint.leaves if leaf.kind == "torch.device"]
-    elsewhere = [text for text in held if not text.endswith(": cpu")]
+    named = [f"{leaf.name}: {leaf.text}" for leaf in checkpoint.leaves if leaf.kind == "torch.device"]
+    elsewhere = [text for text in named if not text.endswith(": cpu")]
     if elsewhere:
         title = "it contains torch.device values, which map_location does not change"
         fix = "Set them yourself after loading."
         findings.append(Finding("device-objects", "note", title, first_lines(elsewhere, _SHOWN), (fix,)))
-    # The program whose layout it has.
+    # The program that writes this layout.
     paths = [tensor.path for tensor in checkpoint.tensors]
     top = {path[0] for path in (*paths, *(leaf.path for leaf in checkpoint.leaves)) if path}
     flavour = "" if {"_parameters", "_buffers"}.isdisjoint(chain.from_iterable(paths)) else "pickled module"
@@ -104,7 +104,7 @@ def _judge_pickles(pickles: Sequence[Pickle], load: str = "torch.load") -> Judge
 
 
 def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
-    """The judgement of ``safety`` on ordinary pickles, as torch.save writes a state dict; ``None`` for others.
+    """Judge ordinary pickles, as torch.save writes a state dict; return ``None`` for any other.
 
     Most files are ordinary, and do not need ``names`` and ``safety``, which judge all others.
     """

@@ -1,13 +1,13 @@
 """What is known about the names that a checkpoint can make a loader import.
 
-The tables are in ``names.md``, and three of them decide. ``data`` is what ``torch.load(weights_only=True)`` allows in
-torch 2.13; only these can be in a file that is nothing but data, and only in calls that ``judge.safety`` accepts.
-``harmless`` are common names outside that list. Dangerous names run code, read files, or reach further names: by the
-rules here, and by the tables of ``callables.md``. Everything else is unknown, and unknown is never safe.
+The tables are in ``names.md``. ``data`` lists what ``torch.load(weights_only=True)`` allows in torch 2.13: a file that
+is pure data contains only these names, and only in calls that ``judge.safety`` accepts. ``harmless`` lists common names
+outside ``data``. Dangerous names run code, read files, or reach further names; the rules here and the tables of
+``callables.md`` find them. Everything else is unknown, and unknown is never safe.
 
-A line that allows an unknown name is printed only for what may be a part of a model (``can_be_allowed``): a class of a
-third-party module, and of the standard library, torch and numpy only what is known to be data. A name does not become
-safe by beginning with ``torch.`` or ``numpy.``, since both packages contain functions that evaluate text.
+A line that allows an unknown name is printed only if the name may be part of a model (``can_be_allowed``): a class of a
+third-party module; in the standard library, torch and numpy, only what is known to be data. A name is not safe just
+because it begins with ``torch.`` or ``numpy.``: both packages contain functions that evaluate text.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from transload.nodes import PURPOSES
 
 @cache
 def tables(page: str) -> dict[str, dict[str, str]]:
-    """The sections of a page of this package: what the rows say about each name in them."""
+    """The sections of a page of this package: for each name in them, what its row says about it."""
     found: dict[str, dict[str, str]] = {}
     for title, *rows in (section.split("\n- ") for section in packaged(__package__, f"{page}.md").split("\n## ")[1:]):
         parts = (row.rpartition(":") for row in rows)
-        found[title.partition("\n")[0]] = {name: said for said, _, names in parts for name in names.split()}
+        found[title.partition("\n")[0]] = {name: text for text, _, names in parts for name in names.split()}
     return found
 
 
 _TABLES = tables("names")
-_DATA = {".".join(key): said for key, said in PURPOSES.items()} | _TABLES["data"]
+_DATA = {".".join(key): text for key, text in PURPOSES.items()} | _TABLES["data"]
 TORCH_DEFAULT = frozenset(_DATA)
 PLAIN_VALUES = _TABLES["plain values"]
 """Values that training runs save with their weights: ``transload.load`` makes them, torch refuses them."""
 
 ALSO_DATA = frozenset(_TABLES["also data"])
-"""What torch refuses without need."""
+"""Names that torch refuses although they are data."""
 
 _HARMLESS = PLAIN_VALUES | _TABLES["harmless"]
 _LIBRARIES = _TABLES["libraries"] | _TABLES["model libraries"]
@@ -45,12 +45,12 @@ _VERBS, _CLASSES, _COMPUTES = (tuple(_TABLES[title]) for title in ("verbs", "cla
 _STDLIB_TESTS = tuple(
     f"test.{name}" for name in ("support", "libregrtest", "regrtest", "test_", "_test", "autotest", "pythoninfo")
 )
-# Modules that those with functions that compute import, and that can be reached through them.
+# Modules that a name can reach through a module of ``_COMPUTES`` that imports them.
 _MODULES = sys.stdlib_module_names | {"torch", "np", "grad", "_VF", "_Reduction"}
 # Packages that follow PEP 8: a capitalized name is a class, not a module.
 _KNOWN = sys.stdlib_module_names | {"torch", "numpy", "joblib", "pandas", "dill", "cloudpickle", "requests"}
 _REACHES = "reaches another module through this one"
-_MAX_NESTED = 100  # classes are not nested so deep, and a file can have a name of a hundred million dots
+_MAX_NESTED = 100  # no class is nested this deep, but a file can contain a name with a hundred million dots
 
 
 def canonical(module: str, name: str) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def canonical(module: str, name: str) -> tuple[str, str]:
 
 
 def torch_spelling(module: str, name: str) -> str:
-    """The name ``weights_only`` looks up: it translates fewer of Python 2's names than Python does.
+    """The name that ``weights_only`` looks up: it translates fewer Python 2 names than Python does.
 
     >>> torch_spelling("__builtin__", "set"), torch_spelling("exceptions", "ValueError")
     ('builtins.set', 'exceptions.ValueError')
@@ -94,15 +94,15 @@ def classify(module: str, name: str) -> tuple[str, str]:
         return "harmless", _HARMLESS[full]
     if danger := is_dangerous(module, name):
         return "dangerous", danger
-    families = (said for prefix, said in _TABLES["families"].items() if full.startswith(prefix))
+    families = (text for prefix, text in _TABLES["families"].items() if full.startswith(prefix))
     return "unknown", _DATA.get(full) or next(families, "not known to transload")
 
 
 def can_be_allowed(module: str, name: str) -> bool:
     """Whether to print a line that makes ``torch.load`` accept a name.
 
-    Not for what is dangerous, for what is reached through something that is not a class, or for functions of libraries.
-    In the standard library, torch and numpy only for what is known to be data or a part of a model.
+    Not for dangerous names, names that are reached through something other than a class, and functions of libraries; in
+    the standard library, torch and numpy, only for names that are known to be data or part of a model.
 
     >>> can_be_allowed("torch.nn.modules.linear", "Linear"), can_be_allowed("torch.hub", "load")
     (True, False)
@@ -112,7 +112,7 @@ def can_be_allowed(module: str, name: str) -> bool:
         return True
     if not is_class_path(name) or is_dangerous(module, name):
         return False
-    if _is_own(module):
+    if _is_core(module):
         return module == "builtins" or _is_part(module, name)
     if module.partition(".")[0] in _LIBRARIES:
         last = name.rpartition(".")[2]
@@ -120,7 +120,7 @@ def can_be_allowed(module: str, name: str) -> bool:
     return True
 
 
-def _is_own(module: str) -> bool:
+def _is_core(module: str) -> bool:
     """Whether a module belongs to the standard library, to torch or to numpy."""
     package, dot, _ = module.partition(".")
     if package in ("torch", "numpy", "functorch"):
@@ -138,11 +138,11 @@ def _is_part(module: str, name: str) -> bool:
         return True
     if module.startswith("transformers.models.") and ".modeling_" in module:
         return not last.lstrip("_").startswith(_VERBS)
-    return full.startswith(_CLASSES) and _is_class(last) and not _word(module, last)
+    return full.startswith(_CLASSES) and _is_class(last) and not _dangerous_component(module, last)
 
 
-def _word(module: str, last: str) -> str:
-    """Why a name of a known package with this last component is dangerous; empty if it is not."""
+def _dangerous_component(module: str, last: str) -> str:
+    """Why a name of the standard library, torch or numpy with this last component is dangerous; empty if it is not."""
     package = module.partition(".")[0]
     return tables("callables")[package if package in ("torch", "numpy") else "stdlib"].get(last, "")
 
@@ -156,10 +156,10 @@ def is_dangerous(module: str, name: str) -> str:
     if danger := is_listed(module, name):
         return danger
     last = name.rpartition(".")[2]
-    if _is_own(module):
+    if _is_core(module):
         full = f"{module}.{name}"
         known = _is_part(module, name) or full in _TABLES["packaged programs"] or full in _HARMLESS or full in _DATA
-        return "" if known else _word(module, last)
+        return "" if known else _dangerous_component(module, last)
     library = module.partition(".")[0] in _TABLES["libraries"]
     return "reads, runs or fetches what it is given" if library and last.lstrip("_").startswith(_VERBS) else ""
 
@@ -167,8 +167,8 @@ def is_dangerous(module: str, name: str) -> str:
 def is_listed(module: str, name: str) -> str:
     """Why a name is dangerous by the rules of this module alone; empty if it is not.
 
-    A name that leads through a module is judged by what it ends at, as far as that is known: ``random`` imports ``os``
-    as ``_os``. A pickler writes dots only for what is nested in a class.
+    A name that leads through another module is judged by what it leads to, as far as that is known: ``random`` imports
+    ``os`` as ``_os``. A pickler writes dots only for names that are nested in a class.
     """
     if danger := _listed(module, name):
         return danger
@@ -215,7 +215,7 @@ def _is_class(part: str) -> bool:
 
 
 def is_class_path(name: str) -> bool:
-    """Whether a name is that of something in a module, or nested in classes: all before its last dot are classes.
+    """Whether a name is at the top level of its module or nested in classes: only classes precede its last dot.
 
     >>> is_class_path("Net"), is_class_path("Net.Block"), is_class_path("_os.system")
     (True, True, False)

@@ -27,7 +27,7 @@ from transload.frozen import NamedTuple, replace
 RESCUE = "$ transload rescue FILE NEW.pt"
 CONVERT = "$ transload convert FILE NEW.safetensors"
 WITHOUT_CODE = "This takes its tensors alone, without its code, so that no trust is needed."
-"""Precedes the command that extracts them."""
+"""Precedes the ``convert`` command."""
 
 _SEVERITIES = ("error", "warning", "note")
 SETS = frozenset({"sharded", "dcp", "deepspeed", "megatron"})
@@ -41,9 +41,9 @@ _CONVERTED = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directo
 
 
 def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """The findings with the path of the file in their commands. Repeated advice is left out.
+    """Put the path of the file into the commands of the findings, and leave out repeated advice.
 
-    So is a command that would have nothing to do, with the sentence before it.
+    A command that would have nothing to do is left out, too, with the sentence before it.
     """
     found = list(checkpoint.findings)
     given: set[str] = set()
@@ -69,7 +69,7 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
-    """The first command in some findings, with the sentence before it."""
+    """The first command in the findings, with the sentence before it."""
     for finding in findings:
         for at, line in enumerate(finding.fix):
             if line.startswith("$ "):
@@ -142,7 +142,7 @@ def rules() -> dict[str, Rule]:
     return found
 
 
-# Problems that another one explains.
+# Problems that the problem before the colon explains.
 _EXPLAINS = {
     "zip-unreadable-entry": {
         *("crc-mismatch", "pickle-broken", "pickle-unreadable", "record-unreadable", "record-unseen"),
@@ -207,7 +207,7 @@ def refuse_broken(checkpoint: Checkpoint) -> None:
 
 
 def codes_of(checkpoint: Checkpoint) -> set[str]:
-    """The codes of all problems, without a magic number that is only written in another protocol."""
+    """The codes of all problems, except for a magic number that is merely pickled in another protocol."""
     codes = {problem.code for problem in checkpoint.problems}
     first = checkpoint.pickles[0] if checkpoint.pickles else None
     if first and not (first.globals or first.calls or first.persistent or first.irregular or first.ambiguous):
@@ -222,7 +222,7 @@ def load_warning(checkpoint: Checkpoint) -> str:
 
 
 def _refusal(kind: type[TransloadError], checkpoint: Checkpoint, codes: set[str]) -> TransloadError:
-    """The error for a finding: one of these codes, or the error that explains it.
+    """The error for the first finding with one of these codes, or else for the first finding that is an error.
 
     Its advice includes the first command for the file, which may be in another finding.
     """

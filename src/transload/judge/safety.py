@@ -29,7 +29,7 @@ def full_name(node: object) -> str:
 
 # -- how an allowed name is called
 
-# A small file can pass one shared object of a million items to a million calls: no more items than these are checked.
+# A small file can pass one shared object of a million items to a million calls: only this many items are checked.
 _MAX_ITEMS = 100
 _NJT = "torch.nested._internal.nested_tensor"
 _PARAMETER = "torch.nn.parameter.Parameter"
@@ -106,7 +106,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
     if name in ("collections.OrderedDict", "collections.Counter"):
         if not args or (count == 1 and type(first) is Dict):
             return None
-        # [[key, value], …] is how Python 2 writes one. Every loader refuses what is not a pair, also after these.
+        # Python 2 writes [[key, value], …]. Every loader refuses items that are not pairs, also those not checked here.
         pairs: list[Any] = first[:_MAX_ITEMS] if count == 1 and type(first) is list else [None]
         fine = all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs)
         return None if fine else ("needs-trust", f"a dictionary is made from {kinds}")
@@ -191,14 +191,14 @@ def _check_attributes(state: object) -> Complaint:
 # -- all names and calls of some pickles
 
 MAX_DEPTH = 3
-"""Pickles nested in pickles; each level costs another run over the same bytes."""
+"""The most levels of pickles nested in pickles; each level costs another run over the same bytes."""
 
 _GETATTR = ("builtins", "getattr")
 _MAX_NESTED = 10  # classes within classes
-_MAX_ARGUMENTS = 8  # of a loader: a million calls may share a million arguments
+_MAX_ARGUMENTS = 8  # of a call to a loader: a million calls may share a million arguments
 _MAX_EVIDENCE = 20
 DO_NOT_LOAD = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."
-_MAX_WORDING = 300  # it may contain a name of a megabyte
+_MAX_WORDING = 300  # a text may contain a name of a megabyte
 _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
     "dangerous": ("dangerous-use", "error", "it uses the loader in a way no checkpoint does"),
     "unknown": ("odd-use", "warning", "it contains calls that no loader would accept"),
@@ -209,8 +209,8 @@ _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
 def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False, load: str = "torch.load") -> Judgement:
     """Judge pickles by everything that a loader would import, call and set.
 
-    ``load`` is the function that reads such a file, for the advice. A call of what ``getattr`` returns is accepted if
-    that may be a part of a model: a method of a third-party class. With ``getattr_allowed`` any such call is: the
+    ``load`` is the function that the advice names. A call of what ``getattr`` returns is accepted if that may be part
+    of a model: a method of a third-party class. With ``getattr_allowed`` every such call is accepted, because the
     loader then checks what ``getattr`` returns.
     """
     judge = _Judge(getattr_allowed)
@@ -243,7 +243,7 @@ class _Judge:
         self.complaints: dict[str, tuple[Safety, str]] = {}
         self.inner_names: set[tuple[str, str]] = set()
         self.unloadable = ""
-        self.kept: list[Pickle] = []  # so that the ids below stay those of their objects
+        self.kept: list[Pickle] = []  # keeps the objects alive whose ids are stored below
         self.checked_items: dict[int, bool] = {}
         self.nested_seen: set[int] = set()
         # Bytes that are passed to loaders are read once, and at each level no more of them than the outer pickles have:
@@ -353,9 +353,9 @@ class _Judge:
             self.read(stream, depth + 1)
 
     def sets_dunder(self, state: object) -> bool:
-        """Whether a state sets dunder attributes: a pair is set one by one, and ``__class__`` replaces the class.
+        """Whether a state sets dunder attributes, such as ``__class__``, which replaces the class.
 
-        Each is checked once, since a million objects may share it.
+        Only the second half of a pair can do so. It is checked once, since a million objects may share it.
         """
         if type(state) is not tuple or len(state) != 2 or type(state[1]) is not Dict:
             return False
@@ -365,7 +365,7 @@ class _Judge:
         return self.checked_items[id(items)]
 
     def nested(self, call: Call, pickle: Pickle, depth: int) -> list[Pickle]:
-        """The pickles that are passed to a loader. Its call is dangerous already; these show what it would do."""
+        """The pickles that a call passes to a loader. The call is dangerous anyway; they show what it would do."""
         found: list[Pickle] = []
         skipped = False
         arguments: list[Any] = []
@@ -376,20 +376,20 @@ class _Judge:
                     arguments += given[:_MAX_ARGUMENTS] if type(given) is tuple else ()
             else:
                 arguments.append(node)
-        for held in arguments:
-            if type(held) is Call and full_name(held.callee) == "_codecs.encode" and type(held.args) is tuple:
-                held = held.args[0] if held.args else None  # noqa: PLW2901 - the text that it encodes
-            if not isinstance(held, bytes | bytearray | str) or not held or id(held) in self.nested_seen:
+        for payload in arguments:
+            if type(payload) is Call and full_name(payload.callee) == "_codecs.encode" and type(payload.args) is tuple:
+                payload = payload.args[0] if payload.args else None  # noqa: PLW2901 - the text that it encodes
+            if not isinstance(payload, bytes | bytearray | str) or not payload or id(payload) in self.nested_seen:
                 continue
-            self.nested_seen.add(id(held))
-            if len(held) > self.nested_left:
+            self.nested_seen.add(id(payload))
+            if len(payload) > self.nested_left:
                 skipped = True
                 continue
-            self.nested_left -= len(held)
+            self.nested_left -= len(payload)
             if depth >= MAX_DEPTH:
                 skipped = True
                 continue
-            data = held.encode("latin-1", "replace") if isinstance(held, str) else bytes(held)
+            data = payload.encode("latin-1", "replace") if isinstance(payload, str) else bytes(payload)
             found += _streams(data, f"{pickle.name} › nested".removeprefix(" › "))
         for inner in found:
             if inner.ambiguous:
@@ -403,7 +403,7 @@ class _Judge:
         """The verdict on all pickles."""
         levels: list[Safety] = [safety for safety, _ in self.complaints.values()]
         if _GETATTR in self.uses and "dangerous" not in levels:
-            # getattr(SomeEnum, "MEMBER") is how Python 3.11 pickles an enumeration, and any Python a bound method. It
+            # Python 3.11 pickles an enumeration as getattr(SomeEnum, "MEMBER"), and every Python a bound method. This
             # needs trust, but is not dangerous as long as nothing calls the result.
             excused = self.uses[_GETATTR]
             excused.verdict = "unknown"
@@ -460,10 +460,10 @@ class _Judge:
                 why_none = f"Allowing the names is not enough: it {unloadable}, which weights_only=True never loads."
             elif not dangerous:
                 fixes = safe_globals_lines(trust, sorted(self.inner_names), load)
-                closed = [use.full_name for use in trust if not _is_allowed(use.module, use.name)]
-                named = bool(closed) and all(map(str.isidentifier, closed[0].split(".")))
+                refused = [use.full_name for use in trust if not _is_allowed(use.module, use.name)]
+                named = bool(refused) and all(map(str.isidentifier, refused[0].split(".")))
                 if not fixes and named and not any(pickle.broken for pickle in self.kept):
-                    first = closed[0][:_MAX_WORDING] + (f" and {len(closed) - 1} more" if len(closed) > 1 else "")
+                    first = refused[0][:_MAX_WORDING] + (f" and {len(refused) - 1} more" if len(refused) > 1 else "")
                     why_none = f"No line is given to allow {first}: it is not known as data or as part of a model."
             if why_none:
                 resave = "If you trust its author, load it with weights_only=False and save it again as a state dict."
@@ -497,9 +497,9 @@ def _class_of(node: Persistent) -> object:
 
 
 def _plain_getattr(call: Call) -> bool:
-    """Whether it is ``getattr(Colour, "RED")`` or ``getattr(thing, "method")``, of what the file names or makes.
+    """Whether a call is ``getattr(Colour, "RED")`` or ``getattr(thing, "method")``, on what the file names or makes.
 
-    Several steps are fine through nested classes.
+    Several steps may lead through nested classes.
     """
     if type(call.args) is not tuple or len(call.args) != 2 or call.states:
         return False
@@ -512,7 +512,7 @@ def _plain_getattr(call: Call) -> bool:
 
 
 def _attribute(node: object) -> tuple[Global, str] | None:
-    """The class and the name of ``getattr(cls, "name")``, of a class that the file names; ``A.b`` for nested ones."""
+    """The class and the name in ``getattr(cls, "name")``, if the file names the class; ``A.b`` for nested calls."""
     steps: list[str] = []
     while type(node) is Call and full_name(node.callee) == "builtins.getattr" and len(steps) < _MAX_NESTED:
         args: Any = node.args
@@ -542,7 +542,7 @@ def _inner_name(node: object) -> tuple[str, str] | None:
 
 
 def plain_value(node: object) -> str:
-    """The name of a plain value that is made by ``getattr`` of a class, as the zone of a date is; else empty."""
+    """The name of a plain value that is made by ``getattr`` on a class, such as the zone of a date; else empty."""
     inner = ".".join(_inner_name(node) or ())
     return inner if inner in names.PLAIN_VALUES else ""
 
@@ -554,7 +554,7 @@ def finds_plain_values(pickle: Pickle) -> bool:
 
 
 def _is_newobj_ex(callee: object) -> bool:
-    """Whether it is ``partial(cls.__new__, cls, …)``, with which protocol 2 passes keyword arguments."""
+    """Whether a callee is ``partial(cls.__new__, cls, …)``, with which protocol 2 passes keyword arguments."""
     if type(callee) is not Call or full_name(callee.callee) != "functools.partial":
         return False
     states = callee.states or []
@@ -570,7 +570,7 @@ def _is_newobj_ex(callee: object) -> bool:
 
 # -- the lines for people who trust a file
 
-_MAX_LINES = 500  # names nobody will read one by one
+_MAX_LINES = 500  # nobody reads more names one by one
 
 
 def _is_allowed(module: str, name: str) -> bool:
@@ -581,7 +581,7 @@ def _is_allowed(module: str, name: str) -> bool:
 def safe_globals_lines(
     uses: Iterable[GlobalUse], inside: Iterable[tuple[str, str]] = (), load: str = "torch.load"
 ) -> tuple[str, ...]:
-    """The lines that load a file with these names allowed, only while it is loaded; for those who trust it.
+    """The lines of code with which users who trust a file can load it, allowing these names only during the load.
 
     They need torch 2.5. ``inside`` are nested classes, which a file reaches through the outer one. No lines are given
     for names that are not identifiers, because somebody may paste them; nor for those that lead through something that

@@ -1,7 +1,7 @@
 """Which torch releases can have written a file, and what torch.load does with it.
 
-torch does not record its version in a checkpoint (pytorch/pytorch#44295 asks for it since 2020), but changes of the
-writer leave traces. Every clue narrows a range of releases, and is listed as evidence.
+torch does not record its version in a checkpoint (pytorch/pytorch#44295 has asked for it since 2020), but changes of
+the writer leave traces. Every clue narrows a range of releases, and is listed as evidence.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VERSION_KEYS = {
     "pytorch_version": "torch",
 }
 _MAX_VERSION = 80
-# Problems with which records may be lost, so that a missing one proves nothing.
+# Problems that may hide records, so that a missing one proves nothing.
 _PARTIAL = frozenset({"zip-count", "zip-directory-broken", "zip-head-lost", "zip-no-directory", "zip-walked"})
 
 
@@ -154,7 +154,7 @@ _OTHER_LOADER: dict[str, str] = {
     "gguf": "fails, with an error that does not say why: it is a file of llama.cpp, and transload.load reads what is "
     "not quantized",
 }
-# Problems of containers that torch does not detect, and other programs read differently.
+# Problems that torch does not detect, and that make other programs read something else.
 _TWO_READINGS = {
     *("zip-directory-record", "zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ"),
     *("zip-nul-name", "zip-odd-name", "zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
@@ -202,7 +202,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if "plain-pickle" in codes and safety != "dangerous" and not unreadable:
         reads = " with weights_only=False, if you trust it" if safety == "needs-trust" and not as_data else ""
         return f"{unexplained}: torch.save did not write it; transload.load reads it{reads}"
-    if "\ntensors/" in "\n".join(["", *[storage.record for storage in checkpoint.storages]]):  # a test of each is slow
+    if "\ntensors/" in "\n".join(["", *[storage.record for storage in checkpoint.storages]]):  # testing each is slow
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:
         return "may load it without a word, and something else than another program reads from the same file"
@@ -227,7 +227,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     elif _NESTED & {use.full_name for use in checkpoint.globals}:
         first = "loads it up to torch 2.14"
         if any(part.name.startswith("_metadata_cache/") for tensor in checkpoint.tensors for part in tensor.parts):
-            # The bounds of its lengths, without the class that older releases save with them and need.
+            # 2.15 saves the bounds of its lengths without a class that older releases need.
             first = "fails up to torch 2.14, which cannot rebuild a jagged tensor that 2.15 saved"
         first += "; from 2.15 on it refuses nested tensors until you allow them"
     devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]

@@ -102,9 +102,9 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
     rows: list[tuple[Words, ...]] = []
     for each in seen:
         devices = join_names([printable(use.device, 24) for use in each.devices], 2)
-        held = count(len(each.tensors)), size(each.nbytes), devices
+        columns = count(len(each.tensors)), size(each.nbytes), devices
         verdicts = (each.safety, SAFETY[each.safety][0]), (each.integrity, INTEGRITY[each.integrity][0])
-        rows.append((printable(each.path), format_words(each), *held, *((verdict,) for verdict in verdicts)))
+        rows.append((printable(each.path), format_words(each), *columns, *((verdict,) for verdict in verdicts)))
     if seen:
         titles = ("file", "format", "tensors", "size", "devices", "safety", "integrity")
         yield Table(rows, right=(2, 3), dim=(1, 4), titles=titles, drops=(4, 1, 2), indent=0)
@@ -154,7 +154,7 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
         values = [((f"{printable(leaf.name, 40)} ", "dim"), (printable(leaf.text, 40), "")) for leaf in near]
         out["values"] = _listed(values, len(leaves) - len(near))
 
-    # Facts about this kind of container; those of a plain archive are uninteresting, and only in the JSON.
+    # Facts about this kind of container; those of a plain archive are only in the JSON.
     if checkpoint.format not in _PLAIN:
         facts = [fact for fact in checkpoint.facts if fact[0] not in _HOUSEKEEPING]
         words = [((f"{printable(name)} {printable(text, 60)}", ""),) for name, text in facts[:_FACTS]]
@@ -406,7 +406,7 @@ def _branch(label: str, children: list[Twig], copies: int = 1) -> Twig:
 
 
 class _Branch(NamedTuple):
-    """The tensors whose names begin with the same components: those with no further one, and branches by the next one.
+    """The tensors whose names begin with the same components: those that end here, and branches by the next component.
 
     Branches with the same number ``form`` look the same.
     """
@@ -552,8 +552,8 @@ def _described(node: Any, tensor: Tensor | None) -> Line:
         args = node.args[:6] if type(node.args) is tuple and not _callee(node).startswith("_rebuild_") else ()
         plain = [_inline(arg) or _value(arg) for arg in args if type(arg) not in _CONTAINERS or _inline(arg)]
         words = f"({', '.join(plain)})" if plain else ""
-        held = len(node.items or ()) // 2 + len(node.appended or ())
-        return ((name, ""), (f"{words} of {held:,}" if held else words, "dim"))
+        items = len(node.items or ()) // 2 + len(node.appended or ())
+        return ((name, ""), (f"{words} of {items:,}" if items else words, "dim"))
     short = _inline(node)
     if kind in (list, tuple) and not short:
         return ((kind.__name__, ""), (f" of {len(node):,}", "dim"))

@@ -193,7 +193,7 @@ def rescue(
         raise UsageError(f"fill must be 'zeros' or 'nan', not {fill!r}")
     if not target and not dry_run:
         raise UsageError("no output file is named", fix="Name one, or pass dry_run=True to see the plan.")
-    if os.path.isdir(target):  # noqa: PTH112 - texts, as given
+    if os.path.isdir(target):  # noqa: PTH112 - paths stay strings
         raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
     existing = [each for each in (target, f"{target}.rescue.json") if target and os.path.lexists(each)]
     for each in existing:
@@ -283,9 +283,9 @@ def _rescue_file(
             if out is not None:
                 refuse_growth(out.size, recovered)
                 new = judge(checkpoint if out is recovered.source else read_source(out))
-                held = {tensor.name for tensor in new.tensors}
+                written = {tensor.name for tensor in new.tensors}
                 for index, each in enumerate(tensors):
-                    if each.state != "lost" and each.name not in held:
+                    if each.state != "lost" and each.name not in written:
                         tensors[index] = each._replace(state="lost", checked=False, why="the new file cannot hold it")
                 if new.integrity in ("damaged", "not-a-checkpoint"):
                     warnings += [finding.title for finding in new.findings if finding.severity == "error"][:_SHOWN]
@@ -349,8 +349,8 @@ def _nothing_to_rescue(checkpoint: Checkpoint, where: str, lost: Sequence[LostRe
 def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRecord, ...]:
     """The lost records that are not storages of tensors."""
     used = [storage for storage in checkpoint.storages if storage.tensors]
-    held = METADATA | {name for s in used for name in (s.record, f"data/{s.key}", f"tensors/{s.key}")}
-    lost = [record for record in recovered.lost_records if record.name not in held]
+    ignored = METADATA | {name for s in used for name in (s.record, f"data/{s.key}", f"tensors/{s.key}")}
+    lost = [record for record in recovered.lost_records if record.name not in ignored]
     if recovered.records and is_program(checkpoint):
         names = {record.name.partition(b"/")[2]: record for record in recovered.records}
         code = {b"constants.pkl", b"model.json", b"archive_format", b".data/extern_modules"}
@@ -405,22 +405,22 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         names += [problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"]
         # Damaged pickles, from which names and shapes were read.
         indexes = [name for name in dict.fromkeys(names) if name.endswith(".pkl")]
-        over = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), content.parts)
-        # The id of a storage begins with its file, or the archive within a file. Of many damaged pickles only the first
-        # are listed. Then none can be trusted, and the empty prefix matches every id.
+        overlay = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), content.parts)
+        # The id of a storage begins with its file, or the archive within a file. If many pickles are damaged, only the
+        # first are listed: then none can be trusted, and the empty prefix matches every id.
         unnamed = any(problem.code == "crc-mismatch" and not problem.where for problem in checkpoint.problems)
         distrusted = ("",) if unnamed else tuple(f"{name.partition(' › ')[0]}:" for name in indexes)
         # Records both by name and by offset: a compressed storage has no offset.
         keys = [key_of(file, record) for file, inside in every.items() for record in inside if record.crc32 is not None]
         summed = {place for key in keys for place in (key[:2], key[::2])}
         repaired_at = {place for key in undone for place in (key[:2], key[::2])}
-        reasons = {damage.name: damage.detail for damage in damages(over, every, bad, {})}
+        reasons = {damage.name: damage.detail for damage in damages(overlay, every, bad, {})}
         outcomes: list[TensorOutcome] = []
         for tensor in checkpoint.tensors:
-            stored = (over.storage(part) for part in with_parts(tensor))
-            held = [storage for storage in stored if storage is not None and storage.nbytes]
-            places = {(each.file, each.record if each.offset is None else each.offset) for each in held}
-            if tensor.name not in reasons and not any(each.id.startswith(distrusted) for each in held):
+            stored = (overlay.storage(part) for part in with_parts(tensor))
+            storages = [storage for storage in stored if storage is not None and storage.nbytes]
+            places = {(each.file, each.record if each.offset is None else each.offset) for each in storages}
+            if tensor.name not in reasons and not any(each.id.startswith(distrusted) for each in storages):
                 state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
                 outcomes.append(TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed))
             else:
@@ -455,9 +455,9 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         from transload.writing import write_content
         from transload.writing.plan import Options, format_of
 
-        over.checkpoint = replace(checkpoint, tensors=kept)
+        overlay.checkpoint = replace(checkpoint, tensors=kept)
         kind = format_of(target)
-        new = write_content(over, target, kind, Options(), verify=True, overwrite=overwrite, progress=progress)
+        new = write_content(overlay, target, kind, Options(), verify=True, overwrite=overwrite, progress=progress)
         beside = (f"everything that is not a tensor, as plain data: {new.leftovers}",) if new.leftovers else ()
         others = tuple(LostRecord(each.name, each.why) for each in (*new.left, *new.listed) if each.name not in lost)
         return replace(made, notes=(*new.notes, *beside), records=(*made.records, *others))
@@ -474,7 +474,7 @@ _MAX_INDEX = 64 << 20
 
 _MAX_GROWTH = 1000
 _MIN_GROWTH_LIMIT = 1 << 30
-"""Filling may make the file so many times larger, or this large: a file of a kilobyte can claim petabytes."""
+"""Filling may make the file ``_MAX_GROWTH`` times larger, or this large: a file of a kilobyte can claim petabytes."""
 
 _NAN = {
     **dict.fromkeys(("float64", "complex128"), pack("<d", nan)),
@@ -545,7 +545,7 @@ class Outcomes:
 
 
 def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoint]:
-    """A recovered file, with records for missing storages, and its content.
+    """Add records for missing storages to a recovered file, and read its content.
 
     Without ``fill`` only empty storages get a record. The tensors of a program whose code is lost have the names that
     they would have in the program.
@@ -583,7 +583,7 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
 
 
 def _is_index_damaged(recovered: Recovered, checkpoint: Checkpoint) -> bool:
-    """Whether the index is damaged, so that tensors are lost."""
+    """Whether the index is so damaged that tensors are lost."""
     known = any(record.name == _INDEX for record in recovered.lost_records)
     if not (known or recovered.all_unchecked or _INDEX in recovered.unchecked):
         return False  # any problem was already there when it was saved
@@ -610,21 +610,21 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
     index = next((record for record in recovered.records if name_below_root(record.name) == _INDEX), None)
     if index is None or index.method or index.stored > _MAX_INDEX:
         return recovered
-    held, persistent, broken = read_damaged_index(Assembly(index.content, "").read(0, index.stored))
+    found, persistent, broken = read_damaged_index(Assembly(index.content, "").read(0, index.stored))
     stored = _storage_records(recovered.records)
 
     def locate(key: str, nbytes: int) -> Record | None:
         fits = key in stored and stored[key].stored == nbytes
         return Record(key, 0, nbytes, nbytes) if fits else None
 
-    _prune(held, locate, lambda tree: any(slot.nbytes and slot.offset is None for slot in tree.storages))
-    root = held if type(held) is Dict or is_ordered(held) else Dict([])
+    _prune(found, locate, lambda tree: any(slot.nbytes and slot.offset is None for slot in tree.storages))
+    root = found if type(found) is Dict or is_ordered(found) else Dict([])
     items = root.items = root.items or []
-    if root is not held and held is not None:
-        items += ("object", held)
+    if root is not found and found is not None:
+        items += ("object", found)
     tree = find_tensors(root, StorageTable(locate))
     used = {storage.key for storage in tree.storages if storage.tensors}
-    # Each with a new table, since some ids are misread, and would conflict.
+    # Each id gets a new table, since some are misread and would conflict.
     slots = filter(None, (StorageTable(locate).resolve(node) for node in persistent))
     dtypes = {slot.key: slot.dtype for slot, _, _ in slots if slot.record}
     flat: list[str] = []
@@ -733,8 +733,8 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
     by_key = {storage.key: storage for storage in checkpoint.storages}
 
     def locate(key: str, _: int) -> Record | None:
-        held = by_key.get(key)
-        return None if held is None else Record(held.record, held.offset, held.stored, held.stored)
+        storage = by_key.get(key)
+        return None if storage is None else Record(storage.record, storage.offset, storage.stored, storage.stored)
 
     try:
         _prune(pickle.root, locate, lambda tree: any(outcomes.of(each).state == "lost" for each in tree.tensors))
@@ -743,7 +743,7 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
         what = f"the index cannot be written without them ({error.what})"
         raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.") from error
     needed = declared_storages(pickle_machine.run(index, name="data.pkl"))
-    if checkpoint.format == "torch-legacy":  # the first three pickles, another object, and the storages it needs
+    if checkpoint.format == "torch-legacy":  # the first three pickles, the new object, and the storages it needs
         position = 0
         for _ in range(3):
             _, position = run_at(source, position, "")
@@ -785,7 +785,7 @@ def _prune(root: object, locate: Locate, is_lost: Callable[[Tree], bool]) -> Non
         kept = [pair for pair in zip(items[::2], items[1::2], strict=False) if type(pair[1]) is not Unread]
         items[:] = [part for pair in kept for part in pair]
         pairs = node.args[0] if is_ordered(node) and type(node.args) is tuple and node.args else None
-        if type(pairs) is list:  # how Python 2 writes one
+        if type(pairs) is list:  # how Python 2 writes an OrderedDict
             pairs[:] = [pair for pair in pairs if type(pair) not in (list, tuple) or Unread not in map(type, pair)]
 
 
@@ -856,8 +856,8 @@ def report(rescue: Rescue) -> Iterator[Block]:
     yield row("whole", _counted(rescue.whole), "good" if rescue.whole else "")
     if rescue.mends:
         bits = sum(len(repair.bits) for repair in rescue.mends)
-        held = f", {plural(len(rescue.mended), 'tensor')}" if rescue.mended else ""
-        yield row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{held}", "trust")
+        tensors = f", {plural(len(rescue.mended), 'tensor')}" if rescue.mended else ""
+        yield row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{tensors}", "trust")
         repaired = [
             (f"byte {at:,}", f"{old:#04x} → {new:#04x}", ((sure, _CERTAINTY[sure]),), printable(record) or _NOWHERE)
             for at, old, new, record, sure in rescue.mends[:_ROWS]

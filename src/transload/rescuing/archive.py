@@ -284,13 +284,13 @@ def recover_archive(source: Source) -> Recovered | None:
     if len(repairs) > _MAX_REPAIRS:
         rest = f"the first {_MAX_REPAIRS:,} are listed"
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
-    lack = archive.size - source.size if in_place else 0
-    if lack > 0:
-        notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")
-    if lack < 0:
+    shortfall = archive.size - source.size if in_place else 0
+    if shortfall > 0:
+        notes.append(f"the last {shortfall:,} bytes, part of the directory, were missing and were rebuilt")
+    if shortfall < 0:
         another = source.read(archive.size, 4) == b"PK\x03\x04"
         what = "another archive begins there" if another else "they belong to no record"
-        notes.append(f"{-lack:,} bytes from byte {archive.size:,} on are left out: {what}")
+        notes.append(f"{-shortfall:,} bytes from byte {archive.size:,} on are left out: {what}")
     unchecked = frozenset(name_below_root(each.name) for each, it in checked if it.state == "unchecked" and each.stored)
     listed = tuple(repairs[:_MAX_REPAIRS])
     made = Recovered(source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked)
@@ -321,8 +321,8 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
                     verdict = again
         if verdict.state == "damaged" and name.endswith(b"/data.pkl"):
             verdict = repair_index(source, claim, verdict)
-        # Without a checksum, a descriptor must follow the bytes if there should be one, unless the file ends before.
-        # Otherwise it was overwritten or is elsewhere, and so may be the bytes.
+        # Without a checksum, a descriptor must follow the bytes if there should be one, unless the file ends first.
+        # Otherwise the descriptor was overwritten or moved, and perhaps the bytes, too.
         followed = record.descriptor or (record.local and not record.local.flags & HAS_DESCRIPTOR)
         ends = record.end + _MAX_DESCRIPTOR >= source.size
         if verdict.state == "unchecked" and record.stored and not followed and not ends:
@@ -350,8 +350,8 @@ def _has_checksums(records: Iterable[FoundRecord]) -> bool:
 def _checksums(record: FoundRecord) -> tuple[int, ...]:
     """The copies of its checksum: in the directory, in its descriptor, and in its header if that has one.
 
-    The descriptor moves with the bytes. Where its checksum is a different one, and the directory is right about
-    everything else, these are the bytes of another record. An index that was being edited may look the same.
+    The descriptor moves with the bytes. If only its checksum differs from the directory, these are the bytes of another
+    record, and the directory counts. An index that was being edited may look the same, so all its copies count.
     """
     entry, descriptor, local = record.entry, record.descriptor, record.local
     copies = [each.crc32 for each in (entry, descriptor) if each is not None]
@@ -397,7 +397,7 @@ _FACTS = 4  # the first reasons for a name are facts, the last is only what name
 def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, bool]]:
     """The name of each record, and whether the file itself proves it.
 
-    A record has two names where one bit of its header or of the directory was flipped.
+    A record has two names if a bit was flipped in its header or in the directory.
     """
     named = [record.names for record in records]
     every = [name for names in named for name in names]
@@ -458,7 +458,7 @@ def _rebuild(
     root = Counter(record.name.partition(b"/")[0] for record, _ in checked).most_common(1)[0][0]
     reached = order = 0
     for record, verdict in checked:
-        # torch's directory has the order of the file. Keep the order of one that has another.
+        # torch writes the directory in the order of the file. If another program did not, keep its order.
         order = record.entry.position if record.entry else order
         # torch writes printable names, all in one folder: others are damaged.
         name, below = name_below_root(record.name), text_of(record.name[len(root) + 1 :])
@@ -578,7 +578,7 @@ def recover_directory(path: str) -> Recovered:
     records: list[ArchiveRecord] = []
     # The index first, as torch writes it, so that a truncated file loses as little as possible.
     for order, file in enumerate(sorted(files, key=lambda file: not file.name.endswith("data.pkl"))):
-        name = os.fsencode(f"{os.path.basename(top)}/{file.name}")  # noqa: PTH119 - texts throughout, as given
+        name = os.fsencode(f"{os.path.basename(top)}/{file.name}")  # noqa: PTH119 - paths stay strings
         content = Part(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
         records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)

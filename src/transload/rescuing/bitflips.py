@@ -32,7 +32,7 @@ MAX_RATIO = 1032
 
 _PROVEN = 1 << 20
 _PROBABLE = 100 << 20
-"""Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for a megabyte, 1 in 5 for these."""
+"""Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for 1 MB, 1 in 5 for 100 MB."""
 
 _MAX_BITS = (1 << 32) - 1
 """In a record of more bits, any damage looks like a flipped bit."""
@@ -46,7 +46,7 @@ _MAX_TRIED = 4 << 30
 
 _MAX_INFLATED = 4 << 30
 _MAX_INFLATED_RATIO = 64
-"""Deflated records together are inflated to so many bytes, or so many times the size of the file."""
+"""All deflated records together are inflated to at most this many bytes, or this many times the size of the file."""
 
 _MAX_IN_MEMORY = 64 << 20
 _EMPTY_BLOCK = b"\0\0\xff\xff"
@@ -106,7 +106,7 @@ class Verdict(NamedTuple):
 def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, int]]:
     """The bits of ``length`` bytes each of which, if flipped, changes their CRC-32 by ``syndrome``; at most ``most``.
 
-    Each is the index of its byte, and the value of the bit in it. Up to 512 MiB there is one, or none.
+    Each is the index of a byte, and the value of the bit in it. Up to 512 MiB there is at most one.
 
     >>> from zlib import crc32
     >>> flipped_bits(crc32(b"transload") ^ crc32(b"transloae"), 9)
@@ -123,7 +123,7 @@ def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, i
 
 
 def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
-    """The bytes of ``length`` each of which, if changed, changes their CRC-32 by ``syndrome``, and the changed bits.
+    """The bytes, out of ``length``, that can change the CRC-32 by ``syndrome``, each with its bits that have to change.
 
     >>> from zlib import crc32
     >>> destroyed_bytes(crc32(b"transload") ^ crc32(b"tran?load"), 9) == [(4, ord("s") ^ ord("?"))]
@@ -142,7 +142,7 @@ def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
 
 
 def _logarithm(value: int, most: int) -> int | None:
-    """The exponent, below ``most``, for which x to its power is ``value``, by baby steps and giant steps."""
+    """The exponent below ``most`` to which x must be raised to get ``value``, by baby steps and giant steps."""
     stride = isqrt(most) + 1
     small: dict[int, int] = {}
     step = ONE
@@ -243,7 +243,7 @@ _PROBABLE_BYTE = 3 << 20
 
 
 def repair_index(source: Source, claim: Claim, damaged: Verdict) -> Verdict:
-    """Find the one changed byte that explains the checksum of an index, and without which it is a valid pickle."""
+    """Find the one changed byte that explains the checksum of an index; undone, it must leave a valid pickle."""
     if claim.method or damaged.crc32 is None or claim.stored > _PROBABLE_BYTE:
         return damaged
     data = source.read(claim.payload, claim.stored)

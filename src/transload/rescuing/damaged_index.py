@@ -22,9 +22,9 @@ from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, called
 _MAX_NAME = 1024
 _MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it
 _MAX_OVERLAP = 4
-"""The texts together may be so many times as long as the index: a hostile one has a long text every five bytes."""
+"""All texts together may be this many times as long as the index: a hostile one has a long text every five bytes."""
 
-_WINDOW = 4096  # bytes of an entry: opcodes with lines search for the end of the line
+_WINDOW = 4096  # bytes of an entry that are read: opcodes whose argument is a line search for its end
 _MAX_DEPTH = 100
 """Nested dictionaries; every entry saves the state of each, so the cost of a deep file would be quadratic."""
 
@@ -84,12 +84,12 @@ def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]
     )
     stop = len(data) - data.endswith(b".")
     broken: list[str] = []
-    later, first = sorted(texts), entries[0] if entries else stop
+    offsets, first = sorted(texts), entries[0] if entries else stop
     if not (run_part(vm, data[:first]) and _is_ready(vm)):
         vm.meta[:], vm.stack = [[Dict([])]], []
-        _retry(vm, data, later[: bisect_left(later, first)], 0, first, _State(vm), last=False)
-    # The dictionary with the last damage; one after whose damage entries may belong to another; and the key of the last
-    # storage.
+        _retry(vm, data, offsets[: bisect_left(offsets, first)], 0, first, _State(vm), last=False)
+    # The stack of the dictionary with the last damage; that of one whose further entries may belong to another
+    # dictionary; how many gaps there are; and the key of the last storage.
     gap, doubtful, gaps, last_key = list[Any](), list[Any](), 0, ""
     for start, end in zip(entries, [*entries, stop][1:], strict=True):
         length, name = texts.get(start, (0, ""))
@@ -121,7 +121,7 @@ def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]
             if re.match(_STORAGE_ID, _codes(part, match.start())):
                 last = next(at for at, code in opcodes(part, match.start()) if code == ord("Q"))
                 _run_alone(vm, part[match.start() : last + 1])
-        inside = later[bisect_left(later, start + (start < behind)) : bisect_left(later, end)]
+        inside = offsets[bisect_left(offsets, start + (start < behind)) : bisect_left(offsets, end)]
         broken += [texts[text][1] for text in inside if _NAME.match(_codes(data, text))]
         _retry(vm, data, inside, start, end, state, last=end == stop)
     _repair_names(vm)
@@ -132,7 +132,7 @@ def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]
 
 
 def _texts(data: bytes) -> dict[int, tuple[int, str]]:
-    """The offsets of what can be short texts: the length and the text of each."""
+    """What may be short texts, by offset: the length and the text of each."""
     found: dict[int, tuple[int, str]] = {}
     budget = _MAX_OVERLAP * len(data)
     for match in _TEXT.finditer(data):
@@ -182,7 +182,7 @@ def _entry_end(data: bytes, start: int) -> int:
 
 
 def _runs(vm: Machine, part: bytes) -> bool:
-    """Run a part; whether it succeeds, calls only globals, and refers only to storages."""
+    """Run a part, and return whether it succeeds, calls only globals, and refers only to storages."""
     calls, ids = len(vm.out.calls), len(vm.out.persistent)
     return (
         run_part(vm, part)
@@ -192,7 +192,7 @@ def _runs(vm: Machine, part: bytes) -> bool:
 
 
 def _run_alone(vm: Machine, part: bytes) -> list[Any]:
-    """Run a part with an empty stack; what is on it then, or nothing if the part is damaged."""
+    """Run a part with an empty stack, and return that stack; an empty one if the part is damaged."""
     other = Machine(part, 0, "")
     other.memo, other.out = vm.memo, vm.out
     return other.stack if _runs(other, part) and not other.meta else []
@@ -220,9 +220,9 @@ class _State:
 def _is_continued(vm: Machine, name: object, last_key: str, key: str) -> bool:
     """Whether an entry after a gap belongs to the dictionary that was open before it.
 
-    In the gap that may have ended, and another with the same names begun: an optimizer has the same names for every
-    parameter. Then either a name is repeated, or the gap hides as many entries as each of them has. torch numbers
-    storages in the order of their entries.
+    In the gap, that dictionary may have ended, and another with the same names begun: an optimizer has the same names
+    for every parameter. Then either a name is repeated, or the gap hides more entries than were read before it. torch
+    numbers storages in the order of their entries.
     """
     below: Any = vm.meta[-1][-1] if vm.meta and vm.meta[-1] else None
     items = below.items if type(below) in (Dict, Call) else None

@@ -1,9 +1,9 @@
 """Recover a damaged file of any format: the file that was saved, or as much of it as is left.
 
 ``unwrapped`` decompresses a file, or extracts it from an archive; ``journal_undone`` undoes a retag that was
-interrupted. ``recover`` turns the rest into a file that the reader can read. Legacy streams and safetensors files begin
-with the names of their tensors, so everything before a cut can be read. They have no checksums: only what they contain
-twice can be repaired.
+interrupted. ``recover`` turns what is inside into a file that the reader can read. Legacy streams and safetensors files
+begin with the names of their tensors, so everything before a cut can be read. They have no checksums: only what they
+contain twice can be repaired.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from transload.rescuing.archive import (
 from transload.rescuing.bitflips import MAX_RATIO, Repair, check_records, repaired_bytes
 
 _MAX_SEARCH = 64 << 20
-"""How far a checkpoint is searched for behind other data."""
+"""How many bytes are searched for a checkpoint that follows other data."""
 
 _CHUNK = 1 << 20
 _LEGACY_OPENING = MAGIC_PICKLE + b"\x80\x02M\xe9\x03."
@@ -93,7 +93,7 @@ def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None
 def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
     """The checkpoints that can be recovered from a source, with the offsets where they begin."""
     first: Recovered | None = None
-    # Archives may begin at byte 0, and where the offset of the directory would be right.
+    # Archives may begin at byte 0, and where the stated offset of the directory would be right.
     starts = [0] if starts_record(source) else []
     directory = find_directory(source)
     if directory.entries and directory.stated >= 0:
@@ -193,9 +193,9 @@ def _recover_legacy(source: Source) -> Recovered | None:
 
 def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostRange], last: str) -> Recovered:
     """A file without checksums, repaired, and cut or padded to the size it should have."""
-    lack = max(0, end - source.size)
-    whole = Assembly([Part(source, 0, end - lack), Part(Filler(lack), 0, lack)], source.name)
-    if lack:
+    shortfall = max(0, end - source.size)
+    whole = Assembly([Part(source, 0, end - shortfall), Part(Filler(shortfall), 0, shortfall)], source.name)
+    if shortfall:
         ranges.append(LostRange(source.size, end, "the file ends before its last byte"))
     notes = (f"{source.size - end:,} bytes after the last {last} are left out",) if source.size > end else ()
     made = Assembly(repaired(whole, 0, end, repairs), source.name)
@@ -248,13 +248,13 @@ _MAX_LAYERS = 3
 
 _MAX_UNPACKED_RATIO = 200
 _MIN_UNPACKED_LIMIT = 4 << 30
-"""A compressed file may decompress to so many times its size, or to this: a megabyte can become a gigabyte."""
+"""A file may decompress to ``_MAX_UNPACKED_RATIO`` times its size, or to this: a megabyte can become a gigabyte."""
 
 _INPUT = 1 << 10
 """Compressed bytes that are decompressed at a time: a kilobyte can become 32 MB."""
 
 _GZIP_INPUT = 32 << 10
-"""For gzip these become no more than that, and each time its window of 32 KB is copied."""
+"""The same for gzip: these become no more than 32 MB either, and each step copies its window of 32 KB."""
 
 _RECORDS = (
     b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
@@ -334,7 +334,7 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
 
 
 def _decompress(source: Source, kind: str, file: BinaryIO) -> bool:
-    """Decompress until the end, or the first damage; whether it is the end. There may be several streams."""
+    """Decompress up to the end or the first damage, and return whether it is the end. There may be several streams."""
     unpacker, limit, written = decompressor(kind), _unpacked_limit(source), 0
     step = _GZIP_INPUT if hasattr(unpacker, "copy") else _INPUT
     for at in range(0, source.size, step):
@@ -348,9 +348,9 @@ def _decompress(source: Source, kind: str, file: BinaryIO) -> bool:
             before: Any = unpacker.copy() if hasattr(unpacker, "copy") else None
             try:
                 piece = unpacker.decompress(data)
-            except Exception:  # noqa: BLE001 - each module has other errors
-                # It returns nothing for the input with the damage. If it can be copied, go back, and repeat that input
-                # byte by byte.
+            except Exception:  # noqa: BLE001 - each module raises its own errors
+                # The decompressor returns nothing for input with damage. If it can be copied, repeat that input byte by
+                # byte with the copy from before.
                 with suppress(zlib.error):
                     file.writelines(before.decompress(bytes([byte])) for byte in (data if before else b""))
                 return False
@@ -375,7 +375,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     records = [record for record in Scan(source, repaired_bytes).records if record.names and not record.replaced]
     if any(name == own or name.endswith(b"/" + own) for name in (r.names[0] for r in records) for own in _RECORDS):
         return None
-    held: list[tuple[str, FoundRecord]] = []
+    checkpoints: list[tuple[str, FoundRecord]] = []
     for record in records:
         raw, name = record.names[0], text_of(record.names[0])
         if is_clutter(raw) or member not in ("", name):
@@ -383,12 +383,12 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
         head = _head(source, record)
         suffixed = raw.lower().endswith(_SUFFIXES) and record.present > 64
         if suffixed or starts_record(head) or looks_like_damaged_legacy(head):
-            held.append((name, record))
-    if not held:
+            checkpoints.append((name, record))
+    if not checkpoints:
         return None
-    (name, record), *others = held
+    (name, record), *others = checkpoints
     if others:
-        what = f"{len(held)} checkpoints are in the archive: {', '.join(name for name, _ in held[:8])}"
+        what = f"{len(checkpoints)} checkpoints are in the archive: {', '.join(name for name, _ in checkpoints[:8])}"
         raise RescueError(what, where=source.name, fix="Name one of them: --member NAME.")
     notes.append(f"extracted from an archive: {name}")
     repairs: tuple[Repair, ...] = ()

@@ -229,7 +229,7 @@ def _device(name: object) -> str:
 
 _AGAIN = "Load it with transload.load and save it again."
 
-# By format: why not, and what to do; for several files that depends on them.
+# By format: why not, and what to do; empty if that depends on the files of a checkpoint.
 _UNSUPPORTED: dict[str, tuple[str, str]] = {
     "torchscript": (
         "it is a TorchScript program: its code names devices, too",
@@ -403,8 +403,8 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
 def _find_record(source: Source, record: Record) -> tuple[list[int], bytes, int, bytes, bytes, int]:
     """Find an uncompressed record in an archive without problems.
 
-    The positions of its checksum, its name, where its replacement can begin, the central directory before and after its
-    entry, and the number of all entries.
+    Returns the positions of its checksum, its name, where its replacement can begin, the central directory before and
+    after its entry, and the number of all entries.
     """
     if source.read(source.size - END.size, 4) != b"PK\x05\x06":  # something follows the end record
         raise RetagError(_ODD, where=source.name)

@@ -186,7 +186,7 @@ def tag_edits(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | Non
     to_rename: list[tuple[Site, str]] = []
     for site in sites:
         tag = renamed(site.tag)
-        # A site that reads the tag of another from the memo follows it.
+        # A site that reads its tag from the memo changes with the site that wrote it there.
         if tag != site.tag and (site.literal or site.entry not in literal):
             to_rename.append((site, tag))
     edits: list[Edit] = []
@@ -382,11 +382,11 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
     before, after = ((*_PLAIN_FIELDS(each), {*each.rare} - _LENGTH_FORMS, list(each.globals)) for each in (old, new))
     if before != after or len(old.irregular) != len(new.irregular):
         return False
-    twins: dict[int, int] = {}  # the nodes of new by those of old
+    twins: dict[int, int] = {}  # the id of each node of old, and of the same node in new
     taken: set[int] = set()
-    todo: list[tuple[Any, Any]] = [(_NODE_FIELDS(old), _NODE_FIELDS(new))]
-    while todo:
-        befores, afters = todo.pop()
+    pending: list[tuple[Any, Any]] = [(_NODE_FIELDS(old), _NODE_FIELDS(new))]
+    while pending:
+        befores, afters = pending.pop()
         if len(befores) != len(afters):
             return False
         for before, after in zip(befores, afters, strict=False):
@@ -408,9 +408,9 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
                 twins[id(before)] = id(after)
                 taken.add(id(after))
                 if kind is not Persistent or (tag := tag_of(before)) is None:
-                    todo.append((_FIELDS[kind](before), _FIELDS[kind](after)))
+                    pending.append((_FIELDS[kind](before), _FIELDS[kind](after)))
                 elif tag_of(after) is not None:
-                    todo.append(((*before.id[:_TAG], renamed(tag), *before.id[_TAG + 1 :]), after.id))
+                    pending.append(((*before.id[:_TAG], renamed(tag), *before.id[_TAG + 1 :]), after.id))
                 else:
                     return False
     return True

@@ -111,7 +111,7 @@ class Verification(Frozen, Reported):
         return self.integrity in ("whole", "unchecked") and not self.damaged and not self.differences
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole of it as plain data; this is what ``--json`` prints."""
+        """Plain data for JSON: what ``--json`` prints."""
         names = ("path", "format", "nbytes", "ok", "integrity", "tensor_count", "checksums", "unsummed", "nbytes_read")
         return {
             "schema": 1,
@@ -306,8 +306,8 @@ class _Scan:
         judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
         broken = {name: ("broken", why) for name, why in misplaced(content).items()}
         damaged = damages(content, self._records, self.bad, {**broken, **self._failed})
-        # {"lm_head.weight": "embed.weight"} in the metadata of a safetensors file says that one is the other, as
-        # safetensors.torch.save_model writes it and load_model reads it. Every shard may have that of all shards.
+        # {"lm_head.weight": "embed.weight"} in the metadata of a safetensors file makes the first name an alias of the
+        # second: safetensors.torch.save_model writes it, load_model reads it. Each shard may list those of all shards.
         known, aliases = {entry.name: entry for entry in self._entries}, dict[str, TensorSum]()
         for file, part in content.parts if self._hashes else ():
             if part.format == "safetensors":
@@ -618,7 +618,7 @@ _UNSUMMED = "none in this format, so a changed bit cannot be detected; --write k
 
 
 def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
-    """Everything ``transload verify`` says of one file."""
+    """Everything ``transload verify`` says about one file."""
     yield Prose(((printable(verification.path, None), "strong"),))
     role, reason = INTEGRITY[verification.integrity]
     yield row("bytes", f"{verification.integrity}: {reason}", role)
@@ -715,9 +715,9 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
     for each in results:
         verdict = "differs" if each.differences and each.integrity in ("whole", "unchecked") else each.integrity
         role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
-        held = printable(FORMATS.get(each.format, each.format)), count(each.tensor_count), size(each.nbytes)
+        columns = printable(FORMATS.get(each.format, each.format)), count(each.tensor_count), size(each.nbytes)
         checksums: Words = count(each.checksums) if each.checksums else (("none", "dim"),)
-        rows.append((printable(each.path), *held, checksums, ((verdict, role),)))
+        rows.append((printable(each.path), *columns, checksums, ((verdict, role),)))
     if results:
         titles = ("file", "format", "tensors", "size", "checksums", "bytes")
         yield Table(rows, right=(2, 3, 4), dim=(1,), titles=titles, drops=(1, 2), indent=0)
