@@ -46,7 +46,7 @@ def test_a_machine_that_shows_the_cause_gives_its_fix() -> None:
     assert answer.machine is not None
     assert (answer.machine.code, answer.machine.fits) == ("E01", True)
     shown = str(explained(text, changed(broken, driver=refused(broken, 100).driver)))
-    assert "this machine shows it" in shown
+    assert "this machine has this fault" in shown
     assert "$ unset CUDA_VISIBLE_DEVICES" in shown
 
 

@@ -90,7 +90,7 @@ def test_each_class_is_named_and_can_be_allowed(case: str) -> None:
         torch.serialization.add_safe_globals([Attributes])
         assert transload.load(held.getvalue())["value"] == value
         return
-    lines = [line for line in fix if not line.startswith(("$", "This takes"))]
+    lines = [line for line in fix if not line.startswith(("$", "This extracts"))]
     for load in (torch.load, transload.load):
         names_there: dict[str, Any] = {"load": load, "path": io.BytesIO(held.getvalue())}
         exec("\n".join(lines).replace("torch.load", "load"), names_there)  # noqa: S102 - what we print to paste

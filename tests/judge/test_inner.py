@@ -101,7 +101,7 @@ def test_getattr_alone_is_not_enough(name: str) -> None:
 @pytest.mark.parametrize("name", ["nested", "twice", "made", "zone"])
 def test_the_printed_lines_are_enough(name: str) -> None:
     (fix,) = (finding.fix for finding in transload.inspect(saved(name)).findings if finding.code == "needs-trust")
-    lines = [line for line in fix if not line.startswith(("$", "This takes"))]
+    lines = [line for line in fix if not line.startswith(("$", "This extracts"))]
     for load in (torch.load, transload.load):
         code = "\n".join(lines).replace("torch.load", "load")
         exec(code, {"load": load, "path": io.BytesIO(saved(name))})  # noqa: S102 - what we print for people to paste

@@ -66,7 +66,7 @@ def test_every_kind_of_node_has_words() -> None:
     text = "\n".join(lines)
     for words in ("frozenset of 0", "a huge integer", "copyreg extension 3", "a storage", "bytearray of 1 byte"):
         assert words in text
-    assert drawn(Call(3, None, "obj", 0)) == ["an object of no plain class"]
+    assert drawn(Call(3, None, "obj", 0)) == ["an object of a computed class"]
 
 
 def test_depth_is_bounded() -> None:
@@ -92,4 +92,4 @@ def test_sixty_levels_of_shared_pairs_are_sixty_lines() -> None:
 
 def test_a_format_without_a_pickle_says_so() -> None:
     lines = [plain(line) for line in layout(object_tree(Checkpoint("m", "safetensors", 0)), Style())]
-    assert "holds no pickled tree" in lines[-1]
+    assert "has no pickled tree" in lines[-1]

@@ -428,7 +428,7 @@ def test_an_interrupted_retag_is_put_right_by_the_next(tmp_path: Path) -> None:
     [
         ("cpu:0", "only 'cpu'"),
         ("mps:0", "only 'mps'"),
-        ("meta", "without numbers"),
+        ("meta", "without data"),
         ("xla:0", "no storages on xla"),
         ("cuda:01", "not a device"),
         ("", "not a device"),

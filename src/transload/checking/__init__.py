@@ -256,7 +256,7 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
         missing = next(filter(None, parts), "")
         extension = broken.get(name)
         lacks = extension.missing or extension.undefined if extension and not missing else ()
-        problem = f"it needs {lacks[0]}, which is not there" if lacks else ""
+        problem = f"it needs {lacks[0]}, which is missing" if lacks else ""
         names, found = tuple(map(".".join, uses)), not missing and name not in _MAIN_MODULES
         on_pypi, cuda_only = known["imported_from_pypi"].get(name, ""), name in known["cuda_only"].split()
         result.append(Package(name, names, found, missing, on_pypi, cuda_only, problem))
@@ -409,9 +409,9 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
     if other:
         obstacle = f"its library is for {other[0]} processors, not {processor}"
     elif cuda and driver.version > 0 and not driver_runs(driver.version, numbers_of(cuda)):
-        obstacle = f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(driver.version)}"
+        obstacle = f"it was made with CUDA {cuda}, while this driver supports up to {cuda_text(driver.version)}"
     elif not (machine.capabilities and driver.works):
-        obstacle = "there is no NVIDIA GPU here that works"
+        obstacle = "no NVIDIA GPU works here"
     if obstacle:
         return Compatibility(False, f"it holds compiled code for {targets}, and {obstacle}", tuple(evidence), recorded)
     reason = f"it holds compiled code for {targets}, which {'runs on' if capable else 'does not run on'}"
@@ -438,7 +438,7 @@ _QUANTIZED = {
 _SHOWN = 6
 _PROJECT = (
     "It is code of the project that saved the file: run from there, or put its folder on PYTHONPATH.",
-    "A package of the same name on PyPI need not be it.",
+    "A package of the same name on PyPI may be a different one.",
 )
 
 
@@ -556,7 +556,7 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
         yield from heading(printable(each.checkpoint.path, None))
         yield Prose(printable(each.refusal, None), lead=(("✗ ", "bad"),))
     problems = f"{len(bad):,} that cannot be loaded" if bad else ""
-    yield from tally(total, len(results), problems, "transload check FILE says more of one" if bad else "")
+    yield from tally(total, len(results), problems, "transload check FILE says more about one" if bad else "")
 
 
 def report(check: Check) -> Iterator[Block]:

@@ -16,23 +16,23 @@ def add_options(command: str, option: Callable[..., object]) -> None:
     """Declare the options of a command."""
     files = partial(option, "paths", nargs="+", metavar="FILE")
     if command == "check":
-        files(help="a checkpoint file, or a directory of some")
-        option("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
+        files(help="a checkpoint file, or a directory of checkpoints")
+        option("--device", metavar="D", default="auto", help="where to load it: auto, none, cpu, cuda:1 and so on")
     elif command == "convert":
         option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
         option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
         option("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
         option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
         option("--list", action="store_true", help="show the parts that --key can choose")
-        option("--strip", metavar="PREFIX", action="append", default=[], help="remove this from the names")
-        option("--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16")
+        option("--strip", metavar="PREFIX", action="append", default=[], help="remove this prefix from the names")
+        option("--dtype", metavar="D", default="", help="dtype of floating-point tensors: float32, float16, bfloat16")
         option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
         option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
         option("--force", dest="overwrite", action="store_true", help="overwrite DST")
         option("--no-verify", dest="verify", action="store_false", help="do not read DST back or check SRC's checksums")
     elif command == "explain":
-        option("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error; none is stdin")
-        option("--no-checks", action="store_true", help="do not examine this machine or the files it names")
+        option("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error message; default: stdin")
+        option("--no-checks", action="store_true", help="do not examine this machine or the files that TEXT names")
     elif command == "rescue":
         # Not `path`: commands finish an interrupted retag of their `path`, and a rescue never writes to its source.
         option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
@@ -42,21 +42,21 @@ def add_options(command: str, option: Callable[..., object]) -> None:
         option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
         option("--force", dest="overwrite", action="store_true", help="overwrite DST if it exists")
     elif command == "retag":
-        files(help="a file of torch.save, zip or legacy format, or a directory of some")
+        files(help="a file of torch.save (zip or legacy format), or a directory of such files")
         option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
         option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
         option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
         option("--dry-run", action="store_true", help="say what would be done, and do nothing")
-        option("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
-        option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
+        option("--keep-undo", action="store_true", help="keep what --undo needs next to the file")
+        option("--undo", action="store_true", help="undo the last retag, made with --keep-undo")
         option("--hard-links", action="store_true", help="also change a file that has other names")
     elif command == "verify":
         files(nargs="*", help="a checkpoint file, or the directory of one")
-        option("--hash", action="store_true", help="sha256 of each tensor and of all, whatever the container")
+        option("--hash", action="store_true", help="show a sha256 of each tensor and of all, the same in any container")
         option("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
         option("--write", metavar="M.json", help="write the hashes to a manifest")
-        option("--against", metavar="M.json", help="compare with a manifest; without FILE, all files in it")
-        option("--force", action="store_true", help="let --write replace a manifest that is there")
+        option("--against", metavar="M.json", help="compare with a manifest; without FILE, verify all files in it")
+        option("--force", action="store_true", help="let --write replace an existing manifest")
 
 
 def run_convert(arguments: Namespace) -> int:
@@ -228,7 +228,7 @@ def run_retag(arguments: Namespace) -> int:
         if arguments.to and tags.setdefault("*", arguments.to) != arguments.to:
             raise UsageError(f"--to and --map give all other tags two devices: {tags['*']} and {arguments.to}")
         if not tags:
-            raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
+            raise UsageError("no device is named", fix="Name one: --to cpu, or --map cuda:1=cuda:0.")
         change = partial(retag, to=tags, **keywords(arguments, "out dry_run keep_undo hard_links"))
     paths = expand_paths(arguments.paths, parts=True)
     if arguments.out and len(paths) > 1:

@@ -100,7 +100,7 @@ def _dispatch(argv: list[str]) -> Outcome:
 
         kind = "option" if command.startswith("-") else "command"
         near = get_close_matches(command, COMMANDS, 1)
-        hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
+        hint = f"did you mean 'transload {near[0]}'?" if near else "see 'transload --help'"
         if command in ("load", "load_into", "open", "save"):
             hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
         elif os.path.exists(command):
@@ -169,7 +169,7 @@ def add_options(command: str, option: Callable[..., object]) -> None:
     """Declare the options of ``inspect`` and ``run``."""
     if command == "inspect":
         option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one; - is stdin")
-        option("--tensors", action="store_true", help="list every tensor, one a line")
+        option("--tensors", action="store_true", help="list every tensor, one per line")
         option("--globals", action="store_true", help="list every class and function the file asks for")
         option("--tree", action="store_true", help="show the whole structure of the saved object")
         option("--verify", action="store_true", help="read every byte and compare the checksums")
@@ -178,7 +178,7 @@ def add_options(command: str, option: Callable[..., object]) -> None:
 
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
     option("--device", metavar="D", default="auto", help="what to use instead of missing devices")
-    option("--pretend-cuda", action="store_true", help="let torch.cuda.is_available() be True on the CPU")
+    option("--pretend-cuda", action="store_true", help="make torch.cuda.is_available() True on the CPU")
     option("--quiet", action="store_true", help="do not list at the end what was changed")
     option("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
 

@@ -443,7 +443,7 @@ def report(explanation: Explanation) -> Iterator[Block]:
             yield Prose(printable(answer.wrong, None), lead=(("  ! ", "trust"),))
         if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
             another = "this machine has another fault: " if machine.code else ""
-            which = "this machine shows it: " if machine.fits else another
+            which = "this machine has this fault: " if machine.fits else another
             words = ((printable(which + machine.title, None), ""), (f"  {machine.code}" if machine.code else "", "dim"))
             yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
             for text in machine.evidence[:3] if machine.code else ():

@@ -205,7 +205,7 @@ def _listed(module: str, name: str) -> str:
     if module == "builtins" and not plain:
         return "a built-in function"
     if "." in name and any(part.startswith("__") and part.endswith("__") for part in name.split(".")):
-        return "walks through the inside of an object"
+        return "reaches into the internals of an object"
     return next((danger for prefix, danger in _TABLES["dangerous prefixes"].items() if full.startswith(prefix)), "")
 
 

@@ -26,7 +26,7 @@ from transload.frozen import NamedTuple, replace
 
 RESCUE = "$ transload rescue FILE NEW.pt"
 CONVERT = "$ transload convert FILE NEW.safetensors"
-WITHOUT_CODE = "This takes its tensors alone, without its code, so that no trust is needed."
+WITHOUT_CODE = "This extracts only its tensors, without its code, so that no trust is needed."
 """Precedes the ``convert`` command."""
 
 _SEVERITIES = ("error", "warning", "note")

@@ -114,7 +114,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
         if not as_latin1:
             return "dangerous", "_codecs.encode is asked for a codec other than latin1, which imports code"
         fine = first.isascii() or max(first) <= "\xff"
-        return None if fine else ("unknown", "_codecs.encode is given text that latin1 does not have")
+        return None if fine else ("unknown", "_codecs.encode is given text that latin1 cannot encode")
     if name == "builtins.bytearray":
         # bytes, or the call that protocol 2 writes for them
         encoded = type(first) is Call and full_name(first.callee) == "_codecs.encode"
@@ -149,7 +149,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
         if inside not in _REBUILDS and inside != f"{_NJT}._rebuild_njt":
             return "needs-trust", f"_rebuild_from_type_v2 is given {inside} to call"
         if full_name(kind) not in ("torch.Tensor", _PARAMETER, f"{_NJT}.NestedTensor"):
-            return "needs-trust", f"a tensor of the class {full_name(kind) or 'nobody can name'}"
+            return "needs-trust", f"the class of a tensor is {full_name(kind) or 'computed'}"
         return check_call(inside, Call(function, inner, "reduce", 0)) or _check_attributes(state)
     if name.endswith("Storage"):
         # Checkpoints refer to storages by persistent ids. A number here is an unbounded size.
@@ -160,7 +160,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
             return "dangerous", f"{name} is called with a size: unbounded, uninitialised memory"
         return ("needs-trust", f"{name} is called with {kinds}") if args else None
     if name.startswith("torch.") and name.count(".") == 1:
-        return "unknown", f"{name} is called, and is nothing that can be"
+        return "unknown", f"{name} is called, but is not callable"
     return None
 
 
@@ -175,7 +175,7 @@ def _check_attributes(state: object) -> Complaint:
     """Check the attributes that are set on a tensor: a dictionary, or a pair of them if the class has slots."""
     parts = state if type(state) is tuple else (state,)
     if len(parts) > 2 or any(type(part) is Dict and len(part.items) > _MAX_ITEMS for part in parts):
-        return "unknown", "a tensor is given a state of a size no tensor has"
+        return "unknown", "a tensor is given a larger state than any tensor has"
     for key in (key for part in parts if type(part) is Dict for key in part.items[::2]):
         if type(key) is not str:
             return "unknown", "a tensor is given an attribute without a name"
@@ -278,7 +278,7 @@ class _Judge:
                     self.count(node.module, node.name, pickle, node.count)
         for known_use, count, purpose in (  # the reader has checked each of their calls
             (pickle.loader, len(pickle.persistent), "makes the storage of a tensor from bytes in the pickle"),
-            (pickle.wrapper, len(pickle.raw), "announces a numpy array, whose bytes follow in the file of joblib"),
+            (pickle.wrapper, len(pickle.raw), "announces a numpy array, whose bytes follow in the joblib file"),
         ):
             if known_use is not None:
                 key = (known_use.module, known_use.name)
@@ -407,7 +407,7 @@ class _Judge:
             # needs trust, but is not dangerous as long as nothing calls the result.
             excused = self.uses[_GETATTR]
             excused.verdict = "unknown"
-            excused.purpose = "an enumeration member or a method, found by name on something named beside it"
+            excused.purpose = "an enumeration member or a method, looked up by name on another object in the file"
         used = tuple(
             GlobalUse(*key, its.verdict, its.purpose, its.imported, its.called, its.built, its.spelling, its.stream)
             for key, its in {**self.excused, **self.uses}.items()

@@ -74,7 +74,7 @@ def origin(checkpoint: Checkpoint) -> Origin:
     if any(name.startswith("numpy._core.") for name in names):
         evidence.append("numpy 2.x (numpy._core)")
     if any(pickle.python2 for pickle in checkpoint.pickles):
-        evidence.append("Python 2 (its kind of text)")
+        evidence.append("Python 2 (its strings)")
     return Origin(oldest, newest, tuple(evidence), tuple(recorded.items()), note)
 
 
@@ -109,7 +109,7 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
         elif any(name.startswith("data/weights/") and name.endswith(".pt") for name in names):
             yield ("2.8", "2.8", "weights saved by torch.save")
         elif any(name.endswith("_weights_config.json") for name in names):
-            yield ("2.9", "", "weights with a table of their own")
+            yield ("2.9", "", "weights with a config file")
     # Without an index, the save was interrupted too early to leave clues.
     elif checkpoint.format in ("torch-zip", "torch-directory") and "data.pkl" in names:
         facts = dict(checkpoint.facts)
@@ -141,7 +141,7 @@ _OTHER_LOADER: dict[str, str] = {
     "aotinductor": "fails: this is compiled code, load it with torch._inductor.aoti_load_package(path)",
     "torch-package": "fails: this is a package of code, open it with torch.package.PackageImporter(path)",
     "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
-    "sharded": "loads the shards one at a time only: read the index for which file holds what",
+    "sharded": "loads only one shard at a time: the index lists which file has which tensors",
     "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or make a file of it: transload convert DIR "
     "NEW.pt (flat names), or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT (nested ones)",
     "deepspeed": "fails on a directory: gather it with python -m deepspeed.utils.zero_to_fp32 DIR OUT",
@@ -205,11 +205,11 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if "\ntensors/" in "\n".join(["", *[storage.record for storage in checkpoint.storages]]):  # testing each is slow
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:
-        return "may load it without a word, and something else than another program reads from the same file"
+        return "may load it without a warning, but read something else than another program does"
     if any(problem.code == "zip-unreadable-entry" and problem.title for problem in checkpoint.problems):
-        return "fails: the archive is protected by a password, and torch has no way to give one"
+        return "fails: the archive is protected by a password, which torch does not support"
     if noticed == {"sparse-outside"}:
-        outcome = "refuses it, or loads it, and using it crashes: that depends on the release"
+        outcome = "refuses it, or loads it and crashes when it is used, depending on the release"
         return f"{outcome} (2.6 and 2.15 refuse, 2.13 loads)"
     if unreadable:
         return "fails: the file is damaged"

@@ -328,7 +328,7 @@ def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:
     """The names that the file imports, the worst first."""
     yield from heading("globals", count(len(checkpoint.globals)))
     if not checkpoint.globals:
-        yield note("it asks for nothing to be imported")
+        yield note("it imports nothing")
     for verdict, (role, words) in _NAMES.items():
         rows: list[tuple[Words, ...]] = []
         for use in (use for use in checkpoint.globals if use.verdict == verdict):
@@ -500,7 +500,7 @@ def object_tree(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Bl
     if not any(pickle.main for pickle in checkpoint.pickles):
         for leaf in checkpoint.leaves[:max_lines]:
             yield Prose(((f"{printable(leaf.name)}: ", "dim"), (printable(leaf.text), "")), lead="  ")
-        yield note("this format holds no pickled tree; --tensors lists what it holds")
+        yield note("this format has no pickled tree; --tensors lists its tensors")
         return
     lines = _drawn(checkpoint.root, {tensor.path: tensor for tensor in checkpoint.tensors})
     yield from (Prose(line, lead="  ") for line in islice(lines, max_lines))
@@ -548,7 +548,7 @@ def _described(node: Any, tensor: Tensor | None) -> Line:
     if kind is Set:
         return (("frozenset" if node.frozen else "set", ""), (f" of {len(node.items):,}", "dim"))
     if kind is Call:
-        name = printable(node.callee.full_name, 80) if type(node.callee) is Global else "an object of no plain class"
+        name = printable(node.callee.full_name, 80) if type(node.callee) is Global else "an object of a computed class"
         args = node.args[:6] if type(node.args) is tuple and not _callee(node).startswith("_rebuild_") else ()
         plain = [_inline(arg) or _value(arg) for arg in args if type(arg) not in _CONTAINERS or _inline(arg)]
         words = f"({', '.join(plain)})" if plain else ""

@@ -175,7 +175,7 @@ def rescue(
     overwrite: bool = False,
     progress: Callable[[int, int], object] | bool | None = None,
 ) -> Rescue:
-    """Save what is whole, or can be repaired with proof, of a damaged checkpoint into a new file.
+    """Save the parts of a damaged checkpoint that are whole, or provably repairable, into a new file.
 
     ``src`` is a file, bytes, a file object, the directory an archive was unzipped into, or a checkpoint of several
     files (shards by their directory or index, ``torch.distributed.checkpoint``), which becomes one file. Lost tensors
@@ -239,12 +239,12 @@ def _rescue_file(
             if checkpoint.format not in FORMATS:
                 raise _nothing_to_rescue(checkpoint, checkpoint.path, recovered.lost_records)
             if checkpoint.format in ("gguf", "npz", "npy"):
-                what = f"a rescue does not take files of this format ({FORMATS[checkpoint.format]})"
+                what = f"rescue does not accept files of this format ({FORMATS[checkpoint.format]})"
                 raise RescueError(what, where=checkpoint.path, fix="transload.open reads the tensors that are whole.")
             # The file keeps its format, and loaders rely on this suffix.
             if target and target.lower().endswith(".safetensors") != (checkpoint.format == "safetensors"):
                 what = f"the rescued file has the format {checkpoint.format}: rescue does not change the format"
-                fix = "Choose a fitting name, then convert it: transload convert RESCUED OTHER."
+                fix = "Choose a matching name, then convert it: transload convert RESCUED OTHER."
                 raise UsageError(what, where=target, fix=fix)
             outcomes = Outcomes(checkpoint, recovered)
             tensors = [outcomes.of(tensor) for tensor in checkpoint.tensors]
@@ -324,7 +324,7 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack) -> tup
     inner, whole = unwrapped(inner, member, stack, notes)
     if holds_tensors(inner):  # recover would find the legacy stream of its first tensor
         what = "it is a plain pickle: nothing in it shows what was lost, or could replace it"
-        fix = f"If it is whole, this takes its tensors out: transload convert {quoted(inner.name)} NEW.pt"
+        fix = f"If it is whole, this extracts its tensors: transload convert {quoted(inner.name)} NEW.pt"
         raise RescueError(what, where=inner.name, fix=fix)
     recovered = recover(inner, stack)
     if recovered is None:  # another format, which can only be read

@@ -108,7 +108,7 @@ def retag(
     wanted, path = TagMap(to), _path(path)
     target = "" if out is None else _path(out)
     if out is not None and (not target or "\0" in target):
-        raise UsageError(f"no file can have the name {target!r}", fix="Name the copy, or leave -o out.")
+        raise UsageError(f"no file can have the name {target!r}", fix="Name the copy, or omit -o.")
     several = os.path.isdir(path) or path.endswith(".index.json")  # noqa: PTH112 - pathlib is slow to import
     if target:
         journal.refuse_target(path, target)
@@ -133,7 +133,7 @@ def retag(
             journal.apply(source.name, changes, seen, keep=keep_undo)
     except ForbiddenWriteError as error:
         if not target:
-            error.fix = "Write a copy to a place where you may: -o COPY."
+            error.fix = "Write a copy to a place where you are allowed to: -o COPY."
         raise
     finally:
         source.close()
@@ -177,7 +177,7 @@ OTHERS = "*"
 
 _DEVICE = re.compile(r"[a-z][a-z_]*(?::(?:0|[1-9][0-9]{0,5}))?")
 _NEVER = {
-    "meta": "torch.load(path) would then give tensors without numbers",
+    "meta": "torch.load(path) would then return tensors without data",
     "xla": "torch restores no storages on xla: load with map_location='cpu' and move the tensors",
 }
 
@@ -237,7 +237,7 @@ _UNSUPPORTED: dict[str, tuple[str, str]] = {
     ),
     "torch-export": (
         "it is a torch.export program: its graph names devices, too",
-        "Move it so: torch.export.save(transload.load(path, weights_only=False), other)",
+        "Move it like this: torch.export.save(transload.load(path, weights_only=False), other)",
     ),
     "aotinductor": ("it is a compiled AOTInductor package, for one kind of device", "Compile it for the other device."),
     "torch-package": ("it is a torch.package archive, with code that may name devices", "Export the package again."),
@@ -327,7 +327,7 @@ def plan_of(source: FileSource, wanted: TagMap, target: str = "") -> tuple[Retag
     if rebuilt:
         warnings.append(f"tensors that name their device themselves stay there: {', '.join(rebuilt[:4])}")
     if checkpoint.safety == "dangerous":
-        warnings.append("nothing of it was run, but loading it would run code that can do harm: see transload inspect")
+        warnings.append("nothing in it was run, but loading it would run code that can do harm: see transload inspect")
     done = (source.name, target, checkpoint.format, method, tags, *_amounts(changes))
     return Retag(*done, done=False, warnings=tuple(warnings)), changes, seen
 

@@ -564,7 +564,7 @@ def _entries(table: dict[str, Any]) -> Iterator[ManifestEntry]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is not a text")
+        raise TypeError(f"{value!r:.40} is not a string")
     return value
 
 
