@@ -195,7 +195,7 @@ def _class(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comments(kind: Any) -> dict[str, str]:
-    """The comments of the fields of a class: beside each, or above it."""
+    """The comments on the fields of a class: on the same line, or above it."""
     out: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(kind).splitlines():

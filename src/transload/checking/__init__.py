@@ -112,12 +112,12 @@ def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) 
     """As ``check``, for this machine, which was already examined."""
     from transload.loading.engine import forecast
 
-    made = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
+    result = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
     # How load would move the bytes, except for what only a working driver knows.
-    cuda = sum(move.nbytes for move in made.plan.moves if move.device.startswith("cuda"))
-    host = sum(move.nbytes for move in made.plan.moves) - cuda
-    how = forecast(os.fspath(path), host, cuda).why if made.plan.ok and host + cuda else ""
-    return replace(made, plan=replace(made.plan, how=how))
+    cuda = sum(move.nbytes for move in result.plan.moves if move.device.startswith("cuda"))
+    host = sum(move.nbytes for move in result.plan.moves) - cuda
+    how = forecast(os.fspath(path), host, cuda).why if result.plan.ok and host + cuda else ""
+    return replace(result, plan=replace(result.plan, how=how))
 
 
 def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
@@ -563,12 +563,12 @@ def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict, where everything goes, and what prevents it."""
     checkpoint, plan, said = check.checkpoint, check.plan, check.torch
     verdict = "it loads" if check.ok else f"it cannot be loaded: {check.refusal}"
-    held = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"
+    content = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"
     prediction = checkpoint.prediction.removeprefix("torch.load ") or "cannot be predicted"
     outcome = {"loads": "loads it", "raises": "fails, as shown below", "unknown": prediction}[said.outcome]
     summary = [
         ("here", verdict, "good" if check.ok else "bad"),
-        ("file", f"{held} of {size(checkpoint.tensor_nbytes)}", ""),
+        ("file", f"{content} of {size(checkpoint.tensor_nbytes)}", ""),
         ("torch.load", outcome, ""),
     ]
     python = check.diagnosis.machine.python

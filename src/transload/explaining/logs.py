@@ -242,8 +242,8 @@ class FlatText:
 class RaisedError:
     """An exception in a log: the lines of its class and message, and the frames of its traceback.
 
-    ``link`` is how it belongs to the previous one in its chain: it was raised ``after`` that one, while handling it or
-    from it, or it is ``inside`` the message of that one.
+    ``link`` is its relation to the previous exception in its chain: it was raised ``after`` that one, while handling it
+    or from it, or it is printed ``inside`` its message.
     """
 
     lines: list[Line] = field(default_factory=list)

@@ -425,10 +425,10 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
             if wording.anchor in text and wording.pattern.search(text):
                 near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, in another context")
     rows, weights = _rows()
-    there = {word for word in _only_words(text[:_COMPARED]).split() if word in weights}
+    present = {word for word in _only_words(text[:_COMPARED]).split() if word in weights}
     similar: dict[str, Near] = {}
     for page, said, words in rows:
-        common = there.intersection(words)
+        common = present.intersection(words)
         if len(common) > _FEWEST:
             likeness = fsum(weights[word] for word in common)
             likeness /= fsum(weights[word] for word in {*words} if word in weights)

@@ -541,8 +541,8 @@ def _described(node: Any, tensor: Tensor | None) -> Line:
     kind = type(node)
     if tensor is not None:
         device = "" if tensor.device == "cpu" else f" on {printable(tensor.device, 40)}"
-        made = f" {printable(tensor.dtype, 40)} {shape_text(tensor.shape)}{device}"
-        return ((printable(tensor.cls or "Tensor", 60), ""), (made, "dim"))
+        details = f" {printable(tensor.dtype, 40)} {shape_text(tensor.shape)}{device}"
+        return ((printable(tensor.cls or "Tensor", 60), ""), (details, "dim"))
     if kind is Dict:
         return (("dict", ""), (f" of {len(node.items) // 2:,}", "dim"))
     if kind is Set:

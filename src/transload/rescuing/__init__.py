@@ -2,11 +2,11 @@
 
 The source is never written. torch is not needed, nothing in the file is run, and no name in it becomes a path.
 
-A rescue of one file goes through these modules: `recover` removes layers around it and, for archives with `archive`,
-turns it into a file that the reader can read; `damaged_index` reads what is left of an index. This module finds out
-which tensors are undamaged, and makes the new file: the recovered one, unchanged, with lost bytes filled, or without
-the lost tensors. Checkpoints of several files list where each tensor is, so no layout has to be guessed: damaged
-tensors are found as by `verify`, and the others are converted into one file.
+A rescue of one file goes through these modules: `recover` removes the layers around it and turns it into a file that
+the reader can read, with the help of `archive` if it is an archive; `damaged_index` reads what is left of an index.
+This module finds out which tensors are undamaged, and makes the new file: the recovered one, unchanged, with lost bytes
+filled, or without the lost tensors. Checkpoints of several files list where each tensor is, so no layout has to be
+guessed: damaged tensors are found as in `verify`, and the others are converted into one file.
 """
 
 from __future__ import annotations
@@ -207,19 +207,19 @@ def rescue(
         if fill or member:
             what = "several files become one new file without the lost tensors: there is nothing to fill or to extract"
             raise UsageError(what, where=path, fix="Omit --fill and --member.")
-        made = _rescue_files(path, target, dry_run=dry_run, overwrite=overwrite, progress=progress)
+        result = _rescue_files(path, target, dry_run=dry_run, overwrite=overwrite, progress=progress)
     else:
-        made = _rescue_file(src, path, target, member, fill, dry_run=dry_run, progress=progress)
-    count = sum(repair.certainty != "proven" for repair in made.mends)
+        result = _rescue_file(src, path, target, member, fill, dry_run=dry_run, progress=progress)
+    count = sum(repair.certainty != "proven" for repair in result.mends)
     if count:
         are = "1 repaired byte is" if count == 1 else f"{count:,} repaired bytes are"
         doubt = f"{are} not proven: other damage can look the same, so compare with another copy if there is one"
-        made = replace(made, warnings=(*made.warnings, doubt))
-    if made.done:
-        text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
-        with AtomicFile(made.report) as file:
+        result = replace(result, warnings=(*result.warnings, doubt))
+    if result.done:
+        text = json.dumps(result.to_dict(), indent=1, ensure_ascii=True)
+        with AtomicFile(result.report) as file:
             file.write([text.encode() + b"\n"])
-    return made
+    return result
 
 
 # -- one file
@@ -292,8 +292,8 @@ def _rescue_file(
         report_path = f"{target}.rescue.json" if target else ""
         done = bool(out and target and not dry_run)
         file = (path or source.name, target, report_path, checkpoint.format, source.size, how, done)
-        made = Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", recovered.notes, tuple(warnings))
-        if made.done and out is not None:
+        result = Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", recovered.notes, tuple(warnings))
+        if result.done and out is not None:
             report_progress = progress_counter(progress, out.size, "writing")
             with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
                 sink = bundle.add(target)
@@ -305,7 +305,7 @@ def _rescue_file(
                     sink.write([data])
                     if report_progress is not None:
                         report_progress(len(data))
-        return made
+        return result
 
 
 def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack) -> tuple[Source, Recovered]:
@@ -375,7 +375,7 @@ _SHOWN_BY_TENSORS = frozenset(
 """Problems that only concern the tensors that are lost: the others have a checksum, or are where they should be."""
 
 _UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"})
-"""Problems that do not mean damage, but because of which something was not read."""
+"""Problems that are not damage, but prevented something from being read."""
 
 
 def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: _Progress) -> Rescue:
@@ -449,9 +449,9 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         report_path = f"{target}.rescue.json" if target else ""
         done = bool(target and how != "nothing" and not dry_run)
         files = (path, target, report_path, checkpoint.format, checkpoint.nbytes, how, done)
-        made = Rescue(*files, tuple(outcomes), unread, tuple(repairs), warnings=tuple(warnings))
-        if not made.done:
-            return made
+        result = Rescue(*files, tuple(outcomes), unread, tuple(repairs), warnings=tuple(warnings))
+        if not result.done:
+            return result
         from transload.writing import write_content
         from transload.writing.plan import Options, format_of
 
@@ -460,7 +460,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         new = write_content(overlay, target, kind, Options(), verify=True, overwrite=overwrite, progress=progress)
         beside = (f"everything that is not a tensor, as plain data: {new.leftovers}",) if new.leftovers else ()
         others = tuple(LostRecord(each.name, each.why) for each in (*new.left, *new.listed) if each.name not in lost)
-        return replace(made, notes=(*new.notes, *beside), records=(*made.records, *others))
+        return replace(result, notes=(*new.notes, *beside), records=(*result.records, *others))
 
 
 # -- what became of each tensor

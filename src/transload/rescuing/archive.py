@@ -211,11 +211,11 @@ class Archive(Assembly):
         super().__init__(parts, name)
 
 
-def with_records(made: Recovered, records: Sequence[ArchiveRecord], archive: Archive | None = None) -> Recovered:
+def with_records(recovered: Recovered, records: Sequence[ArchiveRecord], archive: Archive | None = None) -> Recovered:
     """A recovered archive with other records, and what is lost and repaired in them."""
-    archive = archive or Archive(records, made.source.name)
+    archive = archive or Archive(records, recovered.source.name)
     placed = [(archive.starts[record.name], record) for record in records]
-    return made._replace(
+    return recovered._replace(
         source=archive,
         records=tuple(records),
         lost_ranges=tuple(LostRange(at + start, at + end, why) for at, each in placed for start, end, why in each.lost),
@@ -293,8 +293,8 @@ def recover_archive(source: Source) -> Recovered | None:
         notes.append(f"{-shortfall:,} bytes from byte {archive.size:,} on are left out: {what}")
     unchecked = frozenset(name_below_root(each.name) for each, it in checked if it.state == "unchecked" and each.stored)
     listed = tuple(repairs[:_MAX_REPAIRS])
-    made = Recovered(source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked)
-    return with_records(made, records, archive)
+    recovered = Recovered(source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked)
+    return with_records(recovered, records, archive)
 
 
 # -- checking records
@@ -500,10 +500,10 @@ def _rebuild(
             padding = room if 0 <= room < 0xFFFF else None
             before = (Part(source, reached, record.header - reached),) if reached < record.header else ()
         size, method = (verdict.size, record.method) if by_torch and record.method else (stored, 0)
-        made = ArchiveRecord(record.name, content, size, stored, verdict.crc32 or 0, method, flags, time, date)
-        made = made._replace(padding=padding, before=before, order=order, header=record.header, lost=missing)
+        rebuilt = ArchiveRecord(record.name, content, size, stored, verdict.crc32 or 0, method, flags, time, date)
+        rebuilt = rebuilt._replace(padding=padding, before=before, order=order, header=record.header, lost=missing)
         repaired_at = tuple(repair.position - record.payload for repair in verdict.repairs)
-        records.append(made._replace(repaired_at=repaired_at))
+        records.append(rebuilt._replace(repaired_at=repaired_at))
         reached = record.end
     return records, lost
 
@@ -582,7 +582,7 @@ def recover_directory(path: str) -> Recovered:
         content = Part(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
         records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)
-    made = Archive(records, path)
+    archive = Archive(records, path)
     return Recovered(
-        made, exact=False, notes=tuple(notes), records=tuple(records), all_unchecked=True, nbytes=made.size
+        archive, exact=False, notes=tuple(notes), records=tuple(records), all_unchecked=True, nbytes=archive.size
     )

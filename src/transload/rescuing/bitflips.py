@@ -104,7 +104,7 @@ class Verdict(NamedTuple):
 
 
 def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, int]]:
-    """The bits of ``length`` bytes each of which, if flipped, changes their CRC-32 by ``syndrome``; at most ``most``.
+    """The bits in ``length`` bytes that change the CRC-32 by ``syndrome`` if one of them is flipped; at most ``most``.
 
     Each is the index of a byte, and the value of the bit in it. Up to 512 MiB there is at most one.
 
@@ -123,7 +123,7 @@ def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, i
 
 
 def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
-    """The bytes, out of ``length``, that can change the CRC-32 by ``syndrome``, each with its bits that have to change.
+    """The bytes, out of ``length``, that change the CRC-32 by ``syndrome`` if one is changed, and the bits to change.
 
     >>> from zlib import crc32
     >>> destroyed_bytes(crc32(b"transload") ^ crc32(b"tran?load"), 9) == [(4, ord("s") ^ ord("?"))]
@@ -185,15 +185,15 @@ def _flipped(data: bytes, byte: int, bits: int) -> bytes:
 
 def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
     """A verdict on each record; checksums are computed by as many threads as there are cores."""
-    left = [claim for claim in dict.fromkeys(claims) if claim.payload + claim.stored <= source.size]
-    inflated = sum(claim.size for claim in left if claim.method)
+    pending = [claim for claim in dict.fromkeys(claims) if claim.payload + claim.stored <= source.size]
+    inflated = sum(claim.size for claim in pending if claim.method)
     allowed = (0, DEFLATED) if inflated <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size) else (0,)
-    left = [claim for claim in left if claim.method in allowed]
+    pending = [claim for claim in pending if claim.method in allowed]
     sums: dict[Claim, int] = {}  # of what each record inflates to, unless it is cut or damaged
-    while left:  # `checksums` leaves out records that overlap: they are summed in the next round
-        found = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in left])
-        sums |= {left[index]: value for index, value in found.items() if not isinstance(value, Lost)}
-        left = [claim for index, claim in enumerate(left) if index not in found] if found else []
+    while pending:  # `checksums` leaves out records that overlap: they are summed in the next round
+        found = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in pending])
+        sums |= {pending[index]: value for index, value in found.items() if not isinstance(value, Lost)}
+        pending = [claim for index, claim in enumerate(pending) if index not in found] if found else []
     records, tried = _MAX_REPAIRED, _MAX_TRIED  # the budget for repairs of all records
     verdicts: list[Verdict] = []
     for claim in claims:

@@ -2,8 +2,8 @@
 
 Entries of a state dict are found by their opcodes (a name, then a persistent id inside the call that rebuilds a
 tensor), and divide the pickle into parts. A machine runs part after part. If one breaks, or does not end as an entry
-should, it is left out, and the machine continues with the next. The protocol that torch uses writes memo
-indexes explicitly, so what is behind the damage can still refer to what was defined before it.
+should, it is left out, and the machine continues with the next. The protocol that torch uses writes memo indexes
+explicitly, so what follows the damage can still refer to what was defined before it.
 """
 
 from __future__ import annotations

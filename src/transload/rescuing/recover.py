@@ -62,16 +62,16 @@ def recover(source: Source, stack: ExitStack) -> Recovered | None:
             return other[1]._replace(exact=False, notes=(note, *other[1].notes))
     if best is None or not best[0]:
         return best[1] if best else None
-    offset, made = best
-    repairs = tuple(repair._replace(position=repair.position + offset) for repair in made.repairs)
+    offset, recovered = best
+    repairs = tuple(repair._replace(position=repair.position + offset) for repair in recovered.repairs)
     kind = "another archive" if starts_record(source) else "other data"
     note = f"the checkpoint begins at byte {offset:,}, after {kind}"
-    return made._replace(repairs=repairs, notes=(note, *made.notes))
+    return recovered._replace(repairs=repairs, notes=(note, *recovered.notes))
 
 
 def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
-    offset, made = attempt
-    return not made.lost_records and not made.lost_ranges, len(made.records) - len(made.lost_records), -offset
+    offset, found = attempt
+    return not found.lost_records and not found.lost_ranges, len(found.records) - len(found.lost_records), -offset
 
 
 def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None:
@@ -110,10 +110,10 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
             inside = any(part.offset <= offset < part.offset + part.length for part in parts)
             if inside or any(record.payload == offset for record in Scan(source, repaired_bytes).records):
                 continue
-        made = recover_archive(Slice(source, offset, source.size - offset, source.name) if offset else source)
-        if made is not None:
-            first = first or made
-            yield offset, made
+        recovered = recover_archive(Slice(source, offset, source.size - offset, source.name) if offset else source)
+        if recovered is not None:
+            first = first or recovered
+            yield offset, recovered
     if first is not None:
         return
     if looks_like_legacy(source) or looks_like_damaged_legacy(source):
@@ -131,9 +131,9 @@ def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
         (table - PREFIX if table < 1 << 20 else -1, _recover_safetensors),
     )
     for at, attempt in places:
-        made = attempt(Slice(source, at, source.size - at, source.name)) if at > 0 else None
-        if made is not None:
-            yield at, made
+        recovered = attempt(Slice(source, at, source.size - at, source.name)) if at > 0 else None
+        if recovered is not None:
+            yield at, recovered
             return
 
 
@@ -184,11 +184,11 @@ def _recover_legacy(source: Source) -> Recovered | None:
         start, at = at + _COUNT, at + _COUNT + slot.nbytes
         if lost and start < min(at, source.size):
             ranges.append(LostRange(start, min(at, source.size), "its bytes are not where they should be"))
-    made = _resized(source, end, repairs, ranges, "storage")
+    recovered = _resized(source, end, repairs, ranges, "storage")
     warning = "the file is longer than its counts say: unless the extra bytes are at its end, the last storage is wrong"
     # Another stream may follow: then this one ends where it should.
     doubtful = source.size > end and source.read(end, len(_LEGACY_OPENING)) != _LEGACY_OPENING
-    return made._replace(warnings=(warning,)) if doubtful else made
+    return recovered._replace(warnings=(warning,)) if doubtful else recovered
 
 
 def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostRange], last: str) -> Recovered:
@@ -198,9 +198,9 @@ def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostR
     if shortfall:
         ranges.append(LostRange(source.size, end, "the file ends before its last byte"))
     notes = (f"{source.size - end:,} bytes after the last {last} are left out",) if source.size > end else ()
-    made = Assembly(repaired(whole, 0, end, repairs), source.name)
+    resized = Assembly(repaired(whole, 0, end, repairs), source.name)
     within = tuple(repair for repair in repairs if repair.position < source.size)
-    return Recovered(made, not ranges, tuple(ranges), within, notes=notes, all_unchecked=True)
+    return Recovered(resized, not ranges, tuple(ranges), within, notes=notes, all_unchecked=True)
 
 
 # -- safetensors: a length, a table, then the tensors
@@ -228,9 +228,9 @@ def _recover_safetensors(source: Source) -> Recovered | None:
         match entry:
             case {"data_offsets": [int() as first, int() as last]} if 0 <= first <= last < MAX_COUNT:
                 end = max(end, PREFIX + length + last)
-    made = _resized(source, end, repairs, [], "tensor")
+    recovered = _resized(source, end, repairs, [], "tensor")
     warning = "the file is longer than its table says: unless the extra bytes are at its end, tensors are wrong"
-    return made._replace(warnings=(warning,)) if source.size > end else made
+    return recovered._replace(warnings=(warning,)) if source.size > end else recovered
 
 
 def _table(data: bytes) -> dict[str, Any] | None:

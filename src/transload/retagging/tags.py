@@ -176,7 +176,7 @@ def tag_edits(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | Non
     """Edits that give every storage its new tag; ``None`` if some id is not built the way torch builds it.
 
     If the new tags fit into the space of the old ones, nothing else in the stream moves. The space that a shorter tag
-    leaves is filled with longer encodings of the opcodes beside it. Where that is not enough, the opcode that memoizes
+    leaves is filled with longer encodings of the opcodes next to it. If that is not enough, the opcode that memoizes
     a tag is replaced by fillers if nothing reads the memo entry.
     """
     sites, reads, frames, unclear = find_sites(pickle, data)

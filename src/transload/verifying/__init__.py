@@ -2,7 +2,7 @@
 
 ``verify`` opens the checkpoint, lets ``tensors.damage`` read every byte and compare checksums, sizes and indices, reads
 tensors one by one if their hashes or values are requested, and combines the results into a verdict. A manifest is a
-file with the hashes of tensors, to compare with later, in whatever container the tensors are then.
+file with the hashes of tensors, with which they can be compared later, in any container.
 """
 
 from __future__ import annotations
