@@ -103,7 +103,7 @@ def test_nothing_is_written_over(broken: Path, tmp_path: Path, capsys: pytest.Ca
     assert out.read_bytes() == b"precious"
     assert main(["rescue", str(broken), str(out), "--force"]) == 0
     assert main(["rescue", str(broken), str(broken), "--force"]) == 2
-    assert "never written" in capsys.readouterr().err
+    assert "never writes to its source" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_report_overwrites_nothing(tmp_path: Path) -> None:
     assert rescue(tmp_path / "model.pt", tmp_path / "new.pt").exit_code == 0
     source = (tmp_path / "model.pt").rename(report)
     before = source.read_bytes()
-    with pytest.raises(UsageError, match="never written"):
+    with pytest.raises(UsageError, match="never writes to its source"):
         rescue(source, tmp_path / "new.pt", overwrite=True)
     assert source.read_bytes() == before
 
@@ -70,7 +70,7 @@ def test_no_file_of_an_unzipped_directory_is_overwritten(tmp_path: Path) -> None
     (folder,) = (tmp_path / "unpacked").iterdir()
     index = folder / "data.pkl"
     before = index.read_bytes()
-    with pytest.raises(UsageError, match="never written"):
+    with pytest.raises(UsageError, match="never writes to its source"):
         rescue(folder, index, overwrite=True)
     assert index.read_bytes() == before
     assert rescue(folder, folder / "new.pt").exit_code == 0

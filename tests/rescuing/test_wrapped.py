@@ -105,7 +105,7 @@ def test_xz_that_asks_for_gigabytes_of_memory(tmp_path: Path) -> None:
     end = 12 + 4 * packed[12]  # of the header of its first block, after which its checksum follows
     packed[packed.index(b"\x21\x01", 12, end) + 2] = 40  # a dictionary of 4 GiB
     packed[end : end + 4] = zlib.crc32(packed[12:end]).to_bytes(4, "little")
-    with pytest.raises(RescueError, match="compressed with xz, and nothing of it can be decompressed"):
+    with pytest.raises(RescueError, match="compressed with xz, and none of it can be decompressed"):
         rescue(bytes(packed), tmp_path / "out.pt")
 
 

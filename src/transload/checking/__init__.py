@@ -498,7 +498,7 @@ def _findings(result: Check) -> Iterator[Finding]:
         if marked := [tensor.name for tensor in checkpoint.tensors if mark in tensor.name]:
             severity: Severity = "note" if devices.of_kind("cuda") else "warning"
             title = f"its weights are quantized for {quantizer}, which runs on NVIDIA GPUs"
-            advice = "They load anywhere; to compute with them elsewhere, get the weights before they were quantized."
+            advice = "They load anywhere; to compute with them without such a GPU, get the unquantized weights."
             yield Finding("cuda-only-package", severity, title, (f"for {join_names(marked, _SHOWN)}",), (advice,))
     if checkpoint.format == "aotinductor" and not result.cuda:
         advice = "Compile it again on the GPU that it must run on."

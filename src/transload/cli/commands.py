@@ -114,7 +114,7 @@ def _read_log(path: str) -> tuple[bytes, bool]:
             return path.encode("utf-8", "surrogateescape"), False
         fix = ""
         if isinstance(error, IsADirectoryError):
-            fix = f"Name the log in it. For a checkpoint in a folder: transload inspect {path}"
+            fix = f"Name a log file in it. For a checkpoint in a folder: transload inspect {path}"
         elif isinstance(error, FileNotFoundError):
             fix = (
                 "Name a file that holds a log or a traceback, or pipe one in: python train.py 2>&1 | transload explain"
@@ -232,6 +232,6 @@ def run_retag(arguments: Namespace) -> int:
         change = partial(retag, to=tags, **keywords(arguments, "out dry_run keep_undo hard_links"))
     paths = expand_paths(arguments.paths, parts=True)
     if arguments.out and len(paths) > 1:
-        raise UsageError("-o names one copy, and there are several files", fix="Retag them one by one, or in place.")
+        raise UsageError("-o names one copy, but there are several files", fix="Retag them one by one, or in place.")
     # retag finishes an interrupted retag itself, and reports it
     return for_each(arguments, paths, change, report, several, finish=False)[1]

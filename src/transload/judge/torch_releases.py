@@ -23,13 +23,13 @@ _NAMES: dict[str, _Clue] = {
     "torch._utils._rebuild_wrapper_subclass": ("1.12", "", "tensor subclasses that wrap others"),
     "torch._utils._rebuild_nested_tensor": ("2.2", "", "nested tensors"),
     "torch._utils._rebuild_meta_tensor_no_storage": ("1.10", "", "meta tensors"),
-    "torch._utils._rebuild_sparse_csr_tensor": ("1.11", "1.13", "sparse CSR tensors, as they were then"),
-    "torch._utils._rebuild_xla_tensor": ("1.3", "1.9", "XLA tensors, as they were then"),
+    "torch._utils._rebuild_sparse_csr_tensor": ("1.11", "1.13", "sparse CSR tensors, in their old form"),
+    "torch._utils._rebuild_xla_tensor": ("1.3", "1.9", "XLA tensors, in their old form"),
     "torch._tensor._rebuild_from_type_v2": ("1.10", "", "tensors with attributes"),
     "torch.tensor._rebuild_from_type": ("1.7", "1.8", "the module name `torch.tensor`"),
     "torch._tensor._rebuild_from_type": ("1.9", "1.9", "the module name `torch._tensor`"),
     "torch.storage.UntypedStorage": ("1.13", "", "untyped storages"),
-    "torch.storage._UntypedStorage": ("1.12", "1.12", "untyped storages, as they were then"),
+    "torch.storage._UntypedStorage": ("1.12", "1.12", "untyped storages, by their old name"),
 }
 _VERSION_KEYS = {
     "pytorch-lightning_version": "lightning",
@@ -148,7 +148,7 @@ _OTHER_LOADER: dict[str, str] = {
     "megatron": "fails on a directory: load it with Megatron",
     "directory": "fails on a directory",
     "safetensors": "loads it only from torch 2.13 on, if its name ends in .safetensors; "
-    "else use safetensors.torch.load_file(path)",
+    "otherwise use safetensors.torch.load_file(path)",
     "npz": "fails: read it with numpy.load(path), or with transload.load",
     "npy": "fails: read it with numpy.load(path), or with transload.load",
     "gguf": "fails, with an error that does not say why: it is a file of llama.cpp, and transload.load reads what is "
@@ -205,7 +205,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if "\ntensors/" in "\n".join(["", *[storage.record for storage in checkpoint.storages]]):  # testing each is slow
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:
-        return "may load it without a warning, but read something else than another program does"
+        return "may load it without a warning, but not what other programs read from it"
     if any(problem.code == "zip-unreadable-entry" and problem.title for problem in checkpoint.problems):
         return "fails: the archive is protected by a password, which torch does not support"
     if noticed == {"sparse-outside"}:

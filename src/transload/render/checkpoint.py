@@ -302,7 +302,7 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
             rows.append((name, printable(tensor.dtype, 40), shape, device, size(twig.nbytes)))
     yield Table(rows, right=(4,), dim=(1, 3), drops=(3, 1))
     if not complete:
-        yield note("--tensors lists every one")
+        yield note("--tensors lists all of them")
 
 
 def tensors_listed(checkpoint: Contents) -> Iterator[Block]:

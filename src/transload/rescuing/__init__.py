@@ -199,7 +199,7 @@ def rescue(
     for each in existing:
         source, written = os.path.realpath(path), os.path.realpath(each)
         if path and (written == source or written.startswith(source + os.sep)):
-            raise UsageError("the source of a rescue is never written", where=each, fix="Name another file.")
+            raise UsageError("a rescue never writes to its source", where=each, fix="Name another file.")
     for each in existing:  # only the report of another rescue is overwritten unasked
         if not overwrite and (each == target or not begins_with(each, _REPORT)):
             raise UsageError("the file exists already", where=each, fix="Name another file, or pass --force.")

@@ -288,7 +288,7 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
     runs = journal.changes.runs
     if any(run.offset + len(run.old) > after.offset for run, after in pairwise(runs)):
         return None
-    notes.append("a retag of the file was interrupted: it is read as it was before, using the journal beside it")
+    notes.append("a retag of the file was interrupted: it is read as it was before, using the journal next to it")
     return journal.changes.undone().made(source)
 
 
@@ -326,7 +326,7 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
         raise RescueError(what, where=source.name, fix=fix) from error
     unpacked = _file_source(file, source.name)
     if not unpacked.size:
-        what = f"the file is compressed with {kind}, and nothing of it can be decompressed"
+        what = f"the file is compressed with {kind}, and none of it can be decompressed"
         raise RescueError(what, where=source.name)
     cut = "" if whole else "; the compressed data breaks off there"
     notes.append(f"decompressed from {kind}: {unpacked.size:,} bytes{cut}")
@@ -398,7 +398,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
         repairs = verdict.repairs
         if verdict.state == "mended":
             place, _, _, _, certainty = repairs[0]
-            notes.append(f"a flipped bit in it was repaired, {certainty} by its checksum: byte {place:,}")
+            notes.append(f"a flipped bit in it was repaired, using its checksum ({certainty}): byte {place:,}")
         damaged = verdict.state in ("damaged", "cut") or any(repair.certainty != "proven" for repair in repairs)
     content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
     if record.method == DEFLATED:

@@ -273,14 +273,14 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
             from pathlib import Path
 
             folder = path if Path(path).is_dir() else str(Path(path).parent)
-            fix = f"Retag each of its files, by their directory: transload retag {quoted(folder)} --to {quoted(to)}"
+            fix = f"Retag all its files by naming their directory: transload retag {quoted(folder)} --to {quoted(to)}"
             if {Path(part.name).suffix for part in checkpoint.parts} - {"", ".json"} == {".safetensors"}:
                 fix = "Its files are safetensors, which carry no device: they load anywhere."
         raise RetagError(why, where=path, fix=fix)
     if kind == "torch-zip" and any(record.method for record in checkpoint.records):
         raise RetagError("it was zipped again with compression", where=path, fix=repair or _AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):
-        see = f"See all of it: transload inspect {quoted(path)}"
+        see = f"See all findings: transload inspect {quoted(path)}"
         raise RetagError(f"it is not whole: {why}", where=path, fix=repair or see)
 
 

@@ -550,7 +550,7 @@ def read_manifest(path: str) -> Manifest:
 
 def _entries(table: dict[str, Any]) -> Iterator[ManifestEntry]:
     if table["schema"] != 1:
-        raise ValueError("it is of another version")
+        raise ValueError("it has another schema version")
     for each in table["files"]:
         path = _text(each["path"])
         if b"\0" in os.fsencode(path):
