@@ -123,8 +123,8 @@ def schema() -> dict[str, Any]:
         "code": {"type": "string", "pattern": "^[A-Z][0-9]{2}$"},
         "severity": {"enum": list(get_args(Severity))},
         "title": {"type": "string"},
-        "evidence": _texts("what shows it, a line each"),
-        "fix": _texts("what to do, in order: a command begins with '$ ', what belongs into a file with '| '"),
+        "evidence": _texts("what shows it, one line each"),
+        "fix": _texts("what to do, in order: a command begins with '$ ', what belongs in a file with '| '"),
         "doc": {"type": "string"},
     }
     definitions["Finding"] = _object(finding)

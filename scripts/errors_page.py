@@ -56,9 +56,9 @@ def section(known: KnownError) -> str:
         "\n".join(listed),
         f"torch {known.torch}." if known.torch else "",
         filled(general(known.cause) or "What it means depends on the number or letter in it."),
-        filled(f"Not to be believed: {general(known.wrong)}") if known.wrong else "",
+        filled(f"Correction: {general(known.wrong)}") if known.wrong else "",
         "\n".join(f"- {code(line[2:]) if line.startswith(('$ ', '| ')) else escaped(line)}" for line in steps),
-        f"May be behind it: {pages}." if pages else "",
+        f"Possible causes: {pages}." if pages else "",
     )
     return "\n\n".join(filter(None, blocks)) + "\n"
 
