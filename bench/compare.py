@@ -1,10 +1,10 @@
-"""Whether the odd ones out among many machines are found, and how long that takes.
+"""Measure whether the odd ones out among many machines are found, and how long that takes.
 
 Usage: python bench/compare.py [--nodes 1000] [--rounds 20]
 
-Each round forges reports of alike machines, makes 1 to 20 of them odd in something, and runs ``transload doctor
---compare DIR --json``. Every oddity must be found with the nodes that have it, and nothing else may be reported. Times
-are those of the processor.
+Each round makes up reports of identical machines, changes 1 to 20 facts on some of them, and runs ``transload doctor
+--compare DIR --json``. Every change must be found with the nodes that have it, and nothing else may be reported. Times
+are CPU times.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How long it takes to make safetensors of a ``.pt``, and how much memory: each way in a process of its own; ratios.
+"""Measure how long it takes, and how much memory, to convert a ``.pt`` to safetensors: each way in its own process.
 
     python bench/convert.py [--json] [--gigabytes N] [--tensors N] [--repeat N] [--folder DIR]
 
 The other way is ``torch.load`` and ``safetensors.torch.save_file``. Each run begins in a new interpreter and ends with
-the file on the disk: transload flushes by itself, the other is followed by a flush of its file. transload also compares
-the checksums of the source and reads its target back, which the other does not; ``no-verify`` is without that. The time
-is that of the work, after the imports; the peak is the largest resident size of the process during it, less the size
-after the imports. Before anything is measured, what they have written is compared. There must be room for twice the
-size. Needs torch and safetensors.
+the file on the disk: transload flushes by itself, and the other file is flushed afterwards. transload also compares the
+checksums of the source and reads its target back, which the other way does not; ``no-verify`` skips that. The time is
+that of the work, after the imports; the peak is the largest resident size of the process during it, minus the size
+after the imports. Before anything is measured, the files that they write are compared. The disk must have room for
+twice the size. Needs torch and safetensors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How often the doctor is right, and how long it takes.
+"""Measure how often the doctor is right, and how long it takes.
 
 Usage: python bench/doctor.py
 
-Over the forged driver: every answer of cuInit and every answer of NVML that decides, on four kinds of host. Over the
-healthy matrix: every torch, every card it has code for, the oldest driver that will do. And the time of a run without
-torch, against the start of the interpreter, and of one whose driver hangs.
+With a fake driver: every result of cuInit and every result of NVML that matters, on four kinds of host. Over the
+healthy matrix: every torch, every card it has code for, the oldest driver that works. Also the time of a run without
+torch, compared with the start of the interpreter, and of a run whose driver hangs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""``transload.load`` and ``save`` in place of ``torch.load`` and ``torch.save``: everything that differs.
+"""Compare ``transload.load`` and ``save`` with ``torch.load`` and ``torch.save``, and list everything that differs.
 
     python bench/drop_in.py              counts, and every difference with its reason
-    python bench/drop_in.py --memory     also 100 saves and 100 loads in a loop: peak and final memory beside torch's
+    python bench/drop_in.py --memory     also 100 saves and 100 loads in a loop: peak and final memory next to torch's
 
 Every object of the tests' zoo is saved by both, in every form, and loaded by both, in every way: from ten kinds of file
-objects, mapped, with every form of ``map_location``, as data and with trust. What comes back is compared to the bit:
-types, order, strides, attributes, which tensors share memory, which places hold the same object. Where torch raises,
-the class of the exception is compared.
+objects, mapped, with every form of ``map_location``, as data and with trust. The results are compared bit by bit:
+types, order, strides, attributes, which tensors share memory, which places hold the same object. If torch raises, the
+class of the exception is compared.
 """
 
 from __future__ import annotations

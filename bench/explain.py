@@ -1,14 +1,14 @@
-"""How often ``explain`` is right: known texts in all wordings, and errors that are none of its business.
+"""Measure how often ``explain`` is right: known texts in all wordings, and errors that it must not claim to know.
 
 Usage: python bench/explain.py [PACKAGE...]
 
-Every wording is given bare, at the end of a traceback, with the prefix of a rank before each line, with colours and a
+Every wording is passed bare, at the end of a traceback, with the prefix of a rank before each line, with colours and a
 time stamp, and between the lines of a long log; those of the installed torch are provoked. Whole logs of frameworks
-follow, then unrelated errors, of which none may be claimed. And the time that it takes.
+follow, then unrelated errors, none of which may be recognised, and the time that it takes.
 
-Last, how many of the texts in the sources of torch and of packages around it are known, by project: of those that are
-installed, or of wheels, source distributions and outputs of ``scripts/error_texts.py`` that are named. No goal: most
-say what is wrong with a call, and need no explanation.
+Last, how many of the texts in the sources of torch and related packages are known, by project: in the installed
+packages, or in the wheels, source distributions and outputs of ``scripts/error_texts.py`` given as arguments. There is
+no goal: most texts say what is wrong with a call, and need no explanation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast and how small is reading a checkpoint without running it: ratios, each measured in one run.
+"""Measure the time and memory of reading a checkpoint without running it: ratios, each measured in one run.
 
     python bench/inspect.py [--json] [--repeat N]
 
 Contenders take turns, the median of each counts, and every contender works in this process on a file in the page
-cache. What is not installed is left out with a word. Needs torch to make the files; transload itself does not use it.
+cache. What is not installed is left out, with a note. Needs torch to make the files; transload itself does not use it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How fast a checkpoint gets into memory: every loader in a process of its own, taking turns, results compared.
+"""Measure how fast a checkpoint is loaded into memory: every loader in its own process, in turn, results compared.
 
     python bench/load.py [--case large,small] [--where cache,tmpfs,cold] [--repeat N] [--json]
 
-The first call in a process and later ones are reported apart, each the median of its kind, beside what the hardware
-can do with the same file. What a call freed goes back to the system before the next. "only mapped" has read nothing
-yet, "touched" has read one byte of every page; only "cloned" is memory of one's own, as torch.load and transload give.
-GB/s are of the tensors' bytes; × is how many times as fast as torch.load, for what fills a model as torch.load with
-load_state_dict. The host's peak is resident memory beyond what there was before the call; pages of a mapped file count.
-What is not installed is left out with a word. Needs torch, and Linux for some of it.
+The first call in a process and later ones are reported separately, each as a median, next to what the hardware can do
+with the same file. What a call freed goes back to the system before the next. "only mapped" has read nothing yet,
+"touched" has read one byte of every page; only "cloned" has its own memory, as after torch.load and transload.load.
+GB/s count the tensors' bytes; × is how many times as fast as torch.load, or, for what fills a model, as torch.load with
+load_state_dict. The host's peak is resident memory beyond that before the call; pages of a mapped file count. What is
+not installed is left out, with a note. Needs torch, and Linux for some of it.
 """
 
 from __future__ import annotations

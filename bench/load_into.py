@@ -1,10 +1,10 @@
-"""How much memory it takes to get a file into a model, and how long: ratios, each contender in a process of its own.
+"""Measure the memory and time that it takes to load a file into a model: ratios, each contender in its own process.
 
     python bench/load_into.py [--json] [--megabytes N] [--repeat N]
 
-The peak is the largest resident size of a process, less that of one that only imports the same and makes a meta model.
-A model alone takes as much as its file; what a contender takes beyond that is its own. Files lie in the page cache.
-Needs torch.
+The peak is the largest resident size of a process, minus that of one that only imports the same and makes a meta model.
+A model alone takes as much as its file; the rest is what the contender itself needs. Files are in the page cache. Needs
+torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How much of a damaged file is rescued: bits flipped and ends cut off at random places, all outcomes compared.
+"""Measure how much of a damaged file is rescued: bits flipped and ends cut off at random places, all results compared.
 
     python bench/rescue.py [--json] [--places N] [--seed N] [--only WORD]
 
-For each fixture and for a file of 50 MB, written by torch.save: a bit flipped at each of N random places (200 unless
-told), which must be undone so that the file is, byte for byte, what it was; and a cut at each of N random places, after
-which exactly the tensors must be found whose bytes are all there. What has no checksum, the legacy format, is only cut.
-Needs torch, for the large file.
+For each fixture and for a file of 50 MB, written by torch.save: a bit is flipped at each of N random places (200 by
+default), and the file must be restored byte for byte; and the file is cut at each of N random places, after which
+exactly the tensors whose bytes are all there must be found. The legacy format has no checksums, and is only cut. Needs
+torch, for the large file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long it takes to change the tags of a file: of 10 MB and of 10 GB, and by way of torch.load and torch.save.
+"""Measure how long it takes to change the tags of a file of 10 MB and of 10 GB, also with torch.load and torch.save.
 
     python bench/retag.py [--json] [--repeat N]
 
 Each retag ends with its bytes on the disk; so does each rewrite. All contenders take turns, each time from ``cuda:0``
-to ``cpu``. The large file has holes in the place of its numbers: it takes no room, and nobody reads them. Needs torch.
+to ``cpu``. The large file is sparse: its numbers take no room on the disk, and nothing reads them. Needs torch.
 """
 
 from __future__ import annotations

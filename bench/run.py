@@ -1,10 +1,10 @@
-"""Programs written for a GPU: how many run to their end under ``python``, and under ``transload run`` without one.
+"""Count how many programs written for a GPU run to their end under ``python``, and under ``transload run`` without one.
 
     python bench/run.py [--only NAME,…] [--jobs N]
 
-Each program prints numbers on its last line. On a machine with a GPU they are those of the GPU, and what ``transload
-run`` prints with the GPU hidden must be close to them; elsewhere ``python`` mostly fails, and only the second is run to
-the end. Programs whose libraries are not installed are left out with a word.
+Each program prints numbers on its last line. On a machine with a GPU, ``python`` computes them there, and what
+``transload run`` prints with the GPU hidden must be close to them. Elsewhere most programs fail under ``python``, and
+only ``transload run`` runs them to the end. Programs whose libraries are not installed are left out, with a note.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How long it takes to save, and how much memory: each saver in a process of its own, taking turns; ratios.
+"""Measure how long it takes to save, and how much memory: each saver in its own process, in turn; ratios.
 
     python bench/save.py [--json] [--megabytes N] [--small N] [--repeat N] [--folder DIR] [--device cuda]
 
-Both sides end with the file on the disk: transload flushes by itself, torch.save is followed by a flush of its file.
-Every run writes over the file of the run before, as checkpoints are. The peak is the largest resident size during the
-save, less the one right before it; or that of the first save of the process, if it is more. What was saved is loaded by
-torch and compared before anything is measured. ``limit`` is what the disk takes: as many bytes written by four threads,
-past the page cache where the file system allows it, into a new file whose space was made before. Needs torch.
+Both sides end with the file on the disk: transload flushes by itself, and the file of torch.save is flushed afterwards.
+Every run overwrites the file of the run before, as training does. The peak is the largest resident size during the
+save, minus that right before it; or that of the first save of the process, if it is larger. torch loads what was saved
+and compares it before anything is measured. ``limit`` is the disk alone: four threads write as many bytes, bypassing
+the page cache if the file system allows it, into a new file whose space was allocated before. Needs torch.
 """
 
 from __future__ import annotations

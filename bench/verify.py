@@ -1,11 +1,11 @@
-"""How fast every byte of a checkpoint is compared with its checksum: GB/s, against reading it and against other tools.
+"""Measure how fast every byte of a checkpoint is compared with its checksum, in GB/s, next to reading and other tools.
 
     python bench/verify.py [--json] [--gb N] [--repeat N] [--folder DIR]
 
-The file lies in the page cache. ``plain read`` is one thread that reads it into a buffer of a megabyte and does nothing
-with it. All contenders take turns; commands are whole processes, with their start. Once the file is a hundred records,
-once a single one, once twenty thousand small ones. Needs neither torch nor anything else; ``sha256sum`` is left out
-where there is none.
+The file is in the page cache. ``plain read`` is one thread that reads it into a buffer of a megabyte and does nothing
+with it. All contenders take turns; commands are whole processes, including their start. The file has a hundred records,
+a single one, or twenty thousand small ones. Needs neither torch nor anything else; ``sha256sum`` is left out if it does
+not exist.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What people are told about CUDA and checkpoints, tried on a real GPU: the evidence behind docs/claims.md.
+"""Test common claims about CUDA and checkpoints on a real GPU: the evidence behind docs/claims.md.
 
     python bench/gpu/claims.py
 
-As root on a Linux machine with an NVIDIA GPU and a CUDA build of torch. Every state is made for one process (a
-variable, a mount namespace); nothing on the machine is changed. Prints a line for each thing seen, and exits 1 where
-one of them is not as the page says.
+Run it as root on a Linux machine with an NVIDIA GPU and a CUDA build of torch. Every state is set up for one process (a
+variable, a mount namespace); nothing on the machine is changed. It prints a line for each observation, and exits with 1
+if one of them is not what the page says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Broken states on a real GPU, each made for one process (a mount namespace, a variable, a limit); nothing on the card
-# or the machine is changed. Prints each state, the cause that transload names, and the truth.
+# Break a real GPU in many ways, each for one process (a mount namespace, a variable, a limit); nothing on the card or
+# the machine is changed. Prints each state, the cause that transload names, and the true cause.
 #
 # Usage, as root on a Linux machine with an NVIDIA GPU and a CUDA build of torch:
 #   bench/gpu/doctor_states.sh [python]
@@ -14,7 +14,7 @@ trap 'rm -rf "$SCRATCH"' EXIT
 right=0 total=0
 LIMIT=480 # seconds after which no further state is begun
 
-# verdict COMMAND…: the code of the cause, or the status where there is none.
+# verdict COMMAND…: the code of the cause, or the status if there is none.
 verdict() {
     "$@" >"$SCRATCH/report.json" 2>"$SCRATCH/errors"
     "$PYTHON" - "$SCRATCH/report.json" <<'END'

@@ -1,12 +1,12 @@
-"""How fast a checkpoint gets onto a GPU: every loader in a process of its own, taking turns, results compared.
+"""Measure how fast a checkpoint is loaded onto a GPU: every loader in its own process, in turn, results compared.
 
     python bench/gpu/load.py [--case large,tiny] [--where cache,tmpfs,cold] [--peers FOLDER] [--seconds N] [--json]
 
-As bench/load.py, with CUDA initialised before the first call and synchronised before the clock is read. Loaders that
-go around the page cache unless told otherwise are also measured told otherwise. Freed device memory stays with torch's
-allocator between the calls of a process. Pinned memory may not count as resident: the host's peak is then what there
-is besides. ``--peers`` is a folder with unpacked wheels of fastsafetensors, InstantTensor and the run:ai streamer
-(which needs humanize). Needs a CUDA build of torch and a GPU; ``--device cpu`` tries the benchmark itself without.
+Like bench/load.py, with CUDA initialised before the first call and synchronised before the clock is read. Loaders that
+bypass the page cache by default are also measured with it. Freed device memory stays with torch's allocator between the
+calls of a process. Pinned memory may not count as resident: the host's peak then excludes it. ``--peers`` is a folder
+with unpacked wheels of fastsafetensors, InstantTensor and the run:ai streamer (which needs humanize). Needs a CUDA
+build of torch and a GPU; ``--device cpu`` tries out the benchmark itself without one.
 """
 
 from __future__ import annotations

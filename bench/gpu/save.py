@@ -1,10 +1,10 @@
-"""How fast a checkpoint gets from a GPU to the disk: bench/save.py with tensors on the device, and what the parts take.
+"""Measure how fast a checkpoint is saved from a GPU: bench/save.py with tensors on the device, and what the parts take.
 
     python bench/gpu/save.py [--megabytes N] [--small N] [--repeat N] [--folder DIR]
 
 First the limits of the machine: copies from the device into pinned memory, ``cp`` of the same bytes, and plain writes,
-each with a flush. Then bench/save.py --device cuda. Exits 1 where a goal is missed. tests/gpu/test_save.py checks that
-what is saved is right.
+each with a flush. Then bench/save.py --device cuda. Exits with 1 if a goal is missed. tests/gpu/test_save.py checks
+that what is saved is correct.
 """
 
 from __future__ import annotations
