@@ -197,7 +197,7 @@ def test_an_archive_of_another_kind_is_not_called_corrupt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "words"), [("libcuda.so.1", "NVIDIA driver"), ("libcudnn.so.9", "package of NVIDIA's")]
+    ("library", "words"), [("libcuda.so.1", "NVIDIA driver"), ("libcudnn.so.9", "of NVIDIA's packages")]
 )
 def test_a_library_of_the_driver_is_not_one_of_torchs(library: str, words: str) -> None:
     assert words in answer(f"ImportError: {library}: cannot open shared object file: No such file or directory").cause
@@ -214,7 +214,7 @@ def test_a_full_gpu_is_neither_the_file_nor_the_driver() -> None:
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
     found = told(text)
     assert "2.00 GiB did not fit" in found
-    assert "neither the file nor the driver" in found
+    assert "Neither the file nor the driver" in found
     assert 'map_location="cpu"' in found
     assert "transload.load_into" in found
     assert "nvidia-smi" in found
