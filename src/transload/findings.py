@@ -13,6 +13,7 @@ Severity = Literal["error", "warning", "note"]
 Safety = Literal["data-only", "needs-trust", "code", "unknown", "dangerous"]
 Integrity = Literal["whole", "unchecked", "repairable", "damaged", "not-a-checkpoint"]
 
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")  # findings are shown in this order
 # Both scales run from best to worst; a verdict is the worst thing seen on its scale.
 SAFETY: tuple[Safety, ...] = ("data-only", "needs-trust", "code", "unknown", "dangerous")
 INTEGRITY: tuple[Integrity, ...] = ("whole", "unchecked", "repairable", "damaged", "not-a-checkpoint")

@@ -23,7 +23,7 @@ from transload.diagnose.fixes import install
 from transload.diagnose.report import Diagnosis
 from transload.diagnose.tables import cuda_text, driver_runs, numbers_of, runs_on, table
 from transload.errors import LoadError
-from transload.findings import Finding, Problem, Severity, join_names, quoted
+from transload.findings import SEVERITIES, Finding, Problem, Severity, join_names, quoted
 from transload.formats.arrays import are_plain
 from transload.frozen import Frozen, Plain, Reported, replace
 from transload.judge import inspect, judge
@@ -176,7 +176,7 @@ def checked(
         fix = "transload.load loads it as shown above. To make plain torch.load work, here and anywhere:"
         command = f"$ transload retag {quoted(checkpoint.path)} --to cpu"
         findings.append(Finding("tags-elsewhere", "note", title, (), (fix, command)))
-    findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return replace(result, refusal=refusal, findings=tuple(findings))
 
 

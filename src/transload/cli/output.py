@@ -81,7 +81,7 @@ def as_bug(error: Exception, where: str = "") -> TransloadError:
     from transload.render.words import printable
 
     what = f"this is a bug in transload: {type(error).__name__}: {printable(str(error))}"
-    return TransloadError(what, where=where, fix="Please report it with what TRANSLOAD_DEBUG=1 shows.")
+    return TransloadError(what, where=where, fix="Please report it, with the output of TRANSLOAD_DEBUG=1.")
 
 
 def for_each(

@@ -11,6 +11,7 @@ from typing import Any
 from transload.checkpoint import Checkpoint
 from transload.errors import BrokenFileError, NotACheckpointDirectoryError, NotACheckpointError, TransloadError
 from transload.findings import (
+    SEVERITIES,
     Finding,
     Integrity,
     Problem,
@@ -29,7 +30,6 @@ CONVERT = "$ transload convert FILE NEW.safetensors"
 WITHOUT_CODE = "This extracts only its tensors, without its code, so that no trust is needed."
 """Precedes the ``convert`` command."""
 
-_SEVERITIES = ("error", "warning", "note")
 SETS = frozenset({"sharded", "dcp", "deepspeed", "megatron"})
 """The formats that consist of several files."""
 
@@ -47,7 +47,7 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """
     found = list(checkpoint.findings)
     given: set[str] = set()
-    for index in sorted(range(len(found)), key=lambda index: _SEVERITIES.index(found[index].severity)):
+    for index in sorted(range(len(found)), key=lambda index: SEVERITIES.index(found[index].severity)):
         finding = found[index]
         fix = finding.fix
         if fix and finding.code == "needs-trust" and (command := convert_command(checkpoint)):

@@ -105,7 +105,7 @@ class Rebuilder:
 
     def _rebuild(self, name: str, args: Args) -> Any:
         if not REBUILDS[name].least <= len(args) <= REBUILDS[name].most:
-            raise Malformed(f"{name} is called with {len(args)} arguments")
+            raise Malformed(f"a call of {name} with {len(args)} arguments")
         return self._MAKERS[name](self, *args)
 
     def object_of(self, node: Global) -> Any:

@@ -9,7 +9,7 @@ from re import compile as regex
 from typing import Any
 
 from transload.contents import FORMATS, Contents, Key, Tensor
-from transload.findings import Finding, join_names
+from transload.findings import SEVERITIES, Finding, join_names
 from transload.frozen import NamedTuple
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, command, heading, note, tally
@@ -236,7 +236,7 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
 
 def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
     """The blocks of each finding, errors first."""
-    order = sorted(found, key=lambda finding: list(SEVERITY).index(finding.severity))
+    order = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
     for finding in order[:_FINDINGS]:
         role, sign = SEVERITY[finding.severity]
         title = ((printable(finding.title, None), "strong"), (f"  {finding.code}", "dim"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from transload.contents import Contents
-from transload.findings import packaged
+from transload.findings import SEVERITIES, packaged
 from transload.render.checkpoint import SEVERITY, TRUSTED, Twig, steps, summary, summary_lines, tensor_tree
 from transload.render.words import count, plural, printable, shape_text, size
 
@@ -46,7 +46,7 @@ def fragment(checkpoint: Contents) -> Iterator[str]:
         spans = "".join(f'<span class="tl-{role or "word"}">{escape(text)}</span>' for text, role in line)
         yield f"<dt>{label}</dt><dd>{spans}</dd>"
     yield "</dl>"
-    order = sorted(checkpoint.findings, key=lambda finding: list(SEVERITY).index(finding.severity))
+    order = sorted(checkpoint.findings, key=lambda finding: SEVERITIES.index(finding.severity))
     for finding in order[:_FINDINGS]:
         title = f"<b>{_safe(finding.title, None)}</b> {_dim(printable(finding.code), 'span')}"
         yield f'<div class="tl-finding tl-{SEVERITY[finding.severity][0]}"><div>{title}</div>'

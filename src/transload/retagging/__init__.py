@@ -19,7 +19,7 @@ from zlib import crc32
 from transload.checkpoint import Checkpoint, Record
 from transload.devices import KINDS, closest_kind
 from transload.errors import ForbiddenWriteError, RetagError, UsageError
-from transload.findings import Problems, quoted, rescue_command
+from transload.findings import SEVERITIES, Problems, quoted, rescue_command
 from transload.formats import gc_paused, read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
@@ -259,8 +259,7 @@ _UNSUPPORTED: dict[str, tuple[str, str]] = {
 def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
     """Refuse a file that has no tags to change, or is damaged; ``to`` is the requested device."""
     path, kind, findings = checkpoint.path, checkpoint.format, checkpoint.findings
-    severities = ("error", "warning", "note")
-    worst = min(findings, key=lambda finding: severities.index(finding.severity), default=None)
+    worst = min(findings, key=lambda finding: SEVERITIES.index(finding.severity), default=None)
     why = worst.title if worst else "it is damaged"
     repair = "\n".join(command_lines(findings))
     if checkpoint.integrity == "not-a-checkpoint":
