@@ -493,6 +493,7 @@ def driver_and_cards(m: Case) -> Found:
 # -- other packages: torch works without them, so these are warnings
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchtext", "torchcodec")
+_OF_DRIVER = ("libcuda.so", "libnvidia-")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"bitsandbytes_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 # Without dependencies: the installer might replace the torch build that works.
@@ -553,9 +554,9 @@ def other_packages(m: Case) -> Found:
     examined = [each for each, of in libraries if not of or of["cuda"].startswith(ours)]
     lines, packages = [], set()
     for each in examined:
-        name = each.library or _named(each)
+        name, missing = each.library or _named(each), [lib for lib in each.missing if not lib.startswith(_OF_DRIVER)]
         what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
-        what += [f"{name} needs {lib}, which is not found anywhere" for lib in each.missing[:2]]
+        what += [f"{name} needs {lib}, which is not found anywhere" for lib in missing[:2]]
         lines += what
         packages |= {each.package} if what else set()
     if packages:
