@@ -206,8 +206,8 @@ def report(conversion: Conversion) -> Iterator[Block]:
     yield row("written", f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}")
     if conversion.cast:
         infinite = f", {conversion.infinite:,} numbers became infinite" if conversion.infinite else ""
-        rounded = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
-        yield row("rounded", rounded, "trust" if infinite else "")
+        converted = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
+        yield row("converted", converted, "trust" if infinite else "")
     if conversion.aliases:
         tied = [f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]
         yield row("tied", join_names(tied, _SHOWN, 1000))
