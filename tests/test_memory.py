@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import transload
 from transload.checkpoint import Storage
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
-from transload.formats.zip_writer import Chunk, Record, write_archive
+from transload.formats.zip_writer import Chunk, write_archive
 from transload.io.atomic import FileObject
 from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
@@ -180,7 +180,7 @@ def test_a_checksum_that_fails_holds_no_chunk(threads: int) -> None:
     def compute() -> None:
         owner = torch.rand(9)
         chunk = Chunk(memoryview(b"x"), partial(_fail, owner))
-        records = [Record(name, 1, lambda: iter([chunk])) for name in (b"asked", b"unasked")]
+        records = [(name, 1, lambda: iter([chunk])) for name in (b"asked", b"unasked")]
         write_archive(Nowhere(None), b"a", records, lambda _: [], threads=threads)
 
     def tried() -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from transload import saving
 from transload.errors import SaveError
-from transload.formats.zip_writer import AHEAD, Record, write_archive
+from transload.formats.zip_writer import AHEAD, write_archive
 from transload.io.atomic import FileObject
 from transload.io.cuda_driver import DriverError
 from transload.saving import CudaFetcher, records_of
@@ -168,7 +168,7 @@ def test_a_snapshot_of_a_device_has_its_bytes_later(block: int, monkeypatch: pyt
     assert device.copies == device.slots == -(-sum(each.nbytes for each in storages) // block), "one for each block"
     held = io.BytesIO()
     names = [(b"data/" + each.key.encode(), each.nbytes) for each in storages]
-    records = [Record(*name, partial(saving._run_chunks, runs)) for name, (runs, _) in zip(names, pairs, strict=True)]
+    records = [(*name, partial(saving._run_chunks, runs)) for name, (runs, _) in zip(names, pairs, strict=True)]
     write_archive(FileObject(held), b"archive", records, lambda _: [], threads=2)
     with zipfile.ZipFile(held) as archive:
         assert [archive.read(f"archive/data/{number}") for number in range(12)] == expected

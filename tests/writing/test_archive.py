@@ -14,7 +14,7 @@ import pytest
 from tests.each import each
 
 from transload.formats import zip_writer as archive
-from transload.formats.zip_writer import Chunk, Record, write_archive
+from transload.formats.zip_writer import Chunk, NewRecord, write_archive
 from transload.io.atomic import DescriptorFile, FileObject
 
 
@@ -60,11 +60,11 @@ def contents() -> list[tuple[bytes, bytes]]:
 
 
 def written(sink: Any, step: int = 0, **options: Any) -> None:
-    def records() -> Iterator[Record]:
+    def records() -> Iterator[NewRecord]:
         for name, data in contents():
-            yield Record(name, len(data), Parts(data, step) if step and data else data)
+            yield (name, len(data), Parts(data, step) if step and data else data)
 
-    write_archive(sink, b"a", records(), lambda sums: [Record(b"count", 2, b"%2d" % len(sums))], **options)
+    write_archive(sink, b"a", records(), lambda sums: [(b"count", 2, b"%2d" % len(sums))], **options)
 
 
 def in_memory(**options: Any) -> bytes:
@@ -120,9 +120,7 @@ def test_chunks_that_are_written_are_freed(threads: int, monkeypatch: pytest.Mon
     log: list[str] = []
     data = noise(50_000)
     held = io.BytesIO()
-    write_archive(
-        FileObject(held), b"a", [Record(b"x", len(data), Parts(data, 1000, log))], lambda _: [], threads=threads
-    )
+    write_archive(FileObject(held), b"a", [(b"x", len(data), Parts(data, 1000, log))], lambda _: [], threads=threads)
     out = [log[:end].count("made") - log[:end].count("done") for end in range(len(log) + 1)]
     assert max(out) <= archive.AHEAD + 2
     assert (log.count("made"), log.count("ready"), log.count("done")) == (50, 50, 50)
@@ -137,12 +135,12 @@ def test_an_error_in_a_thread_is_raised(threads: int) -> None:
         yield Chunk(b"x" * 10, ready=lambda: 1 // 0)
 
     with pytest.raises(ZeroDivisionError):
-        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, failing)], lambda _: [], threads=threads)
+        write_archive(FileObject(io.BytesIO()), b"a", [(b"x", 20, failing)], lambda _: [], threads=threads)
 
 
 def test_a_record_that_is_shorter_than_it_says_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="has 20 bytes, and 10 came"):
-        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, Parts(b"x" * 10, 5))], lambda _: [])
+        write_archive(FileObject(io.BytesIO()), b"a", [(b"x", 20, Parts(b"x" * 10, 5))], lambda _: [])
 
 
 def test_progress_is_told() -> None:
@@ -161,7 +159,7 @@ def test_no_thread_reads_when_the_writer_is_interrupted() -> None:
     before = threading.active_count()
     data = noise(3_000_000)
     with pytest.raises(KeyboardInterrupt):
-        write_archive(Interrupted(None), b"a", [Record(b"x", len(data), Parts(data, 100_000))], lambda _: [], threads=3)
+        write_archive(Interrupted(None), b"a", [(b"x", len(data), Parts(data, 100_000))], lambda _: [], threads=3)
     assert threading.active_count() == before
 
 
@@ -173,6 +171,6 @@ def test_a_sink_gets_few_large_buffers() -> None:
             self.writes += len(buffers)
 
     sink = Counting(None)
-    many = [Record(b"data/%d" % number, 256, b"x" * 256) for number in range(10_000)]
+    many = [(b"data/%d" % number, 256, b"x" * 256) for number in range(10_000)]
     write_archive(sink, b"a", many, lambda _: [])
     assert sink.writes <= 40, "of about 100 kB each"

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import pytest
 
-from transload.formats.zip_writer import Chunk, Record, write_archive
+from transload.formats.zip_writer import Chunk, NewRecord, write_archive
 from transload.io.atomic import FileObject
 
 PARTS = [b"trans", b"load" * 1000, b"", b"\0" * 70_000]
@@ -26,11 +26,11 @@ class Nowhere(FileObject):
 def computed(threads: int) -> list[int]:
     found: list[int] = []
 
-    def closing(checksums: list[int]) -> list[Record]:
+    def closing(checksums: list[int]) -> list[NewRecord]:
         found.extend(checksums)
         return []
 
-    records = [Record(b"%d" % len(part), len(part), partial(iter, [Chunk(memoryview(part))])) for part in PARTS]
+    records = [(b"%d" % len(part), len(part), partial(iter, [Chunk(memoryview(part))])) for part in PARTS]
     write_archive(Nowhere(None), b"a", records, closing, threads=threads)
     return found
 
@@ -50,13 +50,13 @@ def test_without_a_thread_to_be_had_they_are_computed_all_the_same(monkeypatch: 
 
 LATE = """
 import threading, time
-from transload.formats.zip_writer import Chunk, Record, write_archive
+from transload.formats.zip_writer import Chunk, NewRecord, write_archive
 class Nowhere:
     def write(self, buffers): pass
 def late():
     while threading.main_thread().is_alive():
         time.sleep(0.001)
-    records = [Record(b"x", 1, lambda: iter([Chunk(b"x")]))]
+    records = [(b"x", 1, lambda: iter([Chunk(b"x")]))]
     write_archive(Nowhere(), b"a", records, lambda checksums: print(checksums) or [], threads=2)
 threading.Thread(target=late).start()
 """

@@ -25,8 +25,7 @@ from transload.io.sources import Slice, Source
 from transload.nodes import Dict, Global, Persistent, Pickle
 
 if TYPE_CHECKING:
-    from transload.formats.zip_writer import Record as NewRecord
-    from transload.formats.zip_writer import Sink
+    from transload.formats.zip_writer import NewRecord, Sink
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -133,15 +133,9 @@ class Chunk(NamedTuple):
     ready: Callable[[], object] | None = None
 
 
-class Record(NamedTuple):
-    """A record: its name without the folder, and its bytes, or a function that yields them in order.
-
-    Chunks have ``PIECE`` bytes at most.
-    """
-
-    name: bytes
-    size: int
-    content: bytes | Callable[[], Iterator[Chunk]]
+NewRecord = tuple[bytes, int, bytes | Callable[[], Iterator[Chunk]]]
+"""A record to write: its name without the folder, its size, and its bytes, or a function that yields them in chunks of
+``PIECE`` bytes at most. Not a named tuple, since a file can have tens of thousands."""
 
 
 class _Write:
@@ -169,44 +163,46 @@ class _Archive:
         self._prefix = root + b"/" if root else b""
         self._alignment = alignment
 
-    def _add_small(self, write: _Write, contents: list[tuple[bytes, bytes]]) -> None:
-        """Add records to a write; ``contents`` are their names and bytes.
+    def _add_small(self, write: _Write, records: list[tuple[bytes, int, bytes]]) -> None:
+        """Add records to a write, and empty the list.
 
         It makes what ``local_header``, ``descriptor`` and ``central_entry`` would make, in less time: with them, saving
         20,000 small tensors takes 12 % longer.
         """
         out: list[bytes] = []
         prefix, alignment, begin, offset = self._prefix, self._alignment, self.end, self.end
+        checksums, entries, total = self.checksums, self.entries, 0
         lengths, describe, enter = EXTRA.pack, DESCRIPTOR.pack, CENTRAL_IN_SHORT.pack
-        for short, content in contents:
-            name, size, checksum = prefix + short, len(content), crc32(content)
-            self.checksums.append(checksum)
-            write.contents += size
+        for short, size, content in records:
+            name, checksum = prefix + short, crc32(content)
+            checksums.append(checksum)
+            total += size
             if size and offset + size < ALL32:
                 length = len(name)
                 least = offset + _LEAST + length
                 padding = -least % alignment
                 tail = describe(b"PK\x07\x08", checksum, size, size)
                 out += (_HEAD, lengths(length, padding + 4), name, _padding_field(padding), content, tail)
-                self.entries.append(enter(_ENTRY, checksum, size, size, length, NOTHING_ELSE, offset) + name)
+                entries.append(enter(_ENTRY, checksum, size, size, length, NOTHING_ELSE, offset) + name)
                 offset = least + padding + size + DESCRIPTOR.size
             else:
                 parts = local_header(name, size, offset, alignment), content, descriptor(size, checksum, offset)
                 out += parts
-                self.entries.append(central_entry(name, size, checksum, offset))
+                entries.append(central_entry(name, size, checksum, offset))
                 offset += sum(map(len, parts))
-        contents.clear()
+        records.clear()
+        write.contents += total
         write.buffers.append(b"".join(out))
         write.nbytes += offset - begin
         self.end = offset
 
-    def writes(self, records: Iterable[Record]) -> Iterator[_Write]:
+    def writes(self, records: Iterable[NewRecord]) -> Iterator[_Write]:
         """Divide records into writes."""
         write = _Write()
-        small: list[tuple[bytes, bytes]] = []
+        small: list[tuple[bytes, int, bytes]] = []
         for short, size, content in records:
             if isinstance(content, bytes):
-                small.append((short, content))
+                small.append((short, size, content))
                 if size > SMALL or len(small) == _MANY:
                     self._add_small(write, small)
                     if write.nbytes >= PIECE:
@@ -246,8 +242,8 @@ class _Archive:
 def write_archive(
     sink: Sink,
     root: bytes,
-    records: Iterable[Record],
-    closing: Callable[[list[int]], Iterable[Record]],
+    records: Iterable[NewRecord],
+    closing: Callable[[list[int]], Iterable[NewRecord]],
     *,
     threads: int = 0,
     alignment: int = ALIGNMENT,
@@ -318,7 +314,7 @@ def _sums(chunks: Sequence[Chunk]) -> list[int]:
 # -- an archive as torch.save writes it
 
 
-def opening_records(pickled: bytes, alignment: int = ALIGNMENT, byteorder: str = "little") -> list[Record]:
+def opening_records(pickled: bytes, alignment: int = ALIGNMENT, byteorder: str = "little") -> list[NewRecord]:
     """The records before the storages."""
     contents = {
         b"data.pkl": pickled,
@@ -326,22 +322,22 @@ def opening_records(pickled: bytes, alignment: int = ALIGNMENT, byteorder: str =
         b".storage_alignment": b"%d" % alignment,
         b"byteorder": byteorder.encode(),
     }
-    return [Record(name, len(content), content) for name, content in contents.items()]
+    return [(name, len(content), content) for name, content in contents.items()]
 
 
 def write_checkpoint(
     sink: Sink,
-    opening: Iterable[Record],
-    storages: Iterable[Record],
+    opening: Iterable[NewRecord],
+    storages: Iterable[NewRecord],
     nbytes: int,
     *,
-    origin: Record | None = None,
+    origin: NewRecord | None = None,
     alignment: int = ALIGNMENT,
     report_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write the records of a checkpoint; ``nbytes`` is the approximate size of its storages."""
 
-    def closing(checksums: list[int]) -> list[Record]:
+    def closing(checksums: list[int]) -> list[NewRecord]:
         from hashlib import blake2b
 
         version = b"3\n"
@@ -352,7 +348,10 @@ def write_checkpoint(
             if checksum:
                 content ^= (checksum + 0x9E3779B9 + (content << 6 & _ALL) + (content >> 2)) & _ALL
         name = int.from_bytes(blake2b(b"%d" % (len(checksums) + 1), digest_size=8).digest(), "little")
-        last = [Record(b"version", 2, version), Record(b".data/serialization_id", 40, b"%020d%020d" % (name, content))]
+        last: list[NewRecord] = [
+            (b"version", 2, version),
+            (b".data/serialization_id", 40, b"%020d%020d" % (name, content)),
+        ]
         return last if origin is None else [origin, *last]  # not part of the id: equal contents have equal ids
 
     threads = min(cores() - 1, _MAX_THREADS) if nbytes >= _LITTLE else 0  # beside the one that writes

@@ -33,7 +33,7 @@ from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.formats.torch_legacy import write_legacy
 from transload.formats.zip import ALIGNMENT
-from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record, Sink, opening_records, write_checkpoint
+from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, Sink, opening_records, write_checkpoint
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic
 from transload.io.checksums import fastest_crc32
 from transload.io.cuda_driver import DriverError, cuda_driver
@@ -180,7 +180,7 @@ class _Save:
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
         self.legacy_protocol = int(protocol) if legacy else None
         self.byteorder = byteorder  # whether to write the record of this name
-        self.copies: list[Record] | None = None  # copies of the storages, to write instead
+        self.copies: list[NewRecord] | None = None  # copies of the storages, to write instead
         alignment: Any = ALIGNMENT
         with suppress(ImportError, AttributeError):  # before torch 2.7
             from torch.utils.serialization import config
@@ -236,14 +236,14 @@ class _Save:
                 return
             opening = opening_records(self.data, self.alignment, sys.byteorder)
             if not self.byteorder:
-                opening = [record for record in opening if record.name != b"byteorder"]
-            total = self.nbytes + sum(record.size for record in opening)
+                opening = [record for record in opening if record[0] != b"byteorder"]
+            total = self.nbytes + sum(size for _, size, _ in opening)
             write_checkpoint(
                 sink,
                 opening,
                 records,
                 self.nbytes,
-                origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
+                origin=(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,
                 report_progress=progress_counter(self.progress, total, "saving"),
             )
@@ -337,10 +337,7 @@ def _copied_chunks(stored: Stored) -> Iterator[Chunk]:
     yield from _host_chunks(copied.data_ptr() + stored.start, stored.nbytes, partial(id, copied))
 
 
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
-
-
-def records_of(storages: Sequence[Stored], fetchers: dict[str, CudaFetcher]) -> Iterator[Record]:
+def records_of(storages: Sequence[Stored], fetchers: dict[str, CudaFetcher]) -> Iterator[NewRecord]:
     """A record for each storage. ``fetchers`` has those of the CUDA devices."""
     import torch
 
@@ -354,12 +351,12 @@ def records_of(storages: Sequence[Stored], fetchers: dict[str, CudaFetcher]) -> 
         if device == cpu:
             address = storage.data_ptr() + stored.start if nbytes else 0
             content = string_at(address, nbytes) if nbytes <= SMALL else partial(_host_chunks, address, nbytes)
-            yield _new(Record, (_name(stored.key), nbytes, content))
+            yield b"data/" + stored.key.encode(), nbytes, content
             continue
         fetcher = fetchers.get(str(device))
         if fetcher is None or nbytes > SMALL:
             chunks = partial(fetcher.chunks, stored) if fetcher else partial(_copied_chunks, stored)
-            yield Record(_name(stored.key), nbytes, chunks if nbytes else b"")
+            yield (_name(stored.key), nbytes, chunks if nbytes else b"")
             continue
         # Fetch it together with the small ones that follow.
         small, total = [stored], nbytes
@@ -371,7 +368,7 @@ def records_of(storages: Sequence[Stored], fetchers: dict[str, CudaFetcher]) -> 
         slot, address = fetcher.slot(PIECE)
         fetcher.fetch(slot, [(one.storage, one.start, one.nbytes) for one in small if one.nbytes])()
         for one in small:
-            yield Record(_name(one.key), one.nbytes, string_at(address, one.nbytes) if one.nbytes else b"")
+            yield (_name(one.key), one.nbytes, string_at(address, one.nbytes) if one.nbytes else b"")
             address += one.nbytes
         at += len(small) - 1
 
@@ -449,7 +446,7 @@ def _run_chunks(runs: Iterable[_Run]) -> Iterator[Chunk]:
         yield from _host_chunks(address, nbytes, ready)
 
 
-def snapshot_of(storages: Sequence[Stored]) -> list[Record]:
+def snapshot_of(storages: Sequence[Stored]) -> list[NewRecord]:
     """Copy all storages, and return the records of the copies.
 
     Afterwards the program may change CPU storages, and queue work that changes those on devices.
@@ -457,15 +454,15 @@ def snapshot_of(storages: Sequence[Stored]) -> list[Record]:
     import torch
 
     cpu = torch.device("cpu")
-    records: list[Record] = []
+    records: list[NewRecord] = []
     by_device: dict[Any, list[tuple[list[_Run], Stored]]] = {}
     for stored in storages:
         if stored.nbytes <= SMALL and stored.storage.device == cpu:
             data = string_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
-            records.append(Record(_name(stored.key), stored.nbytes, data))
+            records.append((_name(stored.key), stored.nbytes, data))
         else:
             runs: list[_Run] = []
-            records.append(Record(_name(stored.key), stored.nbytes, partial(_run_chunks, runs)))
+            records.append((_name(stored.key), stored.nbytes, partial(_run_chunks, runs)))
             by_device.setdefault(stored.storage.device, []).append((runs, stored))
     parts: list[tuple[int, int, int]] = []  # (target, source, bytes) for the threads to copy
     for device, pairs in by_device.items():

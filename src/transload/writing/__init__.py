@@ -23,7 +23,7 @@ from transload.findings import join_names
 from transload.formats import gc_paused, read_source
 from transload.formats.safetensors import read_safetensors
 from transload.formats.zip import read_index
-from transload.formats.zip_writer import PIECE, SMALL, Chunk, Record, write_archive, write_checkpoint
+from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_archive, write_checkpoint
 from transload.frozen import Frozen, Reported
 from transload.io.atomic import remove_leftovers
 from transload.io.pool import progress_counter
@@ -243,11 +243,11 @@ _Member = tuple[bytes, bytes, Entry]
 """A name in the archive, the header before the bytes of an entry, and the entry."""
 
 
-def _records(members: Iterable[_Member], job: Job) -> Iterator[Record]:
+def _records(members: Iterable[_Member], job: Job) -> Iterator[NewRecord]:
     for name, head, entry in members:
         size = len(head) + entry.nbytes
         chunks = partial(_chunks, head, entry, job)
-        yield Record(name, size, b"".join(chunk.view for chunk in chunks()) if size <= SMALL else chunks)
+        yield name, size, b"".join(chunk.view for chunk in chunks()) if size <= SMALL else chunks
 
 
 def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
