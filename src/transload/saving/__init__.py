@@ -85,8 +85,9 @@ def save(
     path = _path(f)
     background.wait_for_target(path or f)
     form = not _use_new_zipfile_serialization, not _disable_byteorder_record
-    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
-    prepared.write()
+    with gc_paused(user_objects=True):
+        prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
+        prepared.write()
 
 
 def save_async(
@@ -225,8 +226,6 @@ class _Save:
         devices = {each.storage.device for each in self.storages}
         fetchers = {str(device): CudaFetcher(device) for device in devices if device.type == "cuda"}
         with ExitStack() as cleanup:
-            if self.copies is None:  # the program is waiting, and creates no garbage meanwhile
-                cleanup.enter_context(gc_paused(user_objects=True))
             for fetcher in fetchers.values():
                 cleanup.callback(fetcher.stream.synchronize)  # wait for all copies
             records = records_of(self.storages, fetchers) if self.copies is None else self.copies
