@@ -119,10 +119,10 @@ print(sum(name.partition(".")[0] == "transload" for name in sys.modules))
 """
 LOAD = f"transload.load({str(SMALL)!r}, map_location='cpu')"
 INSPECT = f"""
-import contextlib, io
+import sys
+sys.argv = ["transload", "inspect", {str(SMALL)!r}, "--json"]
 from transload.cli.main import main
-with contextlib.redirect_stdout(io.StringIO()):
-    main(["inspect", {str(SMALL)!r}, "--json"])
+sys.exit(main())
 """
 FIRST_LOAD = f"""
 import sys, time

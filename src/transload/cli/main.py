@@ -47,11 +47,14 @@ def main(argv: list[str] | None = None) -> int:
 
     Exceptions and exits of a program that ``transload run`` has started are not handled here.
     """
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        code = _dispatch(argv)
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while a closed pipe or a full disk can still be reported
+        if argv is None and not callable(code):
+            import gc
+
+            gc.freeze()  # the process ends: its last collection would only examine every object
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells report it
     except SystemExit as leaving:  # argparse exits after printing its message
