@@ -6,7 +6,7 @@ from transload.checkpoint import Key, Storage, Tensor
 
 
 def joined(steps: tuple[Key, ...], name: str) -> str:
-    """The name of something inside a larger checkpoint: the steps that prefix there, and its own name."""
+    """The name of something inside a larger checkpoint: the steps that lead there, and its own name."""
     return "/".join([*map(str, steps), name] if name else map(str, steps))
 
 

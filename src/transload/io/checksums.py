@@ -21,7 +21,7 @@ def fastest_crc32() -> Crc32:
     """The fastest CRC-32 for large writable buffers; it releases the GIL.
 
     It comes from a package with ``zlib``'s functions, or from a system library. These use carry-less multiplication
-    where the CPU has it, and are eight times as fast as ``zlib``, which is used if there is none of them.
+    where the CPU has it, and are eight times as fast as ``zlib``, which is the fallback.
     """
     noise = memoryview(bytearray(range(251)) * 80)
     for candidate in _candidates():
