@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.judge import inspect as inspect
     from transload.loading import load as load
     from transload.loading.handles import open as open  # noqa: A004 - transload.open, beside transload.load
+    from transload.loading.into import KeysWarning as KeysWarning
     from transload.loading.into import MismatchError as MismatchError
     from transload.loading.into import load_into as load_into
     from transload.loading.placement import Plan as Plan
@@ -66,7 +67,7 @@ _NAMES = {
     "transload.judge": "inspect",
     "transload.loading": "load",
     "transload.loading.handles": "open",
-    "transload.loading.into": "MismatchError load_into",
+    "transload.loading.into": "KeysWarning MismatchError load_into",
     "transload.loading.placement": "Plan",
     "transload.machine": "Machine",
     "transload.patching": "load_ipython_extension patch unload_ipython_extension unpatch",

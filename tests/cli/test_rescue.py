@@ -99,7 +99,7 @@ def test_nothing_is_written_over(broken: Path, tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "out.pt"
     out.write_bytes(b"precious")
     assert main(["rescue", str(broken), str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert out.read_bytes() == b"precious"
     assert main(["rescue", str(broken), str(out), "--force"]) == 0
     assert main(["rescue", str(broken), str(broken), "--force"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def test_the_report_overwrites_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="never writes to its source"):
         rescue(source, tmp_path / "new.pt", overwrite=True)
     assert source.read_bytes() == before
+
+
+def test_only_a_regular_file_is_overwritten(tmp_path: Path) -> None:
+    pipe = tmp_path / "new.pt"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="not a regular file"):
+        rescue(STATE, pipe, overwrite=True)
+    assert pipe.is_fifo()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ from transload.rescuing.damaged_index import Unread, is_ordered, read_damaged_in
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Key, damages, key_of, records_of, sum_records
-from transload.writing.output import Bundle, begins_with
+from transload.writing.output import Bundle, begins_with, refuse_existing
 from transload.writing.to_torch import TensorCalls
 
 __all__ = ["Rescue", "rescue"]
@@ -201,12 +201,12 @@ def rescue(
         if path and (written == source or written.startswith(source + os.sep)):
             raise UsageError("a rescue never writes to its source", where=each, fix="Name another file.")
     for each in existing:  # only the report of another rescue is overwritten unasked
-        if not overwrite and (each == target or not begins_with(each, _REPORT)):
-            raise UsageError("the file exists already", where=each, fix="Name another file, or pass --force.")
+        if each == target or not begins_with(each, _REPORT):
+            refuse_existing(each, overwrite=overwrite)
     if (path.endswith(".index.json") or os.path.isdir(path)) and inspect(path).format in SETS:  # noqa: PTH112 - as above
         if fill or member:
             what = "several files become one new file without the lost tensors: there is nothing to fill or to extract"
-            raise UsageError(what, where=path, fix="Omit --fill and --member.")
+            raise UsageError(what, where=path, fix="Omit fill and member.")
         result = _rescue_files(path, target, dry_run=dry_run, overwrite=overwrite, progress=progress)
     else:
         result = _rescue_file(src, path, target, member, fill, dry_run=dry_run, progress=progress)
