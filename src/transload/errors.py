@@ -179,7 +179,7 @@ class NotACheckpointDirectoryError(NotACheckpointError, IsADirectoryError):
 
 
 class UnsafeError(LoadError, UnpicklingError):
-    """Loading would run code that the file asks for, and nobody has allowed that."""
+    """Loading would run code that the file asks for, which is not allowed."""
 
 
 class NoDeviceError(LoadError):
@@ -195,11 +195,11 @@ class NoTorchError(LoadError, ImportError):
 
 
 class LandingWarning(UserWarning):
-    """Nobody asked for it, but something was loaded to another device than it was saved from, or stayed on meta."""
+    """Something was loaded to a different device than it was saved from, which was not requested, or stayed on meta."""
 
 
 class FileWarning(UserWarning):
-    """The file was loaded, but something in it is wrong."""
+    """The file was loaded, but something in it is wrong or was left out."""
 
 
 class SaveError(TransloadError, RuntimeError):

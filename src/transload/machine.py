@@ -361,7 +361,7 @@ class TorchInstall(Plain):
     unlisted: tuple[str, ...] = ()  # Libraries in torch/lib that RECORD does not list.
     installed: float = 0.0  # Time stamp of the dist-info.
     replaced_by: tuple[str, ...] = ()  # Packages that need torch, installed within a minute of it: ``ultralytics 8.3``.
-    # Complete libraries with another size than RECORD says: stripped or patched, which is harmless, or from another
+    # Complete libraries with a different size than RECORD says: stripped or patched, which is harmless, or from another
     # release: ``lib/libc10.so: 18 bytes instead of 20``.
     altered: tuple[str, ...] = ()
     origin: str = ""  # Where it was installed from, if not from an index: the URL, without credentials.

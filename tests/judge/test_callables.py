@@ -94,7 +94,7 @@ def test_what_is_not_known_is_no_alarm_and_the_reason_is_said(module: str, name:
     assert classify(module, name)[0] == "unknown"
     data = forge.checkpoint(forge.pickled(f"c{module}\n{name}\n".encode()))
     (fix,) = (finding.fix for finding in transload.inspect(data).findings if finding.code == "needs-trust")
-    assert fix[0].startswith(f"No line is given to allow {module}.{name}")
+    assert fix[0].startswith(f"There is no line to allow {module}.{name}")
 
 
 @each(("module", "name"), OPEN)

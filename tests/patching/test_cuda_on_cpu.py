@@ -343,8 +343,8 @@ def test_a_program_for_nccl_and_what_is_told_at_its_end(tmp_path: Path, options:
     assert done.stdout == f"done {'--pretend-cuda' in options}\n"
     told = "transload run changed: cuda → cpu, nccl → gloo, SyncBatchNorm stays BatchNorm" in done.stderr
     assert told == ("--quiet" not in options), done.stderr
-    assert ("--pretend-cuda answers as if there were one" in done.stderr) == (not options)
-    pretended = "pretended that there is a GPU: torch.cuda.is_available()" in done.stderr
+    assert ("--pretend-cuda pretends that there is one" in done.stderr) == (not options)
+    pretended = "calls that pretended there is a GPU: torch.cuda.is_available()" in done.stderr
     assert pretended == (options == ("--pretend-cuda",)), done.stderr
 
 

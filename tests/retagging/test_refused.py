@@ -124,10 +124,10 @@ def test_an_unpacked_archive(path: Path) -> None:
 def test_damage(path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    assert "not whole" in refused(path).what
+    assert "damaged" in refused(path).what
     assert refused(path).fix.endswith(f"$ transload rescue {path} NEW.pt")
     path.write_bytes(whole.replace(b"layers", b"Layers", 1))  # the checksum of the index no longer fits
-    assert "not whole" in refused(path).what
+    assert "damaged" in refused(path).what
 
 
 @pytest.mark.parametrize("data", [b"", b"<html></html>", b"\x80\x02N.", b"PK\x05\x06" + bytes(18)], ids=repr)

@@ -163,7 +163,7 @@ def checked(
         refusals.append(error.what.partition("\n")[0])
     titles = {finding.code: finding.title for finding in findings}
     if "needs-trust" in titles:
-        titles["needs-trust"] = "it asks for names that nobody has allowed"
+        titles["needs-trust"] = "it asks for names that are not allowed"
     refusals += [titles[code] for code in ("is-a-program", "not-loaded", "no-torch") if code in titles]
     dangerous = [f for f in checkpoint.findings if f.code in rules() and rules()[f.code].safety == "dangerous"]
     refusals += [finding.title for finding in dangerous]  # these cannot be allowed
@@ -172,7 +172,7 @@ def checked(
     refusal = refusals[0] if refusals else ""
     tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
     if not refusal and tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
-        title = f"plain torch.load wants {', '.join(tags)}, which is not available here"
+        title = f"plain torch.load needs {', '.join(tags)}, which is not available here"
         fix = "transload.load loads it as shown above. To make plain torch.load work, here and anywhere:"
         command = f"$ transload retag {quoted(checkpoint.path)} --to cpu"
         findings.append(Finding("tags-elsewhere", "note", title, (), (fix, command)))
@@ -588,7 +588,7 @@ def report(check: Check) -> Iterator[Block]:
         yield BLANK
         yield from next(findings([finding]))
     if said.outcome == "raises" and (said.text or said.exact):
-        how = "word for word" if said.exact else "or something like it"
+        how = "word for word" if said.exact else "approximately"
         yield from heading("torch.load(FILE) says", f"torch {printable(said.torch, 40)}, {how}")
         message = f"{said.error}: {said.text}" if said.text else said.error
         for bold in ("\033[1m", "\033[0m"):

@@ -24,8 +24,8 @@ def add_options(command: str, option: Callable[..., object]) -> None:
         option("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
         option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
         option("--list", action="store_true", help="show the parts that --key can choose")
-        option("--strip", metavar="PREFIX", action="append", default=[], help="remove this prefix from the names")
-        option("--dtype", metavar="D", default="", help="dtype of floating-point tensors: float32, float16, bfloat16")
+        option("--strip", metavar="PREFIX", action="append", default=[], help="remove a name prefix; may be repeated")
+        option("--dtype", metavar="D", default="", help="floating-point dtype: float64, float32, float16 or bfloat16")
         option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
         option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
         option("--force", dest="overwrite", action="store_true", help="overwrite DST")
@@ -49,10 +49,10 @@ def add_options(command: str, option: Callable[..., object]) -> None:
         option("--dry-run", action="store_true", help="say what would be done, and do nothing")
         option("--keep-undo", action="store_true", help="keep what --undo needs next to the file")
         option("--undo", action="store_true", help="undo the last retag, made with --keep-undo")
-        option("--hard-links", action="store_true", help="also change a file that has other names")
+        option("--hard-links", action="store_true", help="also change a file that has other names (hard links)")
     elif command == "verify":
         files(nargs="*", help="a checkpoint file, or the directory of one")
-        option("--hash", action="store_true", help="show a sha256 of each tensor and of all, the same in any container")
+        option("--hash", action="store_true", help="show the SHA-256 of each tensor and of all, the same in any format")
         option("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
         option("--write", metavar="M.json", help="write the hashes to a manifest")
         option("--against", metavar="M.json", help="compare with a manifest; without FILE, verify all files in it")
@@ -182,8 +182,7 @@ def run_verify(arguments: Namespace) -> int:
     if code == 2:
         return code
     if arguments.write and code:
-        fix = "Repair it first: transload rescue FILE NEW."
-        print_error(TransloadError("is not written, since not every file is intact", where=arguments.write, fix=fix))
+        print_error(TransloadError("not written, since a file has a problem (see above)", where=arguments.write))
     elif arguments.write:
         try:
             write_manifest(arguments.write, done, overwrite=arguments.force)

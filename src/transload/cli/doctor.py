@@ -30,10 +30,10 @@ def add_options(_: str, option: Callable[..., object]) -> None:
     option("--require", choices=("cuda",), help="exit with 1 unless CUDA is usable")
     option("--python", metavar="PATH", help="examine the environment of another interpreter")
     option("--no-torch", action="store_true", help="do not run torch, only look at its files")
-    option("--timeout", metavar="SECONDS", type=_seconds, help="the most time that torch, or all of --gather, may take")
-    option("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
+    option("--timeout", metavar="SECONDS", type=_seconds, help="time limit for torch, or for all of --gather")
+    option("--from", dest="saved", metavar="FILE", help="diagnose from a report saved with --json; - is stdin")
     option("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
-    option("--compare", metavar="FILE", nargs="+", help="compare machines saved by --json; - is stdin")
+    option("--compare", metavar="FILE", nargs="+", help="compare reports saved with --json; - is stdin")
     option("--gather", metavar="DIR", nargs="?", const="", help="compare the machines of all ranks of this job")
     option("--explain", metavar="CODE", help="explain one cause in full, such as U04")
 

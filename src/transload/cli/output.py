@@ -55,7 +55,7 @@ def print_error(error: TransloadError) -> None:
 _RECOVERED = {
     "restored": "an interrupted retag was undone",
     "finished": "an interrupted retag was finished",
-    "stale": "next to it is the journal of an interrupted retag of another file; see docs/retag.md",
+    "stale": "the journal of a retag next to it belongs to another file, and was ignored",
 }
 
 

@@ -514,7 +514,7 @@ class Loader:
         return self._seen[path]
 
     def foreign(self, elf: Elf) -> bool:
-        """Whether a file is for another machine than the program is."""
+        """Whether a file is for a different machine than the program is."""
         return elf.bits != 64 or elf.machine != self.machine
 
 

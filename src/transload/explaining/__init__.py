@@ -302,8 +302,8 @@ _LAYERS_OF_A_PYTHON = frozenset({"python", "build", "torch-libraries", "fit", "r
 def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> MachineCheck:
     """Whether this machine has one of the causes; without causes, whether it has any fault.
 
-    ``text`` is everything around the error. It may come from another Python than the one examined: then the faults of
-    the examined one are not the cause.
+    ``text`` is everything around the error. It may come from a different Python than the one examined: then the faults
+    of the examined one are not the cause.
     """
     from transload.diagnose.rules import BY_CODE
 

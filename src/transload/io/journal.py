@@ -160,7 +160,7 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         raise RetagError("it is not a regular file", where=path)
     if status.st_nlink > 1 and not hard_links:
         what = f"the same file has {status.st_nlink} names (hard links), and would change under all of them"
-        raise RetagError(what, where=path, fix=f"{copy}, or pass --hard-links to change it under all of them.")
+        raise RetagError(what, where=path, fix=f"{copy}, or allow that: --hard-links (hard_links=True in Python).")
     if not status.st_mode & 0o222:
         raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quote(path)}")
 
@@ -309,7 +309,7 @@ def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
     except FileNotFoundError:  # the file; or the journal, removed by the process that held the lock
         return ""
     except OSError as error:
-        what = f"{error.strerror or error}; a retag of it was interrupted, and it cannot be repaired"
+        what = f"an earlier retag was interrupted, and the file could not be restored: {error.strerror or error}"
         fix = "Run any transload command on it as a user who may write the file and its folder."
         raise CannotWriteError(what, where=path, fix=fix, errno=error.errno) from error
 
@@ -380,7 +380,7 @@ def refuse_target(path: str, out: str) -> None:
     """Refuse to write a copy over anything that exists."""
     with suppress(OSError):
         if os.path.samefile(path, out):  # noqa: PTH121 - pathlib costs ten milliseconds to import
-            raise UsageError("the copy would be the file itself", where=out, fix="Leave -o out to change it in place.")
+            raise UsageError("the copy would be the file itself", where=out, fix="To change it in place, name no copy.")
     if os.path.lexists(out):
         raise UsageError("the file already exists", where=out, fix="Remove it, or choose another name.")
     folder = os.path.dirname(out)  # noqa: PTH120 - as above

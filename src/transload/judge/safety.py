@@ -464,7 +464,7 @@ class _Judge:
                 named = bool(refused) and all(map(str.isidentifier, refused[0].split(".")))
                 if not fixes and named and not any(pickle.broken for pickle in self.kept):
                     first = refused[0][:_MAX_WORDING] + (f" and {len(refused) - 1} more" if len(refused) > 1 else "")
-                    why_none = f"No line is given to allow {first}: it is not known to be data or part of a model."
+                    why_none = f"There is no line to allow {first}: it is not known to be data or part of a model."
             if why_none:
                 resave = "If you trust its author, load it with weights_only=False and save it again as a state dict."
                 fixes = (why_none, resave)

@@ -142,8 +142,8 @@ _OTHER_LOADER: dict[str, str] = {
     "torch-package": "fails: this is a package of code, open it with torch.package.PackageImporter(path)",
     "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
     "sharded": "loads only one shard at a time: the index lists which file has which tensors",
-    "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or make a file of it: transload convert DIR "
-    "NEW.pt (flat names), or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT (nested ones)",
+    "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or convert it to a file: transload convert "
+    "DIR NEW.pt (flat names), or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT (nested)",
     "deepspeed": "fails on a directory: gather it with python -m deepspeed.utils.zero_to_fp32 DIR OUT",
     "megatron": "fails on a directory: load it with Megatron",
     "directory": "fails on a directory",
@@ -192,7 +192,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if checkpoint.format == "gguf" and unreadable:
         return "fails, and so does transload.load: the file is damaged"
     if checkpoint.format == "torch-directory":
-        return f"fails on a directory: {rescue_command(checkpoint.path).removeprefix('$ ')} makes a file of it"
+        return f"fails on a directory: {rescue_command(checkpoint.path).removeprefix('$ ')} packs it into a file"
     if checkpoint.format in _OTHER_LOADER:
         return _OTHER_LOADER[checkpoint.format]
     if checkpoint.path.endswith(".safetensors"):
@@ -205,7 +205,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if "\ntensors/" in "\n".join(["", *[storage.record for storage in checkpoint.storages]]):  # testing each is slow
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:
-        return "may load it without a warning, but not what other programs read from it"
+        return "may load it without a warning, but reads other contents from it than other programs do"
     if any(problem.code == "zip-unreadable-entry" and problem.title for problem in checkpoint.problems):
         return "fails: the archive is protected by a password, which torch does not support"
     if noticed == {"sparse-outside"}:

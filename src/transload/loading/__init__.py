@@ -213,10 +213,10 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
 def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Settings:
     """Check the caller's settings, and return them."""
     if threads is not None and (not isinstance(threads, int) or threads < 1):
-        raise UsageError(f"threads={threads!r} is not a number of threads", fix="Pass 1 or more, or leave it out.")
+        raise UsageError(f"threads must be a positive integer, not {threads!r}", fix="Pass 1 or more, or leave it out.")
     least = SLOT_PAIR >> 20
     if pinned_mb is not None and (not isinstance(pinned_mb, int) or pinned_mb < least):
-        what = f"pinned_mb={pinned_mb!r} is too little to read into"
+        what = f"pinned_mb={pinned_mb!r} is too small"
         raise UsageError(what, fix=f"Each thread takes {least} MiB: pass at least {least}, or leave it out.")
     return Settings(threads, None if pinned_mb is None else pinned_mb << 20, direct)
 

@@ -499,7 +499,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     part.globals = {key: name for key, name in main.globals.items() if id(name) in names}
     refused = sorted(name.full_name for name in Allowed().refused([part]))
     if refused:
-        what = f"it is made by {', '.join(refused)}, which nobody has allowed"
+        what = f"it is made by {', '.join(refused)}, which is not allowed"
         fix = "transload.load(path, weights_only=False) builds it, if you trust the author of the file."
         raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
     device_map = device_map or DeviceMap(plan_here(piece.checkpoint, "cpu", 0), "cpu", piece.checkpoint.path)

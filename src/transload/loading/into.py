@@ -320,7 +320,7 @@ def find(
             ordered = sorted(chosen, key=lambda branch: len(branch.deep) - len(branch.tensors))
             known = [branch.name or "''" for branch in ordered if len(branch.tensors) > len(branch.deep)]
             fix = f"There are tensors below: {join_names(known, _SHOWN)}"
-            raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=fix)
+            raise UsageError(f"no tensor name begins with the prefix {prefix!r}", where=checkpoint.path, fix=fix)
         chosen = named[-1:] or [Branch((start,), tensors, {})]
     prefixes, wrapped = _prefixes_of(wanted), any(map(_INNER.search, wanted))
     matches: list[Match] = []
@@ -794,7 +794,7 @@ class _Loading:
             for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
                 hook(module, loaded)
         if self._errors or (strict and (self.missing or self.unexpected)):
-            raise self._error("it was loaded as far as it fits: ")
+            raise self._error("loaded only in part: ")
         notes = match.notes
         if self._ignored:
             differing = [f"{key} ({file} in the file, {model} in the model)" for key, file, model in self._ignored]

@@ -29,12 +29,12 @@ UNDECIDED = "?"
 
 _WORDS: dict[Reason, str] = {
     "saved": "it was saved there",
-    "here": "it is here",
+    "here": "it exists here",
     "absent": "there is no {tag} here{detail}",
     "lost": "there is no {detail} here",
     "rank": "this process has local rank {detail}",
     "float64": "{detail} cannot hold float64",
-    "asked": "you asked for it",
+    "asked": "requested with map_location",
     "function": "your function decides",
 }
 _SHOWN = 8
@@ -72,7 +72,7 @@ class Move(Frozen):
 
     @property
     def moved(self) -> bool:
-        """Whether it lands on another device than it was saved on: ``cuda`` is any GPU, and ``mps:0`` is ``mps``.
+        """Whether it lands on a different device than it was saved on: ``cuda`` is any GPU, and ``mps:0`` is ``mps``.
 
         >>> Move("cuda", "cuda:0", "here").moved, Move("cuda:1", "cuda:0", "absent").moved
         (False, True)
@@ -143,7 +143,7 @@ class Plan(Frozen):
     """Why it cannot land as requested, in a sentence; empty if it can."""
     fix: tuple[str, ...] = ()
     surprising: bool = False
-    """Whether something lands on another device than its tag says, and the caller did not ask for that."""
+    """Whether something lands on a different device than its tag says, and the caller did not ask for that."""
     how: str = ""
     """How its bytes would be read, in a phrase; empty if that was not determined."""
 

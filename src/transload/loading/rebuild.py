@@ -100,7 +100,7 @@ class Rebuilder:
         name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
         if not self._allowed.allows(target):
             fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
-            raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"), fix=fix)
+            raise UnsafeError(weights_only_error(f"it calls {name}, which is not allowed"), fix=fix)
         return self._run(name, target, args, kwargs, how)
 
     def _rebuild(self, name: str, args: Args) -> Any:
@@ -112,13 +112,13 @@ class Rebuilder:
         """The object of an allowed name; ``UnsafeError`` for any other name."""
         found = self._allowed.object_of(node)
         if found is None:
-            raise UnsafeError(weights_only_error(f"it names {node.full_name}, which nobody has allowed", node))
+            raise UnsafeError(weights_only_error(f"it names {node.full_name}, which is not allowed", node))
         return found
 
     def _run(self, name: str, target: Any, args: Args, kwargs: Any = None, how: str = "reduce") -> Any:
         """Call what the program has allowed, as pickle would."""
         if target is None:
-            raise UnsafeError(weights_only_error(f"it calls {name}, which nobody has allowed"))
+            raise UnsafeError(weights_only_error(f"it calls {name}, which is not allowed"))
         if how != "reduce" and not isinstance(target, type):
             raise Malformed(f"an object of {name}, which is not a class")
         if how in ("newobj", "newobj_ex") or (how != "reduce" and not args):
@@ -176,7 +176,7 @@ class Rebuilder:
         if self._allowed.allows(kind):
             return
         name = f"{kind.__module__}.{kind.__qualname__}"
-        what = weights_only_error(f"values {how} an object of {name}, which nobody has allowed")
+        what = weights_only_error(f"values {how} an object of {name}, which is not allowed")
         fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
         fix = fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
         raise UnsafeError(what, fix=fix)
@@ -417,7 +417,7 @@ class Rebuilder:
         try:
             return sparse_tensor(layout, data, validate=self._faked is None)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise Malformed(f"a sparse tensor that makes no sense: {error}") from error
+            raise Malformed(f"an invalid sparse tensor: {error}") from error
 
     def _make_nested(self, buffer: object, sizes: object, strides: object, offsets: object) -> Any:
         data = self._tensor(buffer, "a nested tensor with a buffer")

@@ -51,7 +51,7 @@ _PROGRAM_FIXES = {
 _DIRECTORIES = {
     "dcp": (
         "a torch.distributed.checkpoint directory",
-        "Make a file of it first: transload convert DIR NEW.pt; transload.open and load_into read it as it is.",
+        "Convert it to a file first: transload convert DIR NEW.pt; transload.open and load_into read it as it is.",
     ),
     "deepspeed": (
         "a DeepSpeed checkpoint directory",
@@ -199,7 +199,8 @@ def refuse_unsafe(checkpoint: Checkpoint) -> None:
         what = "loading it would run code that no checkpoint needs" if dangerous else "it is built to deceive a loader"
         raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=DO_NOT_LOAD)
     if uses:
-        what = f"it asks for {len(uses)} {'name' if len(uses) == 1 else 'names'} that nobody has allowed"
+        names = "1 name that is" if len(uses) == 1 else f"{len(uses)} names that are"
+        what = f"it asks for {names} not allowed"
         lines = [f"{use.full_name}: {use.purpose}" for use in uses]
         from torch import serialization
 

@@ -164,7 +164,7 @@ def load_program(piece: Piece, device_of: DeviceOf) -> Any:
         what = f"{function} cannot load this program: {lines[0] if lines else type(error).__name__}"
         _, found, tail = str(error).partition("Unknown builtin op: ")
         namespace, ended, _ = tail.partition("::")
-        fix = f"It may need another release than torch {torch.__version__}; the one it was made with loads it."
+        fix = f"It may need a different release than torch {torch.__version__}; the one it was made with loads it."
         if found and ended:
             package = _OPERATORS.get(namespace, namespace)
             fix = f"It uses operators of {package}: `import {package}` before loading it."

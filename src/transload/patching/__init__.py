@@ -79,7 +79,7 @@ def checked(device: object) -> str:
 
     kind, _, index = name.partition(":")
     if kind not in KINDS or (index and not index.isdecimal()) or name.endswith(":"):
-        raise UsageError(f"{name!r} is not a device", fix="Use a name such as auto, cpu, cuda:0 or mps.")
+        raise UsageError(f"{name!r} is not a device", fix="Use auto, spread, or a name such as cpu, cuda:0 or mps.")
     return name
 
 

@@ -32,7 +32,7 @@ def program_of(
 
         if os.path.exists(path):  # noqa: PTH110 - pathlib costs more than all the rest
             raise CannotReadError("no permission to read it", where=path, fix=f"Ask its owner, or: chmod u+r {path}")
-        fix = f"A module is run by -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
+        fix = f"To run a module, use -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
         if path in ("python", "python3"):
             fix = "Leave it out: transload run SCRIPT."
         raise CannotReadError("there is no such script", where=path, fix=fix)
@@ -89,12 +89,12 @@ def _list_changes(process: int) -> None:
     if devices.noted:
         lines.append(f"transload run changed: {', '.join(devices.noted)}")
     if devices.answered:
-        lines.append(f"answered for the CPU: {', '.join(devices.answered)}")
+        lines.append(f"calls that returned values for the CPU: {', '.join(devices.answered)}")
     asked = " and ".join(sorted(set(devices.asked.values()), reverse=True))
     if asked and devices.pretending:
-        lines.append(f"pretended that there is a GPU: {asked}")
+        lines.append(f"calls that pretended there is a GPU: {asked}")
     if devices.refused:
-        lines.append(f"It asked {asked}, and there is no GPU. --pretend-cuda answers as if there were one.")
+        lines.append(f"The program called {asked}, and there is no GPU. --pretend-cuda pretends that there is one.")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 

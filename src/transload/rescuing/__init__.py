@@ -729,7 +729,7 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
     pickle = next((pickle for pickle in checkpoint.pickles if pickle.main), None)
     if pickle is None or checkpoint.format not in ("torch-zip", "torch-legacy"):
         what = "tensors cannot be left out of a file of this format"
-        raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.")
+        raise RescueError(what, where=source.name, fix="Fill them: --fill zeros (fill='zeros' in Python).")
     by_key = {storage.key: storage for storage in checkpoint.storages}
 
     def locate(key: str, _: int) -> Record | None:
@@ -741,7 +741,7 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
         index = dumps(pickle.root, pickle.protocol, expand=(Unread, lambda _: None))
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
-        raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.") from error
+        raise RescueError(what, where=source.name, fix="Fill them: --fill zeros (fill='zeros' in Python).") from error
     needed = declared_storages(pickle_machine.run(index, name="data.pkl"))
     if checkpoint.format == "torch-legacy":  # the first three pickles, the new object, and the storages it needs
         position = 0
@@ -816,7 +816,7 @@ def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor
     ]
     if not plain:
         what = "none of its tensors can be saved by itself"
-        raise RescueError(what, where=source.name, fix="Fill them: --fill zeros.")
+        raise RescueError(what, where=source.name, fix="Fill them: --fill zeros (fill='zeros' in Python).")
     used = {ident: storages[ident] for ident in (tensor.storage or "" for tensor in plain)}
     keys = {ident: str(number) for number, ident in enumerate(used)}
     items: list[object] = []
@@ -837,7 +837,7 @@ def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor
 
 _ROWS = 32
 _HOW = {
-    "exact": "the file as it was saved, byte for byte as far as is known",
+    "exact": "the original file, byte for byte as far as can be determined",
     "rebuilt": "everything, in a new layout",
     "filled": "everything, with {fill} in place of what is lost",
     "left-out": "without what is lost",

@@ -133,7 +133,7 @@ def retag(
             journal.apply(source.name, changes, seen, keep=keep_undo)
     except ForbiddenWriteError as error:
         if not target:
-            error.fix = "Write a copy to a place where you are allowed to: -o COPY."
+            error.fix = "Write a copy to a place where you are allowed to: -o COPY (out= in Python)."
         raise
     finally:
         source.close()
@@ -214,7 +214,7 @@ def _device(name: object) -> str:
         name = str(name)  # a torch.device
     kind, colon, _ = name.partition(":")
     if kind in _NEVER:
-        raise UsageError(f"{name!r} makes no sense as a tag: {_NEVER[kind]}")
+        raise UsageError(f"{name!r} cannot be used as a tag: {_NEVER[kind]}")
     if kind in ("cpu", "mps") and colon:
         raise UsageError(f"torch does not read a tag {name!r}, only {kind!r}", fix=f"Write {kind}.")
     if not _DEVICE.fullmatch(name) or kind not in KINDS:
@@ -247,7 +247,7 @@ _UNSUPPORTED: dict[str, tuple[str, str]] = {
         ("this format carries no device", "There is nothing to change: transload.load reads it."),
     ),
     "torch-tar": ("it has the tar format of torch 0.1", _AGAIN),
-    "torch-directory": ("it is an unpacked archive", "Make a file of it, and retag that."),
+    "torch-directory": ("it is an unpacked archive", "Pack it into a file first, and retag that."),
     "sharded": ("it is a checkpoint of several files", ""),
     "dcp": ("torch.distributed.checkpoint names no device to load to", "There is nothing to change."),
     "deepspeed": ("it is a directory of several files", ""),
@@ -265,7 +265,7 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
     if checkpoint.integrity == "not-a-checkpoint":
         raise RetagError(f"it is not a checkpoint: {why}", where=path, fix=repair)
     if kind not in ("torch-zip", "torch-legacy", "pickle"):
-        why, fix = _UNSUPPORTED.get(kind, (f"its format is {kind}", _AGAIN))
+        why, fix = _UNSUPPORTED.get(kind, (f"files of the format {kind} cannot be retagged", _AGAIN))
         if kind == "torch-directory":
             fix = f"{fix}\n{rescue_command(path)}"
         elif not fix:
@@ -280,7 +280,7 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
         raise RetagError("it was zipped again with compression", where=path, fix=repair or _AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):
         see = f"See all findings: transload inspect {quoted(path)}"
-        raise RetagError(f"it is not whole: {why}", where=path, fix=repair or see)
+        raise RetagError(f"it is damaged: {why}", where=path, fix=repair or see)
 
 
 # -- which bytes change
@@ -374,7 +374,7 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
     else:
         which = "a plain pickle" if plain else "the legacy format"
         what = f"the new tags do not fit in place of the old ones, and {which} cannot grow in place"
-        raise RetagError(what, where=source.name, fix="Write a copy: -o COPY.")
+        raise RetagError(what, where=source.name, fix="Write a copy: -o COPY (out= in Python).")
     # Tensors and values follow from the pickle and the storages, so comparing these two is enough.
     again = read_source(changes.made(source), tree=bool(checkpoint.problems))
     pickle = next((each for each in again.pickles if each.main), None)

@@ -160,8 +160,8 @@ class _Save:
         byteorder: bool,
     ) -> None:
         if device not in ("cpu", "keep"):
-            what = f"device={device!r}: tensors are tagged as CPU tensors ('cpu') or with their own devices ('keep')"
-            raise UsageError(what, fix="`transload retag` writes other tags into a file.")
+            what = f"device must be 'cpu' or 'keep', not {device!r}"
+            raise UsageError(what, fix="To write other tags, use transload.retag afterwards.")
         if protocol is None or protocol == -1:  # as pickle interprets them
             protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
         elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # 2 is the first with binary persistent ids

@@ -143,7 +143,7 @@ def damages(
 
 
 def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
-    """The damage of each storage whose record is not what was saved, or has another length than it should."""
+    """The damage of each storage whose record is not what was saved, or has a different length than it should."""
     records = {key_of(file, record): record for file, inside in every.items() for record in inside}
     packed = {key[:2]: key for key in records}  # a compressed storage does not know its position
     # Files whose storages all had checksums when they were saved: torch writes them for all records, or for none. If

@@ -517,7 +517,7 @@ class Manifest(NamedTuple):
 def refuse_target(path: str, *, overwrite: bool) -> None:
     """Refuse a path where no manifest can be written, before gigabytes are read for it."""
     if not overwrite and os.path.lexists(path):
-        raise ManifestError("already exists", where=path, fix="Name another file, or pass --force to replace it.")
+        raise ManifestError("already exists", where=path, fix="Replace it: --force (overwrite=True in Python).")
     if os.path.exists(path):  # noqa: PTH110 - pathlib costs ten milliseconds
         # It may be the checkpoint itself.
         try:
@@ -597,7 +597,7 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
     """Write the hashes of checkpoints atomically; ``ManifestError`` if one of them is damaged or has no hash."""
     for each in verifications:
         if not each.ok or not each.sha256:
-            raise ManifestError("is not written: not every file is intact", where=path, fix=f"See {each.path}.")
+            raise ManifestError("not written, since a file has a problem", where=path, fix=f"See {each.path}.")
     refuse_target(path, overwrite=overwrite)
     files = []
     for each in verifications:

@@ -30,6 +30,7 @@ SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 _LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+-[0-9a-f]{8}\.part", re.DOTALL)
 _MAX_INDEX = 100_000_000
+_CHOOSE = "Choose another name, or overwrite it: --force (overwrite=True in Python)."
 
 
 def file_identity(file: str | int) -> set[tuple[int, int]]:
@@ -54,7 +55,7 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise UsageError("the file already exists", where=path, fix="Choose another name, or add --force.")
+        raise UsageError("the file already exists", where=path, fix=_CHOOSE)
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError("the target is not a regular file", where=path, fix="Choose another name.")
 
@@ -306,7 +307,7 @@ class Folder:
         names = os.listdir(self.path)
         ours = "index.json" in names and all(re.fullmatch(r"index\.json|[0-9]{6,}\.bin", name) for name in names)
         if names and not (self._overwrite and ours):
-            fix = "Choose another name." if self._overwrite else "Choose another name, or add --force."
+            fix = "Choose another name." if self._overwrite else _CHOOSE
             raise UsageError("the directory already exists and is not empty", where=self.path, fix=fix)
 
     def commit(self) -> None:

@@ -160,7 +160,7 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
         ("kill -9 $$", "did not answer: SIGKILL"),
         ("exit 0", "did not answer: exit status 0"),
         ("echo 'Fatal Python error: no encodings'; echo more; exit 1", "it printed: Fatal Python error: no encodings"),
-        ("printf '\\036{\"done\": True}\\n'", "is not a Python interpreter: its answer makes no sense"),
+        ("printf '\\036{\"done\": True}\\n'", "is not a Python interpreter: its answer cannot be understood"),
         ("printf '\\036[1]\\n'", "did not answer: exit status 0"),
     ],
 )
@@ -269,7 +269,7 @@ def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: TreeHo
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
 def test_an_answer_of_the_wrong_kinds(host: TreeHost, change: dict[str, object]) -> None:
     script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {shlex.quote(repr({**ANSWER, **change}))}")
-    assert "makes no sense" in python(host).problem
+    assert "cannot be understood" in python(host).problem
 
 
 def test_packages_are_those_that_matter_and_the_first_of_each(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ class _TorchImport:
             yield from (f"{each.name or each.version} of {file}, needed by {asking}" for each in absent)
 
     def split_cudnn(self) -> Iterator[str]:
-        """Parts of cuDNN that would be loaded from another folder, in another release than cuDNN's own."""
+        """Parts of cuDNN that would be loaded from another folder, in a different release than cuDNN's own."""
         loader, target = self.loader, self.loader.host.target
         for soname, cudnn in self.process.names.items():
             named = re.fullmatch(r"libcudnn\.so\.\d+", soname)

@@ -169,7 +169,7 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, A
         report: dict[str, Any] = {name: facts.get(name) for name in ours}
         valid = all(type(report[name]) is type(ours[name]) for name in ours)
         valid = valid and all(type(each) is str for each in report["path"])
-        return report if valid else f"{executable} is not a Python interpreter: its answer makes no sense"
+        return report if valid else f"{executable} is not a Python interpreter: its answer cannot be understood"
     if outcome.state == "unasked":
         return f"{executable} {outcome.end}"
     if outcome.state == "hung":
@@ -191,7 +191,7 @@ _VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
 
 
 def others(host: Host, prefix: str, path: Sequence[str]) -> Iterator[str]:
-    """Interpreters that have another torch than the environment at ``prefix``, whose import path is ``path``.
+    """Interpreters that have a different torch than the environment at ``prefix``, whose import path is ``path``.
 
     There is one for each torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
     """

@@ -344,7 +344,7 @@ _WHY = {
     "twice": ("E03", "{token} names a GPU that is already in the list; CUDA then rejects the whole list"),
     "no-such-uuid": ("E04", "no GPU's UUID begins with {token}"),
     "ambiguous": ("E04", "more than one UUID begins with {token}"),
-    "mixed": ("E04", "{token} is of another kind than the first element: a list has either numbers or UUIDs"),
+    "mixed": ("E04", "{token} is of a different kind than the first element: a list has either numbers or UUIDs"),
 }
 """Why ``visible_devices`` stopped reading → the rule that reports it, and its words."""
 
