@@ -29,7 +29,7 @@ LAYERS = 24
 MODEL = f"""
 import resource, sys, time
 import torch
-from transload.loading.into import load_into
+from transload import load_into
 path, width = sys.argv[1], int(sys.argv[2])
 def model(device):
     made = torch.nn.Sequential(*(torch.nn.Linear(width, width, device="meta") for _ in range({LAYERS})))
