@@ -110,6 +110,8 @@ def test_a_manifest_written_and_compared(path: Path, capsys: pytest.CaptureFixtu
     assert "changed  auxiliary" in capsys.readouterr().out
     assert main(["verify", str(path), "--write", str(path.with_name("n.json"))]) == 1
     assert "not written" in capsys.readouterr().err
+    assert main(["verify", str(path), "missing.pt", "--write", str(path.with_name("n.json"))]) == 2
+    assert "n.json: not written" in capsys.readouterr().err
     assert not path.with_name("n.json").exists()
 
 

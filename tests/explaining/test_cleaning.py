@@ -63,6 +63,10 @@ def test_what_is_not_the_text_is_taken_off(raw: str, text: str, stream: str) -> 
     assert (line.text, line.stream) == (text, stream)
 
 
+def test_a_title_that_does_not_end_hides_no_other_line() -> None:
+    assert [line.text for line in lines_of("\x1b]0;title\nRuntimeError: boom")] == ["", "RuntimeError: boom"]
+
+
 def test_the_end_of_a_long_file_is_read() -> None:
     data = bytes(1000) + b"the end"
     assert read_end(io.BytesIO(data), 7) == (b"the end", True)

@@ -317,6 +317,12 @@ def test_devices_beyond_the_last_are_spread(name: str, lands: str, cards: Cards)
         assert str(devices.substitute(name)) == lands
 
 
+def test_a_tag_that_no_device_can_have(cards: Cards) -> None:
+    cards(0)
+    with quiet():
+        assert not devices.is_missing(f"cuda:{'9' * 5000}")
+
+
 TRAINING = """
 import sys, torch
 from torch import distributed as dist

@@ -8,8 +8,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from transload.cli.output import for_each, keywords, print_error, show, show_result, write_json
+from transload.cli.output import finish_retag, for_each, keywords, print_error, show, show_result, write_json
 from transload.errors import CannotReadError, TransloadError, UsageError
+from transload.findings import quoted
 
 
 def add_options(command: str, option: Callable[..., object]) -> None:
@@ -34,7 +35,6 @@ def add_options(command: str, option: Callable[..., object]) -> None:
         option("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error message; default: stdin")
         option("--no-checks", action="store_true", help="do not examine this machine or the files that TEXT names")
     elif command == "rescue":
-        # Not `path`: commands finish an interrupted retag of their `path`, and a rescue never writes to its source.
         option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
         option("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
         option("--dry-run", action="store_true", help="report what would be written, and write nothing")
@@ -63,6 +63,7 @@ def run_convert(arguments: Namespace) -> int:
     """Convert, or list the parts that ``--key`` can choose."""
     from transload.converting import convert, listing, parts, report
 
+    finish_retag(arguments.path)
     if arguments.list:
         candidates = parts(arguments.path)
         if arguments.json:
@@ -114,7 +115,7 @@ def _read_log(path: str) -> tuple[bytes, bool]:
             return path.encode("utf-8", "surrogateescape"), False
         fix = ""
         if isinstance(error, IsADirectoryError):
-            fix = f"Name a log file in it. For a checkpoint in a folder: transload inspect {path}"
+            fix = f"Name a log file in it. For a checkpoint in a folder: transload inspect {quoted(path)}"
         elif isinstance(error, FileNotFoundError):
             fix = (
                 "Name a file that holds a log or a traceback, or pipe one in: python train.py 2>&1 | transload explain"
@@ -179,8 +180,6 @@ def run_verify(arguments: Namespace) -> int:
     examine = partial(verify, hashes=hashes, values=arguments.values, against=manifest, progress=True)
     shown = {"hashes": arguments.hash}
     done, code = for_each(arguments, paths, examine, partial(report, **shown), partial(several, **shown))
-    if code == 2:
-        return code
     if arguments.write and code:
         print_error(TransloadError("not written, since a file has a problem (see above)", where=arguments.write))
     elif arguments.write:

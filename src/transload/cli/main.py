@@ -99,6 +99,7 @@ def _dispatch(argv: list[str]) -> Outcome:
     if command not in COMMANDS:
         from difflib import get_close_matches
 
+        from transload.findings import quoted
         from transload.render.words import printable
 
         kind = "option" if command.startswith("-") else "command"
@@ -107,7 +108,7 @@ def _dispatch(argv: list[str]) -> Outcome:
         if command in ("load", "load_into", "open", "save"):
             hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
         elif os.path.exists(command):
-            hint = f"did you mean 'transload inspect {printable(command)}'?"
+            hint = f"did you mean 'transload inspect {quoted(printable(command))}'?"
         print(f"{_USAGE}\ntransload: there is no {kind} '{printable(command)}'; {hint}", file=sys.stderr)
         return 2
 
@@ -115,10 +116,6 @@ def _dispatch(argv: list[str]) -> Outcome:
     # With an optional DST, options between SRC and DST need this.
     intermixed = command in ("convert", "rescue")
     arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
-    if path := getattr(arguments, "path", None):
-        from transload.cli.output import finish_retag
-
-        finish_retag(path)
     try:
         code: Outcome = getattr(_module_of(command), f"run_{command}")(arguments)
     except Exception as error:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import BinaryIO, Literal, NamedTuple
 
 from transload.errors import TransloadError, UsageError
+from transload.findings import quoted
 
 LIMIT = 8 << 20
 """Bytes that are read from the end of a log: what stopped a program is at the end."""
@@ -72,12 +73,10 @@ def is_binary(data: bytes) -> bool:
 
 def not_a_text(path: str) -> UsageError:
     """The error for a file that is not text, or for a stream, which has no path."""
-    import shlex
-
     from transload.checkpoint import FORMATS
     from transload.judge import inspect
 
-    name = shlex.quote(path) if path else "FILE"
+    name = quoted(path) if path else "FILE"
     fix = "Pipe an error text in, or name a file that holds one: python train.py 2>&1 | transload explain"
     try:
         checkpoint = inspect(path) if path else None
@@ -103,7 +102,7 @@ _WIDEST = 500  # columns of a terminal
 _PASTED = 1 << 20  # characters that somebody may copy from a terminal
 _LONGEST = 20_000  # characters kept of a line, from both ends: a tensor on one line must not take all the time
 
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffd]+")
 # The sides of a box, and the quotes that word processors and forums insert.
 _BOX = {**dict.fromkeys(map(ord, "│┃║"), " "), 0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"'}

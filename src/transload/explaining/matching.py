@@ -385,7 +385,7 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Mat
 _LETTERS = bytes(ord(c.lower()) if c.isalpha() or c in "_\n" else 32 for c in map(chr, range(128))) + b" " * 128
 _SHORTEST = 3
 _LEAST = 0.5
-_FEWEST = 2
+_FEWEST = 3
 _COMPARED = 400  # characters of an unknown message: in a longer one more words match by chance
 
 
@@ -429,7 +429,7 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     similar: dict[str, Near] = {}
     for page, said, words in rows:
         common = present.intersection(words)
-        if len(common) > _FEWEST:
+        if len(common) >= _FEWEST:
             likeness = fsum(weights[word] for word in common)
             likeness /= fsum(weights[word] for word in {*words} if word in weights)
             code = page.text.partition("\n")[0]

@@ -74,11 +74,11 @@ def checked(device: object) -> str:
     name = str(device)
     if name in ("auto", "spread"):
         return name
-    from transload.devices import KINDS
+    from transload.devices import KINDS, split
     from transload.errors import UsageError
 
-    kind, _, index = name.partition(":")
-    if kind not in KINDS or (index and not index.isdecimal()) or name.endswith(":"):
+    kind, index = split(name)
+    if kind not in KINDS or (index is None and name != kind):
         raise UsageError(f"{name!r} is not a device", fix="Use auto, spread, or a name such as cpu, cuda:0 or mps.")
     return name
 

@@ -62,17 +62,20 @@ def substitute(device: Any) -> Any:
 
 def is_missing(name: str) -> bool:
     """Whether this is the name of a device of torch's that this machine does not have."""
-    kind, colon, index = name.partition(":")
-    if not requested or kind not in _KINDS or (colon and not index.isdecimal()):
+    from transload.devices import split
+
+    kind, index = split(name)
+    if not requested or kind not in _KINDS or (index is None and name != kind):
         return False
     count = _count(kind)
-    return count >= 0 and int(index or 0) >= count
+    return count >= 0 and (index or 0) >= count
 
 
 def substitute_name(name: str) -> str:
     """The device to use instead of a missing one; warns the first time. Empty if that cannot be determined."""
     key = (name, requested, *map(os.environ.get, _HIDING))
     if key not in _substitutes:
+        from transload.devices import split
         from transload.loading.placement import devices_here
 
         try:
@@ -83,9 +86,9 @@ def substitute_name(name: str) -> str:
         finally:
             looking.pop()
         other = (found.own or "cpu") if requested in ("auto", "spread") else requested
-        kind, _, index = name.partition(":")
-        if requested == "spread" and index and _count(kind) > 0:
-            other = f"{kind}:{int(index) % _count(kind)}"
+        kind, index = split(name)
+        if requested == "spread" and index is not None and _count(kind) > 0:
+            other = f"{kind}:{index % _count(kind)}"
         _substitutes[key] = other  # for good: a model and its inputs must be on the same device
         noted[f"{name} → {other}"] = None
         if (pair := f"{kind} to {other}") not in warned:

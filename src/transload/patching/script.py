@@ -29,10 +29,17 @@ def program_of(
     path = words[0]
     if not module and path != "-" and not os.access(path, os.R_OK):
         from transload.errors import CannotReadError
+        from transload.findings import quoted
 
         if os.path.exists(path):  # noqa: PTH110 - pathlib costs more than all the rest
-            raise CannotReadError("no permission to read it", where=path, fix=f"Ask its owner, or: chmod u+r {path}")
-        fix = f"To run a module, use -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
+            raise CannotReadError(
+                "no permission to read it", where=path, fix=f"Ask its owner, or: chmod u+r {quoted(path)}"
+            )
+        fix = (
+            f"To run a module, use -m: transload run -m {quoted(path)}."
+            if "." not in path and os.sep not in path
+            else ""
+        )
         if path in ("python", "python3"):
             fix = "Leave it out: transload run SCRIPT."
         raise CannotReadError("there is no such script", where=path, fix=fix)
