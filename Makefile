@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 
 # A stamp is named after a checksum of what its step was made from, so that neither the times a checkout gives to files
-# nor a wrong clock can make a step look done, and a renamed folder or another Python makes it new.
+# nor a wrong clock can make a step look done, and a renamed folder or another Python changes it.
 PYTHON_VERSION := $(shell $(PYTHON) -VV 2>&1)
 checksum = $(shell { pwd; echo '$(PYTHON_VERSION)'; $(1); } 2>&1 | cksum | tr ' ' '-')
 VENV_STAMP := $(VENV)/.stamp-venv-$(call checksum,:)
@@ -108,7 +108,7 @@ bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools; bench/gp
 docs: $(DOCS_STAMP) ## Build the manual as a site, in site/, and check every link in it
 	$(BIN)/properdocs build --strict
 
-format: $(TEST_STAMP) ## Put the code into the house format
+format: $(TEST_STAMP) ## Format the code
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -17,7 +18,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from transload.diagnose.case import LAYERS, Rule
 from transload.diagnose.report import Status
 from transload.diagnose.rules import BY_CODE
-from transload.diagnose.tables import title
 from transload.findings import Severity
 from transload.machine import Machine, Unknown
 
@@ -60,23 +60,25 @@ def text_of(path: Path) -> str:
 
 def files() -> dict[Path, str]:
     """Every file with its expected text: the rule gives the second paragraph of a page, the rest is kept."""
-    pages = {DOCS / "doctor" / f"{rule.code}.md": rule for rule in BY_CODE.values()}
+    paths = {code: DOCS / "doctor" / f"{code}.md" for code in BY_CODE}
+    pages = {code: with_head(rule, text_of(paths[code])) for code, rule in BY_CODE.items()}
     return {
-        DOCS / "doctor" / "README.md": index(),
+        DOCS / "doctor" / "README.md": index(pages),
         DOCS / "doctor.schema.json": schema_text(),
-        **{path: with_head(rule, text_of(path)) for path, rule in pages.items()},
+        **{paths[code]: page for code, page in pages.items()},
     }
 
 
-def index() -> str:
-    """The list of all causes by layer."""
+def index(pages: Mapping[str, str]) -> str:
+    """The list of all causes by layer, with the titles of their pages."""
     lines = [INDEX]
     for name, words in LAYERS.items():
         own = sorted((rule for rule in BY_CODE.values() if rule.layer == name), key=lambda rule: rule.code)
         lines += [f"## {words[0].upper()}{words[1:]}", "", "| code | cause |", "|---|---|"]
         for rule in own:
             mark = "" if rule.check is not None else "*"
-            lines.append(f"| [{rule.code}]({rule.code}.md) | {mark}{title(rule.code)}{mark} |")
+            title = pages[rule.code].partition("\n")[0].partition(": ")[2]
+            lines.append(f"| [{rule.code}]({rule.code}.md) | {mark}{title}{mark} |")
         lines.append("")
     return "\n".join(lines)
 

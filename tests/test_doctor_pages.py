@@ -35,9 +35,13 @@ def test_every_finding_has_its_page() -> None:
     assert Finding("cuda-tags", "note", "").doc == "docs/findings.md#cuda-tags"
 
 
-def test_a_new_rule_gets_a_page_to_fill_in() -> None:
+def test_a_new_rule_gets_a_page_to_fill_in(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load_script("doctor_pages")
     new = Rule("Z99", "run", lambda _: iter(()), likely=True)
+    monkeypatch.setitem(BY_CODE, "Z99", new)
+    files = {path.name: text for path, text in script.files().items()}
+    assert files["Z99.md"] == script.with_head(new, "")
+    assert "| [Z99](Z99.md) | what is wrong, in a few words |" in files["README.md"]
     made = script.with_head(new, "")
     assert made.startswith("# Z99: what is wrong, in a few words\n\nLayer: running torch. Reported as probable")
     assert "\n## Fix\n" in made
