@@ -67,7 +67,8 @@ def variants() -> Iterator[Machine]:
         in_container(refused(healthy(), 803), "lxc"), driver__libraries__cuda=(library("libcuda.so.1", "570.1"),)
     )
     absent = tuple(replace(node, exists=False, error="ENOENT") for node in healthy().nodes.found)
-    yield from (lxc, changed(in_container(refused(healthy(), 100), "lxc"), nodes__found=absent))
+    kinds = ("lxc", "nspawn", "singularity")
+    yield from (lxc, *(changed(in_container(refused(healthy(), 100), kind), nodes__found=absent) for kind in kinds))
     mps = {"kernel__daemons": ("nvidia-cuda-mps-control",), "variables__values": {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/x"}}  # noqa: S108
     yield changed(refused(healthy(), 805), **mps)
     of_conda = replace(needed("libcudart.so.13", "nvidia/cu13/lib"), path="/opt/venv/lib/libcudart.so.13")

@@ -66,6 +66,13 @@ def test_it_tells_facts_in_order() -> None:
     assert told.answer.detail == ""
 
 
+def test_no_number_of_steps_hides_the_end() -> None:
+    told = outcome("for n in range(9000): report.say(doing=n)\nreport.say(a=1); report.done()")
+    assert (told.state, told.records) == ("answered", ({"doing": 8999}, {"a": 1}, {"done": True}))
+    told = outcome("for n in range(9000): report.say(a=n)\nreport.done()")
+    assert told.state == "answered"
+
+
 def test_what_is_printed_is_kept_apart() -> None:
     text = """
 print("hello", flush=True)

@@ -152,6 +152,26 @@ def test_no_linux_driver_is_installed_in_wsl_and_none_in_a_container() -> None:
     assert "branch 580 or newer" in inside[1]
 
 
+@each(
+    ("machine", "command"),
+    [
+        (on("kali", "apt", ("debian",)), "sudo apt install --reinstall libcuda1"),
+        (FEDORA, "sudo dnf reinstall libcuda1"),
+        (SUSE, "sudo zypper install --force libcuda1"),
+        (ARCH, "sudo pacman -S libcuda1"),
+    ],
+)
+def test_a_package_is_installed_again(machine: Machine, command: str) -> None:
+    names = dict.fromkeys(("apt", "dnf", "zypper", "pacman"), "libcuda1")
+    assert commands(fixes.install_package(machine, again=True, **names)) == [command]
+
+
+def test_the_family_of_a_distribution() -> None:
+    assert [fixes.family(each) for each in (on("kali", "apt", ("debian",)), ROCKY, FEDORA, on("void", ""))] == [
+        *("debian", "rhel", "fedora", "other")
+    ]
+
+
 def test_an_unknown_distribution_gets_words_and_no_invented_command() -> None:
     lines = fixes.install_driver(holding(on("plan9", ""), BLACKWELL), exactly=580)
     assert commands(lines) == ["sudo reboot"]
@@ -217,6 +237,19 @@ def test_an_old_card_with_a_new_driver_gets_the_build_that_still_has_code_for_it
     lines = commands(fixes.install_wheel(with_card((6, 1), 13000, "580.65.06")))
     assert lines[0] == "/opt/venv/bin/python -m pip uninstall -y torch nvidia-cudnn-cu13"
     assert lines[1].endswith("--index-url https://download.pytorch.org/whl/cu126")
+
+
+def test_a_card_that_a_virtual_machine_has_does_not_count() -> None:
+    unknown = changed(with_card((8, 9), 13000, "580.65.06"), driver__nvml__gpus=())
+    both = changed(unknown, hardware__pci=(card(ADA), card(KEPLER, "vfio-pci", address="0000:02:00.0")))
+    assert fixes.wheel_choice(both) == fixes.wheel_choice(unknown)
+
+
+def test_only_pytorchs_own_builds_have_an_index_there() -> None:
+    for build, named in (("cu126", True), ("computecanada", False)):
+        machine = changed(healthy(), torch__installs=(installed(f"2.13.0+{build}"),))
+        lines = fixes.reinstall(machine, gpu=None)
+        assert any(f"/whl/{build}" in line for line in lines) is named
 
 
 def test_the_driver_that_a_new_card_needs_is_named() -> None:
@@ -370,7 +403,11 @@ def test_a_permanent_change_is_made_where_the_variable_is_set() -> None:
     machine = changed(healthy(), variables__values={"A": "1"}, variables__origins={"A": ("/etc/environment:3",)})
     assert any("/etc/environment:3" in line for line in fixes.unset(machine, "A"))
     service = changed(machine, variables__origins={}, surroundings=Surroundings(service="train.service"))
-    assert any("systemctl edit train.service" in line for line in fixes.unset(service, "A"))
+    assert fixes.unset(service, "A")[1] == "To make it permanent, remove it in the unit: systemctl edit train.service"
+    other = changed(service, surroundings=Surroundings(service=r"a\x2db.service"))
+    assert fixes.set_variable(other, "A", "2")[1] == (
+        r"To make it permanent, change it in the unit: systemctl edit 'a\x2db.service'"
+    )
 
 
 def test_a_folder_is_taken_out_of_a_search_path_and_the_rest_stays() -> None:
@@ -378,6 +415,8 @@ def test_a_folder_is_taken_out_of_a_search_path_and_the_rest_stays() -> None:
     assert commands(fixes.drop_folder(machine, "LD_LIBRARY_PATH", "/cuda/stubs"))[0] == (
         "export LD_LIBRARY_PATH='/a:/b c'"
     )
+    also = changed(healthy(), variables__values={"LD_LIBRARY_PATH": "/cuda/stubs;/b"})  # the loader splits there, too
+    assert commands(fixes.drop_folder(also, "LD_LIBRARY_PATH", "/cuda/stubs"))[0] == "export LD_LIBRARY_PATH=/b"
     alone = changed(healthy(), variables__values={"LD_LIBRARY_PATH": "/cuda/stubs"})
     assert commands(fixes.drop_folder(alone, "LD_LIBRARY_PATH", "/cuda/stubs"))[0] == "unset LD_LIBRARY_PATH"
 
@@ -408,7 +447,9 @@ def test_a_module_goes_after_those_that_use_it() -> None:
     [
         (in_container(healthy()), "docker run --gpus all"),
         (in_container(healthy(), "podman"), "--device nvidia.com/gpu=all"),
-        (in_container(healthy(), "apptainer"), "exec --nv"),
+        (in_container(healthy(), "apptainer"), "apptainer exec --nv"),
+        (in_container(healthy(), "singularity"), "singularity exec --nv"),
+        (in_container(healthy(), "nspawn"), "systemd-nspawn --bind=/dev/nvidiactl"),
         (in_container(healthy(), "lxc"), "lxc config device add"),
         (in_slurm(healthy()), "--gres=gpu:1"),
         (changed(healthy(), surroundings=Surroundings(kubernetes=True, container="containerd")), "nvidia.com/gpu: 1"),

@@ -78,4 +78,6 @@ def test_where_no_process_can_be_made_nothing_is_known(monkeypatch: pytest.Monke
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", none)
+    before = open_files()
     assert in_fork([lambda: "x"], 1.0) == (Unknown("could not be asked: Resource temporarily unavailable"),)
+    assert open_files() == before

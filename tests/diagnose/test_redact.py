@@ -212,6 +212,7 @@ def test_findings_are_redacted_with_the_machine() -> None:
         ("$ export LD_LIBRARY_PATH=/gpfs/alice/mpi:/home/alice/x", "$ export LD_LIBRARY_PATH=/gpfs/alice/mpi:$HOME/x"),
         (f"$ CUDA_VISIBLE_DEVICES={UUID} python", f"$ CUDA_VISIBLE_DEVICES={UUID} python"),
         ("$ /home/bob/venv/bin/python", "$ /home/bob/venv/bin/python"),
+        ("$ export X='/home/alice/a:/opt/$LIB' Y='b c'", "$ export X='/home/alice/a:/opt/$LIB' Y='b c'"),
         ("Take /scratch/alice/x and /home/alice/x away.", "Take /scratch/alice/x and ~/x away."),
         ("| Environment=X=/home/alice/x", "| Environment=X=/home/alice/x"),
     ],

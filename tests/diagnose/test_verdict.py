@@ -6,14 +6,20 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests import forks
-from tests.diagnose.machines import bare, dead, healthy, no_torch_run, refused
+from tests.diagnose.machines import bare, changed, dead, healthy, install, no_torch_run, refused
 from tests.each import each
 
 from transload.diagnose.case import LAYERS, Case, Found, Match, Rule
 from transload.diagnose.report import Diagnosis, judge_machine
+from transload.diagnose.rules import BY_CODE
 from transload.findings import Severity
+from transload.machine import Torch, TorchRun
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def row(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Rule:
@@ -155,6 +161,16 @@ def test_a_row_that_raises_is_named_and_the_others_are_heard() -> None:
     assert codes(diagnosis) == ["D01"]
     assert diagnosis.machine.problems == {"rule K99": "OverflowError: too large: "}
     assert "rule K99: OverflowError" in str(diagnosis)
+
+
+def test_a_row_that_others_ask_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(_: Case) -> Found:
+        raise OverflowError
+
+    bad = Rule("C09", "surroundings", check)
+    monkeypatch.setitem(BY_CODE, "C09", bad)
+    cpu_build = changed(healthy(), torch=Torch(installs=(install("2.13.0+cpu", ""),)), torch_run=TorchRun())
+    assert judge_machine(cpu_build, [bad]).machine.problems == {"rule C09": "OverflowError: "}
 
 
 def test_a_pickled_diagnosis_prints_itself_in_another_process(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ CVD = "CUDA_VISIBLE_DEVICES"
 _SHOWN = 300
 _RELEASE = re.compile(r"\d{3}\.\d+(?:\.\d+)*")
 _LOG_NOISE = re.compile(r"\[\s*\d+\.\d+\]|\bNVRM:|\\x0a|\s+")
-_NVIDIA_LIBRARY = re.compile(r"lib(?:cu(?!rl|ps)|nv(?!di)|nccl|caffe2_nvrtc)\w*\.so[.\d]*")
 
 
 LAYERS = {
@@ -46,9 +45,9 @@ LAYERS = {
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
-    The lines of ``fix`` are commands, which begin with ``$ ``, sentences, or a title that replaces the rule's, which
-    begins with ``= ``. ``None`` means the section of ``steps.md`` with the rule's code. ``likely`` means that the
-    evidence suggests the cause but does not prove it.
+    The lines of ``fix`` are commands, which begin with ``$ ``, lines for a file, which begin with ``| ``, sentences, or
+    a title that replaces the rule's, which begins with ``= ``. ``None`` means the section of ``steps.md`` with the
+    rule's code. ``likely`` means that the evidence suggests the cause but does not prove it.
     """
 
     evidence: Lines
@@ -237,9 +236,8 @@ class Case(Machine):
         if self.no_libcuda:
             self.answer = "the loader finds no libcuda.so.1"
         elif cuda.answer.state in ("hung", "crashed"):
-            went = "gave no answer" if cuda.answer.state == "hung" else "crashed"
-            within = f"the CUDA driver {went} within {cuda.answer.seconds:.0f} s"
-            self.answer = f"{within}: {cuda.answer.detail}".rstrip(": ")
+            ended = f"gave no answer within {cuda.answer.seconds:.0f} s" if cuda.answer.state == "hung" else "crashed"
+            self.answer = f"the CUDA driver {ended}: {cuda.answer.detail}".rstrip(": ")
         elif not cuda.answer.answered:
             self.answer = f"libcuda.so.1 could not be used: {cuda.answer.detail or cuda.answer.state}"
         elif cuda.init == 0:
@@ -317,12 +315,3 @@ def torch_says(text: str) -> str:
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     said = "torch " if line.startswith("hung ") else "torch says: "
     return f"{said}{line[:_SHOWN]}" if line else ""
-
-
-def is_nvidia_library(name: str) -> bool:
-    """Whether a file is one of NVIDIA's CUDA libraries; the driver's own, libcuda and libnvidia-*, are not.
-
-    >>> is_nvidia_library("libcudnn.so.9"), is_nvidia_library("libcuda.so.1"), is_nvidia_library("libcurl.so.4")
-    (True, False, False)
-    """
-    return bool(_NVIDIA_LIBRARY.fullmatch(name)) and not name.startswith("libcuda.so")

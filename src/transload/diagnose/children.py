@@ -255,9 +255,11 @@ class Child(AbstractContextManager["Child"]):
                         record = {}
                     record = record if isinstance(record, dict) else {}
                     self._noise = (self._noise + (before if record else self._without_stack(line)))[-_NOISE:]
-                    if record and len(self.records) < _RECORDS:
+                    self._done = self._done or "done" in record
+                    if "doing" in record and self.records and "doing" in self.records[-1]:
+                        self.records[-1] = record  # only the last step before it stops is of interest
+                    elif record and len(self.records) < _RECORDS:
                         self.records.append(record)
-                        self._done = self._done or "done" in record
                 if len(self._rest) > _LINE:
                     self._noise, self._rest = (self._noise + self._rest)[-_NOISE:], b""
                 if self._done:
@@ -351,9 +353,14 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
     deadline = monotonic() + seconds
     try:
         ours, theirs = os.pipe()
-        with warnings.catch_warnings():  # about a fork with threads: the child takes none of their locks
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
+        try:
+            with warnings.catch_warnings():  # about a fork with threads: the child takes none of their locks
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+        except OSError:
+            os.close(ours)
+            os.close(theirs)
+            raise
     except OSError as error:  # out of processes or file descriptors
         return (Unknown(f"could not be asked: {error.strerror}"),) * len(questions)
     if not child:

@@ -75,14 +75,15 @@ def initramfs(machine: Machine) -> str:
     return sudo(machine, command) if command else "Rebuild the initial RAM disk."
 
 
-def install_package(machine: Machine, *words: str, **more: str) -> Lines:
+def install_package(machine: Machine, *words: str, again: bool = False, **more: str) -> Lines:
     """Install system packages under the name that this distribution has for them in ``packages.json``.
 
-    ``more`` adds or replaces names by package manager, such as ``apt="libcuda1"``.
+    ``more`` adds or replaces names by package manager, such as ``apt="libcuda1"``. With ``again``, packages that are
+    installed are installed again, since some of their files are missing.
     """
     known, manager = tables.table("packages"), machine.platform.package_manager
     names = {**known["packages"].get(" ".join(words), {}), **more}
-    install = known["managers"].get(manager, {}).get("install")
+    install = known["managers"].get(manager, {}).get("reinstall" if again else "install")
     if manager in names and install:
         return (sudo(machine, f"{install} {names[manager]}"),)
     return (f"Install your distribution's equivalent of the package {next(iter(names.values()), '')}.",)
@@ -143,25 +144,37 @@ def unset(machine: Machine, *names: str) -> Lines:
     """Unset variables in this shell, and where they are set."""
     shell = _shell(machine)
     command = "; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"
-    return (f"$ {command}", *_make_permanent(machine, names))
+    return (f"$ {command}", *_make_permanent(machine, names, "remove"))
 
 
 def set_variable(machine: Machine, name: str, value: str) -> Lines:
     """Set a variable in this shell."""
     shell = _shell(machine) or ("", "export {name}={quoted}")
-    return (f"$ {shell[1].format(name=name, value=value, quoted=quote(value))}", *_make_permanent(machine, (name,)))
+    return (
+        f"$ {shell[1].format(name=name, value=value, quoted=quote(value))}",
+        *_make_permanent(machine, (name,), "change"),
+    )
 
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
     """Remove a folder from a search path."""
-    elements = (machine.variables.values.get(variable) or "").split(":")
-    rest = ":".join(element for element in elements if not _leads_to(element, folder))
-    return set_variable(machine, variable, rest) if rest.strip(":") else unset(machine, variable)
+    rest = _separator(machine).join(each for each in elements(machine, variable) if not _leads_to(each, folder))
+    return set_variable(machine, variable, rest) if rest.strip(":;") else unset(machine, variable)
 
 
 def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
     """Whether a folder is an element of a search path."""
-    return any(_leads_to(element, folder) for element in (machine.variables.values.get(variable) or "").split(":"))
+    return any(_leads_to(each, folder) for each in elements(machine, variable))
+
+
+def elements(machine: Machine, variable: str) -> Lines:
+    """The elements of a search path. The loader also splits its own at semicolons."""
+    separators = "[:;]" if variable.startswith("LD_") else _separator(machine)
+    return tuple(re.split(separators, machine.variables.values.get(variable) or ""))
+
+
+def _separator(machine: Machine) -> str:
+    return ";" if machine.platform.system == "Windows" else ":"
 
 
 def _leads_to(element: str, folder: str) -> bool:
@@ -178,17 +191,17 @@ def drop_library(machine: Machine, path: str, via: str) -> Lines:
     return unset(machine, via) if via == "LD_PRELOAD" else ()
 
 
-def _make_permanent(machine: Machine, names: Lines) -> Lines:
+def _make_permanent(machine: Machine, names: Lines, verb: str) -> Lines:
     around, then = machine.surroundings, "To make it permanent,"
     places = ((name, machine.variables.origins.get(name)) for name in names)
     lines = tuple(f"{then} change {name} where it is set: {', '.join(where)}" for name, where in places if where)
     if lines or not any(name in machine.variables.values for name in names):
         return lines
     if around.service:
-        return (f"{then} remove it from the unit: systemctl edit {around.service}",)
+        return (f"{then} {verb} it in the unit: systemctl edit {quote(around.service)}",)
     if around.container:
-        return (f"{then} remove it from the image's ENV, the compose file or the run command's -e.",)
-    return (f"{then} remove it where it is set: the shell's startup files, the IDE, the launch script.",)
+        return (f"{then} {verb} it in the image's ENV, the compose file or the run command's -e.",)
+    return (f"{then} {verb} it where it is set: the shell's startup files, the IDE, the launch script.",)
 
 
 def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
@@ -207,14 +220,27 @@ _FIRST_OPEN = 515
 _DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, with the proprietary module
 
 
+def _chips(machine: Machine) -> list[tables.Chip]:
+    """The known chips of the cards on the bus, without those that a virtual machine has."""
+    found = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
+    return [chip for chip in found if chip]
+
+
+def family(machine: Machine) -> str:
+    """The family of Linux distributions that ``packages.json`` has for this one; ``other`` if it is none of them."""
+    names = (machine.platform.distribution, *machine.platform.distribution_like)
+    known = tables.table("packages")["driver"].items()
+    return next((family for name in names for family, like in known if name in like.split()), "other")
+
+
 def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool | None, Lines, Lines]:
     """The driver for the cards of this machine; if no driver supports all of them, for the newest ones.
 
     Returns the branch to install (``exactly``, else the last that supports these cards, 0 if newer ones do), the first
     that does, whether to use its open kernel module (``None``: either), and the generations of these and other cards.
     """
-    chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
-    cards = [(tables.generation(chip.generation), tables.branches(chip.capability)[0]) for chip in chips if chip]
+    chips = _chips(machine)
+    cards = [(tables.generation(chip.generation), tables.branches(chip.capability)[0]) for chip in chips]
     newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch), default=(None, 0))
     apart = {"impossible", "required"}
     dropped = {card for card, _ in cards if 0 < card.last_branch < first}
@@ -251,10 +277,7 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
     if machine.surroundings.container:
         return steps(machine, "The driver of the host", which=which)
     # With the distribution's package manager; a sentence if no command is known.
-    names, known = (machine.platform.distribution, *machine.platform.distribution_like), tables.table("packages")
-    families = (family for name in names for family, like in known["driver"].items() if name in like.split())
-    family = next(families, "other")
-    plain = not at_least and not open_module
+    plain, system = not at_least and not open_module, family(machine)
     how = {  # if it is not the package of the newest branch
         "ubuntu": "recommended" if plain and not branch else "",
         "debian": "legacy" if 0 < branch < _FIRST_OPEN else "own" if plain and first <= _DEBIAN else "",
@@ -264,7 +287,7 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
         "suse": "470" if branch == 470 else "held" if least > _CURRENT or 0 < branch < _CURRENT else "",
         "nixos": "legacy" if branch in (470, 535) else "held" if branch else "",
     }
-    name, dashed = f"Driver: {family} {how.get(family, '')}".rstrip(), f"-{branch}" if branch else ""
+    name, dashed = f"Driver: {system} {how.get(system, '')}".rstrip(), f"-{branch}" if branch else ""
     number = branch or max(least, _CURRENT)
     values = {"which": which, "branch": branch, "dashed": dashed, "number": number}
     packages = steps(machine, name, **values, closed=closed, opened=not closed)
@@ -280,11 +303,10 @@ CONDAS = ("conda", "pixi")
 def wheel_choice(machine: Machine, torch: str = "") -> tables.WheelChoice:
     """The torch build for the driver, the cards, the Python and the platform of this machine."""
     reported = set(machine.capabilities.values())
-    chips = (tables.chip_of(gpu.device) for gpu in machine.hardware.gpus)
     return tables.choose_wheel(
         driver=machine.driver.nvml.driver or machine.kernel.version,
         driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0),
-        capabilities=tuple(sorted(reported or {chip.capability for chip in chips if chip and chip.capability})),
+        capabilities=tuple(sorted(reported or {chip.capability for chip in _chips(machine) if chip.capability})),
         platform=wheel_platform(machine),
         python=tables.numbers_of(machine.python.version)[:2] or (3, 12),
         free_threaded=machine.python.free_threaded,
@@ -380,7 +402,8 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     if gpu is False and first and first.cuda and default and default.cuda:  # the CPU build is enough
         companions = [name for name in _COMPANIONS if name in machine.python.packages]
         return install(machine, f"torch=={release}", *companions, index=f"{tables.INDEX}/cpu", force=True)
-    index = "" if (default and default.build == build) or not build else f"{tables.INDEX}/{build}"
+    elsewhere = default is None or default.build != build
+    index = f"{tables.INDEX}/{build}" if elsewhere and tables.BUILD.fullmatch(build) else ""
     return install(machine, f"torch=={release}", index=index, force=True)
 
 

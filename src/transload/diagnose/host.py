@@ -97,9 +97,9 @@ class Host:
         text = self.text(path, 4096)
         return text.partition("\n")[0].strip().strip("\0") if isinstance(text, str) else ""
 
-    def findall(self, pattern: str | re.Pattern[str], path: str, limit: int = _LIMIT) -> list[Any]:
+    def findall(self, pattern: str, path: str, limit: int = _LIMIT) -> list[Any]:
         """What ``re.findall`` finds in a file, with ``re.MULTILINE``; nothing if it cannot be read."""
-        return re.compile(pattern, re.MULTILINE).findall(self.text(path, limit) or "")
+        return re.findall(pattern, self.text(path, limit) or "", re.MULTILINE)
 
     def listdir(self, path: str) -> tuple[str, ...] | Unknown:
         """The names in a folder, sorted."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+from transload.diagnose.host import Host
 from transload.frozen import Frozen
 from transload.machine import Machine
 
@@ -36,14 +37,11 @@ def names_here() -> Names:
     hosts = [environ.get(name, "") for name in ("HOSTNAME", "COMPUTERNAME", "SLURMD_NODENAME")]
     if hasattr(os, "uname"):
         hosts.append(os.uname().nodename)
-    try:
-        import pwd
-
-        entry = pwd.getpwuid(os.getuid())
-        homes.append(entry.pw_dir)
-        users.append(entry.pw_name)
-    except (ImportError, KeyError):  # Windows, or a user without an entry
-        pass
+    if hasattr(os, "getuid"):  # not with ``pwd``, which may ask a directory server over the network
+        entry = rf"^([^:\n]*):[^:\n]*:{os.getuid()}:[^:\n]*:[^:\n]*:([^:\n]*)"
+        for user, home in Host().findall(entry, "/etc/passwd"):
+            homes.append(home)
+            users.append(user)
     homes += [os.path.realpath(home) for home in homes if home]
     return Names(*(tuple(dict.fromkeys(filter(None, found))) for found in (homes, users, hosts)))
 
@@ -207,8 +205,11 @@ class _Redactor:
         return text
 
     def _command(self, line: str) -> str:
-        line = self.home.sub("~", line)
-        line = _QUOTED.sub(_unquoted, line)
+        words = re.split("('[^']*')", line)
+        # Inside of quotes that must stay, the shell expands nothing, so the home stays as it is.
+        kept = (word.startswith("'") and not _QUOTED.fullmatch(word) for word in words)
+        changed = (word if keep else self.home.sub("~", word) for word, keep in zip(words, kept, strict=True))
+        line = "".join(_unquoted(match) if (match := _QUOTED.fullmatch(word)) else word for word in changed)
         return _TILDE.sub(lambda match: match[0] if line[match.start() - 1] == " " else "$HOME", line)
 
     def _ids(self, text: str, field: str) -> str:

@@ -123,7 +123,8 @@ def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) ->
     others = [found for _, found in matched if found.severity != "error"]
     findings = (*(found for _, found in causes), *sorted(others, key=lambda found: found.severity != "warning"))
     severities = {found.severity for found in findings}
-    accelerated = machine.hardware.present and not case.withheld
+    withheld = not raised and case.withheld  # a check that has raised would do so again
+    accelerated = machine.hardware.present and not withheld
     accelerated = accelerated or run.cuda_works or any(other.usable for other in machine.accelerators)
     status: Status = "ok" if accelerated else "no-gpu"
     if "error" in severities:

@@ -9,7 +9,7 @@ from tests.diagnose.rules.machine_rows import alarms, seen
 from tests.diagnose.rules.torch_rows import finding_of
 from tests.each import each
 
-from transload.machine import Extension, Machine, Toolkit
+from transload.machine import Extension, Machine, Toolkit, Torch, TorchRun
 
 SYMBOL = "_ZN3c104cuda9SetDeviceEi"
 
@@ -57,6 +57,12 @@ def test_a_package_compiled_against_another_torch() -> None:
     found = finding_of("P06", machine, "warning")
     assert found.evidence == (f"flash_attn_2_cuda.so needs {SYMBOL}, which torch does not define",)
     assert any("--no-deps" in line and "--no-build-isolation" in line for line in found.fix)
+
+
+def test_without_torch_no_other_package_is_to_blame() -> None:
+    machine = beside("torchvision", "0.28.0", missing=("libc10.so",))
+    assert seen("P06", machine) is not None
+    assert seen("P06", changed(machine, torch=Torch(installs=()), torch_run=TorchRun())) is None
 
 
 def test_torchvision_for_another_cuda_gets_the_wheel_of_torchs_build() -> None:

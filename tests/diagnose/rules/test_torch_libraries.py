@@ -225,6 +225,13 @@ def test_an_empty_element_of_the_path_is_only_mentioned() -> None:
     assert seen("L09", changed(healthy(), driver__libraries__cwd_searched=own)) is None
 
 
+def test_a_relative_element_of_the_path_is_removed() -> None:
+    machine = changed(healthy(), driver__libraries__cwd_searched=("LD_LIBRARY_PATH has the relative element lib",))
+    for value, fix in (("lib:/opt/x;/opt/y", "export LD_LIBRARY_PATH=/opt/x:/opt/y"), ("lib", "unset LD_LIBRARY_PATH")):
+        found = finding_of("L09", variables(machine, LD_LIBRARY_PATH=value), "note")
+        assert found.fix[0] == f"$ {fix}"
+
+
 def test_a_library_out_of_the_current_directory() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
     machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")

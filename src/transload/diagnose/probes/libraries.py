@@ -12,7 +12,7 @@ from itertools import chain
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Elf, Loader, Process, SharedObject, UndefinedSymbol, elements, read_elf
 from transload.diagnose.probes.python import Distribution, assigned, installed
-from transload.diagnose.tables import table
+from transload.diagnose.tables import CUDA_LIBRARY, table
 from transload.machine import DriverLibraries, Extension, Kind, Library, Resolved, TorchInstall, TorchLibraries, Unknown
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
@@ -124,21 +124,16 @@ def preloads(source: str) -> tuple[list[Preload], str, list[Preload]]:
 
 # -- NVIDIA's libraries as pip installs them: which distribution contains which file -----------------------------------
 
-NVIDIA = re.compile(
-    r"lib(?P<stem>cudart|cublas(?:Lt)?|cudnn\w*|cufft|cufile|cupti|curand|cusolver|cusparse(?:Lt)?|cudss|cutensor|nccl|npp\w*"
-    r"|nvJitLink|nvToolsExt|nvtx3interop|nvrtc(?:-builtins)?|nvshmem_host|nvjpeg)(?:-[0-9a-f]{8})?\.so.*"
-)
-"""Names of NVIDIA's CUDA libraries, without those of the driver, libcuda and libnvidia-*."""
-
 
 def package_of(name: str, cuda: str) -> str:
     """The distribution that should contain a library for that CUDA version; empty if unknown."""
-    found = NVIDIA.fullmatch(name)
+    found = CUDA_LIBRARY.fullmatch(name)
     major = cuda.partition(".")[0]
-    if not found or not major.isdecimal():
+    stem = (found["stem"] or "") if found else ""
+    if not stem or not major.isdecimal():
         return ""
     names = table("packages")["nvidia_wheels"]
-    stem = "cudnn" if found["stem"].startswith("cudnn") else found["stem"]
+    stem = "cudnn" if stem.startswith("cudnn") else stem
     package = names.get(stem, stem.lower())
     plain = int(major) >= 13 and package not in names["with_major"].split()
     return f"nvidia-{package}" if plain else f"nvidia-{package}-cu{major}"
@@ -203,7 +198,7 @@ class _TorchImport:
         own = f"{self.install.location}/"
         for asker in sorted(self.process.opened, key=lambda each: not each.path.startswith(own)):
             for name in asker.elf.needed:
-                if not NVIDIA.fullmatch(name) or name in seen or name not in names:
+                if not CUDA_LIBRARY.fullmatch(name) or name in seen or name not in names:
                     continue
                 seen.add(name)
                 got, (expected, package) = names[name], self._expected(name)
@@ -255,7 +250,7 @@ class _TorchImport:
         wanted: dict[str, set[UndefinedSymbol]] = {}
         for asker in self.process.opened:
             own = asker.path.startswith(self.install.location)
-            of_nvidia = [name for name in asker.elf.needed if NVIDIA.fullmatch(name)]
+            of_nvidia = [name for name in asker.elf.needed if CUDA_LIBRARY.fullmatch(name)]
             by_file: dict[str, list[UndefinedSymbol]] = {}
             for each in (asker.elf.undefined(of_nvidia) or ()) if own or of_nvidia else ():
                 if each.file in names and (each.name if each.file in of_nvidia else own):

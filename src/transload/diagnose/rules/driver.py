@@ -33,7 +33,7 @@ def card(m: Case) -> Found:
 
     # prime-select chose another card, and no NVIDIA driver is loaded although it is installed
     built = m.platform.kernel in (m.kernel.built_for or ())
-    off = prime in ("intel", "amd", "off") and m.kernel.loaded is False and (built or m.no_gpu) and not m.works
+    off = prime in ("intel", "amd") and m.kernel.loaded is False and (built or m.no_gpu) and not m.works
     if off:
         severity: Severity = "note" if first is None or first.cpu_only else "error"
         yield "H06", Match((f"prime-select is set to {prime}", bus), severity=severity)
@@ -151,8 +151,8 @@ def unsupported(m: Case) -> Found:
     loaded = any(card.firmware == kernel.version for card in kernel.gpus)
     if (said or (gone and not loaded)) and kernel.loaded and not m.nvml_works:
         missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
-        apt = f"--reinstall nvidia-firmware-{branch}-{kernel.version}"
-        firmware = fixes.install_package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
+        apt = f"nvidia-firmware-{branch}-{kernel.version}"
+        firmware = fixes.install_package(m, again=True, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
         fix = m.steps("K12 container" if m.surroundings.container else "K12", firmware=firmware)
         yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
 
@@ -182,13 +182,13 @@ def not_loaded(m: Case) -> Found:
         which = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(others[:3])}"
         order = {each: [*map(int, re.findall(r"[0-9]{1,9}", each.partition("+")[0]))] for each in (running, *others)}
         newer = [each for each in others if order[each] > order[running]]  # 6.12.4 is after 6.8.0-45-generic
-        build = "akmods --force" if m.platform.distribution == "fedora" else "dkms autoinstall"
-        ubuntu = "ubuntu" in (m.platform.distribution, *m.platform.distribution_like)
-        fix = m.steps("K02", build=build, ubuntu=ubuntu, kernel=others[0])
+        system = fixes.family(m)
+        build = "akmods --force" if system == "fedora" else "dkms autoinstall"
+        fix = m.steps("K02", build=build, ubuntu=system == "ubuntu", kernel=others[0])
         yield "K02", Match((m.kernel_line, which), m.steps("K02 updated", kernel=newer[0]) if newer else fix)
     if rejected:
         keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
-        fix = m.steps("K03", key=keys.get(m.platform.distribution, "/var/lib/dkms/mok.pub"))
+        fix = m.steps("K03", key=keys.get(fixes.family(m), "/var/lib/dkms/mok.pub"))
         yield "K03", Match(("Secure Boot is on", m.kernel_line, there if here else "", said), fix, likely=not said)
     if others or rejected:
         return
@@ -278,7 +278,7 @@ def under_wsl(m: Case) -> Found:
             "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
             "dnf": "dnf remove '*nvidia*'",
         }
-        command = purge.get(m.platform.package_manager, f"rm {lib.path}")
+        command = purge.get(m.platform.package_manager, f"rm {quote(lib.path)}")
         remove = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
         windows = f"the Windows driver's own is {own.path}" if own else ""
@@ -395,9 +395,9 @@ def _packages(m: Case, *, again: bool = False) -> Lines:
     if m.surroundings.container:
         return ("The container runtime provides the libraries:", *fixes.start_with_gpu(m))
     branch = next(iter(numbers_of(m.kernel.version)), "BRANCH")
-    debian = m.platform.distribution == "debian"
+    debian = fixes.family(m) == "debian"
     apt = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{branch} nvidia-utils-{branch}"
-    packages = fixes.install_package(m, "driver", "libraries", apt=f"--reinstall {apt}" if again else apt)
+    packages = fixes.install_package(m, "driver", "libraries", again=again, apt=apt)
     return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
 
 

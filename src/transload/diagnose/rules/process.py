@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from shlex import quote
 
 from transload.diagnose import fixes
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules, torch_says
@@ -30,7 +31,7 @@ def not_granted(m: Case) -> Found:
     if around.slurm and ((forbidden and m.broken) or (not m.slurm_granted and (hidden or bare))):
         evidence = (
             f"this is Slurm job {m.env('SLURM_JOB_ID') or '?'}",
-            "" if m.slurm_granted else "SLURM_JOB_GPUS and SLURM_GPUS_ON_NODE are not set",
+            "" if m.slurm_granted else "neither SLURM_JOB_GPUS nor SLURM_GPUS_ON_NODE names a GPU",
             f"opening {forbidden} fails with EPERM: the job's device cgroup forbids it" if forbidden else "",
             f"{CVD} is {visible!r}" if hidden else "",
             m.answer,
@@ -43,7 +44,9 @@ def not_granted(m: Case) -> Found:
     if around.service and m.broken and (private or forbidden) and not (around.container or around.slurm):
         why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
         names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
-        fix = m.steps("D05", allow=tuple(f"| DeviceAllow=/dev/{name} rw" for name in names))
+        fix = m.steps(
+            "D05", service=quote(around.service), allow=tuple(f"| DeviceAllow=/dev/{name} rw" for name in names)
+        )
         yield "D05", Match((f"the process runs in the unit {around.service}", why, m.answer), fix)
 
 
@@ -192,7 +195,7 @@ def faulty_node(m: Case) -> Found:
         major = m.nodes.majors.get(name, 0 if uvm else _NVIDIA_MAJOR)
         should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
         what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
-        if container in _SYSTEM_CONTAINERS:
+        if container == "lxc":
             majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
             fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {each}:* rwm" for each in majors))
         else:

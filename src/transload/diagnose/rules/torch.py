@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from posixpath import dirname
+from shlex import quote
 
 from transload.diagnose import fixes, tables
-from transload.diagnose.case import Case, Found, Lines, Match, is_nvidia_library, rules, torch_says
-from transload.diagnose.tables import index_builds, numbers_of, releases
+from transload.diagnose.case import Case, Found, Lines, Match, rules, torch_says
+from transload.diagnose.tables import CUDA_LIBRARY, index_builds, numbers_of, releases
 from transload.findings import Severity
 from transload.machine import AMD, Extension, Resolved
 from transload.render.words import plural
@@ -92,7 +94,7 @@ def which_torch(m: Case) -> Found:
     if first and length >= 2 and files[:length] != metadata[:length]:
         mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}"
     missing = _MISSING.search(m.import_error)
-    of_cuda = missing is not None and is_nvidia_library(missing["name"])  # torch's own files are not the reason
+    of_cuda = missing is not None and CUDA_LIBRARY.fullmatch(missing["name"])  # torch's own files are not the reason
     odd = (*first.unlisted, *first.altered) if first else ()
     if m.import_error and (mixed or odd) and not of_cuda:
         unlisted = (f"not a file of this release: {name}" for name in odd[:5])
@@ -243,7 +245,7 @@ def not_loadable(m: Case) -> Found:
             for lib in blamed[:6]
         )
         fix = m.steps("L04", name=name)
-        if not name or is_nvidia_library(name) or name.startswith(("libtorch", "libc10", "libshm")):
+        if not name or CUDA_LIBRARY.fullmatch(name) or name.startswith(("libtorch", "libc10", "libshm")):
             fix = _install_libraries(m, blamed)
         elif name in tables.table("packages")["packages"]:
             fix = fixes.install_package(m, name)
@@ -252,8 +254,8 @@ def not_loadable(m: Case) -> Found:
     symbol = _SYMBOL.search(error)
     library = (symbol["library"] or "") if symbol else ""
     found = ((each, _SYMBOL_OF.search(each)) for each in libraries.unresolved)
-    unresolved = [each for each, words in found if words and is_nvidia_library(words["library"])]
-    if is_nvidia_library(library) or (unresolved and (symbol or not_run)):
+    unresolved = [each for each, words in found if words and CUDA_LIBRARY.fullmatch(words["library"])]
+    if CUDA_LIBRARY.fullmatch(library) or (unresolved and (symbol or not_run)):
         words = " ".join(unresolved)
         lacking = [lib for lib in libraries.needed if lib.name == library or f" of {lib.name}," in words]
         older = [lib for lib in lacking if lib.shadowed]
@@ -292,7 +294,8 @@ def mixed_libraries(m: Case) -> Found:
     lib = next((lib for lib in libraries.needed if lib.name.startswith("libcudnn.so")), None)
     lines = (_line(lib), f"torch's own is {lib.expected}" if lib.shadowed else "") if lib and lib.path else ()
     if lib is None and incompatible:
-        yield "L02", Match((torch_says(complaint),), fixes.unset(m, "LD_LIBRARY_PATH"))
+        fix = fixes.unset(m, "LD_LIBRARY_PATH") if m.env("LD_LIBRARY_PATH") else m.reinstall
+        yield "L02", Match((torch_says(complaint),), fix)
     elif lib is None or (lib.shadowed and lib.via in _BEHIND):
         pass  # the wheel's own is gone, which is L05
     elif incompatible or (complaint and lib.shadowed):
@@ -348,7 +351,7 @@ def _preloaded(m: Case) -> tuple[str, Lines, bool, bool]:
 def other_libraries(m: Case) -> Found:
     """Libraries other than CUDA's that torch loads, and where the loader finds them."""
     first, error = m.torch.first, torch_says(m.import_error)
-    path = (m.env("LD_LIBRARY_PATH") or "").split(":")
+    path = fixes.elements(m, "LD_LIBRARY_PATH")
 
     # without it the driver works; or torch fails and the library is about GPUs. Silent if torch works.
     where, fix, proof, suspect = _preloaded(m)
@@ -386,7 +389,7 @@ def other_libraries(m: Case) -> Found:
         named = {each.rstrip("/") for each in path}
         taken = [lib for lib in m.torch_libraries.needed if lib.via == "LD_LIBRARY_PATH"]
         from_here = [lib for lib in taken if dirname(lib.path) not in named]
-        clean = ":".join(filter(None, path))
+        clean = ":".join(each for each in path if each.startswith(("/", "$")))
         fix = fixes.set_variable(m, "LD_LIBRARY_PATH", clean) if clean else fixes.unset(m, "LD_LIBRARY_PATH")
         broken = bool(from_here) and not m.imported
         evidence = (*reasons, *map(_line, from_here[:3]))
@@ -492,7 +495,7 @@ def driver_and_cards(m: Case) -> Found:
 
 # -- other packages: torch works without them, so these are warnings
 
-_COMPANIONS = ("torchvision", "torchaudio", "torchtext", "torchcodec")
+_RELEASED_WITH_TORCH = ("torchvision", "torchaudio", "torchtext", "torchcodec")
 _OF_DRIVER = ("libcuda.so", "libnvidia-")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"bitsandbytes_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
@@ -513,9 +516,11 @@ def other_packages(m: Case) -> Found:
     """Packages that were built for another torch, another CUDA or other cards."""
     release, _, build = m.torch_version.partition("+")
     cuda = m.built_with
+    if not release:  # none of them can work without torch
+        return
 
     # the pinned release differs, or the package is a CPU build and torch is not
-    companions = [each for each in m.extensions if each.package in _COMPANIONS]
+    companions = [each for each in m.extensions if each.package in _RELEASED_WITH_TORCH]
     lines = []
     for each in companions:
         pin = _PIN.search(each.wants_torch)
@@ -523,14 +528,14 @@ def other_packages(m: Case) -> Found:
         # only major and minor numbers of development versions count
         unstable = pin and (_UNSTABLE.search(pin["version"]) or _UNSTABLE.search(release))
         length = 2 if unstable else min(len(wanted), len(installed))
-        if pin and release and wanted[:length] != installed[:length]:
+        if pin and wanted[:length] != installed[:length]:
             lines.append(f"{_named(each)} needs torch {pin['version']}, but {release} is installed")
         elif each.local == "cpu" and m.torch_cuda and each.package == "torchvision":
             lines.append(f"{_named(each)} is a build without CUDA, but torch has CUDA {m.torch_cuda}")
 
     def with_torch(packages: set[str]) -> Lines:
         """Reinstall companions of torch, from the index of torch's own build."""
-        index = f"{tables.INDEX}/{build}" if re.fullmatch(r"cu\d+|cpu|xpu|rocm[\d.]+", build) else ""
+        index = f"{tables.INDEX}/{build}" if tables.BUILD.fullmatch(build) else ""
         names = sorted(packages)
         return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
@@ -560,10 +565,10 @@ def other_packages(m: Case) -> Found:
         lines += what
         packages |= {each.package} if what else set()
     if packages:
-        fix = with_torch(packages & {*_COMPANIONS}) if packages & {*_COMPANIONS} else ()
+        fix = with_torch(packages & {*_RELEASED_WITH_TORCH}) if packages & {*_RELEASED_WITH_TORCH} else ()
         if "bitsandbytes" in packages:
             fix = (*fix, "Install a bitsandbytes for this CUDA version:", *fixes.install(m, *_NEWEST, "bitsandbytes"))
-        if others := sorted(packages - {*_COMPANIONS, "bitsandbytes"}):
+        if others := sorted(packages - {*_RELEASED_WITH_TORCH, "bitsandbytes"}):
             fits = f"built for torch {release}{f' and CUDA {m.torch_cuda}' if m.torch_cuda else ''}"
             fix = (*fix, f"Install wheels of {', '.join(others)} {fits}.", *compiled("", others))
         yield "P06", Match(tuple(lines[:8]), fix, severity="warning")
@@ -642,7 +647,7 @@ def not_allowed_to_work(m: Case) -> Found:
     by_name: dict[str, list[str]] = {}
     for path in m.torch_run.libraries:
         name = path.rpartition("/")[2]
-        if is_nvidia_library(name):
+        if CUDA_LIBRARY.fullmatch(name):
             by_name.setdefault(name.partition(".so")[0], []).append(path)
     double = [path for paths in by_name.values() if len(set(paths)) > 1 for path in paths]
     if double and not m.computes:  # an error only if torch fails
@@ -679,11 +684,14 @@ def symptoms(m: Case) -> Found:
     elif m.import_error:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
-        fix = m.reinstall if name == "torch" else fixes.install(m, name.replace("_", "-"))
-        if name.startswith("_"):  # a part of Python, which no package provides
-            fix = m.steps("X10", name=name)
-        elif m.import_error.endswith("[Errno 2] No such file or directory"):  # without a file name: from os.getcwd()
+        package = tables.table("packages")["imported_from_pypi"].get(name, "")
+        fix = fixes.install(m, package) if package else m.steps("X10 module", name=name)
+        if m.import_error.endswith("[Errno 2] No such file or directory"):  # without a file name: from os.getcwd()
             fix = m.steps("X10 directory")
+        elif name == "torch":
+            fix = m.reinstall
+        elif name.startswith("_") or (name in sys.stdlib_module_names and not package):
+            fix = m.steps("X10", name=name)  # a part of Python, which no package provides
         yield "X10", Match(_lines(m.import_error), fix)
 
     error = start.error if start else ""
@@ -696,7 +704,7 @@ def symptoms(m: Case) -> Found:
             torch_says(error if start else m.complaint(r"CUDA")),
             *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
         )
-        yield "X09", Match(evidence, m.steps("X09", unset=unset, python=m.python.executable or "python"))
+        yield "X09", Match(evidence, m.steps("X09", unset=unset, python=quote(m.python.executable or "python")))
     elif run.hip and run.available is False and m.usable("rocm"):
         yield "X09", Match(("/dev/kfd has a GPU", torch_says(error)), m.steps("X09 rocm"))
 
@@ -717,7 +725,7 @@ def symptoms(m: Case) -> Found:
             f"torch was not run: {not_run}" if torch else "",
         )
         said = " ".join(evidence).lower()
-        how = "X13 limit" if re.search("temporarily unavailable|memory|thread", said) else "X13"
-        how = "X13 forbidden" if re.search("permission|not permitted", said) else how
+        how = "X13 limit" if re.search("temporarily unavailable|allocate memory|start new thread", said) else "X13"
+        how = "X13 forbidden" if re.search("permission denied|not permitted", said) else how
         title = "" if driver else "= torch could not be run, so whether it works is unknown"
         yield "X13", Match(evidence, (title, *m.steps(how)), "error" if driver else "warning")

@@ -20,6 +20,14 @@ Sure = Literal["seen", "stated", "guess"]
 System = Literal["linux", "windows"]
 
 INDEX = "https://download.pytorch.org/whl"
+CUDA_LIBRARY = re.compile(
+    r"lib(?:(?P<stem>cudart|cublas(?:Lt)?|cudnn\w*|cufft|cufile|cupti|curand|cusolver|cusparse(?:Lt)?|cudss|cutensor|nccl"
+    r"|npp\w*|nvJitLink|nvToolsExt|nvtx3interop|nvrtc(?:-builtins)?|nvshmem_host|nvjpeg)"
+    r"|caffe2_nvrtc|cufftw|cusolverMg|cutensorMg|nvblas|nvfatbin|nvvm)(?:-[0-9a-f]{8})?\.so.*"
+)
+"""Names of NVIDIA's CUDA libraries, without those of the driver, libcuda and libnvidia-*. A ``stem`` has a wheel."""
+BUILD = re.compile(r"cu\d+|cpu|xpu|rocm[\d.]+")
+"""The local version of a torch that PyTorch's own index has, in a folder of that name."""
 _VERSION = re.compile(r"\s*\d{1,18}(?!\d)(?:\.\d{1,18}(?!\d))*", re.ASCII)
 
 
