@@ -29,6 +29,7 @@ WINDOW = 16 << 20
 """Bytes of elements that are reordered in one step."""
 
 _PIECE = 4 << 20
+_NOTHING: Source = BytesSource(b"")
 _MOST_CUT = 8  # a tensor that is cut in many dimensions could have billions of corners
 _MOST_PACKED = 1032  # the highest compression ratio of deflate
 
@@ -84,7 +85,7 @@ class Content:
         self.parts = (("", checkpoint),) if parts is None else parts
         self._storages = {storage.id: storage for storage in checkpoint.storages}
         self._records: dict[str, dict[str, Record]] = {}
-        self._last: tuple[str, Source] = ("", BytesSource(b""))
+        self._last = "", _NOTHING
 
     def storage(self, tensor: Tensor) -> Storage | None:
         """The storage of a tensor."""
@@ -163,10 +164,9 @@ class Content:
         if storage is None:
             raise self._lost(tensor, "the file does not say where they are")
         view = view or View(tensor.shape, tensor.stride, tensor.offset)
-        source: Source = BytesSource(b"")
-        start = 0
-        if view.extent:
-            if itemsize(tensor.dtype, view.offset + view.extent) > storage.stored:
+        source, start, extent = _NOTHING, 0, view.extent
+        if extent:
+            if itemsize(tensor.dtype, view.offset + extent) > storage.stored:
                 stored = f"{storage.stored:,} of {storage.nbytes:,}"
                 raise self._lost(tensor, f"{stored} bytes of its storage are in the file")
             if storage.offset is None and not storage.compressed:
@@ -183,7 +183,8 @@ class Content:
                     self._last = storage.id, source
         width = ITEMSIZE.get(tensor.dtype, 1)
         swapped = storage.big_endian and _component(tensor.dtype, width) > 1
-        return Elements(source, start, view, tensor.dtype, width, swapped, tensor.flags)
+        nbytes = itemsize(tensor.dtype, extent)
+        return Elements(source, start, view, nbytes, tensor.dtype, width, swapped, tensor.flags)
 
     def unpacked(self, storage: Storage) -> Inflating | None:
         """A source that decodes a storage: deflated in a record, or text in a pickle. ``None`` if torch cannot read it.
@@ -305,7 +306,7 @@ class View(NamedTuple):
         """
         if 0 in self.shape:
             return 0
-        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 1 + sum([(size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)])
 
     @property
     def is_contiguous(self) -> bool:
@@ -427,6 +428,8 @@ class Elements(NamedTuple):
     source: Source
     start: int
     view: View
+    nbytes: int
+    """The bytes from the first element to the last, inclusive."""
     dtype: str
     itemsize: int
     swapped: bool
@@ -437,11 +440,6 @@ class Elements(NamedTuple):
     def offset(self) -> int:
         """The position of the first element in the source."""
         return self.start + self.view.offset * self.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes from the first element to the last, inclusive."""
-        return itemsize(self.dtype, self.view.extent)
 
     @property
     def needs_conversion(self) -> bool:
