@@ -287,6 +287,13 @@ def test_before_two_six_the_file_is_run() -> None:
     assert not foretold(net, InstalledTorch("2.5.1", {"cuda": 1})).exact
 
 
+def test_an_id_that_cannot_be_printed(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    nested = b")" + b"\x85" * 100_000
+    path.write_bytes(forge.checkpoint(forge.pickled(forge.tuple_of(nested, "a", "b", "c", 1) + b"Q")))
+    assert "but got (<tuple>)" in foretold(path, InstalledTorch("2.9.0")).text
+
+
 def test_a_package_that_is_not_installed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(MADE["a name of somebody's"])

@@ -16,11 +16,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import transload
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.findings import Problem
 from transload.formats import read, read_source
-from transload.formats.directory import MAX_ENTRIES, list_directory, read_directory, read_sharded, relative_path
+from transload.formats.directory import (
+    MAX_ENTRIES,
+    Merger,
+    list_directory,
+    read_directory,
+    read_sharded,
+    relative_path,
+)
 from transload.judge import inspect
 
 torch = pytest.importorskip("torch")
@@ -183,6 +191,16 @@ class TestSharded:
         whole = read_sharded(str(inside / "m.index.json"), watch)
         assert codes(whole) == ["shard-outside"]
         assert opened == []
+
+    def test_a_name_that_no_file_can_have(self, tmp_path: Path) -> None:
+        long = "x" * 300
+        index(tmp_path / "m.index.json", {"a": long})
+        assert codes(look(tmp_path)) == ["shard-missing"]
+        merger = Merger(list_directory(str(tmp_path)), read)
+        assert merger.open(long) is None
+        assert [(each.code, each.detail) for each in merger.noted.problems()] == [
+            ("part-unreadable", "it does not exist")
+        ]
 
     def test_an_index_that_names_itself_or_its_directory(self, tmp_path: Path) -> None:
         index(tmp_path / "m.index.json", {"a": "m.index.json", "b": "./sub", "c": "other.index.json"})
@@ -461,6 +479,36 @@ class TestPieces:
         metadata.storage_data = {index_type("w", (n,)): only for n in range(1000)}
         (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
         assert "dcp-items-overlap" in codes(look(tmp_path / "d"))
+        metadata.storage_data[index_type("v", (0,))] = type(only)(only.relative_path, only.offset, 1 << 40)
+        (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert {"dcp-file-cut", "dcp-items-overlap"} <= {*codes(look(tmp_path / "d"))}
+
+    def test_what_is_left_of_a_file_with_several_pieces(self, tmp_path: Path) -> None:
+        """All entries together are longer than it; none of those that are left shares bytes with another."""
+        pieces = [(name, torch.ones(3), (0,), "__0_0.distcp") for name in "abc"]
+        write_dcp(tmp_path / "d", pieces, dict.fromkeys("abc", (3,)))
+        file = tmp_path / "d" / "__0_0.distcp"
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        whole = look(tmp_path / "d")
+        assert "dcp-file-cut" in codes(whole)
+        assert "dcp-items-overlap" not in codes(whole)
+        assert next(each.stored for each in whole.storages) == 12
+
+    def test_a_path_that_is_not_text(self, tmp_path: Path) -> None:
+        write_dcp(tmp_path / "d", [("w", torch.ones(3), (0,), "__0_0.distcp")], {"w": (3,)})
+        data = (tmp_path / "d" / ".metadata").read_bytes()
+        named = pickle.dumps("__0_0.distcp", 4)[11:-2]  # without PROTO, FRAME, MEMOIZE and STOP
+        assert named in data
+        (tmp_path / "d" / ".metadata").write_bytes(data[:2] + data[11:].replace(named, b")" + b"\x85" * 100_000))
+        assert "dcp-path-outside" in codes(look(tmp_path / "d"))
+
+    def test_only_an_index_of_shards_is_read_as_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_dcp(tmp_path / "d", [("w", torch.ones(3), (0,), "__0_0.distcp")], {"w": (3,)})
+        monkeypatch.setattr("transload.formats.directory.read_weight_map", None)
+        file = tmp_path / "d" / "__0_0.distcp"
+        data = file.read_bytes()
+        file.write_bytes(data.replace(struct.pack("<3f", 1, 1, 1), struct.pack("<3f", 1, 2, 1)))
+        assert [each.name for each in transload.verify(tmp_path / "d").damaged] == ["w"]
 
     def test_a_shape_beyond_all_bounds(self, tmp_path: Path) -> None:
         write_dcp(tmp_path / "d", [("w", torch.ones(3), (0,), "__0_0.distcp")], {"w": (3,)})

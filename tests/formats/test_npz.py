@@ -70,6 +70,29 @@ def test_a_changed_bit_is_found() -> None:
         transload.load(bytes(data), verify=True)
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
+def test_a_damaged_array_is_named(save: Any) -> None:
+    stream = io.BytesIO()
+    save(stream, a=np.zeros(9), b=np.random.default_rng(5).random(1000), c=np.ones(3))
+    assert transload.verify(stream.getvalue()).damaged == ()
+    data = bytearray(stream.getvalue())
+    data[3000] ^= 1
+    assert [(each.name, each.kind) for each in transload.verify(bytes(data)).damaged] == [("b", "checksum")]
+
+
+def test_a_cut_archive_has_what_is_left() -> None:
+    stream = io.BytesIO()
+    np.savez(stream, a=np.zeros(9), b=np.arange(500.0))
+    told = transload.inspect(stream.getvalue()[:2000])
+    assert told.integrity == "damaged"
+    first, second = told.storages
+    assert first.stored == first.nbytes == 72
+    assert second.offset is not None
+    assert (second.stored, second.nbytes) == (2000 - second.offset, 4000)
+    assert [problem.where for problem in told.problems if problem.code == "storage-cut"] == ["b"]
+    assert "b" in {each.name for each in transload.verify(stream.getvalue()[:2000]).damaged}
+
+
 def test_a_single_array(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, ARRAYS["big"])

@@ -276,8 +276,9 @@ def test_p4_every_pickle_of_a_stream_is_read() -> None:
     assert [list(pickle.globals) for pickle in found] == [[], [], [], [("os", "getcwd")]]
 
 
-def test_p4_no_number_of_pickles_hides_a_later_one() -> None:
-    found = run_all(b"N." * 50 + CALLS["reduce"] + b"." + CALLS["inst"] + b".\xff", limit=10)
+def test_p4_no_number_of_pickles_hides_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transload.formats.pickle_streams.MAX_KEPT", 10)
+    found = run_all(b"N." * 50 + CALLS["reduce"] + b"." + CALLS["inst"] + b".\xff")
     assert len(found) == 10
     assert list(found[-1].globals) == [("os", "getcwd")]
     assert [call.kind for call in found[-1].calls] == ["reduce", "inst"]
@@ -583,6 +584,13 @@ def test_an_integer_is_computed_up_to_the_limit() -> None:
     value = 1 << 8 * MAX_INT_BYTES - 2
     assert run(pickle.dumps(value, 2)).root == value
     assert type(run(pickle.dumps(value << 8, 2)).root) is Big
+
+
+@pytest.mark.parametrize("text", [b"L0x%sL\n", b"I0x%s\n"], ids=["LONG", "INT"])
+def test_an_integer_in_hexadecimal_has_the_same_limit(text: bytes) -> None:
+    """It has fewer digits than the number that is printed, and Python refuses to print one of over 4300."""
+    assert run(text % (b"f" * 2 * MAX_INT_BYTES) + b".").root == (1 << 8 * MAX_INT_BYTES) - 1
+    assert type(run(text % (b"f" * 4290) + b".").root) is Big
 
 
 def test_memo_indexes_may_be_anything() -> None:

@@ -15,27 +15,45 @@ from typing import Any
 import pytest
 import torch
 from tests.each import each
+from tests.forge import deflated
 
 import transload
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
+from transload.tensors.content import Inflating
 
 
-@each("kind", ["file", "bytes", "object", "slice"])
-@each(("offset", "room"), [(0, 3), (2, 4), (5, 9), (6, 4), (99, 4), (0, 0), (0, 6)])
-def test_readinto_fills_as_much_as_there_is(kind: str, offset: int, room: int, tmp_path: Path) -> None:
-    data = b"abcdef"
-    (tmp_path / "f").write_bytes(data)
+def source_of(kind: str, data: bytes, folder: Path) -> Source:
+    (folder / "f").write_bytes(data)
     sources: dict[str, Callable[[], Source]] = {
-        "file": lambda: FileSource(tmp_path / "f"),
+        "file": lambda: FileSource(folder / "f"),
         "bytes": lambda: BytesSource(data),
         "object": lambda: ObjectSource(io.BytesIO(data)),
         "slice": lambda: Slice(BytesSource(b"xx" + data + b"yy"), 2, 6, "part"),
+        "deflated": lambda: Inflating(BytesSource(deflated(data)), 0, len(deflated(data)), len(data)),
     }
-    source = sources[kind]()
+    return sources[kind]()
+
+
+KINDS = ["file", "bytes", "object", "slice", "deflated"]
+
+
+@each("kind", KINDS)
+@each(("offset", "room"), [(0, 3), (2, 4), (5, 9), (6, 4), (99, 4), (0, 0), (0, 6)])
+def test_readinto_fills_as_much_as_there_is(kind: str, offset: int, room: int, tmp_path: Path) -> None:
+    data = b"abcdef"
+    source = source_of(kind, data, tmp_path)
     buffer = bytearray(b"." * room)
     count = source.readinto(offset, memoryview(buffer))
     assert count == len(data[offset : offset + room])
     assert bytes(buffer) == data[offset : offset + room].ljust(room, b".")
+    source.close()
+
+
+@each("kind", KINDS)
+def test_there_is_nothing_before_the_beginning(kind: str, tmp_path: Path) -> None:
+    source = source_of(kind, b"abcdef", tmp_path)
+    buffer = bytearray(4)
+    assert (source.read(-2, 4), source.readinto(-2, memoryview(buffer)), bytes(buffer)) == (b"", 0, bytes(4))
     source.close()
 
 
@@ -127,6 +145,13 @@ def test_what_is_not_a_file(ask: str, given: Any) -> None:
     with pytest.raises(transload.NotAFileError, match=r"not (int|NoneType|list)") as caught:
         getattr(transload, ask)(given)
     assert isinstance(caught.value, AttributeError)
+
+
+@each("ask", ["inspect", "load", "open", "verify"])
+def test_bytes_with_gaps_between_them(ask: str) -> None:
+    with pytest.raises(transload.NotAFileError, match="not a plain sequence of bytes") as caught:
+        getattr(transload, ask)(memoryview(b"abcd")[::2])
+    assert caught.value.fix == "Pass a copy: bytes(view)."
 
 
 def test_a_handle_that_is_left_open_at_the_end_says_nothing(tmp_path: Path) -> None:

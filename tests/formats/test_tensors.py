@@ -18,6 +18,7 @@ from torch import nn
 
 from transload.checkpoint import Checkpoint, Record, Tensor
 from transload.formats import tensors as walks
+from transload.formats.pickle_machine import run
 from transload.judge import inspect
 from transload.nodes import Call, Global, Persistent
 
@@ -521,6 +522,20 @@ def test_names_of_every_kind_of_key_are_text() -> None:
     told = inspect(saved(OrderedDict(held)))
     assert [t.name for t in told.tensors] == ["1", "a", "(1, 2)", "None", "1.5"]
     assert all(isinstance(step, (str, int)) for t in told.tensors for step in t.path)
+
+
+def test_an_object_that_is_its_own_state() -> None:
+    made = call(name("somebody", "Thing"))
+    own = forge.dictionary({"a": made + b"q\x00h\x00b", "b": made + forge.dictionary({"c": 1}) + b"b"})
+    chain = made * 5000 + b"b" * 4999
+    for body, path, found in ((own, ("a", "x"), None), (own, ("b", "c"), 1), (chain, ("x",), None)):
+        assert walks.node_at(run(pickled(body)).root, path) == found
+
+
+def test_attributes_in_slots_are_found() -> None:
+    slots = forge.dictionary({"a": 1}) + forge.dictionary({"b": 2}) + b"\x86"
+    made = run(pickled(call(name("somebody", "Thing")) + slots + b"b")).root
+    assert [walks.node_at(made, (key,)) for key in "ab"] == [1, 2]
 
 
 def test_tensors_in_the_argument_of_an_ordered_dict_are_found() -> None:

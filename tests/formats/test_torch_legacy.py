@@ -165,6 +165,11 @@ def test_another_protocol_version_is_told() -> None:
     assert (told.integrity, codes(told)) == ("damaged", ["legacy-bad-protocol"])
 
 
+@each("value", [b")" + b"\x85" * 100_000, b"L0x" + b"f" * 4290 + b"L\n"], ids=["nested", "huge"])
+def test_a_protocol_version_that_cannot_be_printed(value: bytes) -> None:
+    assert codes(inspect(legacy(protocol=pickled(value)))) == ["legacy-bad-protocol"]
+
+
 def test_views_of_a_storage_begin_where_they_say() -> None:
     """Before torch 0.4 a storage could be a view of another: its id says from which element on, and how many."""
     view = storage_id("0", 4, "FloatStorage", "cpu", forge.tuple_of("9", 1, 3))

@@ -192,6 +192,28 @@ def test_a_damaged_member_is_told_and_the_rest_is_read(parts: dict[str, bytes], 
     assert told.integrity == "damaged"
 
 
+NESTED = b")" + b"\x85" * 100_000
+KIND = name("torch", "FloatStorage")
+NUMBERS = struct.pack("<i4x3q", 1, 4, 1, 0)
+
+
+@each(
+    ("parts", "code"),
+    [
+        ({"storages": pickled(number(1)) + pickled(tuple_of(NESTED, "cpu", KIND))}, "tar-broken"),
+        ({"storages": forge.tar_storages()[:-4] + pickled(forge.listing(tuple_of(1, NESTED, 0, 1)))}, "tar-broken"),
+        ({"storages": forge.tar_storages()[:-4] + pickled(forge.listing(tuple_of(NESTED, 0, 0, 1)))}, "tar-broken"),
+        ({"tensors": pickled(number(1)) + pickled(tuple_of(NESTED, 0, KIND))}, "tar-broken"),
+        ({"tensors": pickled(number(1)) + pickled(tuple_of(100, NESTED, KIND)) + NUMBERS}, "tensor-broken"),
+        ({"pickle": pickled(NESTED + b"Q")}, ""),
+    ],
+)
+def test_an_id_is_text_or_a_number(parts: dict[str, bytes], code: str) -> None:
+    told = inspect(tar(parts))
+    assert told.format == "torch-tar"
+    assert not code or code in codes(told)
+
+
 def test_a_header_that_is_none_stops_us_and_says_so() -> None:
     told = inspect(tar(None, b"x" * 512, tar_member(b"pickle", HOSTILE)))
     assert told.safety == "unknown"
@@ -200,7 +222,7 @@ def test_a_header_that_is_none_stops_us_and_says_so() -> None:
 
 @pytest.mark.parametrize("size", [b"-0000005000\0", b"\xff" * 2 + bytes(10)])
 def test_a_negative_size_is_not_that_of_a_member(size: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"  # not bytes: only a file cannot be read at a negative offset
+    path = tmp_path / "a.pt"
     path.write_bytes(tar(None, tar_member(b"note", b"", size=size)))
     told = inspect(path)
     assert (told.format, told.safety) == ("torch-tar", "unknown")

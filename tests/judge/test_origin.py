@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tests.each import each
+from tests.forge import Entry, archive, entries
 from tests.release import RELEASE
 
 import transload
@@ -43,7 +44,9 @@ def test_the_true_release_lies_in_the_range(path: Path) -> None:
     origin = transload.inspect(path).written_by
     release = order(release_of(path))
     assert order(origin.oldest or "0.0") <= release, origin
-    if origin.newest and not origin.note:  # a note says that a later release may have been told to write the old format
+    if (
+        origin.newest and not origin.note
+    ):  # a note says that a later release may have been asked to write the old format
         assert release <= order(origin.newest), origin
     assert origin.evidence or path.suffix == ".pt2"
 
@@ -108,6 +111,13 @@ def test_a_recorded_torch_is_what_is_told() -> None:
     assert saved({"torch_version": "2.1.0"}).written_by.text == "torch 2.1.0 (recorded in the file)"
 
 
+@each("version", ["2.", ".2", "2", "2.x", "2.٣", "2." + "9" * 5000])
+def test_a_recorded_torch_that_is_not_a_release(version: str) -> None:
+    record = json.dumps({"schema": 1, "torch": version}).encode()
+    data = archive([*entries(), Entry(b"archive/.transload/origin.json", record)])
+    assert "transload recorded it" not in transload.inspect(data).written_by.evidence
+
+
 def test_todays_files_are_of_today() -> None:
     origin = saved(torch.ones(1)).written_by
     assert order(origin.oldest) <= order(torch.__version__)
@@ -117,7 +127,7 @@ def test_todays_files_are_of_today() -> None:
 
 def test_the_older_format_may_come_from_a_later_torch() -> None:
     origin = saved(torch.ones(1), _use_new_zipfile_serialization=False).written_by
-    assert "told to write the old format" in origin.text
+    assert "asked to write the old format" in origin.text
 
 
 def test_a_trait_of_later_releases_overrules_the_older_format() -> None:

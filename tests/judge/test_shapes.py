@@ -49,6 +49,7 @@ def dictionary(**items: bytes) -> bytes:
 
 
 NO, YES, NONE = b"\x89", b"\x88", b"N"
+NESTED = b")" + b"\x85" * 100_000
 HOOKS = name("collections", "OrderedDict") + b")R"
 SOME_HOOKS = name("collections", "OrderedDict") + b")RK\x01" + name("torch", "Size") + b"s"
 STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
@@ -103,6 +104,7 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "Counter of text": call("collections.Counter", text("aab")),
         "OrderedDict of a tensor": call("collections.OrderedDict", TENSOR),
         "OrderedDict with its methods shadowed": call("collections.OrderedDict") + dictionary(items=b"]") + b"b",
+        "OrderedDict with a nested key": call("collections.OrderedDict") + b"}(" + NESTED + b"Nub",
         "OrderedDict with a slot state": call("collections.OrderedDict") + NONE + dictionary(_metadata=b"}") + b"\x86b",
         "OrderedDict with a method shadowed behind many keys": call("collections.OrderedDict")
         + b"}("

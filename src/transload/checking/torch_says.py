@@ -24,7 +24,7 @@ from transload.formats.rare_opcodes import REFUSED, WEIGHTS_ONLY
 from transload.frozen import Frozen, Plain, replace
 from transload.io.sources import open_source
 from transload.judge.names import TORCH_DEFAULT, tables, torch_spelling
-from transload.nodes import Pickle
+from transload.nodes import Pickle, short
 
 Version = tuple[int, ...]
 _OLDEST, _NEWEST = (2, 1), (2, 15)  # the releases whose messages are known
@@ -240,7 +240,7 @@ class _Predictor:
         if type(pid) is not tuple or len(pid) < 4:
             return self.unknown()
         if _text(pid[0]) != "storage":
-            got = type(pid[0]) if self.release >= (2, 10) else pid[0]
+            got = type(pid[0]) if self.release >= (2, 10) else pid[0] if type(pid[0]) in (str, bytes) else short(pid[0])
             text = self.words("unsupported", message=f"Only persistent_load of storage is allowed, but got {got}")
             return self.refused(text) if self.weights_only else self.unknown()
         record = f"data/{_text(pid[2])}"

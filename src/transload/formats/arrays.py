@@ -210,16 +210,18 @@ def _add_array(out: Draft, path: tuple[str, ...], record: Record, head: bytes, n
     if match and dtype is not None and available == prod(shape) * width and start % width == 0:
         stride = contiguous(shape[::-1])[::-1] if match[3] == b"True" else contiguous(shape)
         offset, nbytes, crc, first = record.offset, record.size, record.crc32, 0
-        packed = record.method == DEFLATED
+        stored, packed = nbytes, record.method == DEFLATED
         if packed:
             offset, first = None, start // width
         elif offset is not None:  # the numbers alone, and their checksum
-            offset, nbytes = offset + start, available
+            offset, nbytes, stored = offset + start, available, max(0, min(available, record.stored - start))
             crc = None if crc is None else crc32_combine(crc32(head[:start]), 0, available) ^ crc
         key, big_endian = record.name or "0", match[1] == b">"
-        storage = (key, key, "cpu", dtype, nbytes, nbytes, offset, record.name, "", crc, packed, big_endian, (name,))
+        storage = (key, key, "cpu", dtype, nbytes, stored, offset, record.name, "", crc, packed, big_endian, (name,))
         out.tensors.append(Tensor(path, name, dtype, shape, stride, "cpu", key, first, file_offset=offset))
         out.storages.append(Storage(*storage))
+        if stored < nbytes:
+            noted.add("storage-cut", name, f"{stored} of {nbytes} bytes are in the file")
         return
     problem, kind, shown = "npy-objects", "an array of Python objects", text.decode("ascii", "replace").strip()[:200]
     if match and dtype is not None:

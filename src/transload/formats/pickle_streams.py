@@ -7,6 +7,9 @@ from transload.formats.pickle_state import MAX_IRREGULAR
 from transload.io.sources import Source
 from transload.nodes import Pickle
 
+# Two bytes can be a pickle: a file of a megabyte could be half a million of them.
+MAX_KEPT = 1000
+
 
 def run_at(
     source: Source, offset: int, name: str, window: int = 1 << 20, most: int = MAX_STREAM, reader: Reader = None
@@ -24,16 +27,16 @@ def run_at(
         window *= 4
 
 
-def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
+def run_all(data: bytes, name: str = "") -> list[Pickle]:
     """All pickles that follow one another from the start of ``data``, until one breaks or the data ends.
 
-    What pickles beyond ``limit`` would do is added to the last one; nothing else of them is kept.
+    What pickles beyond ``MAX_KEPT`` would do is added to the last one; nothing else of them is kept.
     """
     pickles: list[Pickle] = []
     position = 0
     while position < len(data):
         pickle = run(data, position, name)
-        if len(pickles) < limit:
+        if len(pickles) < MAX_KEPT:
             pickles.append(pickle)
         else:
             # Add its names, calls and irregularities, but not its value.

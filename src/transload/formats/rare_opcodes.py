@@ -291,7 +291,8 @@ def _number(vm: Machine, text: bytes) -> int | Big:
             continue
         if base:
             vm.odd("an octal integer")
-        return value
+        # str() of a number written in hexadecimal digits can have more digits than Python prints.
+        return value if value.bit_length() <= 8 * MAX_INT_BYTES else Big(len(text))
     raise Broken("an integer that is not a number")
 
 

@@ -60,7 +60,8 @@ def _members(node: Any) -> list[tuple[Any, object]]:
     if type(node) is not Call:
         return []
     items = _items(node)
-    found = _members(node.states[-1]) if items is None and node.states else []
+    state = with_slots(node.states[-1]) if items is None and node.states else None
+    found = state.pairs() if type(state) is Dict else []  # any other state could be the object itself
     return [*found, *Dict(node.items or [] if items is None else items).pairs(), *enumerate(node.appended or [])]
 
 
@@ -302,7 +303,7 @@ class _Walk:
             return self._enter(node, _indexed(node), path, name)
         elif kind is Set:
             return self._enter(node, _indexed(node.items), path, name)
-        elif kind is Persistent and self.outside and str(node.id) in self.outside:
+        elif kind is Persistent and type(node.id) in (str, int) and str(node.id) in self.outside:
             self._take("torch._utils._rebuild_tensor", self.outside[str(node.id)], (path, name))
             return False
         if len(self.leaves) >= MAX_LEAVES:

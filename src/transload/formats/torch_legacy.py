@@ -22,7 +22,7 @@ from transload.formats.tensors import StorageTable, declared_storages, find_tens
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.io.sources import Slice, Source
-from transload.nodes import Dict, Global, Persistent, Pickle
+from transload.nodes import Dict, Global, Persistent, Pickle, short
 
 if TYPE_CHECKING:
     from transload.formats.zip_writer import NewRecord, Sink
@@ -115,7 +115,7 @@ def read_legacy(source: Source) -> Checkpoint:
         if end < source.size:
             problems.add("legacy-trailing-bytes", detail=f"{source.size - end} bytes after the last storage")
     if len(pickles) > 1:
-        out.facts.append(("protocol version", str(pickles[1].root)[:40]))
+        out.facts.append(("protocol version", short(pickles[1].root)[:40]))
     system = pickles[2].root if len(pickles) > 2 else None
     if type(system) is Dict:
         order = "little" if system.get("little_endian") is True else "big"
@@ -296,10 +296,11 @@ class TarReader(Draft):
         part = self.found["storages"]
         for entry in self._entries(part):
             is_entry = type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
-            if not is_entry or entry[2].name not in STORAGES:
+            key = _key(entry[0]) if is_entry else ""
+            if not key or entry[2].name not in STORAGES:
                 self.problems.add("tar-broken", "storages", f"entry {len(self.places)} is not a storage")
                 return
-            key, location, kind = str(entry[0]), entry[1], entry[2]
+            _, location, kind = entry
             count = part.read(self._position, 8)
             numel, start = int.from_bytes(count, "little", signed=True), self._position + 8
             nbytes = numel * ITEMSIZE[STORAGES[kind.name]]
@@ -312,9 +313,10 @@ class TarReader(Draft):
             self._position = start + nbytes
         views = self._next(part)
         for view in views if type(views) is list else ():
-            if type(view) is tuple and len(view) == 4 and str(view[1]) in self.storage_ids:
-                root: Any = self.storage_ids[str(view[1])].id
-                self.storage_ids[str(view[0])] = Persistent((*root, (str(view[0]), view[2], view[3])), 0)
+            key, base = (_key(view[0]), _key(view[1])) if type(view) is tuple and len(view) == 4 else ("", "")
+            if key and base in self.storage_ids:
+                root: Any = self.storage_ids[base].id
+                self.storage_ids[key] = Persistent((*root, (key, view[2], view[3])), 0)
             else:
                 self.problems.add("tar-broken", "storages", "a view of no storage")
 
@@ -322,15 +324,21 @@ class TarReader(Draft):
         """Read ``tensors``: for each its id and storage, its rank, sizes, strides and offset."""
         part = self.found["tensors"]
         for entry in self._entries(part):
-            if type(entry) is not tuple or len(entry) != 3:
+            key = _key(entry[0]) if type(entry) is tuple and len(entry) == 3 else ""
+            if not key:
                 self.problems.add("tar-broken", "tensors", f"entry {len(self.tensor_args)} is not a tensor")
                 return
             rank = int.from_bytes(part.read(self._position, 4), "little", signed=True)
             raw = part.read(self._position + 8, 16 * rank + 8) if 0 <= rank <= _MAX_DIMS else b""
             if len(raw) != 16 * rank + 8:
-                self.problems.add("tar-broken", "tensors", f"tensor {str(entry[0])[:40]} is not a tensor")
+                self.problems.add("tar-broken", "tensors", f"tensor {key[:40]} is not a tensor")
                 return
             numbers = Struct(f"<{2 * rank + 1}q").unpack(raw)
             self._position += 16 + 16 * rank
-            storage = self.storage_ids.get(str(entry[1]))
-            self.tensor_args[str(entry[0])] = (storage, numbers[-1], numbers[:rank], numbers[rank : 2 * rank])
+            storage = self.storage_ids.get(_key(entry[1]))
+            self.tensor_args[key] = (storage, numbers[-1], numbers[:rank], numbers[rank : 2 * rank])
+
+
+def _key(node: object) -> str:
+    """The id of a storage or tensor as text; empty if it is not one: ``str()`` of nested tuples is recursive."""
+    return str(node) if type(node) in (str, int) else ""

@@ -262,7 +262,7 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
             kind = kind.decode("latin-1")
         if type(kind) is not str or len(pid) not in ids.get(kind, ()):
             where = f"{pickle.name} › byte {node.position}"
-            detail = "names no storage" if "reduce_package" not in ids else "no such file has"
+            detail = "torch.package does not write" if "reduce_package" in ids else "does not name a storage"
             out.add("pickle-odd-id", where, f"a persistent id that {detail}")
             break
     return out

@@ -259,7 +259,8 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
         if not shifted:
             raise _NoDirectoryError(f"there is no directory at byte {start}, where the end record puts it")
     if size > MAX_PAYLOAD:
-        problems.add("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read")
+        detail = f"a directory of {size} bytes is more than the limit of {MAX_PAYLOAD}"
+        problems.add("zip-directory-broken", detail=detail)
         raise _NoDirectoryError("the directory is too large to be one")
     return start, size, count
 
@@ -430,7 +431,7 @@ def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Pa
     if record.offset is None:
         problem = "its header is lost"
     elif record.size > limit or record.stored > limit:
-        problem = f"{record.size} bytes are more than the {limit} we read"
+        problem = f"{record.size} bytes are more than the limit of {limit}"
     elif record.method == 0:
         raw = source.read(record.offset, record.stored)
     elif record.method == DEFLATED:

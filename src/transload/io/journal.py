@@ -31,6 +31,7 @@ _MAGIC = b"TLRETAG1"
 _HEAD = Struct("<8s3Q?I")  # magic, inode, both sizes, whether to keep it, how many runs
 _RUN = Struct("<3Q")
 _DIGEST = 32
+_MAX_SIZE = (1 << 63) - 1  # of a file; a larger offset makes the functions of ``os`` raise OverflowError
 
 _FICLONE = 0x40049409
 _PIECE = 16 << 20
@@ -86,7 +87,8 @@ def _remove(*paths: str) -> None:
 class Journal(NamedTuple):
     """A change of a file that is in progress. ``keep`` is whether it can be undone afterwards.
 
-    A journal belongs to one file on this machine, by its ``inode``: one that was downloaded has no effect.
+    ``recover`` uses a journal only for the file with this ``inode``, so that one that was downloaded has no effect.
+    With ``anywhere`` it does not compare the inode, nor do ``undo_changes`` and ``rescue``.
     """
 
     changes: Changes
@@ -104,7 +106,9 @@ class Journal(NamedTuple):
 
 
 def journal_of(data: bytes) -> Journal | None:
-    """Decode a journal; ``None`` if the bytes are not a complete one.
+    """Decode a journal; ``None`` if the bytes are not a complete one, or its runs are not in order or beyond the file.
+
+    Anyone can compute the digest, so it proves nothing about the rest.
 
     >>> journal_of(Journal(Changes((Change(0, b"a", b"b"),), 1, 1)).encoded()).changes.runs
     (Change(offset=0, old=b'a', new=b'b'),)
@@ -116,12 +120,17 @@ def journal_of(data: bytes) -> Journal | None:
         return None
     _, inode, old_size, new_size, keep, count = _HEAD.unpack_from(body)
     position = _HEAD.size + count * _RUN.size
+    if position > len(body) or max(old_size, new_size) > _MAX_SIZE:
+        return None
     runs: list[Change] = []
+    reach = 0
     for offset, n_old, n_new in _RUN.iter_unpack(body[_HEAD.size : position]):
         middle, end = position + n_old, position + n_old + n_new
+        if offset < reach or offset + n_old > old_size or offset + n_new > new_size or end > len(body):
+            return None
         runs.append(Change(offset, body[position:middle], body[middle:end]))
-        position = end
-    return Journal(Changes(tuple(runs), old_size, new_size), inode, keep)
+        position, reach = end, offset + max(n_old, n_new)
+    return Journal(Changes(tuple(runs), old_size, new_size), inode, keep) if position == len(body) else None
 
 
 def state_of(descriptor: int, changes: Changes) -> Literal["old", "new", "between", "foreign"]:

@@ -20,8 +20,8 @@ class Source(Protocol):
     """Bytes that can be read at any position.
 
     ``read`` returns exactly the bytes that exist in ``[offset, offset + count)``: fewer than ``count`` at the end, none
-    beyond it. It never allocates memory for bytes that do not exist, and may be called from several threads. ``close``
-    releases what the source has opened; most have opened nothing.
+    beyond it, and none if ``offset`` is negative. It never allocates memory for bytes that do not exist, and may be
+    called from several threads. ``close`` releases what the source has opened; most have opened nothing.
     """
 
     name: str
@@ -87,7 +87,7 @@ class FileSource(Source):
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
         count = min(count, self.size - offset)
-        if count <= 0:
+        if offset < 0 or count <= 0:
             return b""
         try:
             return read_at(self.descriptor, offset, count)
@@ -96,7 +96,7 @@ class FileSource(Source):
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        wanted = max(0, min(len(buffer), self.size - offset))
+        wanted = max(0, min(len(buffer), self.size - offset)) if offset >= 0 else 0
         try:
             return read_into(self.descriptor, buffer[:wanted], offset)
         except OSError as error:
@@ -154,17 +154,23 @@ class BytesSource(Source):
     """A buffer in memory."""
 
     def __init__(self, data: bytes | bytearray | memoryview, name: str = "<bytes>") -> None:
-        self._view = memoryview(data).cast("B")
+        try:
+            self._view = memoryview(data).cast("B")
+        except TypeError as error:  # view[::2], for example
+            from transload.errors import NotAFileError
+
+            fix = "Pass a copy: bytes(view)."
+            raise NotAFileError(f"the memoryview is not a plain sequence of bytes ({error})", fix=fix) from error
         self.name = name
         self.size = len(self._view)
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
-        return bytes(self._view[max(0, offset) : max(0, offset + count)])
+        return bytes(self._view[offset : max(0, offset + count)]) if offset >= 0 else b""
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        part = self._view[max(0, offset) : max(0, offset + len(buffer))]
+        part = self._view[offset : offset + len(buffer)] if offset >= 0 else self._view[:0]
         buffer[: len(part)] = part
         return len(part)
 
@@ -195,7 +201,7 @@ class ObjectSource(Source):
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
         count = min(count, self.size - offset)
-        if count <= 0:
+        if offset < 0 or count <= 0:
             return b""
         with self._lock:
             try:
@@ -237,11 +243,11 @@ class Slice(Source):
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
-        return self.base.read(self.offset + offset, min(count, self.size - offset))
+        return self.base.read(self.offset + offset, min(count, self.size - offset)) if offset >= 0 else b""
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        return self.base.readinto(self.offset + offset, buffer[: max(0, self.size - offset)])
+        return self.base.readinto(self.offset + offset, buffer[: max(0, self.size - offset)]) if offset >= 0 else 0
 
 
 def open_source(f: SourceLike) -> Source:

@@ -17,7 +17,7 @@ from transload.formats.torch_zip import Archive
 from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource
 from transload.judge import names
-from transload.nodes import REBUILDS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
+from transload.nodes import REBUILDS, Call, Dict, Extension, Global, Persistent, Pickle, module_class, short
 
 Complaint = tuple[Safety, str] | None
 
@@ -87,7 +87,7 @@ def check_call(name: str, call: Call) -> Complaint:
             keys = state.items[: 2 * _MAX_ITEMS : 2] if type(state) is Dict else [None]
             odd = [key for key in keys if key != "_metadata"]
             if odd:  # a key such as "items" shadows the method of that name
-                return "needs-trust", f"an OrderedDict is given the attribute {str(odd[0])[:60]!r}"
+                return "needs-trust", f"an OrderedDict is given the attribute {short(odd[0])[:60]!r}"
             if len(keys) == _MAX_ITEMS:
                 return "needs-trust", "an OrderedDict is given more attributes than it can have"
             continue
@@ -122,23 +122,25 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
             return None
         return "dangerous", f"a byte array is made from {kinds}: a number here allocates that many bytes"
     if name == "builtins.set":
-        return None if count <= 1 and all(type(a) in (list, tuple) for a in args) else ("needs-trust", "an odd set")
+        fine = count <= 1 and all(type(a) in (list, tuple) for a in args)
+        return None if fine else ("needs-trust", f"a set is made from {kinds}")
     if name == "builtins.complex":
         fine = count <= 2 and all(type(a) in (float, int) for a in args)
-        return None if fine else ("needs-trust", "an odd complex number")
+        return None if fine else ("needs-trust", f"a complex number is made from {kinds}")
     if name == "torch.Size":
         fine = not args or (count == 1 and type(first) is tuple and len(first) <= _MAX_ITEMS)
         fine = fine and all(type(a) is int for a in first or ())
-        return None if fine else ("needs-trust", "an odd torch.Size")
+        return None if fine else ("needs-trust", f"a torch.Size is not made from up to {_MAX_ITEMS} integers")
     if name == "torch.device":
         fine = 1 <= count <= 2 and type(first) in (str, int) and all(type(a) is int for a in args[1:])
         fine = fine and (type(first) is int or first.partition(":")[0].isidentifier())
-        return None if fine else ("needs-trust", "an odd torch.device")
+        return None if fine else ("needs-trust", "a torch.device is not made from a kind of device and a number")
     if name == "torch.serialization._get_layout":
-        return None if count == 1 and first in _LAYOUTS else ("needs-trust", "an odd tensor layout")
+        fine = count == 1 and first in _LAYOUTS
+        return None if fine else ("needs-trust", "a tensor layout that torch does not have")
     if name == _PARAMETER:
         fine = count <= 2 and all(type(a) is Call for a in args[:1]) and all(type(a) is bool for a in args[1:])
-        return None if fine else ("needs-trust", "an odd parameter")
+        return None if fine else ("needs-trust", f"a parameter is made from {kinds}, not from a tensor and a flag")
     if name == "torch._tensor._rebuild_from_type_v2":
         if count != 4:
             return "unknown", "_rebuild_from_type_v2 has the wrong number of arguments"

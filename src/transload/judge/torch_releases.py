@@ -6,6 +6,7 @@ the writer leave traces. Every clue narrows a range of releases, and is listed a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from transload.checkpoint import Checkpoint, Origin
@@ -61,11 +62,11 @@ def origin(checkpoint: Checkpoint) -> Origin:
     names = {f"{module}.{name}" for pickle in checkpoint.pickles for module, name in pickle.globals}
     clues = [*_container(checkpoint), *(clue for name, clue in _NAMES.items() if name in names)]
     release = ".".join(dict(checkpoint.written_by.recorded).get("torch", "").partition("+")[0].split(".")[:2])
-    if release.replace(".", "", 1).isdecimal() and checkpoint.format == "torch-zip":
+    if re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", release) and checkpoint.format == "torch-zip":
         clues = [(release, release, "transload recorded it")]
     oldest = max((first for first, _, _ in clues if first), key=_order, default="")
     newest = min((last for _, last, _ in clues if last), key=_order, default="")
-    note = " (or a later one told to write the old format)" if checkpoint.format == "torch-legacy" else ""
+    note = " (or a later one that was asked to write the old format)" if checkpoint.format == "torch-legacy" else ""
     if oldest and newest and _order(oldest) > _order(newest):  # a later torch has written the old format
         newest = note = ""
     evidence = [text for _, _, text in clues]

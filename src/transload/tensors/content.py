@@ -645,6 +645,8 @@ class Inflating(Source):
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
         from zlib import error
 
+        if offset < 0:
+            return 0
         end = min(offset + len(buffer), self.size)
         with self._lock:
             try:

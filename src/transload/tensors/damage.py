@@ -133,8 +133,10 @@ def damages(
     existing = {tensor.name for tensor in checkpoint.tensors}
     for index in checkpoint.parts:
         if index.kind == "index":
-            from transload.formats.directory import read_weight_map
+            from transload.formats.directory import INDEX_SUFFIX, read_weight_map
 
+            if not index.name.endswith(INDEX_SUFFIX):  # the .metadata of DCP is a pickle
+                continue
             weights, _ = read_weight_map(content.open_file(index.name), LimitedProblems())
             for name, shard in weights.items():
                 if name not in existing:
@@ -145,7 +147,7 @@ def damages(
 def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
     """The damage of each storage whose record is not what was saved, or has a different length than it should."""
     records = {key_of(file, record): record for file, inside in every.items() for record in inside}
-    packed = {key[:2]: key for key in records}  # a compressed storage does not know its position
+    named = {key[:2]: key for key in records}
     # Files whose storages all had checksums when they were saved: torch writes them for all records, or for none. If
     # one .distcp file has any, all had: one program wrote all of them.
     with_checksums = {file for file, inside in every.items() if any(record.crc32 is not None for record in inside)}
@@ -164,7 +166,10 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
     for storage in content.checkpoint.storages:
         name = storage.record or storage.key
         here = storage.file, name, storage.offset or 0
-        key = packed.get(here[:2], here) if storage.compressed else here
+        key = here
+        if here not in records and (storage.compressed or (storage.record and storage.offset is not None)):
+            # A compressed storage does not know its position; the numbers of an .npz member begin after its header.
+            key = named.get(here[:2], here)
         problem, record, where = bad.get(key), records.get(key), _where(storage, name)
         if problem is not None:
             kind = "unreadable" if problem.code == "record-unreadable" else "checksum"
@@ -179,7 +184,12 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
             and (record.offset or 0) + record.stored + _DESCRIPTOR <= content.open_file(storage.file).size
         ):
             out[storage.id] = Damage("", "checksum", f"{where}: its checksum is overwritten")
-        elif storage.record and record.size != storage.nbytes and record.stored >= record.size:
+        elif (
+            storage.record
+            and (storage.compressed or key == here)
+            and record.size != storage.nbytes
+            and record.stored >= record.size
+        ):
             detail = f"{where} holds {record.size:,} bytes, the index expects {storage.nbytes:,}"
             out[storage.id] = Damage("", "cut" if record.size < storage.nbytes else "broken", detail)
     return out
