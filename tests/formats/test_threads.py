@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -45,6 +48,28 @@ def test_an_interrupt_stops_all() -> None:
     with pytest.raises(KeyboardInterrupt):
         each(iter(int, 1), lambda: do, 3)  # tasks without end
     assert threading.active_count() == running
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signal can be sent to one thread")
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_while_waiting_waits_for_the_threads(times: int) -> None:
+    home = threading.main_thread()
+    both = threading.Barrier(2, timeout=30)
+    ended: list[int] = []
+
+    def do(task: int) -> None:
+        if task < 2:
+            both.wait()  # each thread has one of these, and this one has nothing else to do
+        if threading.current_thread() is not home:
+            for _ in range(times):
+                time.sleep(0.2)
+                signal.pthread_kill(home.ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+            ended.append(task)
+
+    with pytest.raises(KeyboardInterrupt):
+        each(range(2), lambda: do, 2)
+    assert len(ended) == 1
 
 
 def test_each_thread_has_a_worker_of_its_own() -> None:

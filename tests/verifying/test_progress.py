@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
+from tests import forge
 
 from transload.io import pool as loading
 from transload.io.pool import Progress
+from transload.verifying import verify
 
 
 @pytest.fixture
@@ -33,6 +36,14 @@ def test_what_is_done_at_once_shows_nothing() -> None:
     line(10, 10)
     line.end()
     assert stream.getvalue() == ""
+
+
+def test_a_closed_stderr_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stderr in (closed, None):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert verify(forge.checkpoint(), progress=True).ok
 
 
 def test_nobody_looks() -> None:

@@ -18,7 +18,8 @@ import transload
 from transload.cli.commands import expand_paths
 from transload.errors import CannotReadError
 from transload.judge import inspect
-from transload.verifying import Damage, Verification, verify
+from transload.render.lines import as_text
+from transload.verifying import Damage, Verification, report, verify
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -337,6 +338,14 @@ def test_values_by_tensor() -> None:
     assert [(tensor.nan, tensor.inf) for tensor in found.tensors] == [(1, 2), (0, 0), (None, None)]
     assert found.sha256 == ""
     assert found.ok
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "1 further entry without elements of its own"), (2, "2 further entries")]
+)
+def test_entries_that_consist_of_others_are_counted(count: int, said: str) -> None:
+    found = verify(saved({f"w{n}": torch.eye(2).to_sparse() for n in range(count)}), hashes=True)
+    assert said in as_text(report(found, hashes=True))
 
 
 @pytest.mark.parametrize("wish", [{}, {"hashes": True}, {"values": True}, {"hashes": True, "values": True}], ids=str)

@@ -12,6 +12,7 @@ from typing import TextIO, TypeVar
 _GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 _EVERY = 0.1  # seconds between two updates of the line
+_POLL = 0.01  # seconds between two looks at the threads after an interrupt
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _Task = TypeVar("_Task")
 
@@ -43,30 +44,44 @@ def threads() -> int:
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:
     """Run all tasks, in any order, in ``count`` threads; a thread gets the function that runs them from ``worker()``.
 
-    Only one thread at a time takes the next task. The first error, or an interrupt, stops all threads and is then
-    raised.
+    Only one thread at a time takes the next task. After the first error, or an interrupt, no thread takes another task,
+    and the error is raised when all have finished theirs.
     """
     left = iter(tasks)
     lock = Lock()
     errors: list[BaseException] = []
+    # ``Thread.is_alive`` is not reliable: after an interrupted ``join``, Python before 3.13 takes a running thread for
+    # dead. So these lists say how many helpers have begun and ended.
+    begun: list[None] = []
+    ended: list[None] = []
+    stopped = False
 
     def work() -> None:
-        nonlocal left
+        nonlocal stopped
         try:
             do = worker()
             while True:
                 try:
                     with lock:
+                        if stopped:
+                            return
                         task = next(left)
                 except StopIteration:
                     return
                 do(task)
         except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
-            with lock:
-                left = iter(())
+            stopped = True
             errors.append(error)
 
-    helpers = [Thread(target=work, daemon=True) for _ in range(count - 1)]
+    def assist() -> None:
+        begun.append(None)  # before ``stopped`` is read: a thread that starts too late must not call ``worker``
+        try:
+            if not stopped:
+                work()
+        finally:
+            ended.append(None)
+
+    helpers = [Thread(target=assist, daemon=True) for _ in range(count - 1)]
     try:
         for helper in helpers:
             try:
@@ -74,13 +89,20 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
             except RuntimeError:  # noqa: PERF203 - the system has no more threads: those that run do all the work
                 break
         work()
-    except BaseException:
-        left = iter(())
-        raise
     finally:
-        for helper in helpers:
-            if helper.ident is not None:
-                helper.join()
+        # The caller may free what the helpers use, so wait for them even if Ctrl-C is pressed again.
+        waiting = True
+        while waiting:
+            try:
+                stopped = True  # there are no more tasks, or they are not to be done
+                for helper in helpers:
+                    if helper.is_alive():
+                        helper.join()
+                while len(ended) < len(begun):
+                    time.sleep(_POLL)
+                waiting = False
+            except BaseException as error:  # noqa: BLE001, PERF203 - raised again when they have ended
+                errors.append(error)
     if errors:
         try:
             raise min(errors, key=lambda error: isinstance(error, Exception))  # the first, or an interrupt
@@ -134,6 +156,14 @@ class Progress:
         return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed / step:.1f} {speed_unit}/s"
 
 
+def terminal() -> TextIO | None:
+    """The stream for a line of progress: stderr, if it is a terminal."""
+    try:
+        return sys.stderr if sys.stderr.isatty() else None
+    except (AttributeError, ValueError):  # there may be no stderr, or it may be closed
+        return None
+
+
 def progress_counter(
     progress: bool | Callable[[int, int], object] | None, total: int, verb: str = "loading"
 ) -> Callable[[int], None] | None:
@@ -145,13 +175,10 @@ def progress_counter(
         return None
     show = progress
     if show is True:
-        try:
-            is_terminal = sys.stderr.isatty()
-        except (AttributeError, ValueError):  # there may be no stderr, or it may be closed
-            is_terminal = False
-        if not is_terminal:
+        stream = terminal()
+        if stream is None:
             return None
-        show = Progress(sys.stderr, verb)
+        show = Progress(stream, verb)
     done = 0
 
     def report_progress(count: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,8 +204,7 @@ class _Scan:
         jobs = self._plan(content) if hashes or values else []
         total = sum(record.stored for records in self._records.values() for record in records)
         total += sum(job.tensor.nbytes for job in jobs if job.key is None)
-        wanted = progress is True and sys.stderr is not None and sys.stderr.isatty()
-        line = pool.Progress(sys.stderr if wanted else None, "verifying", passing=True)
+        line = pool.Progress(pool.terminal() if progress is True else None, "verifying", passing=True)
         show = line if progress is None or isinstance(progress, bool) else progress
         self._nbytes = 0
 
@@ -362,7 +360,8 @@ _MOST_AXES = 8
 def tensor_count(checkpoint: Checkpoint) -> int | None:
     """The number of tensors; ``None`` if one may be broken, so that they have to be listed.
 
-    Not listing them halves the time for 10,000 small tensors. ``checkpoint.counted`` is the number of storages.
+    Not listing them halves the time for 10,000 small tensors. ``checkpoint.counted`` also has their number, by
+    device tag, but none was looked at.
     """
     if checkpoint.tensors or checkpoint.format != "torch-zip" or not checkpoint.pickles:
         return len(checkpoint.tensors)
@@ -668,7 +667,8 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
         yield Table([(tensor.sha256, _named(tensor.name)) for tensor in hashed], dim=(0,))
         left = len(verification.tensors) - len(hashed)
         if left:
-            yield note(f"{plural(left, 'further entry').replace('entrys', 'entries')} without elements of their own")
+            one = "1 further entry without elements of its own"
+            yield note(one if left == 1 else f"{count(left)} further entries without elements of their own")
 
 
 def _summary(verification: Verification) -> Iterator[Block]:
