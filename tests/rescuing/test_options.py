@@ -44,6 +44,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     for dst, options, words in (
         (tmp_path / "new.pt", {"fill": "ones"}, "fill must be"),
         (None, {}, "no output file"),
+        ("a\0b.pt", {}, "no file can have the name"),
         (tmp_path, {}, "this is a directory"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -120,6 +120,23 @@ def test_filled_safetensors(tmp_path: Path) -> None:
     assert (tmp_path / "out.safetensors").read_bytes() == SAFE[:-72] + bytes(72)
 
 
+@pytest.mark.parametrize("entry", ['["F32",[1],[0,4]]', '{"dtype":{"F32":null},"shape":[1],"data_offsets":[0,4]}'])
+def test_odd_entries_that_the_reference_accepts(entry: str, tmp_path: Path) -> None:
+    header = f'{{"a":{entry},"b":["F32",[1],[4,8]]}}'.encode()
+    made = rescue(struct.pack("<Q", len(header)) + header + b"whole!", tmp_path / "out.safetensors")
+    assert [(each.name, each.state) for each in made.tensors] == [("a", "whole"), ("b", "lost")]
+    out = (tmp_path / "out.safetensors").read_bytes()
+    assert (inspect(out).tensor("a").shape, out[-4:]) == ((1,), b"whol")
+
+
+def test_a_tensor_whose_size_does_not_match_its_shape_is_lost(tmp_path: Path) -> None:
+    data = table({"a": ("F32", [1], b"good"), "b": ("F32", [2], b"four")})
+    made = rescue(data, tmp_path / "out.safetensors")
+    assert [(each.name, each.state) for each in made.tensors] == [("a", "whole"), ("b", "lost")]
+    assert (made.how, made.exit_code, made.lost[0].why) == ("left-out", 1, "its bytes are not in the file")
+    assert [tensor.name for tensor in inspect(tmp_path / "out.safetensors").tensors] == ["a"]
+
+
 def test_safetensors_with_something_around_it(tmp_path: Path) -> None:
     assert rescue(b"JUNK" * 5 + SAFE, tmp_path / "out.safetensors").exit_code == 0
     assert (tmp_path / "out.safetensors").read_bytes() == SAFE

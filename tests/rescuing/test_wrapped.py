@@ -21,10 +21,12 @@ from tests.rescuing.test_streams import SAFE
 from transload import RescueError, rescue
 from transload.errors import TransloadError
 from transload.io.journal import Change, Changes, Journal
-from transload.io.sources import FileSource, journal_path
+from transload.io.packed import decompressed, inflated, unpack
+from transload.io.sources import BytesSource, FileSource, journal_path
 from transload.retagging import TagMap, plan_of
 
 DATA = (ROOT / "h200" / "train_cuda0.ckpt").read_bytes()
+MIB = 1 << 20
 LEGACY = (ROOT / "h200" / "state_dict_cuda0_legacy.pth").read_bytes()
 
 
@@ -174,6 +176,45 @@ def test_zstd_by_the_module_zstandard(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert rescue(b"\x28\xb5\x2f\xfd" + zlib.compress(DATA), tmp_path / "out.pt").exit_code == 0
     assert (tmp_path / "out.pt").read_bytes() == DATA
     assert max(fed) <= 1024
+    packed = BytesSource(2 * (b"\x28\xb5\x2f\xfd" + zlib.compress(DATA)))
+    assert b"".join(unpack(packed, "zstd", 1 << 30)) == 2 * DATA
+    assert b"".join(unpack(packed, "zstd", 1000)) == DATA[:1000]
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz"])
+def test_all_streams_are_decompressed_up_to_the_limit(kind: str) -> None:
+    whole = WRAPPED[kind] + WRAPPED[kind]
+    for limit in (0, 1, len(DATA), len(DATA) + 1, 1 << 30):
+        assert b"".join(unpack(BytesSource(whole), kind, limit)) == (2 * DATA)[:limit]
+    assert list(decompressed(BytesSource(whole + bytes(5000)), kind, 1 << 30))  # padding is not damage
+    for cut in (whole[:-9], whole + b"junk"):
+        with pytest.raises(EOFError):
+            list(decompressed(BytesSource(cut), kind, 1 << 30))
+
+
+def test_streams_without_content_end_early() -> None:
+    few, many = gzip.compress(DATA) + 500 * gzip.compress(b""), 100_000 * gzip.compress(b"x")
+    assert b"".join(unpack(BytesSource(few), "gzip", 1 << 30)) == DATA
+    assert len(b"".join(unpack(BytesSource(many), "gzip", 1 << 30))) <= 1000
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bzip2", "deflate"])
+def test_nothing_is_read_after_the_last_byte_that_is_needed(kind: str) -> None:
+    class Counted(BytesSource):
+        count = 0
+
+        def read(self, offset: int, count: int) -> bytes:
+            self.count += count
+            return super().read(offset, count)
+
+    pack = zlib.compressobj(wbits=-15)
+    data = pack.compress(DATA) + pack.flush() if kind == "deflate" else WRAPPED[kind]
+    source = Counted(data + b"junk" * MIB)
+    for limit in (1000, 1 << 30):
+        source.count = 0
+        for _ in inflated(source, 0, source.size, limit) if kind == "deflate" else unpack(source, kind, limit):
+            pass
+        assert source.count <= MIB
 
 
 def unpacked(data: bytes, folder: Path) -> Path:

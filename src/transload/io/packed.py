@@ -10,7 +10,14 @@ from typing import Any
 from transload.frozen import NamedTuple
 from transload.io.sources import BytesSource, Source
 
+MAX_RATIO = 1032
+"""The most bytes that one deflated byte inflates to."""
+
 _PIECE = 1 << 20
+_INPUT = 1 << 10
+"""Compressed bytes that are decompressed at a time. If they are damaged, most decompressors return nothing for them."""
+_GZIP_INPUT = 32 << 10  # the same for zlib, where nothing is lost, and each step copies a window of 32 KB
+_MAX_STREAMS = 1000  # of less than a kilobyte each: a file of empty ones would take seconds per megabyte
 _LZMA_MEMORY = 128 << 20  # the most memory a stream may ask for: 1 KiB of xz can ask for 4 GiB
 
 # By format: the first bytes of a file, the modules that may have a decompressor, its name there, and its arguments.
@@ -40,22 +47,43 @@ def packed_as(head: bytes) -> str:
     return next((kind for kind, (starts, *_) in _FORMATS.items() if head.startswith(starts)), "")
 
 
-def decompressor(kind: str) -> Any:
-    """A new decompressor object for a format; ``ImportError`` if no module that has one is installed."""
-    _, modules, name, arguments = _FORMATS[kind]
-    for module in modules.split():
-        with suppress(ImportError):
-            made = getattr(import_module(module), name)(**arguments)
-            return made.decompressobj() if module == "zstandard" else made
-    raise ImportError(f"no module that decompresses {kind} is installed")
-
-
 def unpack(source: Source, kind: str, limit: int) -> Iterator[bytes]:
     """The decompressed content, in pieces, at most ``limit`` bytes; it ends early if the stream is cut or damaged."""
-    try:
-        yield from decompressed(decompressor(kind), source, 0, source.size, limit)
-    except Exception:  # noqa: BLE001 - each module has other errors for a bad stream
-        return
+    with suppress(EOFError, ImportError):
+        yield from decompressed(source, kind, limit)
+
+
+def decompressed(source: Source, kind: str, limit: int) -> Iterator[bytes]:
+    """The content of a file of one or more compressed streams, in pieces, at most ``limit`` bytes.
+
+    Raises ``EOFError`` where a stream is cut or damaged, or if there are too many with hardly any content, and
+    ``ImportError`` if no module that has a decompressor is installed.
+    """
+    decoder, left, streams = _decompressor(kind), limit, 1
+    step = _GZIP_INPUT if hasattr(decoder, "copy") else _INPUT
+    for start in range(0, source.size, step):
+        packed = source.read(start, step)
+        while packed and left > 0:
+            if decoder.eof:  # padding follows, or another stream
+                packed = packed.lstrip(b"\0")
+                if not packed:
+                    break
+                decoder = _decompressor(kind)
+                streams += 1
+                if streams > _MAX_STREAMS + (limit - left) // 1024:
+                    raise EOFError("the compressed data has too many streams")
+            try:
+                # Other files may begin like zlib by chance, and what can be decompressed of them means nothing.
+                for piece in _output(decoder, packed, left, to_damage=kind == "gzip"):
+                    yield piece
+                    left -= len(piece)
+            except Exception as error:  # each module has other errors for a bad stream
+                raise EOFError(f"the compressed data is damaged: {error}") from error
+            packed = decoder.unused_data if decoder.eof else b""
+        if left <= 0:
+            return
+    if not decoder.eof:
+        raise EOFError("the compressed data breaks off")
 
 
 def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
@@ -65,23 +93,64 @@ def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[b
     """
     from zlib import decompressobj
 
-    return decompressed(decompressobj(-15), source, offset, stored, limit)
-
-
-def decompressed(decoder: Any, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
-    """The output of a decompressor object for ``stored`` bytes, in pieces, at most ``limit`` bytes."""
-    left = limit
+    decoder, left = decompressobj(-15), limit
     for start in range(0, stored, _PIECE):
-        packed = source.read(offset + start, min(_PIECE, stored - start))
-        while left > 0 and not decoder.eof:
-            most = min(_PIECE, left)
-            piece = decoder.decompress(packed, most)
+        if left <= 0 or decoder.eof:
+            return
+        for piece in _output(decoder, source.read(offset + start, min(_PIECE, stored - start)), left):
             yield piece
             left -= len(piece)
-            packed = getattr(decoder, "unconsumed_tail", b"")  # zlib's; the others keep it themselves
-            # After a full piece, zlib may have more output even if it has consumed all input.
-            if not packed and getattr(decoder, "needs_input", len(piece) < most):
-                break
+
+
+def _decompressor(kind: str) -> Any:
+    _, modules, name, arguments = _FORMATS[kind]
+    for module in modules.split():
+        with suppress(ImportError):
+            made = getattr(import_module(module), name)(**arguments)
+            return _Zstandard(made.decompressobj()) if module == "zstandard" else made
+    raise ImportError(f"no module that decompresses {kind} is installed")
+
+
+class _Zstandard:
+    """A decompressor of the package ``zstandard``, with the interface of the one in Python's own module.
+
+    It cannot limit its output, but its input is limited: 4 bytes become at most 128 KiB, ``_INPUT`` at most 32 MiB.
+    """
+
+    needs_input = True
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def decompress(self, data: bytes, _: int) -> bytes:
+        return bytes(self._inner.decompress(data))
+
+
+def _output(decoder: Any, packed: bytes, limit: int, *, to_damage: bool = False) -> Iterator[bytes]:
+    """What a decompressor object returns for some input, in pieces, at most ``limit`` bytes.
+
+    It returns nothing for input with damage. ``to_damage`` repeats that input byte by byte, with a copy from before.
+    """
+    while limit > 0 and not decoder.eof:
+        most = min(_PIECE, limit)
+        before: Any = decoder.copy() if to_damage else None
+        try:
+            piece = decoder.decompress(packed, most)[:limit]
+        except Exception:
+            for byte in packed if to_damage else b"":  # ends with the same error
+                piece = before.decompress(bytes([byte]))[:limit]
+                yield piece
+                limit -= len(piece)
+            raise
+        yield piece
+        limit -= len(piece)
+        packed = getattr(decoder, "unconsumed_tail", b"")  # zlib's; the others keep it themselves
+        # After a full piece, zlib may have more output even if it has consumed all input.
+        if not packed and getattr(decoder, "needs_input", len(piece) < most):
+            break
 
 
 def from_text(encoding: str, source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
@@ -122,6 +191,8 @@ class Assembly(Source):
         """Up to ``count`` bytes from ``offset`` on."""
         from bisect import bisect_right
 
+        if offset < 0:
+            return b""
         found: list[bytes] = []
         end = min(offset + count, self.size)
         index = bisect_right(self._starts, offset) - 1

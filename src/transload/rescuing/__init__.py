@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from math import nan
+from operator import attrgetter
 from struct import pack
 from typing import Any, Literal
 
@@ -29,10 +30,10 @@ from transload.formats import gc_paused, pickle_machine, read_source
 from transload.formats.pickle_streams import run_at
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.plain_pickle import holds_tensors
-from transload.formats.safetensors import PREFIX
+from transload.formats.safetensors import FIELDS, PREFIX
 from transload.formats.tensors import Locate, StorageTable, Tree, declared_storages, find_tensors
 from transload.frozen import Frozen, NamedTuple, Reported, replace
-from transload.io.atomic import AtomicFile
+from transload.io.atomic import AtomicFile, refuse_name
 from transload.io.packed import Assembly, Part
 from transload.io.pool import progress_counter
 from transload.io.sources import Source, SourceLike, open_source
@@ -193,6 +194,8 @@ def rescue(
         raise UsageError(f"fill must be 'zeros' or 'nan', not {fill!r}")
     if not target and not dry_run:
         raise UsageError("no output file is named", fix="Name one, or pass dry_run=True to see the plan.")
+    if target:
+        refuse_name(target)
     if os.path.isdir(target):  # noqa: PTH112 - paths stay strings
         raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
     existing = [each for each in (target, f"{target}.rescue.json") if target and os.path.lexists(each)]
@@ -517,6 +520,8 @@ class Outcomes:
         for part in with_parts(tensor):
             storage = self._storages.get(part.storage or "")
             if storage is None:
+                if part.kind == "strided" and part.numel:  # its entry in the header is broken
+                    return TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=_NOT_IN_FILE)
                 continue
             checked = checked and storage.record not in self._unchecked
             if not part.numel:
@@ -536,7 +541,7 @@ class Outcomes:
 
     def _lost_in(self, start: int, end: int) -> LostRange | None:
         """The first lost range that overlaps an interval."""
-        index = bisect_right(self._lost, start, key=lambda lost: lost.end)
+        index = bisect_right(self._lost, start, key=attrgetter("end"))
         found = self._lost[index] if index < len(self._lost) else None
         return found if found is not None and found.start < end else None
 
@@ -685,6 +690,7 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     dtypes: dict[str | None, str] = {}  # of the first tensor in each storage: newer files have untyped storages
     for tensor in checkpoint.tensors:
         dtypes.setdefault(tensor.storage, tensor.dtype)
+    ranges = sorted(recovered.lost_ranges)
     fills: list[tuple[int, Part]] = []
     for storage in checkpoint.storages:
         if storage.offset is None:
@@ -694,13 +700,15 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
         pattern = _NAN.get(dtype, zero) if fill == "nan" else zero
         if storage.big_endian:
             pattern = pattern[::-1]
-        for lost in recovered.lost_ranges:
-            first = max(lost.start - storage.offset, 0)
-            last = min(lost.end - storage.offset, storage.nbytes)
+        begin, end = storage.offset, storage.offset + storage.nbytes
+        index = bisect_right(ranges, begin, key=attrgetter("end"))
+        for lost in ranges[index : bisect_left(ranges, end, key=attrgetter("start"))]:
+            first = max(lost.start - begin, 0)
+            last = min(lost.end, end) - begin
             if first < last:
                 first -= first % len(pattern)
                 filler = Filler(last - first, pattern)
-                fills.append((storage.offset + first, Part(filler, 0, filler.size)))
+                fills.append((begin + first, Part(filler, 0, filler.size)))
     fills.sort(key=lambda each: each[0])
     source = recovered.source
     whole = Assembly(replaced(source, 0, source.size, fills), source.name)
@@ -800,7 +808,9 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
     for tensor in tensors:
         storage = storages.get(tensor.storage or "")
         if tensor.name in table and storage is not None and storage.offset is not None:
-            kept[tensor.name] = {**table[tensor.name], "data_offsets": [at, at + storage.nbytes]}
+            entry = table[tensor.name]  # the reference also accepts a list of the fields
+            fields = dict(zip(FIELDS, entry, strict=True)) if isinstance(entry, list) else entry
+            kept[tensor.name] = {**fields, "data_offsets": [at, at + storage.nbytes]}
             parts.append(Part(source, storage.offset, storage.nbytes))
             at += storage.nbytes
     header = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).encode()

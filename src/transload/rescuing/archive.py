@@ -15,13 +15,14 @@ from struct import pack_into
 from zlib import crc32
 
 from transload.errors import RescueError
+from transload.formats.torch_zip import RECORD as ORIGIN_RECORD
 from transload.formats.zip import ALIGNMENT, LOCAL, text_of
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import NamedTuple
-from transload.io.packed import Assembly, Part
+from transload.io.packed import MAX_RATIO, Assembly, Part
 from transload.io.sources import BytesSource, Source
-from transload.rescuing.bitflips import MAX_RATIO, Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
+from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
 from transload.tensors.content import Inflating
 
 _UTF8 = 0x0800
@@ -76,7 +77,8 @@ class Filler(Source):
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
-        count, phase = max(0, min(count, self.size - offset)), offset % len(self._pattern)
+        count = max(0, min(count, self.size - offset)) if offset >= 0 else 0
+        phase = offset % len(self._pattern)
         return (self._pattern * (count // len(self._pattern) + 2))[phase : phase + count]
 
 
@@ -228,7 +230,7 @@ def with_records(recovered: Recovered, records: Sequence[ArchiveRecord], archive
 _NUMBERS = {"version": 3, ".data/version": 3, ".storage_alignment": 6, ".data/serialization_id": 40}
 """Records that torch reads as a number, and the most digits of each. torch refuses a file with anything else there."""
 
-METADATA = frozenset({*_NUMBERS, ".transload/origin.json"})
+METADATA = frozenset({*_NUMBERS, ORIGIN_RECORD})
 """Records that do not describe the content: ``version`` can be rebuilt, torch does not need the others."""
 
 _MAX_REPAIRS = 4096
@@ -378,11 +380,14 @@ def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
 # -- names
 
 _KNOWN = frozenset(
-    b"data.pkl version byteorder constants.pkl .format_version .storage_alignment .data/serialization_id "
-    b".data/version .transload/origin.json model.json attributes.pkl archive_format archive_version "
-    b"traced_inputs.pkl extra/producer_info.json bytecode.pkl models/model.json data/sample_inputs/model.pt "
-    b"data/weights/model_weights_config.json data/constants/model_constants_config.json .data/extern_modules "
-    b".data/python_version".split()
+    {
+        ORIGIN_RECORD.encode(),
+        *b"data.pkl version byteorder constants.pkl .format_version .storage_alignment .data/serialization_id".split(),
+        *b".data/version model.json attributes.pkl archive_format archive_version traced_inputs.pkl".split(),
+        *b"extra/producer_info.json bytecode.pkl models/model.json data/sample_inputs/model.pt".split(),
+        *b"data/weights/model_weights_config.json data/constants/model_constants_config.json".split(),
+        *b".data/extern_modules .data/python_version".split(),
+    }
 )
 _KNOWN_WORDS = frozenset(
     b"code data debug constants tensors weights models extra .py .py.debug_pkl .pkl .json .so .cubin .cpp .txt .pt "

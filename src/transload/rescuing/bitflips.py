@@ -27,9 +27,6 @@ from transload.io.sources import Source
 
 Certainty = Literal["proven", "probable", "ambiguous"]
 
-MAX_RATIO = 1032
-"""The most bytes that one deflated byte inflates to."""
-
 _PROVEN = 1 << 20
 _PROBABLE = 100 << 20
 """Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for 1 MB, 1 in 5 for 100 MB."""

@@ -12,7 +12,6 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from itertools import pairwise
 from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
@@ -24,7 +23,7 @@ from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import read_journal, state_of
-from transload.io.packed import UNWRAPPED, Assembly, Part, decompressor, inflated, packed_as
+from transload.io.packed import MAX_RATIO, UNWRAPPED, Assembly, Part, decompressed, inflated, packed_as
 from transload.io.sources import BytesSource, ObjectSource, Slice, Source, journal_path
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
@@ -38,7 +37,7 @@ from transload.rescuing.archive import (
     recover_archive,
     repaired,
 )
-from transload.rescuing.bitflips import MAX_RATIO, Repair, check_records, repaired_bytes
+from transload.rescuing.bitflips import Repair, check_records, repaired_bytes
 
 _MAX_SEARCH = 64 << 20
 """How many bytes are searched for a checkpoint that follows other data."""
@@ -226,8 +225,9 @@ def _recover_safetensors(source: Source) -> Recovered | None:
     end = PREFIX + length
     for entry in table.values():
         match entry:
-            case {"data_offsets": [int() as first, int() as last]} if 0 <= first <= last < MAX_COUNT:
-                end = max(end, PREFIX + length + last)
+            case {"data_offsets": [int() as first, int() as last]} | [_, _, [int() as first, int() as last]]:
+                if 0 <= first <= last < MAX_COUNT:
+                    end = max(end, PREFIX + length + last)
     recovered = _resized(source, end, repairs, [], "tensor")
     warning = "the file is longer than its table says: unless the extra bytes are at its end, tensors are wrong"
     return recovered._replace(warnings=(warning,)) if source.size > end else recovered
@@ -249,12 +249,6 @@ _MAX_LAYERS = 3
 _MAX_UNPACKED_RATIO = 200
 _MIN_UNPACKED_LIMIT = 4 << 30
 """A file may decompress to ``_MAX_UNPACKED_RATIO`` times its size, or to this: a megabyte can become a gigabyte."""
-
-_INPUT = 1 << 10
-"""Compressed bytes that are decompressed at a time: a kilobyte can become 32 MB."""
-
-_GZIP_INPUT = 32 << 10
-"""The same for gzip: these become no more than 32 MB either, and each step copies its window of 32 KB."""
 
 _RECORDS = (
     b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
@@ -285,9 +279,6 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
         return None
     if journal is None or state_of(descriptor, journal.changes) != "between":  # it has not begun, or is done
         return None
-    runs = journal.changes.runs
-    if any(run.offset + len(run.old) > after.offset for run, after in pairwise(runs)):
-        return None
     notes.append("a retag of the file was interrupted: it is read as it was before, using the journal next to it")
     return journal.changes.undone().made(source)
 
@@ -317,13 +308,19 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
     kind = packed_as(source.read(0, 8))
     if kind not in UNWRAPPED:
         return None
-    file = _temporary_file(stack)
+    file, limit, written, whole = _temporary_file(stack), _unpacked_limit(source), 0, True
     try:
-        whole = _decompress(source, kind, file)
+        for piece in decompressed(source, kind, limit + 1):
+            file.write(piece)
+            written += len(piece)
+    except EOFError:
+        whole = False
     except ImportError as error:
         what = f"the file is compressed with {kind}, and no module that reads it is installed"
         fix = f"{'pip install zstandard, or decompress' if kind == 'zstd' else 'Decompress'} it first: {kind} -d FILE."
         raise RescueError(what, where=source.name, fix=fix) from error
+    if written > limit:
+        raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
     unpacked = _file_source(file, source.name)
     if not unpacked.size:
         what = f"the file is compressed with {kind}, and none of it can be decompressed"
@@ -331,35 +328,6 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
     cut = "" if whole else "; the compressed data breaks off there"
     notes.append(f"decompressed from {kind}: {unpacked.size:,} bytes{cut}")
     return unpacked, whole
-
-
-def _decompress(source: Source, kind: str, file: BinaryIO) -> bool:
-    """Decompress up to the end or the first damage, and return whether it is the end. There may be several streams."""
-    unpacker, limit, written = decompressor(kind), _unpacked_limit(source), 0
-    step = _GZIP_INPUT if hasattr(unpacker, "copy") else _INPUT
-    for at in range(0, source.size, step):
-        data = source.read(at, step)
-        while data:
-            if unpacker.eof:  # padding follows, or another stream
-                data = data.lstrip(b"\0")
-                if not data:
-                    break
-                unpacker = decompressor(kind)
-            before: Any = unpacker.copy() if hasattr(unpacker, "copy") else None
-            try:
-                piece = unpacker.decompress(data)
-            except Exception:  # noqa: BLE001 - each module raises its own errors
-                # The decompressor returns nothing for input with damage. If it can be copied, repeat that input byte by
-                # byte with the copy from before.
-                with suppress(zlib.error):
-                    file.writelines(before.decompress(bytes([byte])) for byte in (data if before else b""))
-                return False
-            file.write(piece)
-            written += len(piece)  # file.tell() would be a system call
-            if written > limit:
-                raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
-            data = unpacker.unused_data if unpacker.eof else b""
-    return bool(unpacker.eof)
 
 
 # -- an archive around a checkpoint

@@ -21,7 +21,7 @@ from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
 from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import BrokenFileError, ContentError, TransloadError
-from transload.io.packed import from_text, inflated
+from transload.io.packed import MAX_RATIO, from_text, inflated
 from transload.io.sources import BytesSource, Source, SourceLike
 from transload.tensors import OpenCheckpoint
 
@@ -31,7 +31,6 @@ WINDOW = 16 << 20
 _PIECE = 4 << 20
 _NOTHING: Source = BytesSource(b"")
 _MOST_CUT = 8  # a tensor that is cut in many dimensions could have billions of corners
-_MOST_PACKED = 1032  # the highest compression ratio of deflate
 
 _Unpack = Callable[..., Iterator[bytes]]
 _UNPACK: dict[int, _Unpack] = {
@@ -248,7 +247,7 @@ class Allowance:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         packed = sum(storage.nbytes for storage in checkpoint.storages if storage.compressed)
-        nbytes = checkpoint.nbytes + min(packed, _MOST_PACKED * checkpoint.nbytes)
+        nbytes = checkpoint.nbytes + min(packed, MAX_RATIO * checkpoint.nbytes)
         self._path = checkpoint.path
         self._nbytes = nbytes
         self.left = max(self.LEAST, self.TIMES * nbytes)
