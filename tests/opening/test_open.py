@@ -439,6 +439,12 @@ class TestForms:
                 assert torch.equal(handle[name], tensor)
                 assert torch.equal(handle.slice(name)[1:, :2], tensor[1:, :2])
 
+    def test_metadata_of_a_directory_without_tensors(self, tmp_path: Path) -> None:
+        save_file = pytest.importorskip("safetensors.torch").save_file
+        save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with open_(tmp_path) as handle:
+            assert (list(handle), handle.metadata) == ([], {"format": "pt"})
+
     def test_metadata_of_shards_together(self, tmp_path: Path) -> None:
         save_file = pytest.importorskip("safetensors.torch").save_file
         for number in (1, 2):

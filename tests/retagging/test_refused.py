@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import io
 import os
 import shlex
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import zipfile
@@ -265,6 +267,40 @@ def test_what_is_no_journal_is_not_waited_for(make: Any, path: Path) -> None:
     assert recover(path) == "stale"
     assert transload.load(path, map_location="cpu")
     assert "journal" in refused(path).what
+
+
+def forged(*runs: tuple[int, int, int], count: int | None = None, size: int = 100, body: bytes = b"ab") -> bytes:
+    """A journal with these offsets and lengths; anyone can compute its digest."""
+    head = struct.pack("<8s3Q?I", b"TLRETAG1", 0, size, size, False, len(runs) if count is None else count)
+    data = head + b"".join(struct.pack("<3Q", *run) for run in runs) + body
+    return data + hashlib.sha256(data).digest()
+
+
+FORGED = {
+    "too many runs": forged((0, 1, 1), count=9),
+    "far too many runs": forged(count=(1 << 32) - 1),
+    "too few runs": forged((0, 1, 1), (2, 1, 1), count=1),
+    "bytes left over": forged((0, 1, 0)),
+    "bytes missing": forged((0, 1, 1), (2, 1, 1)),
+    "an offset that no file has": forged((1 << 63, 1, 1), size=(1 << 64) - 1),
+    "a size that no file has": forged(size=1 << 63, body=b""),
+    "a length that no file has": forged((0, 1 << 63, 1)),
+    "beyond the end": forged((99, 1, 1), size=99),
+    "backwards": forged((9, 1, 0), (5, 1, 0)),
+    "on top of each other": forged((5, 1, 0), (5, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_journal_whose_numbers_make_no_sense(case: str, path: Path) -> None:
+    assert journal.journal_of(forged((0, 1, 0), (1, 1, 0))) is not None
+    assert journal.journal_of(FORGED[case]) is None
+    for each in journals(path):
+        each.write_bytes(FORGED[case])
+    assert recover(path, anywhere=True) == "stale"
+    with pytest.raises(RetagError):
+        undo(path)
+    assert transload.rescue(path, dry_run=True).how == "exact"
 
 
 def test_undo_does_not_advise_what_was_just_tried(path: Path) -> None:

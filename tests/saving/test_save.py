@@ -236,8 +236,9 @@ def test_a_path_that_ends_with_a_slash_names_no_file(call: Any, tmp_path: Path) 
 
 
 def test_a_name_no_file_can_have() -> None:
-    with pytest.raises(UsageError, match="no file can have the name"):
-        save({}, "a\0b")
+    for name in ("", "a\0b", "a\ud800b"):
+        with pytest.raises(UsageError, match="no file can have the name"):
+            save({}, name)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no POSIX directory permissions")

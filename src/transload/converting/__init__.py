@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from transload.errors import UsageError
+from transload.io.atomic import refuse_name
 from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Prose, Table
@@ -52,13 +52,7 @@ def convert(
     target: Any = os.fspath(dst) if hasattr(dst, "__fspath__") else dst
     if not isinstance(target, str):
         raise UsageError(f"expected the path of a file, not {type(dst).__name__}")
-    if not target:
-        raise UsageError("the target has no name")
-    valid = False
-    with suppress(UnicodeEncodeError):  # half of a surrogate pair
-        valid = b"\0" not in os.fsencode(target)
-    if not valid:
-        raise UsageError("the name of the target is not valid", where=target)
+    refuse_name(target)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)
     options = Options(key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size))
     format_ = format_of(target, to)

@@ -18,7 +18,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any
 
-from transload.errors import CannotWriteError, ForbiddenWriteError, FullDiskError, NoDirectoryError
+from transload.errors import CannotWriteError, ForbiddenWriteError, FullDiskError, NoDirectoryError, UsageError
 
 try:
     import fcntl
@@ -99,6 +99,16 @@ class FileObject:
                 if count < 1:
                     raise OSError(numbers.EIO, "it accepts no more bytes")
                 view = view[count:]
+
+
+def refuse_name(path: str) -> None:
+    """Refuse a path that no file can have: an empty one, or one with a NUL or half of a surrogate pair."""
+    try:
+        valid = path and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        valid = False
+    if not valid:
+        raise UsageError(f"no file can have the name {path!r:.80}", fix="Choose another name.")
 
 
 def is_atomic(path: str) -> bool:

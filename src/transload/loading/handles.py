@@ -117,13 +117,10 @@ class Handle(Mapping[str, "torch.Tensor"]):
     def _metadata(self) -> dict[str, Any]:
         opened, checkpoint = self._opened, self.checkpoint
         opened.check_open()
-        if checkpoint.format == "safetensors":
-            files = sorted({storage.file for storage in checkpoint.storages} or {""})
-        else:  # of all shards together
-            files = [part.name for part in checkpoint.parts if ("format", "safetensors") in part.facts]
         out: dict[str, Any] = header_values(opened.file()) if checkpoint.format == "gguf" else {}
-        for name in files:
-            out |= header_metadata(opened.file(name))
+        for name, part in opened.parts:  # all shards together
+            if part.format == "safetensors":
+                out |= header_metadata(opened.file(name))
         for leaf in checkpoint.leaves:
             if leaf.name in out:
                 continue

@@ -25,6 +25,7 @@ from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entr
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import Frozen, Plain, Reported, replace
 from transload.io import journal
+from transload.io.atomic import refuse_name
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source
 from transload.judge import inspect, judge
@@ -107,8 +108,8 @@ def retag(
     """
     wanted, path = TagMap(to), _path(path)
     target = "" if out is None else _path(out)
-    if out is not None and (not target or "\0" in target):
-        raise UsageError(f"no file can have the name {target!r}", fix="Name the copy, or omit -o.")
+    if out is not None:
+        refuse_name(target)
     several = os.path.isdir(path) or path.endswith(".index.json")  # noqa: PTH112 - pathlib is slow to import
     if target:
         journal.refuse_target(path, target)

@@ -32,9 +32,10 @@ from transload.errors import CannotWriteError, NotAFileError, NoTorchError, Save
 from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.formats.torch_legacy import write_legacy
+from transload.formats.torch_zip import RECORD as ORIGIN_RECORD
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, Sink, opening_records, write_checkpoint
-from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic
+from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic, refuse_name
 from transload.io.checksums import fastest_crc32
 from transload.io.cuda_driver import DriverError, cuda_driver
 from transload.io.memory import Pages, copy, memory_at
@@ -130,8 +131,7 @@ def _path(f: Any) -> str | None:
     """The path of a target; ``None`` for a file object."""
     if isinstance(f, (str, bytes, os.PathLike)):
         path = os.fsdecode(f)
-        if "\0" in path:
-            raise UsageError(f"no file can have the name {path!r:.80}", fix="Leave out the NUL.")
+        refuse_name(path)
         return path
     if not callable(getattr(f, "write", None)):
         raise NotAFileError(f"cannot save to a {type(f).__name__}", fix="Give a path, or an object with write().")
@@ -242,7 +242,7 @@ class _Save:
                 opening,
                 records,
                 self.nbytes,
-                origin=(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
+                origin=(ORIGIN_RECORD.encode(), len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,
                 report_progress=progress_counter(self.progress, total, "saving"),
             )
@@ -250,7 +250,6 @@ class _Save:
 
 # -- where the file comes from
 
-_ORIGIN = b".transload/origin.json"
 _MAX_ENTRIES = 64 << 10  # bytes of JSON that the caller may add: every inspection reads them
 _MAX_DEPTH = 8
 _MAX_BITS = 64  # of an integer: other JSON readers do not support longer ones

@@ -21,7 +21,7 @@ from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
 from transload.formats import gc_paused, read_source
-from transload.formats.safetensors import read_safetensors
+from transload.formats.safetensors import MAX_HEADER, read_safetensors
 from transload.formats.zip import read_index
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_archive, write_checkpoint
 from transload.frozen import Frozen, Reported
@@ -293,7 +293,6 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 # -- safetensors: one file, or shards with the index that Hugging Face's loaders expect
 
-_MAX_HEADER = 100_000_000
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
@@ -355,8 +354,8 @@ def _header(entries: list[Entry], plan: Plan) -> bytes:
         lines.append(f'{_json(entry.name)}:{{{described},"data_offsets":[{at},{(at := at + entry.nbytes)}]}}')
     text = f"{{{','.join(lines)}}}".encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
-        raise ConvertError(f"its header would take {len(text):,} bytes: safetensors allows {_MAX_HEADER:,}")
+    if len(text) > MAX_HEADER:
+        raise ConvertError(f"its header would take {len(text):,} bytes: safetensors allows {MAX_HEADER:,}")
     return len(text).to_bytes(8, "little") + text
 
 

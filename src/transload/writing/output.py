@@ -29,7 +29,6 @@ from transload.io.atomic import AtomicFile, cannot_write
 SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 _LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+-[0-9a-f]{8}\.part", re.DOTALL)
-_MAX_INDEX = 100_000_000
 _CHOOSE = "Choose another name, or overwrite it: --force (overwrite=True in Python)."
 
 
@@ -225,8 +224,10 @@ class _OldShards:
             raise
 
     def _link(self, replaced: list[str]) -> None:
+        from transload.formats.directory import MAX_INDEX
+
         with open(self._index, "rb") as file:
-            self._text = file.read(_MAX_INDEX)
+            self._text = file.read(MAX_INDEX)
         table = json.loads(self._text)
         shards = table.get("weight_map") if isinstance(table, dict) else None
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):

@@ -1,8 +1,9 @@
 """Move the bytes of tensors from the source to the target, and verify them.
 
 A ``Job`` yields the bytes of an ``Entry`` as the target stores them, converted by ``cast`` if the dtype changes.
-``write_file`` writes a file and reads it back in one pass, with several threads. ``formats`` writes archives, and
-``read_back`` compares their checksums. ``check_source`` compares the checksums that the source was saved with.
+``write_file`` writes a file and reads it back in one pass, with several threads. ``formats.zip_writer`` writes
+archives, and ``read_back`` compares their checksums. ``check_source`` compares the checksums that the source was saved
+with.
 """
 
 from __future__ import annotations
