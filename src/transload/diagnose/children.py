@@ -28,7 +28,7 @@ from transload.machine import Answer, State, Unknown
 
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
 
-_GRACE = 0.2  # Seconds to wait for the last output of a child.
+_GRACE = 0.2  # Seconds without a line after which no more output of a dead child is expected.
 _DYING = 1.0  # Seconds to wait after SIGKILL: the driver frees the GPU first, and a process inside it may never die.
 _NOISE = 1 << 14  # Bytes of other output to keep, since it may be endless; enough for Python's stack.
 _LINE = 1 << 16  # The longest line to keep, for the same reason.
@@ -124,6 +124,7 @@ class Child(AbstractContextManager["Child"]):
         self._last_output = self.begun
         self._done = False
         self._noise = self._rest = b""
+        self._lines = 0  # that were read so far
         self._frames: list[bytes] = []
         self._place = ""  # the innermost line of the previous stack
         self._in_stack = False
@@ -211,8 +212,13 @@ class Child(AbstractContextManager["Child"]):
                 idle = now - active
                 break
             place = here or place
-        if process.poll() is not None and not self._finished.wait(_GRACE):  # its last output may still be in the pipe
-            self._finish()
+        if process.poll() is not None:
+            # Its last output may still be in the pipe, which something that it started may hold open.
+            lines = -1
+            while not self._finished.wait(_GRACE):
+                if lines == self._lines or monotonic() > self.deadline:
+                    self._finish()
+                lines = self._lines
         state: State = "answered" if self._done else "hung"
         end = "" if self._done else "hung"
         if not self._done:
@@ -248,6 +254,7 @@ class Child(AbstractContextManager["Child"]):
             while data := stream.read(_LINE):
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:  # a record or noise
+                    self._lines += 1
                     before, _, text = line.partition(MARK)
                     try:
                         record = ast.literal_eval(text.decode("ascii")) if text else {}
