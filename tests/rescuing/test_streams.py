@@ -133,8 +133,11 @@ def test_a_tensor_whose_size_does_not_match_its_shape_is_lost(tmp_path: Path) ->
     data = table({"a": ("F32", [1], b"good"), "b": ("F32", [2], b"four")})
     made = rescue(data, tmp_path / "out.safetensors")
     assert [(each.name, each.state) for each in made.tensors] == [("a", "whole"), ("b", "lost")]
-    assert (made.how, made.exit_code, made.lost[0].why) == ("left-out", 1, "its bytes are not in the file")
+    assert (made.how, made.exit_code, made.lost[0].why) == ("left-out", 1, "the file does not say where its bytes are")
     assert [tensor.name for tensor in inspect(tmp_path / "out.safetensors").tensors] == ["a"]
+    made = rescue(data, tmp_path / "out.safetensors", fill="zeros", overwrite=True)
+    assert made.exit_code == 1
+    assert made.warnings[0] == "b: still broken in the new file, since there is nothing to fill"
 
 
 def test_safetensors_with_something_around_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from transload.checkpoint import FORMATS, Checkpoint, Record, Tensor
 from transload.contents import PROGRAMS, byte_span, with_parts
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import CannotReadError, RescueError, UsageError
-from transload.findings import quoted, rescue_command
+from transload.findings import join_names, quoted, rescue_command
 from transload.formats import gc_paused, pickle_machine, read_source
 from transload.formats.pickle_streams import run_at
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
@@ -261,6 +261,7 @@ def _rescue_file(
             runs = all(record.name.endswith((".debug_pkl", "version")) for record in records)
             incomplete = kept and checkpoint.format in ("torchscript", "torch-export") and not runs
             out: Source | None = None
+            unfilled: list[str] = []
             if not kept and (lost or not (readable or checkpoint.format == "safetensors")):
                 how = "nothing"
             elif incomplete or (lost and not fill):
@@ -268,12 +269,17 @@ def _rescue_file(
                 how = "weights" if is_program(checkpoint) else "left-out"
             elif lost and fill:
                 out, how = filled(recovered, checkpoint, fill), "filled"
+                unfilled = [outcome.name for outcome in tensors if outcome.why == _NO_PLACE]
             elif recovered.exact:
                 out, how = recovered.source, "exact"
             else:
                 out = rebuilt(recovered, recovered.records) if recovered.records else recovered.source
                 how = "left-out" if recovered.index_rebuilt else "rebuilt"
             warnings = [*recovered.warnings]
+            if unfilled:
+                warnings.append(
+                    f"{join_names(unfilled, _SHOWN)}: still broken in the new file, since there is nothing to fill"
+                )
             if any(record.name == _INDEX for record in recovered.lost_records):
                 warnings.append("the index does not match its checksum: names and shapes may be wrong")
             if recovered.all_unchecked and any(each.nbytes and not each.tensors for each in checkpoint.storages):
@@ -469,6 +475,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
 # -- what became of each tensor
 
 _NOT_IN_FILE = "its bytes are not in the file"
+_NO_PLACE = "the file does not say where its bytes are"
 _MAX_STORAGE = 1 << 45
 """The largest size of a missing storage that is believed: 32 TB."""
 
@@ -521,7 +528,7 @@ class Outcomes:
             storage = self._storages.get(part.storage or "")
             if storage is None:
                 if part.kind == "strided" and part.numel:  # its entry in the header is broken
-                    return TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=_NOT_IN_FILE)
+                    return TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=_NO_PLACE)
                 continue
             checked = checked and storage.record not in self._unchecked
             if not part.numel:
