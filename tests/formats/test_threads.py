@@ -50,7 +50,7 @@ def test_an_interrupt_stops_all() -> None:
     assert threading.active_count() == running
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no signal can be sent to one thread")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot send a signal to one thread")
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_interrupt_while_waiting_waits_for_the_threads(times: int) -> None:
     home = threading.main_thread()

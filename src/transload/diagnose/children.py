@@ -124,7 +124,7 @@ class Child(AbstractContextManager["Child"]):
         self._last_output = self.begun
         self._done = False
         self._noise = self._rest = b""
-        self._lines = 0  # that were read so far
+        self._lines = 0  # read so far
         self._frames: list[bytes] = []
         self._place = ""  # the innermost line of the previous stack
         self._in_stack = False

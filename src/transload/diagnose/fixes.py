@@ -12,7 +12,7 @@ from operator import attrgetter
 from posixpath import normpath
 from shlex import quote
 
-from transload.diagnose import tables
+from transload.diagnose import loader, tables
 from transload.machine import Machine
 
 Lines = tuple[str, ...]
@@ -168,9 +168,9 @@ def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
 
 
 def elements(machine: Machine, variable: str) -> Lines:
-    """The elements of a search path. The loader also splits its own at semicolons."""
-    separators = "[:;]" if variable.startswith("LD_") else _separator(machine)
-    return tuple(re.split(separators, machine.variables.values.get(variable) or ""))
+    """The elements of a search path. The loader splits its own at semicolons, too."""
+    separators = ":;" if variable.startswith("LD_") else _separator(machine)
+    return loader.elements(machine.variables.values.get(variable) or "", separators)
 
 
 def _separator(machine: Machine) -> str:
@@ -221,13 +221,13 @@ _DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, w
 
 
 def _chips(machine: Machine) -> list[tables.Chip]:
-    """The known chips of the cards on the bus, without those that a virtual machine has."""
+    """The known chips of the cards on the bus, except those that are passed through to a virtual machine."""
     found = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
     return [chip for chip in found if chip]
 
 
 def family(machine: Machine) -> str:
-    """The family of Linux distributions that ``packages.json`` has for this one; ``other`` if it is none of them."""
+    """The family that this Linux distribution belongs to, as ``packages.json`` names it; ``other`` if it is unknown."""
     names = (machine.platform.distribution, *machine.platform.distribution_like)
     known = tables.table("packages")["driver"].items()
     return next((family for name in names for family, like in known if name in like.split()), "other")

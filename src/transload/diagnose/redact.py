@@ -206,7 +206,7 @@ class _Redactor:
 
     def _command(self, line: str) -> str:
         words = re.split("('[^']*')", line)
-        # Inside of quotes that must stay, the shell expands nothing, so the home stays as it is.
+        # Inside quotes that must stay, the shell expands nothing, so the home stays as it is.
         kept = (word.startswith("'") and not _QUOTED.fullmatch(word) for word in words)
         changed = (word if keep else self.home.sub("~", word) for word, keep in zip(words, kept, strict=True))
         line = "".join(_unquoted(match) if (match := _QUOTED.fullmatch(word)) else word for word in changed)

@@ -12,7 +12,7 @@ from typing import TextIO, TypeVar
 _GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 _EVERY = 0.1  # seconds between two updates of the line
-_POLL = 0.01  # seconds between two looks at the threads after an interrupt
+_POLL = 0.01  # seconds between two checks of the threads after an interrupt
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _Task = TypeVar("_Task")
 

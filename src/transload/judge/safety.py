@@ -130,11 +130,19 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
     if name == "torch.Size":
         fine = not args or (count == 1 and type(first) is tuple and len(first) <= _MAX_ITEMS)
         fine = fine and all(type(a) is int for a in first or ())
-        return None if fine else ("needs-trust", f"a torch.Size is not made from up to {_MAX_ITEMS} integers")
+        return (
+            None
+            if fine
+            else ("needs-trust", f"a torch.Size is made from something other than up to {_MAX_ITEMS} integers")
+        )
     if name == "torch.device":
         fine = 1 <= count <= 2 and type(first) in (str, int) and all(type(a) is int for a in args[1:])
         fine = fine and (type(first) is int or first.partition(":")[0].isidentifier())
-        return None if fine else ("needs-trust", "a torch.device is not made from a kind of device and a number")
+        return (
+            None
+            if fine
+            else ("needs-trust", "a torch.device is made from something other than a device type and an index")
+        )
     if name == "torch.serialization._get_layout":
         fine = count == 1 and first in _LAYOUTS
         return None if fine else ("needs-trust", "a tensor layout that torch does not have")
