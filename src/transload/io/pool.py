@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import TextIO, TypeVar
 
 _GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 _EVERY = 0.1  # seconds between two updates of the line
-_POLL = 0.01  # seconds between two checks of the threads after an interrupt
+_POLL = 0.01  # seconds between two checks of threads that are to end
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _Task = TypeVar("_Task")
 
@@ -41,6 +43,76 @@ def threads() -> int:
     return min(cores(), _MOST)
 
 
+class ThreadPool:
+    """Threads that work beside the thread that calls ``run``."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.stopped = False
+        """True after an error or an interrupt, and when the caller's part is over: begin nothing more."""
+        self._errors: list[BaseException] = []
+        # ``Thread.is_alive`` is not reliable: after an interrupted ``join``, Python before 3.13 takes a running thread
+        # for dead. So these lists say how many threads have begun and ended.
+        self._begun: list[None] = []
+        self._ended: list[None] = []
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
+
+    def run(
+        self, works: Sequence[Callable[[], None]], own: Callable[[], None], unblock: Callable[[], None] = lambda: None
+    ) -> None:
+        """Do each of ``works`` in a thread and ``own`` in this one; return, or raise the first error, when all ended.
+
+        If the system allows fewer threads, only the first of ``works`` are done: ``started`` says how many. When
+        ``own`` has returned or raised, ``unblock`` is called until no thread waits for anything any more.
+        """
+        threads = [Thread(target=self._work, args=(work,), daemon=True) for work in works]
+        try:
+            with suppress(RuntimeError):  # the system's limit on threads, or the interpreter is shutting down
+                for thread in threads:
+                    thread.start()
+                    self.started += 1
+            own()
+        except BaseException as error:  # noqa: BLE001 - raised again when the threads have ended
+            self._errors.append(error)
+        # The caller may free what the threads use, so wait for them even if Ctrl-C is pressed again.
+        waiting = True
+        while waiting:
+            try:
+                self.stopped = True
+                while len(self._ended) < len(self._begun):
+                    unblock()
+                    self.wait(_POLL)
+                for thread in threads:
+                    if thread.is_alive():
+                        thread.join()
+                waiting = False
+            except BaseException as error:  # noqa: BLE001, PERF203 - raised again when the threads have ended
+                self._errors.append(error)
+        if self._errors:
+            try:
+                raise min(self._errors, key=lambda error: isinstance(error, Exception))  # the first, or an interrupt
+            finally:
+                self._errors.clear()  # or the error would refer to itself through this frame, and keep all frames alive
+
+    def _work(self, work: Callable[[], None]) -> None:
+        self._begun.append(None)  # before ``stopped`` is read: a thread that starts too late must do nothing
+        try:
+            if not self.stopped:
+                work()
+        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
+            self._errors.append(error)
+            self.stopped = True
+        finally:
+            self._ended.append(None)
+            self._wakeups.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until a thread ends, at most so long: Python handles signals only in between. Whether any still runs."""
+        with suppress(Empty):
+            self._wakeups.get(timeout=seconds)
+        return len(self._ended) < self.started
+
+
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:
     """Run all tasks, in any order, in ``count`` threads; a thread gets the function that runs them from ``worker()``.
 
@@ -49,65 +121,21 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
     """
     left = iter(tasks)
     lock = Lock()
-    errors: list[BaseException] = []
-    # ``Thread.is_alive`` is not reliable: after an interrupted ``join``, Python before 3.13 takes a running thread for
-    # dead. So these lists say how many helpers have begun and ended.
-    begun: list[None] = []
-    ended: list[None] = []
-    stopped = False
+    pool = ThreadPool()
 
     def work() -> None:
-        nonlocal stopped
-        try:
-            do = worker()
-            while True:
-                try:
-                    with lock:
-                        if stopped:
-                            return
-                        task = next(left)
-                except StopIteration:
-                    return
-                do(task)
-        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
-            stopped = True
-            errors.append(error)
-
-    def assist() -> None:
-        begun.append(None)  # before ``stopped`` is read: a thread that starts too late must not call ``worker``
-        try:
-            if not stopped:
-                work()
-        finally:
-            ended.append(None)
-
-    helpers = [Thread(target=assist, daemon=True) for _ in range(count - 1)]
-    try:
-        for helper in helpers:
+        do = worker()
+        while True:
             try:
-                helper.start()
-            except RuntimeError:  # noqa: PERF203 - the system has no more threads: those that run do all the work
-                break
-        work()
-    finally:
-        # The caller may free what the helpers use, so wait for them even if Ctrl-C is pressed again.
-        waiting = True
-        while waiting:
-            try:
-                stopped = True  # there are no more tasks, or they are not to be done
-                for helper in helpers:
-                    if helper.is_alive():
-                        helper.join()
-                while len(ended) < len(begun):
-                    time.sleep(_POLL)
-                waiting = False
-            except BaseException as error:  # noqa: BLE001, PERF203 - raised again when they have ended
-                errors.append(error)
-    if errors:
-        try:
-            raise min(errors, key=lambda error: isinstance(error, Exception))  # the first, or an interrupt
-        finally:
-            errors.clear()  # or the error would refer to itself through this frame, and keep all frames alive
+                with lock:
+                    if pool.stopped:
+                        return
+                    task = next(left)
+            except StopIteration:
+                return
+            do(task)
+
+    pool.run([work] * (count - 1), work)
 
 
 # -- progress, reported to the caller's function or on a terminal

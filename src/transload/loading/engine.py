@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from queue import Empty, SimpleQueue
-from threading import Thread
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from transload.errors import CannotReadError
@@ -195,80 +195,37 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: Repor
     if len(lanes) == 1:
         _run_lane(jobs, lanes[0], report_progress)
         return
+    from transload.io.pool import ThreadPool
+
+    pool = ThreadPool()
     queue: SimpleQueue[Job | None] = SimpleQueue()
-    wakeups: SimpleQueue[None] = SimpleQueue()
-    errors: list[BaseException] = []
-    # ``Thread.is_alive`` is not reliable: after an interrupted ``join``, Python before 3.13 takes a running thread for
-    # dead. So these lists say which lanes have begun and ended.
-    begun: list[Lane] = []
-    ended: list[Lane] = []
-    stopped = False
+    end = partial(queue.put, None)
 
     def next_job() -> Job | None:
         job = queue.get()
-        if job is None or stopped:
-            queue.put(None)  # for the other lanes, and for another call by this one
+        if job is None or pool.stopped:
+            end()  # for the other lanes, and for another call by this one
             return None
         return job
 
-    def run(lane: Lane) -> None:
-        nonlocal stopped
-        begun.append(lane)  # before ``stopped`` is read: a thread that starts too late must not touch the lane
-        try:
-            if not stopped:
-                lane.run(next_job)
-        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
-            errors.append(error)
-            stopped = True
-        finally:
-            ended.append(lane)
-            wakeups.put(None)
-
-    def sleep() -> None:
-        """Wait until a thread ends, but briefly: Python handles signals only in between."""
-        with suppress(Empty):
-            wakeups.get(timeout=_POLL)
-
-    threads = [Thread(target=run, args=(lane,), daemon=True) for lane in lanes]
-    started = reported = 0
-    try:
-        with suppress(RuntimeError):  # the system's limit on threads, or the interpreter is shutting down
-            for thread in threads:
-                thread.start()
-                started += 1
-        if started:
-            for job in jobs:
-                if stopped:
-                    break
-                queue.put(job)
-            queue.put(None)
-        else:
+    def prepare() -> None:
+        if not pool.started:
             _run_lane(jobs, lanes[0], report_progress)
-        while len(ended) < started or reported < sum(lane.done for lane in lanes if started):
-            if len(ended) < started:
-                sleep()
+            return
+        for job in jobs:
+            if pool.stopped:
+                return
+            queue.put(job)
+        end()
+        running, reported = True, 0
+        while running:
+            running = pool.wait(_POLL)
             done = sum(lane.done for lane in lanes)
-            if report_progress and done > reported and not errors:
+            if report_progress and done > reported and not pool.stopped:
                 report_progress(done - reported)
             reported = done
-    finally:
-        # Stop the threads that still run, and wait until they have ended, even if Ctrl-C is pressed again.
-        waiting = True
-        while waiting:
-            with suppress(KeyboardInterrupt):  # the original exception is raised when they have ended
-                stopped = True
-                while len(ended) < len(begun):
-                    queue.put(None)
-                    sleep()
-                for thread in threads:
-                    if thread.is_alive():
-                        thread.join()
-                waiting = False
-    if errors:
-        try:
-            raise errors[0]
-        finally:
-            errors.clear()  # or the error would refer to itself through its frames, and keep their memory alive
+
+    pool.run([partial(lane.run, next_job) for lane in lanes], prepare, end)
 
 
 def _run_lane(jobs: Iterable[Job], lane: Lane, report_progress: ReportProgress | None) -> None:

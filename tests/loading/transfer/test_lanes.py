@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import transload
+from transload.io import pool
 from transload.loading import engine
 from transload.loading.engine import run_lanes
 from transload.loading.jobs import Job, NextJob, Run
@@ -337,7 +338,7 @@ class Refused:
 
 @pytest.mark.parametrize("given", [0, 1, 2])
 def test_with_fewer_threads_than_wanted_all_is_done_all_the_same(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "Thread", Refused(given))
+    monkeypatch.setattr(pool, "Thread", Refused(given))
     lanes = [Lane() for _ in range(4)]
     told: list[int] = []
     run_lanes(jobs(9), lanes, told.append)
@@ -370,7 +371,7 @@ made: list[Late] = []
 
 def test_a_thread_that_comes_too_late_does_not_touch_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another load may have the lane by then."""
-    monkeypatch.setattr(engine, "Thread", Late)
+    monkeypatch.setattr(pool, "Thread", Late)
     lanes = [Lane(), Lane()]
     with pytest.raises(KeyboardInterrupt):
         run_lanes(jobs(3), lanes)
