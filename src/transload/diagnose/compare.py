@@ -212,7 +212,7 @@ class Group(Plain):
     nodes: tuple[str, ...]
 
 
-class Difference(Plain):
+class FactDifference(Plain):
     """A fact that is not the same everywhere. ``groups`` are its values with their machines, most first.
 
     ``usual`` is the value of more than half of the machines, ``None`` if there is none. ``follows`` is another
@@ -254,12 +254,12 @@ class Comparison(Plain):
     silent: tuple[str, ...]
     unreadable: dict[str, str]
     without_cuda: tuple[str, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[FactDifference, ...]
     faults: tuple[Fault, ...]
     alike: dict[str, str]
 
     @property
-    def matters(self) -> tuple[Difference, ...]:
+    def matters(self) -> tuple[FactDifference, ...]:
         """The differences that may break a job, without those that follow from others."""
         return tuple(each for each in self.differences if each.level != "note" and not each.follows)
 
@@ -283,7 +283,7 @@ def compare(
     diagnoses = {name: each for name, each in reports.items() if not isinstance(each, str)}
     machines = {name: diagnosis.machine for name, diagnosis in diagnoses.items()}
     cards = {name: (_count(m), *_models(m)) for name, m in machines.items()}
-    differences: list[Difference] = []
+    differences: list[FactDifference] = []
     layers: dict[str, str] = {}
     alike: dict[str, str] = {}
     for fact in _facts([*machines.values()], together=together):
@@ -324,7 +324,7 @@ def compare(
     )
 
 
-def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[Difference]) -> Difference:
+def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[FactDifference]) -> FactDifference:
     """The machines grouped by value, without groups that follow from ``earlier`` differences.
 
     It is only a note if every machine has a different value, which must be on purpose.
@@ -340,10 +340,10 @@ def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[Differe
     explained = {group.nodes for each in implied for group in each.odd}
     own = tuple(group for group in groups if group.value == usual or group.nodes not in explained)
     if len(own) > 1:  # something remains that does not follow from the others
-        return Difference(fact.name, level, fact.why, usual, own)
+        return FactDifference(fact.name, level, fact.why, usual, own)
     nodes = {group.nodes for group in groups}
     follows = next(each.fact for each in implied if any(group.nodes in nodes for group in each.odd))
-    return Difference(fact.name, level, fact.why, usual, tuple(groups), follows)
+    return FactDifference(fact.name, level, fact.why, usual, tuple(groups), follows)
 
 
 # -- the report

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import TransloadError, UsageError
 from transload.explaining import hooks
 from transload.explaining.logs import LIMIT, ErrorChain, FlatText, flat, lines_of, split, unwrapped
-from transload.explaining.matching import Match, Near, nearest, search, variant
+from transload.explaining.matching import ErrorMatch, Near, nearest, search, variant
 from transload.frozen import Plain, Reported, replace
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
@@ -216,10 +216,10 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
         current = current.__cause__ or current.__context__
 
 
-def _answers(found: Sequence[Match]) -> list[tuple[Answer, Match]]:
+def _answers(found: Sequence[ErrorMatch]) -> list[tuple[Answer, ErrorMatch]]:
     """One answer for each error, and its first match; causes first."""
     causes = any(each.known.role == "cause" for each in found)
-    merged: dict[tuple[Any, ...], tuple[Answer, Match]] = {}
+    merged: dict[tuple[Any, ...], tuple[Answer, ErrorMatch]] = {}
     for each in found:
         if each.known.role == "frame" and (causes or not each.known.fix):
             continue
@@ -230,7 +230,7 @@ def _answers(found: Sequence[Match]) -> list[tuple[Answer, Match]]:
     return sorted(merged.values(), key=lambda pair: (pair[0].kind == "remark", not pair[1].known.first, pair[0].line))
 
 
-def _answer(found: Match) -> Answer:
+def _answer(found: ErrorMatch) -> Answer:
     known = found.known
     blanks = {name: value[:_LONGEST_VALUE] for name, value in found.values.items()}
     values = defaultdict(str, blanks, text=found.text)  # a blank that the wording does not have is empty

@@ -261,7 +261,7 @@ _BESIDE = 400  # characters before and after an error in a log that may name its
 _PLACED = re.compile(r"\s*File |Cell In|<ipython-input|/\S+ in ")  # the line of a frame that names its file
 
 
-class Match(NamedTuple):
+class ErrorMatch(NamedTuple):
     """A known error in a text, with the values in the blanks of its wording.
 
     ``traceback`` is the whole text of the chain of exceptions; empty for an error between the lines of a log.
@@ -294,12 +294,12 @@ class Match(NamedTuple):
 
 def search(
     chains: Iterable[ErrorChain], loose: Iterable[FlatText]
-) -> tuple[list[Match], list[ErrorChain], list[ErrorChain]]:
+) -> tuple[list[ErrorMatch], list[ErrorChain], list[ErrorChain]]:
     """The known errors in a log, the chains without any, and those that only wrap another error.
 
     Of each chain of exceptions, the innermost cause is found.
     """
-    found: list[Match] = []
+    found: list[ErrorMatch] = []
     unknown: list[ErrorChain] = []
     framed: list[ErrorChain] = []
     for chain in chains:
@@ -322,7 +322,7 @@ def search(
     return found, unknown, framed
 
 
-def _main(raised: RaisedError, traceback: str) -> tuple[Match | None, list[Match]]:
+def _main(raised: RaisedError, traceback: str) -> tuple[ErrorMatch | None, list[ErrorMatch]]:
     """The error that an exception itself reports, and other causes printed below it before the next exception."""
     frames = (line.text for line in reversed(raised.frames) if _PLACED.match(line.text))
     matches = _matches(raised.text, traceback, next(frames, "").rpartition("File ")[2])
@@ -344,13 +344,13 @@ def _main(raised: RaisedError, traceback: str) -> tuple[Match | None, list[Match
     return main, [match for match in below if match.known.rank == 0 and match.known.code != main.known.code]
 
 
-def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Match]:
+def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[ErrorMatch]:
     """Every known message in a text, in order; of two that overlap, the one with the better rank, then weight.
 
     Only the surroundings of anchors are searched, never the whole text. Without a traceback, the ``place`` of a wording
     must be near it: a log has lines of many programs.
     """
-    matches: list[Match] = []
+    matches: list[ErrorMatch] = []
     text = source.flat
     for known in mentioned(text):
         if known.unless and re.search(known.unless, traceback or text):
@@ -371,9 +371,9 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Mat
                 found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND) if placed else None
                 if found:
                     values = found.groupdict("")
-                    matches.append(Match(known, *found.span(), values, wording.weight, source, traceback))
+                    matches.append(ErrorMatch(known, *found.span(), values, wording.weight, source, traceback))
                 at = text.find(wording.anchor, max(after, found.end() if found else 0))
-    kept: list[Match] = []
+    kept: list[ErrorMatch] = []
     for match in sorted(matches, key=lambda match: (match.known.rank, -match.weight, match.start)):
         if all(match.end <= other.start or other.end <= match.start for other in kept):
             kept.append(match)

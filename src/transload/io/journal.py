@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError
 from transload.frozen import Frozen
 from transload.io.atomic import AtomicFile, cannot_write, flush_directory, try_lock, write_at
-from transload.io.packed import Assembly, Part
+from transload.io.packed import Assembly, SourceRange
 from transload.io.sources import BytesSource, Source, cannot_read, has_journal, journal_path, read_at
 
 _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0)
@@ -63,12 +63,12 @@ class Changes(Frozen):
 
     def made(self, source: Source) -> Source:
         """The changed file as a source; nothing is written."""
-        parts: list[Part] = []
+        parts: list[SourceRange] = []
         at = 0
         for run in self.runs:
-            parts += (Part(source, at, run.offset - at), Part(BytesSource(run.new), 0, len(run.new)))
+            parts += (SourceRange(source, at, run.offset - at), SourceRange(BytesSource(run.new), 0, len(run.new)))
             at = run.offset + len(run.old)
-        return Assembly([*parts, Part(source, at, self.old_size - at)], source.name)
+        return Assembly([*parts, SourceRange(source, at, self.old_size - at)], source.name)
 
 
 def undo_path(path: str) -> str:

@@ -167,7 +167,7 @@ def from_text(encoding: str, source: Source, offset: int, stored: int, limit: in
         left = max(0, left - len(text))
 
 
-class Part(NamedTuple):
+class SourceRange(NamedTuple):
     """``length`` bytes of a source from ``offset`` on."""
 
     source: Source
@@ -178,7 +178,7 @@ class Part(NamedTuple):
 class Assembly(Source):
     """Parts in sequence, as one source. It does not close their sources."""
 
-    def __init__(self, parts: Iterable[Part], name: str) -> None:
+    def __init__(self, parts: Iterable[SourceRange], name: str) -> None:
         self._parts = [part for part in parts if part.length > 0]
         self._starts: list[int] = []
         self.name = name

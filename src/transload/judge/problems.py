@@ -112,7 +112,7 @@ _STEP = re.compile(r"^- (.+)$", re.MULTILINE)
 _SHOWN = 10
 
 
-class Rule(NamedTuple):
+class ProblemRule(NamedTuple):
     """How a problem is judged: a title, its severity, and the best verdicts that are possible with it."""
 
     title: str
@@ -123,13 +123,13 @@ class Rule(NamedTuple):
 
 
 @cache
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, ProblemRule]:
     """Every rule by its code, from docs/findings.md.
 
     >>> rules()["zip-shifted"].safety, rules()["zip-shifted"].severity
     ('dangerous', 'error')
     """
-    found: dict[str, Rule] = {}
+    found: dict[str, ProblemRule] = {}
     for section in manual_page("findings").split("\n## ")[1:]:
         head = _HEAD.match(section)
         if head is None:
@@ -138,7 +138,7 @@ def rules() -> dict[str, Rule]:
         steps = [f"$ {step[1:-1]}" if step.startswith("`transload ") else step for step in _STEP.findall(section)]
         effects: dict[str, Any] = dict(_EFFECT.findall(section))
         severity: Any = head["severity"]
-        found[head["code"]] = Rule(head["title"], severity, fix=tuple(steps), **effects)
+        found[head["code"]] = ProblemRule(head["title"], severity, fix=tuple(steps), **effects)
     return found
 
 
@@ -175,9 +175,9 @@ def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, tuple[Finding
     return worst_safety(*(rule.safety for rule in rules.values())), tuple(findings)
 
 
-def rule_of(code: str) -> Rule:
+def rule_of(code: str) -> ProblemRule:
     """The rule for a code; a strict one if the code is not known."""
-    return rules().get(code) or Rule(code.replace("-", " "), "error", "unknown", "damaged")
+    return rules().get(code) or ProblemRule(code.replace("-", " "), "error", "unknown", "damaged")
 
 
 # -- whether a file is too damaged to be loaded or converted

@@ -337,7 +337,7 @@ class Transfer:
 # -- to CUDA devices
 
 
-class _Slot:
+class _PinnedSlot:
     """Pinned memory of a cell's size."""
 
     def __init__(self, address: int) -> None:
@@ -356,7 +356,7 @@ class RingLane:
         self.transfer: Transfer
         self._driver = driver
         self._pages = Pages(SLOTS * CELL)
-        self._slots = [_Slot(self._pages.address + index * CELL) for index in range(SLOTS)]
+        self._slots = [_PinnedSlot(self._pages.address + index * CELL) for index in range(SLOTS)]
         self._streams: dict[int, int] = {}
         self._events: dict[tuple[int, int], int] = {}
         self._pins = True

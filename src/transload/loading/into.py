@@ -441,7 +441,7 @@ class _Unbuilt(NamedTuple):
     node: object
 
 
-class _State(UserDict[str, Any]):
+class _LazyStateDict(UserDict[str, Any]):
     """A state dict that reads a tensor, or builds another value, on each access, and does not keep it.
 
     With ``lands``, tensors are read onto the devices they go to, since they become the parameters themselves.
@@ -466,7 +466,7 @@ class _State(UserDict[str, Any]):
     def load(self, module: torch.nn.Module, prefix: str, versions: dict[str, dict[str, Any]], report: _Report) -> None:
         """Let a module and its children load their entries, as ``load_state_dict`` does."""
         below = {key: value for key, value in self.data.items() if key.startswith(prefix)}
-        state = _State(below, self._opened)
+        state = _LazyStateDict(below, self._opened)
         state.lands = any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         metadata = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if state.lands else {})}
         module._load_from_state_dict(state, prefix, metadata, True, *report)  # noqa: SLF001 - what load_state_dict calls
@@ -478,7 +478,7 @@ class _State(UserDict[str, Any]):
 # -- what does not fit
 
 
-class Difference(NamedTuple):
+class KeyMismatch(NamedTuple):
     """A key whose shape or dtype differs between the file and the model."""
 
     key: str
@@ -594,9 +594,9 @@ class _Loading:
         self._extras: dict[str, Tensor | _Unbuilt] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self.shapes: list[Difference] = []
-        self.dtypes: list[Difference] = []
-        self._ignored: list[Difference] = []
+        self.shapes: list[KeyMismatch] = []
+        self.dtypes: list[KeyMismatch] = []
+        self._ignored: list[KeyMismatch] = []
         self._errors: list[str] = []
         self._compare(cast=cast, ignore_shapes=ignore_shapes)
 
@@ -616,12 +616,12 @@ class _Loading:
                 continue
             if tensor.shape != slot.shape and not slot.takes_scalar(tensor):
                 differing = self._ignored if ignore_shapes else self.shapes
-                differing.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
+                differing.append(KeyMismatch(key, str(list(tensor.shape)), str(list(slot.shape))))
                 if ignore_shapes:
                     continue
             dtype = str(slot.tensor.dtype).removeprefix("torch.")
             if tensor.dtype != dtype and not cast:
-                self.dtypes.append(Difference(key, tensor.dtype, dtype))
+                self.dtypes.append(KeyMismatch(key, tensor.dtype, dtype))
         # One task per parameter, in file order; of two tensors for one parameter the last counts, as in torch.
         tasks: dict[int, _Task] = {}
         places: defaultdict[int, list[_Slot]] = defaultdict(list)
@@ -717,7 +717,7 @@ class _Loading:
         lines += _group("missing in the file", [key for key in missing if key not in covered])
         lines += _group("only in the file", [key for key in unexpected if key not in covered])
         if self.shapes:
-            rows = [Difference("key", "file", "model"), *self.shapes[:_MOST]]
+            rows = [KeyMismatch("key", "file", "model"), *self.shapes[:_MOST]]
             wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines.append(f"of another shape, {plural(len(self.shapes), 'key')}:")
             for row in rows:
@@ -769,14 +769,14 @@ class _Loading:
 
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
         match, path = self._match, self._opened.checkpoint.path
-        extras = dict(_State(dict(self._extras), self._opened))
+        extras = dict(_LazyStateDict(dict(self._extras), self._opened))
         if self._custom:
             entries: dict[str, Any] = {**match.rest, **match.tensors}
             for name in self._values:
                 node, new = self._opened.node((*match.branch.path, name)), self._user_rename(name)
                 if node and new is not None and match.rename(new) not in match.tensors:
                     entries[match.rename(new)] = _Unbuilt(*node)
-            state = _State(entries, self._opened)
+            state = _LazyStateDict(entries, self._opened)
             for prefix, module in self._custom.items():
                 state.load(module, prefix, self._versions, (self.missing, self.unexpected, self._errors))
             # If a module has replaced a parameter on the meta device, put the new one into its other slots, too.

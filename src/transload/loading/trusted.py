@@ -41,7 +41,7 @@ _OPERATORS = {"fbgemm": "fbgemm_gpu", "tensorrt": "torch_tensorrt"}
 """The package that has the operators of a namespace, if its name differs."""
 
 
-class _Stream(io.RawIOBase):
+class _SourceStream(io.RawIOBase):
     """A source as a raw file object."""
 
     def __init__(self, source: Source) -> None:
@@ -72,7 +72,7 @@ def as_file(source: Source) -> io.BufferedReader:
     >>> as_file(open_source(b"abc")).read(2)
     b'ab'
     """
-    return io.BufferedReader(_Stream(source), 1 << 20)
+    return io.BufferedReader(_SourceStream(source), 1 << 20)
 
 
 def unpickler_of(pickle_module: Any) -> type[Any]:

@@ -34,7 +34,7 @@ from transload.formats.safetensors import FIELDS, PREFIX
 from transload.formats.tensors import Locate, StorageTable, Tree, declared_storages, find_tensors
 from transload.frozen import Frozen, NamedTuple, Reported, replace
 from transload.io.atomic import AtomicFile, refuse_name
-from transload.io.packed import Assembly, Part
+from transload.io.packed import Assembly, SourceRange
 from transload.io.pool import progress_counter
 from transload.io.sources import Source, SourceLike, open_source
 from transload.judge import inspect, judge
@@ -44,11 +44,11 @@ from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 from transload.rescuing.archive import (
     METADATA,
-    Archive,
     ArchiveRecord,
     Filler,
     LostRange,
     LostRecord,
+    RebuiltArchive,
     Recovered,
     checksum,
     literal,
@@ -573,14 +573,14 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
     order = 1 + max(record.order for record in records)
     if is_program(checkpoint):
         empty_tuple = stored_record(root + b"/constants.pkl", literal(b"\x80\x02)."), order=order)
-        return recovered, read_source(Archive([*records, empty_tuple], name))
+        return recovered, read_source(RebuiltArchive([*records, empty_tuple], name))
     folder = b"/tensors/" if any(record.name.startswith(root + b"/tensors/") for record in records) else b"/data/"
     added: dict[bytes, ArchiveRecord] = {}
     for storage in checkpoint.storages:
         missing = not storage.record and storage.device != "meta" and storage.nbytes < _MAX_STORAGE
         if missing and (fill or not storage.nbytes):
             key = root + folder + storage.key.encode("utf-8", "backslashreplace")
-            content = Part(Filler(storage.nbytes), 0, storage.nbytes)
+            content = SourceRange(Filler(storage.nbytes), 0, storage.nbytes)
             made = stored_record(key, content, order=order + len(added), crc32=0)
             added[key] = made._replace(lost=(LostRange(0, storage.nbytes, _NOT_IN_FILE),) if storage.nbytes else ())
     if not added:
@@ -689,7 +689,7 @@ def rebuilt(recovered: Recovered, records: Sequence[ArchiveRecord]) -> Source:
         record if record.crc32 or record.method else record._replace(crc32=checksum(record.content))
         for record in records
     ]
-    return Archive(summed, recovered.source.name)
+    return RebuiltArchive(summed, recovered.source.name)
 
 
 def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
@@ -698,7 +698,7 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     for tensor in checkpoint.tensors:
         dtypes.setdefault(tensor.storage, tensor.dtype)
     ranges = sorted(recovered.lost_ranges)
-    fills: list[tuple[int, Part]] = []
+    fills: list[tuple[int, SourceRange]] = []
     for storage in checkpoint.storages:
         if storage.offset is None:
             continue
@@ -715,15 +715,17 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
             if first < last:
                 first -= first % len(pattern)
                 filler = Filler(last - first, pattern)
-                fills.append((begin + first, Part(filler, 0, filler.size)))
+                fills.append((begin + first, SourceRange(filler, 0, filler.size)))
     fills.sort(key=lambda each: each[0])
     source = recovered.source
     whole = Assembly(replaced(source, 0, source.size, fills), source.name)
     if not recovered.records:
         return whole
-    starts = Archive(recovered.records, "").starts
+    starts = RebuiltArchive(recovered.records, "").starts
     records = [
-        record._replace(content=(Part(whole, starts[record.name], record.stored),), crc32=0) if record.lost else record
+        record._replace(content=(SourceRange(whole, starts[record.name], record.stored),), crc32=0)
+        if record.lost
+        else record
         for record in recovered.records
     ]
     return rebuilt(recovered, records)
@@ -763,8 +765,8 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
         for _ in range(3):
             _, position = run_at(source, position, "")
         places = sorted((s.offset, s.key, s.nbytes) for s in checkpoint.storages if s.key in needed and s.offset)
-        parts = [Part(source, 0, position), literal(index + dumps([key for _, key, _ in places]))]
-        parts += [Part(source, offset - 8, nbytes + 8) for offset, _, nbytes in places]
+        parts = [SourceRange(source, 0, position), literal(index + dumps([key for _, key, _ in places]))]
+        parts += [SourceRange(source, offset - 8, nbytes + 8) for offset, _, nbytes in places]
         return Assembly(parts, source.name)
     gone = {record.name for record in recovered.lost_records}
     records: list[ArchiveRecord] = []
@@ -810,7 +812,7 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
     table = json.loads(source.read(PREFIX, length))
     storages = {storage.id: storage for storage in checkpoint.storages}
     kept: dict[str, object] = {"__metadata__": table["__metadata__"]} if "__metadata__" in table else {}
-    parts: list[Part] = []
+    parts: list[SourceRange] = []
     at = 0
     for tensor in tensors:
         storage = storages.get(tensor.storage or "")
@@ -818,7 +820,7 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
             entry = table[tensor.name]  # the reference also accepts a list of the fields
             fields = dict(zip(FIELDS, entry, strict=True)) if isinstance(entry, list) else entry
             kept[tensor.name] = {**fields, "data_offsets": [at, at + storage.nbytes]}
-            parts.append(Part(source, storage.offset, storage.nbytes))
+            parts.append(SourceRange(source, storage.offset, storage.nbytes))
             at += storage.nbytes
     header = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
@@ -845,9 +847,9 @@ def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor
     big_endian = any(storage.big_endian for storage in used.values())
     contents = {b"data.pkl": literal(dumps(Dict(items))), b"byteorder": literal(b"big" if big_endian else b"little")}
     for ident, storage in used.items():
-        contents[b"data/" + keys[ident].encode()] = Part(source, storage.offset or 0, storage.nbytes)
+        contents[b"data/" + keys[ident].encode()] = SourceRange(source, storage.offset or 0, storage.nbytes)
     contents[b"version"] = literal(b"3\n")
-    return Archive([stored_record(b"archive/" + name, part) for name, part in contents.items()], source.name)
+    return RebuiltArchive([stored_record(b"archive/" + name, part) for name, part in contents.items()], source.name)
 
 
 # -- the report

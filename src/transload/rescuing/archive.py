@@ -20,7 +20,7 @@ from transload.formats.zip import ALIGNMENT, LOCAL, text_of
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import NamedTuple
-from transload.io.packed import MAX_RATIO, Assembly, Part
+from transload.io.packed import MAX_RATIO, Assembly, SourceRange
 from transload.io.sources import BytesSource, Source
 from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
 from transload.tensors.content import Inflating
@@ -82,23 +82,23 @@ class Filler(Source):
         return (self._pattern * (count // len(self._pattern) + 2))[phase : phase + count]
 
 
-def literal(data: bytes) -> Part:
+def literal(data: bytes) -> SourceRange:
     """New bytes as a part."""
-    return Part(BytesSource(data), 0, len(data))
+    return SourceRange(BytesSource(data), 0, len(data))
 
 
-def replaced(source: Source, start: int, end: int, others: Iterable[tuple[int, Part]]) -> Iterator[Part]:
+def replaced(source: Source, start: int, end: int, others: Iterable[tuple[int, SourceRange]]) -> Iterator[SourceRange]:
     """The bytes of a source from ``start`` to ``end``, with other parts in place of those at some offsets."""
     at = start
     for offset, part in others:
         if at <= offset < end and part.length:
-            yield Part(source, at, offset - at)
+            yield SourceRange(source, at, offset - at)
             yield part
             at = offset + part.length
-    yield Part(source, at, end - at)
+    yield SourceRange(source, at, end - at)
 
 
-def repaired(source: Source, offset: int, length: int, repairs: Iterable[Repair]) -> Iterator[Part]:
+def repaired(source: Source, offset: int, length: int, repairs: Iterable[Repair]) -> Iterator[SourceRange]:
     """Some bytes of a source, with repairs."""
     right = ((repair.position, literal(bytes([repair.new]))) for repair in sorted(repairs))
     return replaced(source, offset, offset + length, right)
@@ -110,7 +110,7 @@ def differences(offset: int, here: bytes, right: bytes, *, proven: bool = True) 
     return [Repair(at, old, new, "", "proven" if proven else "probable") for at, (old, new) in pairs if old != new]
 
 
-def checksum(parts: Iterable[Part]) -> int:
+def checksum(parts: Iterable[SourceRange]) -> int:
     """The CRC-32 of the concatenated parts."""
     source, value = Assembly(parts, ""), 0
     for start in range(0, source.size, _CHUNK):
@@ -131,7 +131,7 @@ class ArchiveRecord(NamedTuple):
     """
 
     name: bytes
-    content: tuple[Part, ...]
+    content: tuple[SourceRange, ...]
     size: int
     stored: int
     crc32: int
@@ -140,7 +140,7 @@ class ArchiveRecord(NamedTuple):
     time: int = 0
     date: int = 0
     padding: int | None = None
-    before: tuple[Part, ...] = ()
+    before: tuple[SourceRange, ...] = ()
     order: int = 0
     header: int = -1
     added: bool = False
@@ -153,28 +153,28 @@ def name_below_root(name: bytes) -> str:
     return text_of(name.partition(b"/")[2] or name)
 
 
-def stored_record(name: bytes, part: Part, *, order: int = 0, crc32: int | None = None) -> ArchiveRecord:
+def stored_record(name: bytes, part: SourceRange, *, order: int = 0, crc32: int | None = None) -> ArchiveRecord:
     """An uncompressed record. Its checksum is computed unless it is given."""
     flags = _UTF8 | HAS_DESCRIPTOR if part.length else _UTF8  # torch writes no descriptor behind an empty record
     value = checksum([part]) if crc32 is None else crc32
     return ArchiveRecord(name, (part,), part.length, part.length, value, flags=flags, order=order)
 
 
-class Archive(Assembly):
+class RebuiltArchive(Assembly):
     """An archive of these records; ``after`` are parts between the last record and the directory.
 
     ``generated`` are the headers, descriptors and the directory, with their offsets. ``starts`` is where the bytes of
     each record begin, by its name.
     """
 
-    def __init__(self, records: Iterable[ArchiveRecord], name: str, after: Iterable[Part] = ()) -> None:
+    def __init__(self, records: Iterable[ArchiveRecord], name: str, after: Iterable[SourceRange] = ()) -> None:
         self.generated: list[tuple[int, bytes]] = []
         self.starts: dict[bytes, int] = {}
-        parts: list[Part] = []
+        parts: list[SourceRange] = []
         entries: list[tuple[int, bytes]] = []
         at = 0
 
-        def put(*more: Part) -> None:
+        def put(*more: SourceRange) -> None:
             nonlocal at
             parts.extend(more)
             at += sum(part.length for part in more)
@@ -213,9 +213,11 @@ class Archive(Assembly):
         super().__init__(parts, name)
 
 
-def with_records(recovered: Recovered, records: Sequence[ArchiveRecord], archive: Archive | None = None) -> Recovered:
+def with_records(
+    recovered: Recovered, records: Sequence[ArchiveRecord], archive: RebuiltArchive | None = None
+) -> Recovered:
     """A recovered archive with other records, and what is lost and repaired in them."""
-    archive = archive or Archive(records, recovered.source.name)
+    archive = archive or RebuiltArchive(records, recovered.source.name)
     placed = [(archive.starts[record.name], record) for record in records]
     return recovered._replace(
         source=archive,
@@ -250,7 +252,7 @@ def recover_archive(source: Source) -> Recovered | None:
     by_torch = 2 * padded > len(found.records)
     records, lost = _rebuild(source, found, checked, by_torch=by_torch)
     notes: list[str] = []
-    after: list[Part] = []
+    after: list[SourceRange] = []
     if not by_torch:
         records = _normalized(records, notes)
     else:
@@ -263,7 +265,7 @@ def recover_archive(source: Source) -> Recovered | None:
         ends = [record.end for record in found.records if not record.replaced and record.end <= start]
         since = max(ends, default=start)
         if start > 0 and since < start:
-            after = [Part(source, since, start - since)]
+            after = [SourceRange(source, since, start - since)]
     for index, record in enumerate(records):
         right = _BYTE_ORDERS.get(record.stored, b"") if record.name.endswith(b"/byteorder") else b""
         if right and any(each.name == "byteorder" for each in lost):
@@ -273,7 +275,7 @@ def recover_archive(source: Source) -> Recovered | None:
     records = _with_version(records, notes)
     lost += [LostRecord(name_below_root(entry.name), "it is not in the file") for entry in found.missing]
     # Compare the new archive with the damaged file.
-    archive = Archive(records, source.name, after)
+    archive = RebuiltArchive(records, source.name, after)
     in_place = not lost and {record.header for record in records} <= {offset for offset, _ in archive.generated}
     repairs = [
         repair._replace(record=name_below_root(each.name)) for each, verdict in checked for repair in verdict.repairs
@@ -474,21 +476,21 @@ def _rebuild(
             content = tuple(repaired(source, record.payload, record.stored, verdict.repairs))
             if record.method and not by_torch:
                 packed = Assembly(content, source.name)
-                content = (Part(Inflating(packed, 0, record.stored, verdict.size), 0, verdict.size),)
+                content = (SourceRange(Inflating(packed, 0, record.stored, verdict.size), 0, verdict.size),)
         else:
             lost.append(
                 LostRecord(name, "the file ends within it" if verdict.state == "cut" else "its bytes are damaged")
             )
             if record.method or record.endless or name in METADATA:  # it is unknown how many bytes there were
                 continue
-            fill = Part(Filler(record.stored), 0, record.stored - record.present)
-            content = (Part(source, record.payload, record.present), fill)
+            fill = SourceRange(Filler(record.stored), 0, record.stored - record.present)
+            content = (SourceRange(source, record.payload, record.present), fill)
         if not named:
             continue
         stored = sum(part.length for part in content)
         flags = 0x0808 if record.stored else 0x0800
         padding: int | None = None
-        before: tuple[Part, ...] = ()
+        before: tuple[SourceRange, ...] = ()
         missing: tuple[LostRange, ...] = ()
         if verdict.state == "damaged":
             why, places = "its bytes do not match their checksum", verdict.candidates
@@ -503,7 +505,7 @@ def _rebuild(
             wide = 12 if record.wide and record.stored < 0xFFFFFFFF else 20 if record.wide else 0
             room = record.payload - record.header - 34 - len(record.name) - wide
             padding = room if 0 <= room < 0xFFFF else None
-            before = (Part(source, reached, record.header - reached),) if reached < record.header else ()
+            before = (SourceRange(source, reached, record.header - reached),) if reached < record.header else ()
         size, method = (verdict.size, record.method) if by_torch and record.method else (stored, 0)
         rebuilt = ArchiveRecord(record.name, content, size, stored, verdict.crc32 or 0, method, flags, time, date)
         rebuilt = rebuilt._replace(padding=padding, before=before, order=order, header=record.header, lost=missing)
@@ -584,10 +586,10 @@ def recover_directory(path: str) -> Recovered:
     # The index first, as torch writes it, so that a truncated file loses as little as possible.
     for order, file in enumerate(sorted(files, key=lambda file: not file.name.endswith("data.pkl"))):
         name = os.fsencode(f"{os.path.basename(top)}/{file.name}")  # noqa: PTH119 - paths stay strings
-        content = Part(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
+        content = SourceRange(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
         records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)
-    archive = Archive(records, path)
+    archive = RebuiltArchive(records, path)
     return Recovered(
         archive, exact=False, notes=tuple(notes), records=tuple(records), all_unchecked=True, nbytes=archive.size
     )

@@ -87,7 +87,7 @@ def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]
     offsets, first = sorted(texts), entries[0] if entries else stop
     if not (run_part(vm, data[:first]) and _is_ready(vm)):
         vm.meta[:], vm.stack = [[Dict([])]], []
-        _retry(vm, data, offsets[: bisect_left(offsets, first)], 0, first, _State(vm), last=False)
+        _retry(vm, data, offsets[: bisect_left(offsets, first)], 0, first, _StackSnapshot(vm), last=False)
     # The stack of the dictionary with the last damage; that of one whose further entries may belong to another
     # dictionary; how many gaps there are; and the key of the last storage.
     gap, doubtful, gaps, last_key = list[Any](), list[Any](), 0, ""
@@ -111,7 +111,7 @@ def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]
             vm.stack += entry
         elif type(name) is str:
             broken.append(name)
-        state = _State(vm)
+        state = _StackSnapshot(vm)
         if start == behind and _runs(vm, data[start:end]) and _is_ready(vm, last=end == stop):
             continue
         state.restore(vm)
@@ -198,7 +198,7 @@ def _run_alone(vm: Machine, part: bytes) -> list[Any]:
     return other.stack if _runs(other, part) and not other.meta else []
 
 
-class _State:
+class _StackSnapshot:
     """The stack of a machine, so that it can be restored."""
 
     def __init__(self, vm: Machine) -> None:
@@ -244,7 +244,9 @@ def _is_ready(vm: Machine, *, last: bool = False) -> bool:
     return fillable and len(stack) % 2 == 0 and (not stack or type(stack[-2]) in (str, int))
 
 
-def _retry(vm: Machine, data: bytes, texts: list[int], start: int, end: int, state: _State, *, last: bool) -> None:
+def _retry(
+    vm: Machine, data: bytes, texts: list[int], start: int, end: int, state: _StackSnapshot, *, last: bool
+) -> None:
     """Continue within a damaged part, after the damage: at a text that can be a key, or where a dictionary ends."""
     for text in texts[:_MAX_RETRIES]:
         at = text

@@ -23,7 +23,7 @@ from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import read_journal, state_of
-from transload.io.packed import MAX_RATIO, UNWRAPPED, Assembly, Part, decompressed, inflated, packed_as
+from transload.io.packed import MAX_RATIO, UNWRAPPED, Assembly, SourceRange, decompressed, inflated, packed_as
 from transload.io.sources import BytesSource, ObjectSource, Slice, Source, journal_path
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
@@ -193,7 +193,9 @@ def _recover_legacy(source: Source) -> Recovered | None:
 def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostRange], last: str) -> Recovered:
     """A file without checksums, repaired, and cut or padded to the size it should have."""
     shortfall = max(0, end - source.size)
-    whole = Assembly([Part(source, 0, end - shortfall), Part(Filler(shortfall), 0, shortfall)], source.name)
+    whole = Assembly(
+        [SourceRange(source, 0, end - shortfall), SourceRange(Filler(shortfall), 0, shortfall)], source.name
+    )
     if shortfall:
         ranges.append(LostRange(source.size, end, "the file ends before its last byte"))
     notes = (f"{source.size - end:,} bytes after the last {last} are left out",) if source.size > end else ()

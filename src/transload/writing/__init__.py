@@ -1,6 +1,6 @@
 """Write the tensors of an open checkpoint in another format, and read them back to be sure; torch is not needed.
 
-``write_content`` does it all: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; one of
+``write_content`` does it all: a ``ConversionPlan`` decides what is written, with ``to_torch`` for a torch zip; one of
 ``_WRITERS`` writes it into a ``Bundle`` (``output``), and checks that a reader finds every tensor there; ``transfer``
 moves and compares the bytes; ``objects`` keeps everything that is not a tensor.
 """
@@ -41,7 +41,7 @@ from transload.writing.output import (
     refuse_existing,
     sibling_files,
 )
-from transload.writing.plan import SAFETENSORS_DTYPES, Options, Plan, member_name, notes
+from transload.writing.plan import SAFETENSORS_DTYPES, ConversionPlan, Options, member_name, notes
 from transload.writing.transfer import Entry, Job, check_source, read_back, write_file
 
 _LEFTOVERS_START = b'{\n "from": '
@@ -72,7 +72,7 @@ def write_content(
     if format_ != "raw":
         refuse_existing(dst, overwrite=overwrite)
     with gc_paused():
-        plan = Plan(content, format_, options)
+        plan = ConversionPlan(content, format_, options)
     checkpoint = content.checkpoint
     total = sum(entry.nbytes for entry in (plan.storages if format_ == "torch" else plan.entries))
     report_progress = progress_counter(progress, 2 * total if verify else total, "converting")
@@ -257,7 +257,7 @@ def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
         job.progress(len(piece))
 
 
-def _write_torch(job: Job, plan: Plan) -> None:
+def _write_torch(job: Job, plan: ConversionPlan) -> None:
     """Write a zip archive like that of ``torch.save``, and check that our reader finds the same tensors in it."""
     storages = plan.storages
     file = job.bundle.add(job.dst)
@@ -296,7 +296,7 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def _write_safetensors(job: Job, plan: Plan) -> None:
+def _write_safetensors(job: Job, plan: ConversionPlan) -> None:
     """Write one file, or shards of at most ``max_shard_size`` bytes and their index."""
     max_size = plan.options.max_shard_size
     shards: list[list[Entry]] = [[]]
@@ -341,7 +341,7 @@ def _write_safetensors(job: Job, plan: Plan) -> None:
             job.bundle.remove(job.dst)  # loaders would prefer it to the shards
 
 
-def _header(entries: list[Entry], plan: Plan) -> bytes:
+def _header(entries: list[Entry], plan: ConversionPlan) -> bytes:
     names = {entry.name for entry in entries}
     metadata = {"format": "pt", **plan.metadata, **{name: kept for name, kept in plan.aliases if kept in names}}
     lines = [f'"__metadata__":{_json(metadata)}']
@@ -365,7 +365,7 @@ _MAX_RANK = 64  # dimensions of an array from numpy 2.0 on; before that 32
 _MAX_NAME = 0xFFFF
 
 
-def _write_npz(job: Job, plan: Plan) -> None:
+def _write_npz(job: Job, plan: ConversionPlan) -> None:
     """Write the archive, and check that our reader finds the arrays in it."""
     members: list[_Member] = []
     for entry in plan.entries:
@@ -402,7 +402,7 @@ def _write_npz(job: Job, plan: Plan) -> None:
 # Tensor names are only in the index: nothing that a file says becomes a path.
 
 
-def _write_raw(job: Job, plan: Plan) -> None:
+def _write_raw(job: Job, plan: ConversionPlan) -> None:
     """Write the files and their index."""
     folder = job.bundle.add_folder(job.dst).hidden
     tensors: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Decide what goes into the target before anything is written, and what to note about it.
 
-``Options`` is what the caller asks for. A ``Plan`` takes the tensors below the key, leaves out what a ``state_dict()``
-would not contain, gives every tensor a unique name, and decides which of them the format can store. ``candidates`` is
-what ``--list`` shows.
+``Options`` is what the caller asks for. A ``ConversionPlan`` takes the tensors below the key, leaves out what a
+``state_dict()`` would not contain, gives every tensor a unique name, and decides which of them the format can store.
+``candidates`` is what ``--list`` shows.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _WITHOUT_OBJECT = frozenset({*PROGRAMS, "sharded", "dcp"})  # they contain no ob
 _WEIGHTS = ("_parameters", "_buffers")
 
 
-class Plan:
+class ConversionPlan:
     """What is written and what is not; raises ``TransloadError`` if there is nothing to convert.
 
     ``entries`` are the tensors of the target in file order, ``aliases`` further names of the same tensors, ``in_parts``
@@ -438,7 +438,7 @@ def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
 _SHOWN = 20
 
 
-def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
+def notes(plan: ConversionPlan, job: Job, leftovers: Leftovers) -> Iterator[str]:
     """What else to know about the target, one sentence each."""
     named = _named_format(job.dst)
     if named and named != plan.format:
