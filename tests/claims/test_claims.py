@@ -1,6 +1,6 @@
-"""What people are told about these errors, tried on the torch that is installed. docs/claims.md has a section for each.
+"""Common claims about these errors, tested with the installed torch. docs/claims.md has a section for each.
 
-What needs a GPU is tried by bench/gpu/claims.py; what it saw stands on the page, with the day and the versions.
+Claims that need a GPU are tested by bench/gpu/claims.py; the page has the results, with the date and the versions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def h200(data: Path) -> Path:
-    """Files that were saved from a real GPU, by torch 2.11.0 for CUDA 13.0."""
+    """Files saved from a real GPU, by torch 2.11.0 for CUDA 13.0."""
     return data / "h200"
 
 
@@ -63,7 +63,7 @@ def test_what_does_record_a_version(h200: Path, tmp_path: Path) -> None:
 
 
 def test_another_cuda_version(data: Path, h200: Path) -> None:
-    """Here torch has another CUDA than any of these had, or none: all load."""
+    """The installed torch has another CUDA version than these files were saved with, or none: all load."""
     files = [*data.glob("torch-releases/*/state_dict_cuda0.pt"), h200 / "state_dict_cuda0.pt"]
     assert len(files) == 9
     for path in files:
@@ -78,30 +78,30 @@ def test_cpu_tensors_in_between(h200: Path) -> None:
     tags = {use.device for use in transload.inspect(path).devices}
     assert tags == {"cpu", "cuda:0"}
     assert torch.load(path, map_location="cpu")
-    seen = (h200 / "errors.txt").read_text(encoding="utf-8")
-    assert "OK  mixed_cpu_cuda.pt {} dict" in seen  # on the GPU itself
+    recorded = (h200 / "errors.txt").read_text(encoding="utf-8")
+    assert "OK  mixed_cpu_cuda.pt {} dict" in recorded  # recorded on the GPU
 
 
 def test_models_take_tensors_from_any_device() -> None:
-    """``load_state_dict`` copies into the parameters that are there; ``assign=True`` takes what it gets instead."""
-    away = nn.Linear(2, 2, device="meta")
-    here = nn.Linear(2, 2)
-    away.load_state_dict(here.state_dict(), assign=True)
-    assert away.weight.device.type == "cpu"
-    assert torch.equal(away.weight, here.weight)
+    """``load_state_dict`` copies into the existing parameters; with ``assign=True`` it replaces them."""
+    target = nn.Linear(2, 2, device="meta")
+    source = nn.Linear(2, 2)
+    target.load_state_dict(source.state_dict(), assign=True)
+    assert target.weight.device.type == "cpu"
+    assert torch.equal(target.weight, source.weight)
 
 
 # -- model.cpu().state_dict() is the right way to save portably
 
 
 def test_model_cpu_state_dict() -> None:
-    """The model that is saved is the model that is moved; the state of its optimizer is not."""
+    """Moving the model to save it moves the model itself, but not the state of its optimizer."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.rand(1, 2)).sum().backward()
     optimizer.step()
     before = model.weight
-    assert model.to("meta") is model  # as .cpu() from a GPU
+    assert model.to("meta") is model  # like .cpu() on a model on a GPU
     assert model.weight.device.type == "meta"
     assert before is not model.weight or before.device.type == "meta"
     assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.state.values())
@@ -109,20 +109,20 @@ def test_model_cpu_state_dict() -> None:
 
 def test_saving_leaves_the_model_where_it_is(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    places = [parameter.data_ptr() for parameter in model.parameters()]
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
     transload.save(model.state_dict(), tmp_path / "a.pt")
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
 
 
 def test_copies_by_name_write_what_is_tied_twice() -> None:
-    """``{name: tensor.cpu()}`` makes a copy for each name where the source is another device; here ``clone`` does."""
+    """``{name: tensor.cpu()}`` copies each tensor of another device; without a GPU, ``clone`` stands in for it."""
     tied = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
     tied[1].weight = tied[0].weight
 
     def size(value: Any) -> int:
-        held = io.BytesIO()
-        torch.save(value, held)
-        return len(held.getvalue())
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return len(buffer.getvalue())
 
     copied = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
     assert size(copied) > 1.9 * size(tied.state_dict())
@@ -142,21 +142,21 @@ def test_map_location_cpu_is_not_enough_for_classes_that_are_not_here(h200: Path
 
 
 def test_map_location_cpu_does_not_reach_devices_that_are_values() -> None:
-    held = io.BytesIO()
-    torch.save({"device": torch.device("cuda:3"), "name": "cuda:3"}, held)
-    held.seek(0)
-    found = torch.load(held, map_location="cpu")
-    assert found == {"device": torch.device("cuda:3"), "name": "cuda:3"}
+    buffer = io.BytesIO()
+    torch.save({"device": torch.device("cuda:3"), "name": "cuda:3"}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, map_location="cpu")
+    assert loaded == {"device": torch.device("cuda:3"), "name": "cuda:3"}
 
 
 def test_map_location_cpu_does_not_reach_devices_in_programs() -> None:
-    def where(x: torch.Tensor) -> torch.Tensor:
+    def add_on_cuda(x: torch.Tensor) -> torch.Tensor:
         return x + torch.zeros(1, device=torch.device("cuda:0"))
 
-    held = io.BytesIO()
-    torch.jit.save(torch.jit.script(where), held)
-    held.seek(0)
-    program = torch.jit.load(held, map_location="cpu")
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(add_on_cuda), buffer)
+    buffer.seek(0)
+    program = torch.jit.load(buffer, map_location="cpu")
     with pytest.raises(RuntimeError):
         program(torch.zeros(1))
 
@@ -170,31 +170,31 @@ def test_the_same_device_as_at_save(h200: Path) -> None:
         torch.load(path)
     assert torch.load(path, map_location="cpu")
     with pytest.warns(UserWarning, match="cuda:1"):
-        found = transload.load(path)
-    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+        loaded = transload.load(path)
+    assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
 
 
 # -- torch.load with map_location=device followed by .to(device) is needed
 
 
 def test_to_after_map_location(h200: Path) -> None:
-    found = torch.load(h200 / "state_dict_cuda0.pt", map_location="cpu")
-    assert all(tensor.to("cpu") is tensor for tensor in found.values())
+    loaded = torch.load(h200 / "state_dict_cuda0.pt", map_location="cpu")
+    assert all(tensor.to("cpu") is tensor for tensor in loaded.values())
 
 
 def test_a_model_keeps_its_own_device() -> None:
-    """So what is loaded for it may come from anywhere: it is copied, and the model is moved once, by who made it."""
+    """``load_state_dict`` copies, so the state dict may be on any device; only the model needs ``.to``, once."""
     model = nn.Linear(2, 2)
-    place = model.weight.data_ptr()
+    pointer = model.weight.data_ptr()
     model.load_state_dict(nn.Linear(2, 2).state_dict())
-    assert model.weight.data_ptr() == place
+    assert model.weight.data_ptr() == pointer
 
 
 # -- the CUDA toolkit (nvcc) must match PyTorch's CUDA
 
 
 def test_the_toolkit_must_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To build extensions, its major version must; torch says so itself. Nothing else asks for it."""
+    """Its major version must match to build extensions, as torch itself checks. Nothing else needs it."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 10.2, V10.2.89'\n", encoding="ascii")
@@ -206,18 +206,18 @@ def test_the_toolkit_must_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_toolkit_of_another_version_is_not_asked(tmp_path: Path) -> None:
-    """Importing and using torch with a CUDA 10.2 in CUDA_HOME and first on PATH runs no program of it."""
+    """Importing and using torch with a toolkit in CUDA_HOME and first on PATH does not run its nvcc."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    asked = tmp_path / "asked"
-    nvcc.write_text(f"#!/bin/sh\ntouch '{asked}'\n", encoding="ascii")
+    marker = tmp_path / "asked"
+    nvcc.write_text(f"#!/bin/sh\ntouch '{marker}'\n", encoding="ascii")
     nvcc.chmod(0o755)
     path = f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}"
     code = "import torch; print(torch.cuda.is_available(), torch.rand(2, 2).matmul(torch.ones(2)).shape)"
     environ = {**os.environ, "CUDA_HOME": str(tmp_path), "CUDA_PATH": str(tmp_path), "PATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False torch.Size([2])"
-    assert not asked.exists()
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False torch.Size([2])"
+    assert not marker.exists()
 
 
 # -- torch.cuda.device_count() being 2 means cuda:1 is usable; reinstalling the driver fixes "unknown error"
@@ -229,13 +229,13 @@ def states(data: Path) -> dict[str, str]:
 
 
 def test_device_count_is_not_usable(data: Path) -> None:
-    """Seen on a GPU: NVML counts what the driver cannot start."""
+    """Recorded on a GPU: NVML counts a card that CUDA cannot use."""
     assert "avail True count 1" in states(data)["healthy"]
     assert "avail False count 1" in states(data)["no_uvm"]
 
 
 def test_unknown_error_and_the_driver(data: Path) -> None:
-    """Seen on a GPU whose driver was right: one node of /dev was out of reach, for one process."""
+    """Recorded on a GPU with a correct driver: one device node was inaccessible to one process."""
     assert "cuInit 999" in states(data)["no_uvm"]
     assert "EXC RuntimeError CUDA unknown error - this may be due to an incorrectly set up" in states(data)["no_uvm"]
     assert "cuInit 0" in states(data)["healthy"]
@@ -249,7 +249,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 
 @pytest.mark.parametrize("content", [PAGE, POINTER, gzip.compress(PAGE)], ids=["web page", "Git LFS pointer", "gzip"])
 def test_weights_only_false_is_the_fix(content: bytes, tmp_path: Path) -> None:
-    """torch advises it for files in which it mends nothing."""
+    """torch suggests it for files where it fixes nothing."""
     path = tmp_path / "model.pt"
     path.write_bytes(content)
     with pytest.raises(Exception, match="set to `False` will likely succeed"):
@@ -273,7 +273,7 @@ def test_weights_only_false_runs_what_is_in_the_file(tmp_path: Path) -> None:
 
 
 def test_weights_only_false_is_not_needed_for_the_weights(h200: Path) -> None:
-    """A whole module: its tensors are listed without its class."""
+    """The tensors of a pickled module are listed without its class."""
     path = h200 / "whole_custom_module_cuda0.pt"
     with pytest.raises(Exception, match=r"Unsupported (global|class)"):
         torch.load(path, map_location="cpu", weights_only=True)
@@ -297,8 +297,8 @@ def test_safetensors_carry_no_device(tmp_path: Path) -> None:
 
 def test_every_claim_on_the_page_names_its_tests() -> None:
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
-    here = set(re.findall(r"^def (test_\w+)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE))
-    there = set(
+    own_tests = set(re.findall(r"^def (test_\w+)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE))
+    gpu_tests = set(
         re.findall(r"^def (\w+)", (ROOT / "bench" / "gpu" / "claims.py").read_text(encoding="utf-8"), re.MULTILINE)
     )
     sections = page.split("\n## ")[1:]
@@ -310,6 +310,6 @@ def test_every_claim_on_the_page_names_its_tests() -> None:
         assert "What to do" in section, title
         named = re.findall(r"`(?:tests/claims|bench/gpu/claims\.py): (\w+)`", section)
         assert named, title
-        assert set(named) <= here | there, title
+        assert set(named) <= own_tests | gpu_tests, title
     used = set(re.findall(r"`tests/claims: (\w+)`", page))
-    assert here - used == {"test_every_claim_on_the_page_names_its_tests"}
+    assert own_tests - used == {"test_every_claim_on_the_page_names_its_tests"}

@@ -17,7 +17,7 @@ Imported = Callable[..., set[str]]
 
 
 class Transload(Protocol):
-    """Runs the command line in a separate process, with only the given variables of ours in its environment."""
+    """Runs the command line in a separate process, with the given variables and few others in its environment."""
 
     def __call__(
         self, *arguments: str, stdout: int = ..., path: Path | None = ..., python: tuple[str, ...] = ..., **env: str
@@ -33,13 +33,13 @@ def program() -> Transload:
         python: tuple[str, ...] = (),
         **env: str,
     ) -> subprocess.CompletedProcess[str]:
-        places = [str(place) for place in (path, SOURCE) if place]
+        folders = [str(folder) for folder in (path, SOURCE) if folder]
         kept = {name: value for name, value in os.environ.items() if name in ("SYSTEMROOT", "TMPDIR", "TEMP")}
         return subprocess.run(
             [sys.executable, *python, "-m", "transload", *arguments],
             stdout=stdout,
             stderr=subprocess.PIPE,
-            env={**kept, "PYTHONPATH": os.pathsep.join(places), "PYTHONUTF8": "1", **env},
+            env={**kept, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUTF8": "1", **env},
             encoding="utf-8",
             timeout=300,
             check=False,
@@ -52,15 +52,15 @@ def program() -> Transload:
 def imported(program: Transload, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     """The modules that a command imports.
 
-    It runs without site-packages, where .pth files import what they like, so there is an empty module for each package
-    that a command could want from there.
+    The command runs without site-packages, because .pth files there import other modules. Empty modules stand in for
+    the packages that a command could import from there.
     """
     packages = tmp_path_factory.mktemp("packages")
     for name in ("numpy", "torch"):
         (packages / f"{name}.py").touch()
 
     def run(*arguments: str) -> set[str]:
-        told = program(*arguments, path=packages, python=("-S", "-X", "importtime")).stderr
-        return {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}
+        stderr = program(*arguments, path=packages, python=("-S", "-X", "importtime")).stderr
+        return {line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time:")}
 
     return run

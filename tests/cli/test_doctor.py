@@ -50,7 +50,7 @@ def saved(tmp_path: Path) -> Saved:
     return save
 
 
-def valid(text: str) -> dict[str, Any]:
+def validated(text: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(text)
     validate(document, SCHEMA)
     return document
@@ -60,7 +60,7 @@ def valid(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("machine", "status", "words"),
+    ("machine", "status", "expected"),
     [
         (healthy(), "ok", "CUDA works: torch 2.13.0+cu130 computed on NVIDIA H200"),
         (bare(), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
@@ -68,27 +68,27 @@ def valid(text: str) -> dict[str, Any]:
         (refused(healthy(), 999), "broken", "CUDA does not work: "),
     ],
 )
-def test_the_verdict_makes_the_exit_code(
-    machine: Machine, status: str, words: str, saved: Saved, capsys: pytest.CaptureFixture[str]
+def test_exit_code_follows_the_verdict(
+    machine: Machine, status: str, expected: str, saved: Saved, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, code = saved(machine), int(status == "broken")
     assert main(["doctor", "--from", path]) == code
-    shown = capsys.readouterr()
-    assert shown.out.startswith(words)
-    assert not shown.err
+    output = capsys.readouterr()
+    assert output.out.startswith(expected)
+    assert not output.err
     assert main(["doctor", "--from", path, "--json"]) == code
-    document = valid(capsys.readouterr().out)
+    document = validated(capsys.readouterr().out)
     assert document["status"] == status
     assert (document["cause"] is None) == (code == 0)
 
 
-def test_a_cause_has_its_code_its_fix_and_its_page(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cause_is_shown_with_code_fix_and_page(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--from", saved(STUBBED)])
     text = capsys.readouterr().out
     assert "[U04]" in text.splitlines()[0]
     assert "\n  $ export LD_LIBRARY_PATH=$HOME/lib\n" in text
     main(["doctor", "--from", saved(STUBBED), "--json"])
-    cause = valid(capsys.readouterr().out)["cause"]
+    cause = validated(capsys.readouterr().out)["cause"]
     assert (cause["code"], cause["doc"]) == ("U04", "docs/doctor/U04.md")
 
 
@@ -96,20 +96,20 @@ def test_a_cause_has_its_code_its_fix_and_its_page(saved: Saved, capsys: pytest.
     ("machine", "code"),
     [(healthy(), 0), (no_torch_run(healthy()), 0), (bare(), 1), (STUBBED, 1)],
 )
-def test_require_asks_for_more_than_no_fault(
+def test_require_cuda_fails_unless_cuda_is_usable(
     machine: Machine, code: int, saved: Saved, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--from", saved(machine), "--require", "cuda", "--json"]) == code
-    shown = capsys.readouterr()
-    assert valid(shown.out)["cuda_usable"] == (code == 0)
-    assert shown.err == ("transload: CUDA is required but not usable here\n" if code else "")
+    output = capsys.readouterr()
+    assert validated(output.out)["cuda_usable"] == (code == 0)
+    assert output.err == ("transload: CUDA is required but not usable here\n" if code else "")
 
 
-# -- machines from elsewhere ------------------------------------------------------------------------------------------
+# -- reports of other machines ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", [healthy(), bare(), STUBBED, refused(healthy(), 803)])
-def test_a_report_judged_elsewhere_says_the_same(
+def test_report_read_from_json_gives_the_same_json(
     machine: Machine, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["doctor", "--from", saved(machine), "--json"])
@@ -121,7 +121,7 @@ def test_a_report_judged_elsewhere_says_the_same(
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_reports_come_in_the_encodings_of_shells(
+def test_report_is_read_in_the_encodings_that_shells_write(
     encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "machine.json"
@@ -130,26 +130,26 @@ def test_reports_come_in_the_encodings_of_shells(
     assert capsys.readouterr().out.startswith("No GPU in this machine")
 
 
-def test_a_report_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_read_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = json.dumps(judge_machine(bare()).to_dict()).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert main(["doctor", "--from", "-"]) == 0
     assert capsys.readouterr().out.startswith("No GPU in this machine")
 
 
-def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_fields_of_a_newer_release_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = judge_machine(bare()).to_dict()
     document["mood"] = document["machine"]["mood"] = "good"
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     assert main(["doctor", "--from", str(path), "--json"]) == 0
-    assert valid(capsys.readouterr().out)["status"] == "no-gpu"
+    assert validated(capsys.readouterr().out)["status"] == "no-gpu"
 
 
 @each(
-    ("content", "words"),
+    ("content", "expected"),
     [
         (b"", "it is not JSON"),
         (b"\xff\xff\x00", "it is not JSON"),
@@ -160,28 +160,28 @@ def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known(
         (b'{"schema": 1, "machine": {"kernel": 3}}', "machine.kernel cannot be 3"),
     ],
 )
-def test_a_file_that_is_no_report_is_refused(
-    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_file_that_is_not_a_report_is_rejected(
+    content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "machine.json"
     path.write_bytes(content)
     assert main(["doctor", "--from", str(path)]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert words in shown.err
-    assert shown.err.startswith(f"transload: {path}: ")
+    output = capsys.readouterr()
+    assert not output.out
+    assert expected in output.err
+    assert output.err.startswith(f"transload: {path}: ")
 
 
 @pytest.mark.parametrize("path", ["no-such-file.json", ".", "a\0b"])
-def test_a_file_that_cannot_be_read_is_reported(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_file_is_an_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--from", path]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert shown.err.startswith("transload: ")
-    assert "bug" not in shown.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("transload: ")
+    assert "bug" not in output.err
 
 
-def test_a_saved_machine_may_contain_anything(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_a_report_are_escaped(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = changed(STUBBED, python__prefix="/x\x1b[2J\n", kernel__version="\u202e")
     main(["doctor", "--from", saved(hostile), "--verbose"])
     assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
@@ -191,7 +191,9 @@ def test_a_saved_machine_may_contain_anything(saved: Saved, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"], ["--json"]])
-def test_names_are_left_out_unless_wanted(flags: list[str], saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_redacted_unless_no_redact(
+    flags: list[str], saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = saved(STUBBED)
     main(["doctor", "--from", path, *flags])
     assert "alice" not in capsys.readouterr().out
@@ -199,9 +201,7 @@ def test_names_are_left_out_unless_wanted(flags: list[str], saved: Saved, capsys
     assert "/home/alice" in capsys.readouterr().out
 
 
-def test_what_is_to_be_typed_is_true_in_the_report_and_redacted_in_what_is_sent(
-    saved: Saved, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_are_exact_in_text_and_redacted_in_json(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     values = {"HOME": "/home/alice", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64/stubs:/gpfs/alice/mpi/lib"}
     path = saved(changed(STUBBED, variables__values=values))
     main(["doctor", "--from", path])
@@ -231,14 +231,14 @@ def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) 
     assert "\nFix\n" in text
 
 
-@each(("code", "near"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")])
-def test_an_unknown_code_suggests_similar_ones(code: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+@each(("code", "suggestion"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")])
+def test_an_unknown_code_suggests_similar_ones(code: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--explain", code]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert "there is no cause" in shown.err
-    assert near in shown.err
-    assert "\x1b" not in shown.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert "there is no cause" in output.err
+    assert suggestion in output.err
+    assert "\x1b" not in output.err
 
 
 @each(
@@ -258,9 +258,9 @@ def test_an_unknown_code_suggests_similar_ones(code: str, near: str, capsys: pyt
 )
 def test_bad_usage_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert shown.err.startswith("usage: transload doctor")
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("usage: transload doctor")
 
 
 @each(
@@ -277,63 +277,67 @@ def test_bad_usage_shows_the_usage(arguments: list[str], capsys: pytest.CaptureF
         ["--python", ""],
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictory_or_invalid_options_are_rejected(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert "--json" in arguments or not shown.out
-    assert shown.err.startswith("transload: ")
-    assert "bug" not in shown.err
+    output = capsys.readouterr()
+    assert "--json" in arguments or not output.out
+    assert output.err.startswith("transload: ")
+    assert "bug" not in output.err
 
 
-class Asked:
-    """Stands in for the examination, and keeps what it was asked."""
+class Recorder:
+    """Stands in for ``transload.doctor`` and records its arguments."""
 
     def __init__(self) -> None:
-        self.words: tuple[str, ...] = ()
+        self.steps: tuple[str, ...] = ()
         self.arguments: tuple[Any, ...] = ()
 
     def __call__(
         self, python: str = "", *, torch: bool = True, timeout: float = 0.0, progress: Callable[[str], object] = print
     ) -> transload.Diagnosis:
         self.arguments = (python, torch, timeout)
-        for words in ("running torch", *self.words):
-            progress(words)
+        for step in ("running torch", *self.steps):
+            progress(step)
         return judge_machine(bare())
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    stand_in = Asked()
-    monkeypatch.setattr(transload, "doctor", stand_in)  # the package keeps what it has looked up once
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    stand_in = Recorder()
+    monkeypatch.setattr(transload, "doctor", stand_in)  # the package caches the attribute
     monkeypatch.setattr("transload.diagnose.doctor", stand_in)
     return stand_in
 
 
-def test_options_reach_the_examination(asked: Asked, tmp_path: Path) -> None:
+def test_options_are_passed_to_doctor(recorder: Recorder, tmp_path: Path) -> None:
     assert main(["doctor"]) == 0
-    assert asked.arguments == ("", True, 0.0)
+    assert recorder.arguments == ("", True, 0.0)
     main(["doctor", "--timeout", "2.5"])
-    assert asked.arguments == ("", True, 2.5)
+    assert recorder.arguments == ("", True, 2.5)
     main(["doctor", "--no-torch"])
-    assert asked.arguments == ("", False, 0.0)
+    assert recorder.arguments == ("", False, 0.0)
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    for way in (str(python), str(tmp_path / "env")):
-        main(["doctor", "--python", way])
-        assert asked.arguments == (str(python), True, 0.0)
+    for value in (str(python), str(tmp_path / "env")):
+        main(["doctor", "--python", value])
+        assert recorder.arguments == (str(python), True, 0.0)
 
 
-def test_an_interpreter_on_the_path_is_found(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_option_is_looked_up_on_path(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "python9").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path))
     main(["doctor", "--python", "python9"])
-    assert asked.arguments[0] == str(tmp_path / "python9")
+    assert recorder.arguments[0] == str(tmp_path / "python9")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_what_is_waited_for_is_shown_and_stays_only_where_nobody_watches(
-    terminal: bool, asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_progress_is_erased_on_a_terminal_and_one_line_elsewhere(
+    terminal: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stream(io.StringIO):
         encoding = "utf-8"
@@ -344,43 +348,43 @@ def test_what_is_waited_for_is_shown_and_stays_only_where_nobody_watches(
     stream = Stream()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", "80")
-    asked.words = ("running torch: import, at /home/mary/torch.py:2", f"running torch: import, at /{'x' * 99}.py:2")
+    recorder.steps = ("running torch: import, at /home/mary/torch.py:2", f"running torch: import, at /{'x' * 99}.py:2")
     assert main(["doctor"]) == 0
-    assert stream.getvalue() == ""  # it was quick
+    assert stream.getvalue() == ""  # it finished before the delay
     monkeypatch.setattr(command, "_PATIENCE", 0.0)
     monkeypatch.setattr(command, "_LONG_PATIENCE", 0.0)
     assert main(["doctor"]) == 0
     if not terminal:
         assert stream.getvalue() == "transload: still running torch\n"
         return
-    first, second, third, wiped, end = stream.getvalue().split("\r")[1:]
+    first, second, third, blank, end = stream.getvalue().split("\r")[1:]
     assert (first, second) == ("running torch …", "running torch: import, at ~user2/torch.py:2 …")
     assert (third, len(third)) == (f"…{'x' * 71}.py:2 …", 79)
-    assert (wiped.strip(), end) == ("", "")
-    assert len(wiped) >= len(third)
+    assert (blank.strip(), end) == ("", "")
+    assert len(blank) >= len(third)
 
 
-# -- the real thing ---------------------------------------------------------------------------------------------------
+# -- this machine, streams and imports --------------------------------------------------------------------------------
 
 
-def test_this_machine_is_examined_whatever_it_is(program: Transload) -> None:
-    done = program("doctor", "--no-torch", "--json")
-    assert done.returncode in (0, 1), done.stderr
-    document = valid(done.stdout)
+def test_doctor_examines_this_machine(program: Transload) -> None:
+    result = program("doctor", "--no-torch", "--json")
+    assert result.returncode in (0, 1), result.stderr
+    document = validated(result.stdout)
     assert document["machine"]["torch_run"]["answer"]["state"] == "unasked"
     assert document["machine"]["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
-    assert (done.returncode == 0) == (document["status"] in ("ok", "no-gpu"))
+    assert (result.returncode == 0) == (document["status"] in ("ok", "no-gpu"))
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"], ["--json"]])
-def test_streams_of_any_encoding(program: Transload, saved: Saved, flags: list[str]) -> None:
+def test_ascii_stream_gets_ascii(program: Transload, saved: Saved, flags: list[str]) -> None:
     path = saved(STUBBED)
     plain = program("doctor", "--from", path, *flags, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
     assert (plain.returncode, plain.stderr) == (1, "")
     assert plain.stdout.isascii()
 
 
-def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(imported: Imported, saved: Saved) -> None:
+def test_doctor_imports_neither_torch_nor_checkpoint_readers(imported: Imported, saved: Saved) -> None:
     modules = imported("doctor", "--from", saved(healthy()))
     assert "transload.diagnose.report" in modules
     unwanted = {
@@ -395,9 +399,8 @@ def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(importe
     assert not modules & unwanted
 
 
-def test_the_public_function_returns_the_same(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transload, "doctor", asked, raising=False)
-    diagnosis = transload.doctor()
+def test_diagnosis_has_public_types_and_prints_its_report(recorder: Recorder) -> None:
+    diagnosis = recorder()
     assert isinstance(diagnosis, transload.Diagnosis)
     assert isinstance(diagnosis.machine, transload.Machine)
     assert diagnosis.to_dict()["machine"] == bare().to_dict()

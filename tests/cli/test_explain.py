@@ -37,11 +37,11 @@ def feed(monkeypatch: pytest.MonkeyPatch, data: bytes, *, terminal: bool = False
 
 def test_a_file_is_explained(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(log), "--no-checks"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("✗ The file is cut off, or it is not an archive")
-    assert "archive-cut-off" in shown.out
-    assert "line 1: RuntimeError: PytorchStreamReader" in shown.out
-    assert not shown.err
+    output = capsys.readouterr()
+    assert output.out.startswith("✗ The file is cut off, or it is not an archive")
+    assert "archive-cut-off" in output.out
+    assert "line 1: RuntimeError: PytorchStreamReader" in output.out
+    assert not output.err
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"]])
@@ -50,12 +50,12 @@ def test_stdin_is_explained(
 ) -> None:
     feed(monkeypatch, KNOWN.encode())
     assert main(["explain", *arguments]) == 0
-    shown = capsys.readouterr()
-    assert "archive-cut-off" in shown.out
-    assert not shown.err
+    output = capsys.readouterr()
+    assert "archive-cut-off" in output.out
+    assert not output.err
 
 
-def test_an_unknown_text_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_text_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     feed(monkeypatch, UNKNOWN.encode())
     assert main(["explain"]) == 1
     assert " ".join(capsys.readouterr().out.split()) == (
@@ -68,50 +68,52 @@ def test_an_unknown_text_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.parametrize("data", [b"", b" \n\t\n"])
-def test_no_text_is_bad_usage(data: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_text_is_a_usage_error(
+    data: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     feed(monkeypatch, data)
     assert main(["explain"]) == 2
     assert "there is no text to explain" in capsys.readouterr().err
 
 
-def test_a_closed_stdin_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stdin_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["explain"]) == 2
 
 
-def test_a_terminal_is_asked_to_paste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_shows_a_prompt_to_paste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     feed(monkeypatch, KNOWN.encode(), terminal=True)
     assert main(["explain", "--no-checks"]) == 0
     assert "paste the text" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path / "absent.log")]) == 2
-    shown = capsys.readouterr().err
-    assert "cannot be read: No such file" in shown
-    assert "pipe one in: python train.py 2>&1 | transload explain" in shown
+    output = capsys.readouterr().err
+    assert "cannot be read: No such file" in output
+    assert "pipe one in: python train.py 2>&1 | transload explain" in output
     assert main(["explain", "my absent.log"]) == 2
 
 
-def test_a_name_of_a_log_with_spaces_is_not_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_name_of_a_log_with_spaces_is_taken_as_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("logs of my run.txt", "/my own logs/of today/run.log", "the last run.err", "the last run.out"):
         assert main(["explain", name]) == 2
         assert f"{name}: cannot be read: No such file" in capsys.readouterr().err
     assert main(["explain", "--no-checks", "no such file: train.txt"]) == 1
 
 
-@pytest.mark.parametrize("text", [KNOWN.strip(), KNOWN * 100], ids=["a line", "longer than a path may be"])
-def test_the_text_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", [KNOWN.strip(), KNOWN * 100], ids=["one line", "longer than a path can be"])
+def test_argument_may_be_the_text_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--no-checks", text]) == 0
     assert "The file is cut off" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows only reports that permission is denied")
-def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_is_an_error_that_suggests_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path)]) == 2
-    shown = capsys.readouterr().err
-    assert "cannot be read: Is a directory" in shown
-    assert f"transload inspect {tmp_path}" in shown
+    output = capsys.readouterr().err
+    assert "cannot be read: Is a directory" in output
+    assert f"transload inspect {tmp_path}" in output
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (random.Random(1).randbytes(5_000), "not text: a binary file", "2>&1 | transload explain"),  # noqa: S311
         (b"a" + bytes(5_000) + b"b", "this is not text", "2>&1 | transload explain"),
     ],
-    ids=["checkpoint", "gzip", "noise", "zeros"],
+    ids=["checkpoint", "gzip", "random bytes", "zeros"],
 )
 def test_input_that_is_not_text_is_identified(
     data: bytes, what: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -130,51 +132,53 @@ def test_input_that_is_not_text_is_identified(
     path = tmp_path / "given"
     path.write_bytes(data)
     assert main(["explain", str(path)]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert what in shown.err
-    assert fix.format(path) in shown.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert what in output.err
+    assert fix.format(path) in output.err
 
 
-def test_no_text_on_stdin_has_no_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_binary_stdin_is_identified_without_a_file_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     feed(monkeypatch, forge.checkpoint())
     assert main(["explain"]) == 2
     assert "transload inspect FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data", [f"{KNOWN}\0\0\0".encode(), bytes(9_000) + KNOWN.encode(), KNOWN.encode("utf-16-le")])
-def test_a_text_with_some_junk_is_a_text(data: bytes, tmp_path: Path) -> None:
+def test_text_with_null_bytes_is_accepted(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_bytes(data)
     assert main(["explain", str(path), "--no-checks"]) == 0
 
 
-def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_conforms_to_the_schema(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--json", str(log)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    validate(told, SCHEMA)
-    assert [answer["code"] for answer in told["answers"]] == ["archive-cut-off"]
+    document = json.loads(capsys.readouterr().out)
+    validate(document, SCHEMA)
+    assert [answer["code"] for answer in document["answers"]] == ["archive-cut-off"]
 
 
-def test_terminal_codes_in_a_log_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_codes_in_a_log_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.log"
     path.write_bytes(b"\x1b[2J\x1b]0;owned\x07" + KNOWN.encode() + b"KeyError: '\xe2\x80\xaeevil'\n")
     assert main(["explain", str(path), "--no-checks"]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_colour_is_for_those_who_ask(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_color_always_prints_colour(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain", str(log), "--no-checks", "--color", "always"])
     assert "\x1b[31m" in capsys.readouterr().out
 
 
-def test_torch_is_not_imported_and_nothing_heavy(imported: Imported, log: Path) -> None:
+def test_explain_imports_neither_torch_nor_heavy_modules(imported: Imported, log: Path) -> None:
     modules = imported("explain", "--no-checks", str(log))
     assert "transload.explaining.matching" in modules
     assert not modules & {"torch", "numpy", "asyncio", "logging", "transload.diagnose", "transload.formats"}
 
 
-def test_a_terminal_of_eighty_columns_is_kept(program: Transload, log: Path) -> None:
-    done = program("explain", "--no-checks", str(log), COLUMNS="80")
-    assert done.returncode == 0
-    assert max(map(len, done.stdout.splitlines())) <= 100
+def test_lines_stay_within_100_columns(program: Transload, log: Path) -> None:
+    result = program("explain", "--no-checks", str(log), COLUMNS="80")
+    assert result.returncode == 0
+    assert max(map(len, result.stdout.splitlines())) <= 100

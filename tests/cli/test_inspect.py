@@ -29,8 +29,8 @@ FILES = {checkpoint.path: checkpoint for checkpoint in (GOOD, DAMAGED, TRUST)}
 
 
 @pytest.fixture
-def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading is tested elsewhere: here files contain what the test says."""
+def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace ``inspect``, which is tested elsewhere: the files are those in ``FILES``."""
 
     def inspect(path: str, *, verify: bool = False) -> Checkpoint:
         if path == "bug.pt":
@@ -42,7 +42,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transload.judge.inspect", inspect)
 
 
-@pytest.mark.usefixtures("_pretend")
+@pytest.mark.usefixtures("_fake_files")
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--tensors", "--globals", "--tree"]])
 @pytest.mark.parametrize(
     ("paths", "code"),
@@ -57,34 +57,34 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         (["none.pt", "damaged.pt", "good.pt"], 2),
     ],
 )
-def test_the_worst_file_makes_the_exit_code(paths: list[str], code: int, flags: list[str]) -> None:
+def test_worst_file_sets_the_exit_code(paths: list[str], code: int, flags: list[str]) -> None:
     assert main(["inspect", *paths, *flags]) == code
 
 
-@pytest.mark.usefixtures("_pretend")
-def test_the_result_goes_to_stdout_and_the_rest_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_fake_files")
+def test_results_go_to_stdout_and_errors_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspect", "none.pt"])
-    shown = capsys.readouterr()
-    assert shown == ("", "transload: none.pt: No such file or directory\n  Check the spelling.\n")
+    output = capsys.readouterr()
+    assert output == ("", "transload: none.pt: No such file or directory\n  Check the spelling.\n")
     main(["inspect", "good.pt"])
-    shown = capsys.readouterr()
-    assert shown.out.startswith("good.pt\n  format ")
-    assert not shown.err
+    output = capsys.readouterr()
+    assert output.out.startswith("good.pt\n  format ")
+    assert not output.err
 
 
-@pytest.mark.usefixtures("_pretend")
-def test_a_file_that_cannot_be_read_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_fake_files")
+def test_unreadable_file_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "none.pt", "bug.pt", "damaged.pt", "good.pt"]) == 2
-    shown = capsys.readouterr()
-    assert "transload: none.pt: No such file" in shown.err
-    assert "transload: bug.pt: this is a bug in transload: ZeroDivisionError: oh" in shown.err
-    assert "damaged.pt" in shown.out
-    assert "✗ it ends early  truncated" in shown.out
-    assert "4 files, 1 with a problem, 2 not read" in shown.out
+    output = capsys.readouterr()
+    assert "transload: none.pt: No such file" in output.err
+    assert "transload: bug.pt: this is a bug in transload: ZeroDivisionError: oh" in output.err
+    assert "damaged.pt" in output.out
+    assert "✗ it ends early  truncated" in output.out
+    assert "4 files, 1 with a problem, 2 not read" in output.out
 
 
-@pytest.mark.usefixtures("_pretend")
-def test_json_of_one_is_an_object_and_of_several_an_array(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_fake_files")
+def test_json_is_an_object_for_one_file_and_an_array_for_several(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspect", "good.pt", "--json"])
     assert json.loads(capsys.readouterr().out) == GOOD.to_dict()
     main(["inspect", "--json", "good.pt", "none.pt"])
@@ -94,14 +94,14 @@ def test_json_of_one_is_an_object_and_of_several_an_array(capsys: pytest.Capture
     assert (two["schema"], two["path"], two["ok"]) == (1, "none.pt", False)
 
 
-@pytest.mark.usefixtures("_pretend")
-def test_verify_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_fake_files")
+def test_verify_option_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspect", "good.pt", "--verify"])
     assert "whole: every byte is there" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("_pretend")
-def test_lists_take_the_place_of_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_fake_files")
+def test_lists_replace_the_tree_of_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspect", "trust.pt", "--globals", "--tensors", "--tree"])
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line and not line.startswith(" ")] == [
@@ -112,42 +112,42 @@ def test_lists_take_the_place_of_the_tree(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-@pytest.mark.usefixtures("_pretend")
-def test_colour_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_fake_files")
+def test_colour_only_with_color_always(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspect", "good.pt"])
     assert "\x1b" not in capsys.readouterr().out
     main(["inspect", "good.pt", "--color=always"])
     assert "\x1b[32mdata-only\x1b[0m" in capsys.readouterr().out
 
 
-# -- with real files, in a process of its own --------------------------------------------------------------------------
+# -- real files, in a separate process ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def real(data: Path) -> str:
+def checkpoint_path(data: Path) -> str:
     return str(data / "h200" / "train_cuda0.ckpt")
 
 
-def test_a_real_checkpoint(program: Transload, real: str) -> None:
-    done = program("inspect", real)
-    assert not done.stderr
-    assert "cuda:0" in done.stdout
-    assert "exp_avg" in done.stdout
+def test_a_real_checkpoint(program: Transload, checkpoint_path: str) -> None:
+    result = program("inspect", checkpoint_path)
+    assert not result.stderr
+    assert "cuda:0" in result.stdout
+    assert "exp_avg" in result.stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--tensors"], ["--globals"], ["--tree"], ["--json"]])
-def test_streams_of_any_encoding(program: Transload, real: str, flags: list[str]) -> None:
-    plain = program("inspect", real, *flags, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
-    fancy = program("inspect", real, *flags)
-    assert plain.returncode == fancy.returncode
-    assert not plain.stderr
-    assert plain.stdout.isascii()
-    assert plain.stdout.count("\n") == fancy.stdout.count("\n")
+def test_ascii_stream_gets_ascii(program: Transload, checkpoint_path: str, flags: list[str]) -> None:
+    ascii_result = program("inspect", checkpoint_path, *flags, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
+    utf8_result = program("inspect", checkpoint_path, *flags)
+    assert ascii_result.returncode == utf8_result.returncode
+    assert not ascii_result.stderr
+    assert ascii_result.stdout.isascii()
+    assert ascii_result.stdout.count("\n") == utf8_result.stdout.count("\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_terminal_gets_colour(real: str) -> None:
-    text = on_terminal(["inspect", real])
+def test_a_terminal_gets_colour(checkpoint_path: str) -> None:
+    text = on_terminal(["inspect", checkpoint_path])
     assert "\x1b[" in text
     assert "cuda:0" in text
     assert "Traceback" not in text
@@ -181,23 +181,23 @@ def on_terminal(arguments: list[str]) -> str:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="closed pipes behave differently on Windows")
 @pytest.mark.parametrize("flags", [["--tensors"], ["--json"]])
-def test_a_closed_pipe_is_no_error(real: str, flags: list[str]) -> None:
+def test_closed_pipe_exits_quietly_with_141(checkpoint_path: str, flags: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     environ = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "transload", "inspect", real, *flags]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environ, timeout=300, check=False)
+    command = [sys.executable, "-m", "transload", "inspect", checkpoint_path, *flags]
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environ, timeout=300, check=False)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file names on Windows are always text")
-def test_a_file_name_that_is_no_text(program: Transload, tmp_path: Path) -> None:
+def test_undecodable_file_name_is_escaped(program: Transload, tmp_path: Path) -> None:
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[2J.pt")
     Path(name).write_bytes(b"<html>")
-    done = program("inspect", name)
-    assert done.returncode == 1
-    assert "\\udcff\\x1b[2J.pt" in done.stdout
+    result = program("inspect", name)
+    assert result.returncode == 1
+    assert "\\udcff\\x1b[2J.pt" in result.stdout
     document = json.loads(program("inspect", name, "--json").stdout)
     assert document["path"] == name
 
@@ -213,7 +213,7 @@ def test_standard_input_is_read_from_a_pipe_and_from_a_file(data: Path) -> None:
     assert json.loads(piped) == {**json.loads(named), "path": "<stdin>"}
 
 
-def test_standard_input_may_be_closed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_standard_input_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["inspect", "-"]) == 2
     assert capsys.readouterr().err == "transload: -: standard input is closed\n"

@@ -25,7 +25,7 @@ Command = Callable[[BaseException], None]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Command:
-    """A command that raises what the test says."""
+    """Adds the command ``try``, which raises the given error."""
 
     def raising(error: BaseException) -> None:
         def run(_: object) -> NoReturn:
@@ -42,12 +42,12 @@ def test_bare_command_and_help_show_every_command_and_an_example_of_each(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("usage: transload")
-    assert all(f"  {name}  " in shown.out for name in COMMANDS)
-    assert shown.out.count("\n  transload ") == len(COMMANDS)
-    assert max(map(len, shown.out.splitlines())) <= 80
-    assert not shown.err
+    output = capsys.readouterr()
+    assert output.out.startswith("usage: transload")
+    assert all(f"  {name}  " in output.out for name in COMMANDS)
+    assert output.out.count("\n  transload ") == len(COMMANDS)
+    assert max(map(len, output.out.splitlines())) <= 80
+    assert not output.err
 
 
 @each("name", COMMANDS)
@@ -57,14 +57,14 @@ def test_every_command_has_help_with_examples(
     monkeypatch.setenv("COLUMNS", "80")
     for arguments in ([name, "--help"], ["help", name]):
         assert main(arguments) == 0
-        shown = capsys.readouterr().out
-        assert shown.startswith(f"usage: transload {name}")
-        assert "examples:" in shown
-        assert max(map(len, shown.splitlines())) <= 80
-        assert shown.isascii()
+        output = capsys.readouterr().out
+        assert output.startswith(f"usage: transload {name}")
+        assert "examples:" in output
+        assert max(map(len, output.splitlines())) <= 80
+        assert output.isascii()
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"transload {transload.__version__}\n"
 
@@ -72,43 +72,43 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @each("arguments", [["inspct"], ["--frobnicate"], ["inspect"], ["inspect", "--frob", "x"], ["\x1b[2J"]])
 def test_bad_usage_is_reported_on_stderr_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert shown.err.startswith("usage: transload")
-    assert "\x1b" not in shown.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("usage: transload")
+    assert "\x1b" not in output.err
 
 
-def test_a_near_miss_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspct"])
     assert "did you mean 'transload inspect'?" in capsys.readouterr().err
 
 
-def test_what_is_only_a_function_is_named_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_function_used_as_a_command_is_named_as_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "model.pt"]) == 2
     assert "in Python it is transload.load(…), and 'transload check FILE'" in capsys.readouterr().err
 
 
-def test_our_errors_are_one_message_and_no_traceback(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transload_error_is_a_message_without_traceback(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     command(TransloadError("it is\x1b[2J broken", where="a/b.pt", fix="Repair it."))
     assert main(["try"]) == 2
     assert capsys.readouterr().err == "transload: a/b.pt: it is\\x1b[2J broken\n  Repair it.\n"
 
 
-def test_a_foreign_exception_is_called_our_bug(
+def test_unexpected_exception_is_reported_as_a_bug(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command(KeyError("x\n"))
     monkeypatch.delenv("TRANSLOAD_DEBUG", raising=False)
     assert main(["try"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("transload: this is a bug in transload: KeyError: ")
-    assert "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("transload: this is a bug in transload: KeyError: ")
+    assert "Traceback" not in stderr
     monkeypatch.setenv("TRANSLOAD_DEBUG", "1")
     assert main(["try"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_interruption_is_quiet(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keyboard_interrupt_exits_quietly_with_130(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     command(KeyboardInterrupt())
     assert main(["try"]) == 130
     assert capsys.readouterr() == ("", "")
@@ -118,9 +118,9 @@ def test_a_full_disk_is_reported(program: Transload) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("/dev/full is Linux-only")
     with open("/dev/full", "w") as full:  # noqa: PTH123
-        done = program("--help", stdout=full.fileno())
-    assert done.returncode == 2
-    assert done.stderr == "transload: cannot write the result: No space left on device\n"
+        result = program("--help", stdout=full.fileno())
+    assert result.returncode == 2
+    assert result.stderr == "transload: cannot write the result: No space left on device\n"
 
 
 def test_public_names_resolve_and_are_listed() -> None:
@@ -146,27 +146,27 @@ def test_public_names_resolve_and_are_listed() -> None:
     ],
     ids=" ".join,
 )
-def test_what_stops_a_command_is_json_too(
+def test_errors_are_json_with_the_json_option(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*arguments, "--json"]) == 2
-    shown = capsys.readouterr()
-    told = json.loads(shown.out)
-    assert told["schema"] == 1
-    assert told["error"]["what"]
-    assert shown.err.startswith("transload: ")
+    output = capsys.readouterr()
+    document = json.loads(output.out)
+    assert document["schema"] == 1
+    assert document["error"]["what"]
+    assert output.err.startswith("transload: ")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the current folder cannot be deleted there")
-def test_the_current_folder_may_be_deleted(
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot delete the current folder")
+def test_deleted_current_folder_is_handled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    deleted = tmp_path / "gone"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
     assert main(["inspect", "model.pt"]) == 2
     assert capsys.readouterr().err.startswith("transload: model.pt: No such file or directory\n")
     monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])  # as with -m

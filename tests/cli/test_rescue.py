@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "rescue.schema.json"
-NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "urllib"}
+UNWANTED = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "urllib"}
 
 
 @pytest.fixture
-def whole(data: Path) -> bytes:
+def intact(data: Path) -> bytes:
     return (data / "h200" / "train_cuda0.ckpt").read_bytes()
 
 
 @pytest.fixture
-def broken(whole: bytes, tmp_path: Path) -> Path:
+def broken(intact: bytes, tmp_path: Path) -> Path:
     """Two flipped bits, in two records."""
-    flipped = bytearray(whole)
+    flipped = bytearray(intact)
     flipped[3000] ^= 4
     flipped[9000] ^= 1
     path = tmp_path / "broken.pt"
@@ -35,67 +35,75 @@ def broken(whole: bytes, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def half(whole: bytes, tmp_path: Path) -> Path:
+def truncated(intact: bytes, tmp_path: Path) -> Path:
     path = tmp_path / "half.pt"
-    path.write_bytes(whole[:8000])
+    path.write_bytes(intact[:8000])
     return path
 
 
-def valid(text: str) -> dict[str, Any]:
+def validated(text: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(text)
     validate(document, SCHEMA)
     return document
 
 
-def test_everything(broken: Path, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flipped_bits_are_repaired(
+    broken: Path, intact: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = broken.read_bytes()
     out = tmp_path / "mended.pt"
     assert main(["rescue", str(broken), str(out)]) == 0
-    shown = capsys.readouterr()
-    assert not shown.err
-    assert "2 bits in 2 bytes, 1 tensor" in shown.out
-    assert "byte 3,000  0x76 → 0x72  proven  data.pkl" in shown.out
-    assert out.read_bytes() == whole
+    output = capsys.readouterr()
+    assert not output.err
+    assert "2 bits in 2 bytes, 1 tensor" in output.out
+    assert "byte 3,000  0x76 → 0x72  proven  data.pkl" in output.out
+    assert out.read_bytes() == intact
     assert broken.read_bytes() == before
-    report = valid((tmp_path / "mended.pt.rescue.json").read_text(encoding="utf-8"))
-    assert [(mend["position"], mend["bits"]) for mend in report["mends"]] == [(3000, [2]), (9000, [0])]
+    report = validated((tmp_path / "mended.pt.rescue.json").read_text(encoding="utf-8"))
+    assert [(repair["position"], repair["bits"]) for repair in report["mends"]] == [(3000, [2]), (9000, [0])]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.pt", "mended.pt", "mended.pt.rescue.json"]
 
 
-def test_part_of_it(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rescue", str(half), str(tmp_path / "out.pt"), "--json"]) == 1
-    made = valid(capsys.readouterr().out)
-    assert made["counts"] == {"whole": 26, "mended": 0, "lost": 4}
-    assert (made["how"], made["complete"], made["done"]) == ("left-out", False, True)
-    assert {tensor["why"] for tensor in made["tensors"] if tensor["state"] == "lost"} == {
+def test_truncated_file_is_rescued_in_part(truncated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rescue", str(truncated), str(tmp_path / "out.pt"), "--json"]) == 1
+    document = validated(capsys.readouterr().out)
+    assert document["counts"] == {"whole": 26, "mended": 0, "lost": 4}
+    assert (document["how"], document["complete"], document["done"]) == ("left-out", False, True)
+    assert {tensor["why"] for tensor in document["tensors"] if tensor["state"] == "lost"} == {
         "its bytes are not in the file"
     }
 
 
-def test_nothing(whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_without_rescuable_tensors_exits_with_2(
+    intact: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "start.pt"
-    path.write_bytes(whole[:500])
+    path.write_bytes(intact[:500])
     assert main(["rescue", str(path), str(tmp_path / "out.pt")]) == 2
-    shown = capsys.readouterr()
-    assert "nothing" in shown.out + shown.err
-    assert [each.name for each in tmp_path.iterdir()] == ["start.pt"]
+    output = capsys.readouterr()
+    assert "nothing" in output.out + output.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["start.pt"]
 
 
-def test_a_plan(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_writes_nothing(truncated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], [str(tmp_path / "out.pt")], ["--fill", "nan"]):
-        assert main(["rescue", str(half), *arguments, "--dry-run"]) == 1
+        assert main(["rescue", str(truncated), *arguments, "--dry-run"]) == 1
         assert "would write" in capsys.readouterr().out
-    assert main(["rescue", str(half), "--dry-run", "--json"]) == 1
-    assert valid(capsys.readouterr().out)["out"] is None
+    assert main(["rescue", str(truncated), "--dry-run", "--json"]) == 1
+    assert validated(capsys.readouterr().out)["out"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["half.pt"]
 
 
-def test_filled(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rescue", str(half), str(tmp_path / "out.pt"), "--fill", "zeros"]) == 1
+def test_fill_replaces_lost_tensors_with_zeros(
+    truncated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rescue", str(truncated), str(tmp_path / "out.pt"), "--fill", "zeros"]) == 1
     assert "with zeros in place of what is lost" in capsys.readouterr().out
 
 
-def test_nothing_is_written_over(broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_target_needs_force_and_source_is_never_overwritten(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.pt"
     out.write_bytes(b"precious")
     assert main(["rescue", str(broken), str(out)]) == 2
@@ -109,27 +117,27 @@ def test_nothing_is_written_over(broken: Path, tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     "arguments",
     [[], ["absent.pt", "out.pt"], ["README.md", "out.pt"], ["half.pt"], ["half.pt", "half.pt/out.pt"]],
-    ids=["nothing", "absent", "a text", "no target", "a file for a folder"],
+    ids=["no arguments", "missing source", "not a checkpoint", "no target", "target folder is a file"],
 )
-def test_mistakes(
-    arguments: list[str], half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_usage_errors_are_reported(
+    arguments: list[str], truncated: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(half.parent)
-    (half.parent / "README.md").write_text("# a text")
+    monkeypatch.chdir(truncated.parent)
+    (truncated.parent / "README.md").write_text("# a text")
     assert main(["rescue", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert shown.err
-    assert "Traceback" not in shown.err
-    assert not (half.parent / "out.pt").exists()
+    output = capsys.readouterr()
+    assert output.err
+    assert "Traceback" not in output.err
+    assert not (truncated.parent / "out.pt").exists()
 
 
-def test_a_journal_is_not_touched(broken: Path, tmp_path: Path, whole: bytes) -> None:
-    """Other commands put an interrupted retag right first; this one never writes its source."""
+def test_journal_of_a_retag_is_not_touched(broken: Path, tmp_path: Path, intact: bytes) -> None:
+    """Other commands first recover from an interrupted retag; ``rescue`` never writes to its source."""
     from transload.io.journal import Change, Changes, Journal
     from transload.io.sources import journal_path
 
     now = broken.read_bytes()
-    changes = Changes((Change(100, whole[100:104], now[100:104]),), len(whole), len(now))
+    changes = Changes((Change(100, intact[100:104], now[100:104]),), len(intact), len(now))
     journal = Path(journal_path(str(broken)))
     journal.write_bytes(Journal(changes, broken.stat().st_ino).encoded())
     assert main(["rescue", str(broken), str(tmp_path / "out.pt")]) == 0
@@ -137,27 +145,27 @@ def test_a_journal_is_not_touched(broken: Path, tmp_path: Path, whole: bytes) ->
     assert journal.exists()
 
 
-def test_it_needs_nothing(half: Path, tmp_path: Path, program: Transload) -> None:
-    done = program("rescue", str(half), str(tmp_path / "out.pt"), "--json", python=("-S",))
-    assert done.returncode == 1, done.stderr
-    assert valid(done.stdout)["counts"]["whole"] == 26
+def test_rescue_runs_without_installed_packages(truncated: Path, tmp_path: Path, program: Transload) -> None:
+    result = program("rescue", str(truncated), str(tmp_path / "out.pt"), "--json", python=("-S",))
+    assert result.returncode == 1, result.stderr
+    assert validated(result.stdout)["counts"]["whole"] == 26
 
 
-def test_what_it_imports(half: Path, imported: Imported) -> None:
-    modules = imported("rescue", str(half), "--dry-run")
+def test_rescue_imports_neither_torch_nor_unneeded_modules(truncated: Path, imported: Imported) -> None:
+    modules = imported("rescue", str(truncated), "--dry-run")
     assert "transload.rescuing.recover" in modules
-    assert not modules & NOT_FOR_IT
+    assert not modules & UNWANTED
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_in_any_width(half: Path, program: Transload, columns: str) -> None:
-    done = program("rescue", str(half), "--dry-run", COLUMNS=columns, NO_COLOR="1")
-    assert done.returncode == 1, done.stderr
-    assert "\x1b" not in done.stdout
+def test_no_color_is_honoured_at_any_width(truncated: Path, program: Transload, columns: str) -> None:
+    result = program("rescue", str(truncated), "--dry-run", COLUMNS=columns, NO_COLOR="1")
+    assert result.returncode == 1, result.stderr
+    assert "\x1b" not in result.stdout
 
 
-def test_one_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Advice of several lines is shown as lines."""
+def test_one_file_of_a_distributed_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The advice to rescue the directory is followed by its command."""
     for name in (".metadata", "__0_0.distcp"):
         (tmp_path / name).write_bytes(b"x")
     assert main(["rescue", str(tmp_path / "__0_0.distcp"), str(tmp_path / "out.pt")]) == 2
@@ -166,12 +174,14 @@ def test_one_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert command == f"    $ transload rescue {tmp_path} NEW.pt"
 
 
-def test_several_files(half: Path, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_of_shards_is_rescued(
+    truncated: Path, intact: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
-    half.rename(folder / "model-00001-of-00001.pt")
+    truncated.rename(folder / "model-00001-of-00001.pt")
     assert main(["rescue", str(folder), str(tmp_path / "out.safetensors"), "--json"]) == 1
-    told = valid(capsys.readouterr().out)
-    assert (told["format"], told["counts"]["whole"]) == ("sharded", 26)
-    assert told["counts"]["lost"] > 0
-    assert len(whole) > told["nbytes"]
+    document = validated(capsys.readouterr().out)
+    assert (document["format"], document["counts"]["whole"]) == ("sharded", 26)
+    assert document["counts"]["lost"] > 0
+    assert len(intact) > document["nbytes"]

@@ -1,4 +1,4 @@
-"""A program under ``transload run`` is what it is under ``python``: each is run both ways, and the two compared."""
+"""``transload run`` behaves like ``python``: each program runs both ways, and the results are compared."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def start(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.Comp
     )
 
 
-def same(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The outcome of a program, which must be the same with us and without."""
-    without = start(*arguments, cwd=cwd, stdin=stdin)
+def same_as_python(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The result of a program, which must be the same with and without ``transload run``."""
+    plain = start(*arguments, cwd=cwd, stdin=stdin)
     ours = start(*RUN, *arguments, cwd=cwd, stdin=stdin)
-    assert (ours.returncode, ours.stdout, ours.stderr) == (without.returncode, without.stdout, without.stderr)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
     return ours
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Some programs."""
+    """A folder with programs."""
     files = {
         "probe.py": PROBE,
         "beside.py": "",
@@ -87,8 +87,8 @@ def folder(tmp_path: Path) -> Path:
 PROGRAMS = {
     "script": ["probe.py"],
     "arguments": ["probe.py", "a b", "--help", "-h", "-m", "--device", "x", "--", "-1", "", "--version"],
-    "elsewhere": ["other/probe.py", "x"],
-    "roundabout": ["other/../probe.py"],
+    "other-folder": ["other/probe.py", "x"],
+    "path-with-dots": ["other/../probe.py"],
     "module": ["-m", "probe", "--help", "-m", "x"],
     "package": ["-m", "package", "x"],
     "relative-imports": ["-m", "package.relative"],
@@ -98,31 +98,31 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("arguments", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_finds_itself_as_ever(folder: Path, arguments: list[str]) -> None:
-    assert same(*arguments, cwd=folder).returncode == 0
+def test_main_module_argv_and_path_are_as_in_python(folder: Path, arguments: list[str]) -> None:
+    assert same_as_python(*arguments, cwd=folder).returncode == 0
 
 
-def test_a_program_may_be_piped_in(folder: Path) -> None:
-    assert same("-", "x", "--help", cwd=folder, stdin=PROBE).returncode == 0
-    assert same("-", cwd=folder, stdin="def f():\n    return 1 / 0\nf()\n").returncode == 1
-    assert same("-", cwd=folder, stdin="def f(:\n").returncode == 1
+def test_program_is_read_from_stdin(folder: Path) -> None:
+    assert same_as_python("-", "x", "--help", cwd=folder, stdin=PROBE).returncode == 0
+    assert same_as_python("-", cwd=folder, stdin="def f():\n    return 1 / 0\nf()\n").returncode == 1
+    assert same_as_python("-", cwd=folder, stdin="def f(:\n").returncode == 1
 
 
 def test_the_builtins_of_the_main_module_are_a_module(folder: Path) -> None:
-    """Programs put things there, and look for what a profiler has put there."""
+    """Programs add names there, and look for names that a profiler has added."""
     (folder / "builtin.py").write_text(
         'print(type(__builtins__).__name__, "profile" in dir(__builtins__))\n__builtins__.mine = 1\nprint(mine)\n',
         encoding="utf-8",
     )
-    assert same("builtin.py", cwd=folder).returncode == 0
+    assert same_as_python("builtin.py", cwd=folder).returncode == 0
 
 
-def test_a_link_leads_to_the_folder_of_the_script(folder: Path) -> None:
+def test_symlink_resolves_to_the_folder_of_the_script(folder: Path) -> None:
     try:
         (folder / "link.py").symlink_to(folder / "other" / "probe.py")
     except OSError:
         pytest.skip("this system cannot create symbolic links")
-    assert str(folder / "other") in same("link.py", cwd=folder).stdout
+    assert str(folder / "other") in same_as_python("link.py", cwd=folder).stdout
 
 
 def test_a_compiled_script_runs(folder: Path) -> None:
@@ -144,7 +144,7 @@ ENDS = {
     "raise": ("deep()", 1),
     "chain": ("\ntry:\n    deep()\nexcept ValueError as error:\n    raise KeyError('x') from error", 1),
     "own-hook": ("sys.excepthook = lambda *told: print(told[0], told[2].tb_frame.f_code.co_name); deep()", 1),
-    "at-once": ("os._exit(5)", 5),
+    "os-exit": ("os._exit(5)", 5),
     "syntax": ("compile('1 +', 'text', 'exec')", 1),
     "at-exit": ("atexit.register(lambda: print(deep.__module__, sys.modules['__main__'].deep is deep))", 0),
     "thread": ("threading.Thread(target=lambda: print(sys.modules['__main__'].deep is deep)).start()", 0),
@@ -170,33 +170,33 @@ def deep(size: int = 1): raise ValueError("no")
 
 
 @pytest.mark.parametrize(("text", "code"), [*ENDS.values(), *POSIX_ENDS.values()], ids=[*ENDS, *POSIX_ENDS])
-def test_a_program_ends_as_ever(tmp_path: Path, text: str, code: int) -> None:
+def test_program_ends_as_in_python(tmp_path: Path, text: str, code: int) -> None:
     if os.name != "posix" and (text, code) in POSIX_ENDS.values():
         pytest.skip("needs POSIX signals")
     (tmp_path / "program.py").write_text(TOP + text, encoding="utf-8")
-    assert same("program.py", cwd=tmp_path, stdin="words").returncode == code
+    assert same_as_python("program.py", cwd=tmp_path, stdin="words").returncode == code
 
 
-def told(done: subprocess.CompletedProcess[str]) -> str:
-    """The kind of error that a program ended with."""
-    return "".join(done.stderr.splitlines()[-1:]).partition(":")[0]
+def error_class(result: subprocess.CompletedProcess[str]) -> str:
+    """The class of the error that a program ended with."""
+    return "".join(result.stderr.splitlines()[-1:]).partition(":")[0]
 
 
 SOURCES = {
-    "cut": "x = 1 +",
-    "no-function": "return",
+    "incomplete": "x = 1 +",
+    "return-outside-function": "return",
     "latin": "# coding: latin-1\nprint('\xe4')",
     "not-utf8": "print('\xe4')",
-    "no-coding": "# coding: nonsense",
+    "unknown-coding": "# coding: nonsense",
 }
 
 
 @pytest.mark.parametrize("text", SOURCES.values(), ids=SOURCES)
-def test_source_is_read_as_python_reads_it(tmp_path: Path, text: str) -> None:
+def test_source_is_decoded_and_compiled_as_in_python(tmp_path: Path, text: str) -> None:
     (tmp_path / "program.py").write_text(text, encoding="latin-1")
-    without, ours = (start(*how, "program.py", cwd=tmp_path) for how in ((), RUN))
-    assert (ours.returncode, ours.stdout) == (without.returncode, without.stdout)
-    assert told(ours) == told(without)
+    plain, ours = (start(*how, "program.py", cwd=tmp_path) for how in ((), RUN))
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+    assert error_class(ours) == error_class(plain)
 
 
 @contextmanager
@@ -228,17 +228,17 @@ def test_a_program_handles_its_signals(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_a_program_is_interrupted_with_its_own_traceback(tmp_path: Path) -> None:
+def test_interrupted_program_shows_only_its_own_traceback(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import time\nprint(1, flush=True)\ntime.sleep(60)\n", encoding="utf-8")
     with running("program.py", cwd=tmp_path) as child:
         assert child.stdout is not None
         child.stdout.readline()
         time.sleep(0.1)
         child.send_signal(signal.SIGINT)
-        _, told = child.communicate(timeout=300)
+        _, stderr = child.communicate(timeout=300)
     assert child.returncode == -signal.SIGINT
-    assert "transload" not in told
-    assert told.endswith("KeyboardInterrupt\n")
+    assert "transload" not in stderr
+    assert stderr.endswith("KeyboardInterrupt\n")
 
 
 def test_a_missing_script_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,20 +253,20 @@ def test_a_missing_script_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
 )
 def test_a_script_that_cannot_run_fails_as_in_python(folder: Path, arguments: list[str]) -> None:
     (folder / "empty").mkdir()
-    without, ours = (start(*how, *arguments, cwd=folder) for how in ((), RUN))
-    assert (ours.returncode, ours.stdout) == (without.returncode, "")
-    assert without.stderr.partition(": ")[2] == ours.stderr.partition(": ")[2]
+    plain, ours = (start(*how, *arguments, cwd=folder) for how in ((), RUN))
+    assert (ours.returncode, ours.stdout) == (plain.returncode, "")
+    assert plain.stderr.partition(": ")[2] == ours.stderr.partition(": ")[2]
 
 
-def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run"]) == 2
     assert main(["run", "--nonsense", "x.py"]) == 2
     assert capsys.readouterr().out == ""
 
 
-def test_a_program_that_needs_no_torch_does_not_pay_for_it(tmp_path: Path) -> None:
+def test_run_imports_neither_torch_nor_heavy_modules(tmp_path: Path) -> None:
     heavy = {"torch", "typing", "dataclasses", "multiprocessing", "zipfile", "transload.loading"}
-    heavy -= {"dataclasses"} if sys.version_info >= (3, 14) else set()  # argparse imports it there, for its colours
+    heavy -= {"dataclasses"} if sys.version_info >= (3, 14) else set()  # argparse imports it there, for colours
     (tmp_path / "program.py").write_text(
         f"import sys\nprint(sorted({heavy} & set(sys.modules)))\n",
         encoding="utf-8",
@@ -274,16 +274,16 @@ def test_a_program_that_needs_no_torch_does_not_pay_for_it(tmp_path: Path) -> No
     assert start("-S", *RUN, "program.py", cwd=tmp_path).stdout == "[]\n"
 
 
-def test_the_zipapp_runs_a_program_too(tmp_path: Path) -> None:
+def test_zipapp_runs_a_program(tmp_path: Path) -> None:
     build = SOURCE.parent / "scripts" / "build_zipapp.py"
     if not build.exists():
         pytest.skip("not run from a checkout")
     subprocess.run([sys.executable, build, tmp_path / "transload.pyz"], check=True, capture_output=True, timeout=300)
     (tmp_path / "program.py").write_text("import sys; print(sys.argv, sys.path[0])\n1 / 0\n", encoding="utf-8")
-    done = start("-I", "transload.pyz", "run", "program.py", "x", cwd=tmp_path)
-    assert done.stdout.startswith("['program.py', 'x']")
-    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
-    assert "transload" not in done.stderr.replace(str(tmp_path), "")
+    result = start("-I", "transload.pyz", "run", "program.py", "x", cwd=tmp_path)
+    assert result.stdout.startswith("['program.py', 'x']")
+    assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "transload" not in result.stderr.replace(str(tmp_path), "")
 
 
 EXPLAINED = """\
@@ -300,9 +300,9 @@ def test_an_uncaught_exception_is_explained_below_its_traceback(tmp_path: Path) 
     pytest.importorskip("torch")
     (tmp_path / "page.pt").write_text("<!DOCTYPE html><html>Not found</html>", encoding="utf-8")
     (tmp_path / "program.py").write_text(EXPLAINED, encoding="utf-8")
-    done = forks.run(*RUN, "program.py", cwd=tmp_path, env=ENV)
-    assert done.returncode == 1
-    trace, _, explanation = done.stderr.partition("\n\n")
+    result = forks.run(*RUN, "program.py", cwd=tmp_path, env=ENV)
+    assert result.returncode == 1
+    trace, _, explanation = result.stderr.partition("\n\n")
     assert trace.startswith('Traceback (most recent call last):\n  File "')
     assert trace.splitlines()[1].endswith('program.py", line 6, in <module>')
     assert "transload" not in trace
@@ -324,32 +324,32 @@ dist.destroy_process_group()
 """
 
 
-def test_under_torchrun(tmp_path: Path, data: Path) -> None:
+def test_run_works_under_torchrun(tmp_path: Path, data: Path) -> None:
     torch = pytest.importorskip("torch")
     if not torch.distributed.is_available() or sys.platform != "linux":
         pytest.skip("needs torchrun")
     (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    if forks.FORKS:  # the ranks, too, have torch imported when they begin
+    if forks.FORKS:  # the ranks, too, start with torch imported
         launcher += ["--no-python", sys.executable, "-S", forks.__file__, "ask", forks.server("torch")]
     program = (str(data / "h200" / "state_dict_cuda1.pt"), "--fast")
     environ = {**ENV, "TMPDIR": str(tmp_path)}  # torchrun leaves folders behind
-    done = forks.run(*launcher, *RUN, "rank.py", *program, cwd=tmp_path, env=environ)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == ["0 of 2 ['--fast'] 10", "1 of 2 ['--fast'] 10"]
-    assert done.stderr.count("LandingWarning") == 2
+    result = forks.run(*launcher, *RUN, "rank.py", *program, cwd=tmp_path, env=environ)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.split("\n"))[-2:] == ["0 of 2 ['--fast'] 10", "1 of 2 ['--fast'] 10"]
+    assert result.stderr.count("LandingWarning") == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "expected"),
     [
         (["--device", "gpu", "x.py"], "'gpu' is not a device"),
         (["python", "x.py"], "Leave it out: transload run SCRIPT."),
     ],
     ids=["device", "python"],
 )
-def test_mistakes(words: list[str], told: str, tmp_path: Path) -> None:
+def test_usage_errors_are_reported(arguments: list[str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("print(1)", encoding="utf-8")
-    done = start(*RUN, *words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert told in done.stderr
+    result = start(*RUN, *arguments, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert expected in result.stderr

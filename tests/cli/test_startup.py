@@ -1,4 +1,4 @@
-"""What must not be imported, so that the tool answers immediately."""
+"""Modules that commands must not import, so that they start fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported
 
-FOR_HELP = {
+UNWANTED_FOR_HELP = {
     "argparse",
     "asyncio",
     "dataclasses",
@@ -23,14 +23,14 @@ FOR_HELP = {
     "urllib",
     "zipfile",
 }
-FOR_JSON = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "urllib"}
+UNWANTED_FOR_INSPECT = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "urllib"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
-def test_help_and_version_import_next_to_nothing(imported: Imported, arguments: list[str]) -> None:
+def test_help_and_version_import_only_the_command_line(imported: Imported, arguments: list[str]) -> None:
     modules = imported(*arguments)
     assert "transload.cli.main" in modules
-    assert not modules & FOR_HELP
+    assert not modules & UNWANTED_FOR_HELP
     assert {name for name in modules if name.startswith("transload")} <= {
         "transload",
         "transload.cli",
@@ -39,13 +39,13 @@ def test_help_and_version_import_next_to_nothing(imported: Imported, arguments: 
     }
 
 
-def test_json_imports_neither_numpy_nor_torch(imported: Imported, data: Path) -> None:
+def test_inspect_json_imports_neither_numpy_nor_torch(imported: Imported, data: Path) -> None:
     modules = imported("inspect", "--json", str(data / "h200" / "train_cuda0.ckpt"))
     assert "transload.render.json" in modules
-    assert not modules & FOR_JSON
+    assert not modules & UNWANTED_FOR_INSPECT
     assert "transload.render.html" not in modules
 
 
-def test_neither_does_text(imported: Imported, data: Path) -> None:
+def test_inspect_text_imports_neither_numpy_nor_torch(imported: Imported, data: Path) -> None:
     modules = imported("inspect", str(data / "h200" / "train_cuda0.ckpt"))
-    assert not modules & FOR_JSON
+    assert not modules & UNWANTED_FOR_INSPECT

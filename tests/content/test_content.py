@@ -1,4 +1,4 @@
-"""The elements of tensors against torch itself: every layout, every dtype, every container."""
+"""The bytes of tensors, compared with torch: every layout, every dtype, every container."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from tests.each import each
 
 from transload.checkpoint import Tensor
 from transload.errors import ContentError
-from transload.tensors import content as axes
+from transload.tensors import content as content_module
 from transload.tensors.content import Allowance, Content, FileRange, open_content
 
 DATA = Path(__file__).parent.parent / "data"
 
 
-def saved(value: object, **how: Any) -> bytes:
+def saved(value: object, **options: Any) -> bytes:
     out = io.BytesIO()
-    torch.save(value, out, **how)
+    torch.save(value, out, **options)
     return out.getvalue()
 
 
-def taken(content: Content, tensor: Tensor, size: int = 4 << 20) -> bytes:
+def read(content: Content, tensor: Tensor, size: int = 4 << 20) -> bytes:
     return b"".join(bytes(piece) for piece in content.pieces(tensor, size))
 
 
-def plain(value: torch.Tensor) -> bytes:
-    """The bytes of a tensor as torch lays them out."""
-    made = value.resolve_conj().resolve_neg().contiguous().clone()
-    return bytes(made.reshape(-1).view(torch.uint8).numpy()) if made.numel() else b""
+def torch_bytes(value: torch.Tensor) -> bytes:
+    """The bytes of the contiguous tensor, from torch."""
+    contiguous = value.resolve_conj().resolve_neg().contiguous().clone()
+    return bytes(contiguous.reshape(-1).view(torch.uint8).numpy()) if contiguous.numel() else b""
 
 
-def truths() -> list[Any]:
-    out = []
+def recorded_hashes() -> list[Any]:
+    cases = []
     for index in sorted(DATA.glob("torch-releases/*/expected.json")):
-        for name, wanted in json.loads(index.read_text())["files"].items():
-            out.append(pytest.param(index.parent / name, wanted["tensors"], id=f"{index.parent.name}/{name}"))
-    return out
+        for name, expected in json.loads(index.read_text())["files"].items():
+            cases.append(pytest.param(index.parent / name, expected["tensors"], id=f"{index.parent.name}/{name}"))
+    return cases
 
 
-@each(("path", "wanted"), truths())
-def test_every_release_has_the_bytes_it_had(path: Path, wanted: dict[str, Any]) -> None:
+@each(("path", "expected"), recorded_hashes())
+def test_bytes_match_the_recorded_hashes_of_every_release(path: Path, expected: dict[str, Any]) -> None:
     with open_content(path) as content:
         for tensor in content.checkpoint.tensors:
-            truth = wanted["/" + tensor.name]["sha256"]
-            if tensor.kind == "strided" and truth is not None:
-                assert hashlib.sha256(taken(content, tensor)).hexdigest() == truth, tensor.name
+            digest = expected["/" + tensor.name]["sha256"]
+            if tensor.kind == "strided" and digest is not None:
+                assert hashlib.sha256(read(content, tensor)).hexdigest() == digest, tensor.name
 
 
 def base() -> torch.Tensor:
@@ -62,7 +62,7 @@ def base() -> torch.Tensor:
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "whole": lambda t: t,
+    "unchanged": lambda t: t,
     "transposed": lambda t: t.t(),
     "rows": lambda t: t[3:9],
     "columns": lambda t: t[:, 4:7],
@@ -82,28 +82,30 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @functools.cache
 def saved_view(view: str, dtype: torch.dtype) -> tuple[bytes, bytes]:
     value = VIEWS[view](base().to(dtype))
-    return saved({"x": value}), plain(value)
+    return saved({"x": value}), torch_bytes(value)
 
 
-@each("many", [0, 1 << 40], ids=["numpy", "alone"])
+@each("threshold", [0, 1 << 40], ids=["with numpy", "without numpy"])
 @each("window", [16, 128, 4096, 16 << 20])
 @each("view", VIEWS)
-def test_views(view: str, window: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fits into memory at once, and whoever moves the elements, the order is torch's."""
-    monkeypatch.setattr(axes, "_MANY", many)
-    monkeypatch.setattr(axes, "_LONG", many)
-    monkeypatch.setattr(axes, "WINDOW", window)
-    monkeypatch.setattr(axes, "_BLOCK", window)
-    monkeypatch.setattr(axes, "_PAGE", 64)
+def test_views_are_read_in_the_order_of_torch(
+    view: str, window: int, threshold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With any size of window, with and without numpy."""
+    monkeypatch.setattr(content_module, "_MANY", threshold)
+    monkeypatch.setattr(content_module, "_LONG", threshold)
+    monkeypatch.setattr(content_module, "WINDOW", window)
+    monkeypatch.setattr(content_module, "_BLOCK", window)
+    monkeypatch.setattr(content_module, "_PAGE", 64)
     for dtype in (torch.float32, torch.uint8, torch.bfloat16, torch.complex128):
         data, expected = saved_view(view, dtype)
         with open_content(data) as content:
             tensor = content.checkpoint.tensor("x")
             for size in (16, 100, 4 << 20):
-                assert taken(content, tensor, size) == expected, (dtype, size)
+                assert read(content, tensor, size) == expected, (dtype, size)
 
 
-def test_pieces_are_of_the_size_asked_for() -> None:
+def test_pieces_have_the_requested_size() -> None:
     with open_content(saved({"x": base(), "y": base().t()})) as content:
         for tensor in content.checkpoint.tensors:
             assert [len(piece) for piece in content.pieces(tensor, 1024)] == [1024, 1024, 832]
@@ -117,7 +119,7 @@ DTYPES = (
 
 
 @each("name", [name for name in DTYPES if hasattr(torch, name)])
-def test_dtypes(name: str) -> None:
+def test_every_dtype_is_read(name: str) -> None:
     dtype = getattr(torch, name)
     raw = torch.arange(96, dtype=torch.uint8)
     value = raw.view(dtype) if dtype is not torch.bool else raw % 2 == 0
@@ -127,7 +129,7 @@ def test_dtypes(name: str) -> None:
     except KeyError as error:
         pytest.skip(f"this torch cannot save it: {error}")
     with open_content(data) as content:
-        assert taken(content, content.checkpoint.tensor("x")) == plain(value)
+        assert read(content, content.checkpoint.tensor("x")) == torch_bytes(value)
 
 
 @pytest.mark.parametrize(
@@ -136,27 +138,27 @@ def test_dtypes(name: str) -> None:
         pytest.param(torch.tensor([1 + 2j, -3 - 0.5j, 4j]).conj(), id="conjugated"),
         pytest.param(torch.tensor([1 + 2j, -3 - 0.5j]).conj().imag, id="negated"),
         pytest.param(torch._neg_view(torch.tensor([1 + 2j, 3 - 1j]).conj()), id="both"),
-        pytest.param(torch._neg_view(torch.tensor([1, -2, 0, -(1 << 31)], dtype=torch.int32)), id="integers"),
+        pytest.param(torch._neg_view(torch.tensor([1, -2, 0, -(1 << 31)], dtype=torch.int32)), id="negated integers"),
     ],
 )
-def test_flags_are_resolved(value: torch.Tensor) -> None:
+def test_conjugate_and_negative_views_are_resolved(value: torch.Tensor) -> None:
     with open_content(saved({"x": value})) as content:
         tensor = content.checkpoint.tensor("x")
         assert tensor.flags
-        assert taken(content, tensor) == plain(value)
+        assert read(content, tensor) == torch_bytes(value)
         assert content.file_range(tensor) is None
 
 
 def big_endian(dtype: str, kind: str, numel: int, width: int) -> tuple[bytes, bytes]:
-    """An archive of a tensor in the other order, and the bytes the tensor has."""
+    """An archive of a big-endian tensor, and its bytes in little-endian order."""
     numbers = [bytes(range(width * i, width * (i + 1))) for i in range(numel)]
     parts = 2 if dtype.startswith("complex") else 1
-    half = width // parts
-    turned = b"".join(number[p * half : (p + 1) * half][::-1] for number in numbers for p in range(parts))
-    held = forge.tensor(shape=(numel // 2, 2), stride=(1, numel // 2), storage=forge.storage_id("0", numel, kind))
-    made = forge.entries(forge.pickled(forge.ordered({"x": held})), {"0": turned})
+    part_width = width // parts
+    swapped = b"".join(number[p * part_width : (p + 1) * part_width][::-1] for number in numbers for p in range(parts))
+    tensor = forge.tensor(shape=(numel // 2, 2), stride=(1, numel // 2), storage=forge.storage_id("0", numel, kind))
+    entries = forge.entries(forge.pickled(forge.ordered({"x": tensor})), {"0": swapped})
     order = [numbers[row + numel // 2 * column] for row in range(numel // 2) for column in range(2)]
-    return forge.archive(forge.remade(made, "byteorder", data=b"big")), b"".join(order)
+    return forge.archive(forge.remade(entries, "byteorder", data=b"big")), b"".join(order)
 
 
 @each(
@@ -170,12 +172,12 @@ def big_endian(dtype: str, kind: str, numel: int, width: int) -> tuple[bytes, by
         pytest.param("complex128", "ComplexDoubleStorage", 16, id="complex128"),
     ],
 )
-def test_the_other_byte_order(dtype: str, kind: str, width: int) -> None:
-    data, wanted = big_endian(dtype, kind, 12, width)
+def test_big_endian_tensors_are_read(dtype: str, kind: str, width: int) -> None:
+    data, expected = big_endian(dtype, kind, 12, width)
     with open_content(data) as content:
         tensor = content.checkpoint.tensor("x")
         assert tensor.dtype == dtype
-        assert taken(content, tensor) == wanted
+        assert read(content, tensor) == expected
 
 
 def deflated(data: bytes) -> bytes:
@@ -186,28 +188,28 @@ def deflated(data: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_deflated_records() -> None:
+def test_deflated_records_are_read() -> None:
     values = {"x": base(), "y": base().t(), "z": base()[5:]}
     with open_content(deflated(saved(values))) as content:
         for tensor in content.checkpoint.tensors:
             assert content.file_range(tensor) is None
-            assert taken(content, tensor, 512) == plain(values[tensor.name])
+            assert read(content, tensor, 512) == torch_bytes(values[tensor.name])
 
 
-@pytest.mark.parametrize("how", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "legacy"])
-def test_a_run_is_where_the_bytes_lie(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "legacy"])
+def test_file_range_locates_the_bytes(options: dict[str, Any]) -> None:
     value = base()
-    data = saved({"whole": value, "rows": value[3:9], "columns": value[:, 2:4], "none": value[:0]}, **how)
+    data = saved({"whole": value, "rows": value[3:9], "columns": value[:, 2:4], "none": value[:0]}, **options)
     with open_content(data) as content:
         for name in ("whole", "rows"):
             tensor = content.checkpoint.tensor(name)
-            run = content.file_range(tensor)
-            assert run is not None
-            assert data[run.offset : run.offset + run.nbytes] == taken(content, tensor)
+            location = content.file_range(tensor)
+            assert location is not None
+            assert data[location.offset : location.offset + location.nbytes] == read(content, tensor)
         assert content.file_range(content.checkpoint.tensor("columns")) is None
-        empty = content.file_range(content.checkpoint.tensor("none"))
-        assert empty is not None
-        assert not empty.nbytes
+        empty_range = content.file_range(content.checkpoint.tensor("none"))
+        assert empty_range is not None
+        assert not empty_range.nbytes
 
 
 def test_shards_are_read_from_their_files(tmp_path: Path) -> None:
@@ -220,42 +222,42 @@ def test_shards_are_read_from_their_files(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     for path in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
         with open_content(path) as content:
-            assert {t.name: taken(content, t) for t in content.checkpoint.tensors} == {
-                name: plain(value) for name, value in values.items()
+            assert {t.name: read(content, t) for t in content.checkpoint.tensors} == {
+                name: torch_bytes(value) for name, value in values.items()
             }
-            run = content.file_range(content.checkpoint.tensor("a"))
-            assert isinstance(run, FileRange)
-            assert run.file == weights["a"]
+            location = content.file_range(content.checkpoint.tensor("a"))
+            assert isinstance(location, FileRange)
+            assert location.file == weights["a"]
 
 
-def test_an_unpacked_archive(tmp_path: Path) -> None:
+def test_unpacked_archive_is_read(tmp_path: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(saved({"x": base(), "y": base().t().clone()}))) as archive:
         archive.extractall(tmp_path)
     with open_content(tmp_path) as content:
-        assert taken(content, content.checkpoint.tensor("x")) == plain(base())
-        assert taken(content, content.checkpoint.tensor("y")) == plain(base().t())
+        assert read(content, content.checkpoint.tensor("x")) == torch_bytes(base())
+        assert read(content, content.checkpoint.tensor("y")) == torch_bytes(base().t())
 
 
 def test_missing_bytes_are_an_error_that_names_the_tensor() -> None:
     data = saved({"one": torch.arange(50), "two": torch.arange(50)}, _use_new_zipfile_serialization=False)
     with open_content(data[:-100]) as content:
         first, last = sorted(content.checkpoint.tensors, key=lambda tensor: tensor.file_offset or 0)
-        assert taken(content, first) == plain(torch.arange(50))
+        assert read(content, first) == torch_bytes(torch.arange(50))
         assert content.missing(first) == ""
         with pytest.raises(ContentError, match=last.name):
-            taken(content, last)
+            read(content, last)
         assert content.missing(last) == "300 of 400 bytes of its storage are in the file"
         assert content.file_range(last) is None
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+def test_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"x": base(), "y": base().t()}, path)
     with open_content(path) as content:
         path.write_bytes(path.read_bytes()[:1500])
         for name in ("x", "y"):
             with pytest.raises(ContentError, match=name):
-                taken(content, content.checkpoint.tensor(name))
+                read(content, content.checkpoint.tensor(name))
 
 
 @pytest.mark.parametrize(
@@ -267,15 +269,15 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_no_run_of_numbers_is_said(value: Callable[[], torch.Tensor]) -> None:
+def test_tensor_without_plain_bytes_is_an_error(value: Callable[[], torch.Tensor]) -> None:
     with open_content(saved({"odd": value()})) as content:
         tensor = content.checkpoint.tensor("odd")
         assert content.file_range(tensor) is None
         with pytest.raises(ContentError, match="odd is "):
-            taken(content, tensor)
+            read(content, tensor)
 
 
-def test_what_claims_more_than_the_file_holds() -> None:
+def test_tensor_that_claims_more_than_the_file_holds_is_refused() -> None:
     with open_content(saved({"x": torch.zeros(1).expand(1 << 20, 1 << 20), "y": torch.ones(3)})) as content:
         allowance = Allowance(content.checkpoint)
         allowance.spend(content.checkpoint.tensor("y"))

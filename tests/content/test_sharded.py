@@ -1,4 +1,4 @@
-"""Tensors in parts: put together box by box, whatever the cut."""
+"""Sharded tensors: assembled box by box, however they are cut."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transload.io.sources import BytesSource
 from transload.tensors.content import Content, boxes, is_covered
 
 
-def whole(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:
-    """A tensor that counts its elements, cut at these places in each dimension, each part in a file of its own."""
+def sharded(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:
+    """A tensor whose elements count up from 0, cut at these positions in each dimension, with a file for each part."""
     dtype = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}[width]
     parts, storages, files = [], [], {}
     for number, box in enumerate(itertools.product(*map(spans, shape, cuts))):
         first, sizes = tuple(a for a, _ in box), tuple(b - a for a, b in box)
-        numbers = [at(index, shape) for index in itertools.product(*(range(a, b) for a, b in box))]
+        numbers = [flat_index(index, shape) for index in itertools.product(*(range(a, b) for a, b in box))]
         data = b"".join(element(value, width, swapped=swapped) for value in numbers)
         name = f"part{number}"
         files[name] = BytesSource(b"??" + data)
@@ -36,7 +36,7 @@ def spans(size: int, cuts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return itertools.pairwise((0, *cuts, size))
 
 
-def at(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+def flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return sum(i * step for i, step in zip(index, contiguous(shape), strict=True))
 
 
@@ -53,30 +53,30 @@ def element(value: int, width: int, *, swapped: bool = False) -> bytes:
     [
         pytest.param((9, 4), ((3, 6), ()), id="rows"),
         pytest.param((5, 8), ((), (2, 5)), id="columns"),
-        pytest.param((4, 5, 6), ((2,), (1, 4), (3,)), id="three ways"),
+        pytest.param((4, 5, 6), ((2,), (1, 4), (3,)), id="three dimensions"),
         pytest.param((), (), id="scalar"),
     ],
 )
-def test_the_whole_comes_in_order(
+def test_assembled_elements_are_in_order(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transload.tensors.content.WINDOW", window)
     for swapped in (False, True):
-        content = whole(shape, cuts, width, swapped=swapped)
-        got = b"".join(bytes(piece) for piece in content.pieces(content.checkpoint.tensors[0]))
-        assert got == b"".join(element(value, width) for value in range(prod(shape)))
+        content = sharded(shape, cuts, width, swapped=swapped)
+        result = b"".join(bytes(piece) for piece in content.pieces(content.checkpoint.tensors[0]))
+        assert result == b"".join(element(value, width) for value in range(prod(shape)))
 
 
-def test_a_part_that_is_missing_is_an_error() -> None:
-    content = whole((9, 4), ((3, 6), ()), 4)
+def test_missing_or_repeated_part_is_an_error() -> None:
+    content = sharded((9, 4), ((3, 6), ()), 4)
     (tensor,) = content.checkpoint.tensors
     for parts in (tensor.parts[:2], (*tensor.parts, tensor.parts[0])):
         with pytest.raises(ContentError, match="x are incomplete"):
             list(content.pieces(tensor._replace(parts=parts)))
 
 
-def test_two_parts_do_not_stand_for_one_that_is_missing() -> None:
-    content = whole((9, 4), ((3, 6), ()), 4)
+def test_repeated_part_does_not_replace_a_missing_one() -> None:
+    content = sharded((9, 4), ((3, 6), ()), 4)
     (tensor,) = content.checkpoint.tensors
     twice = (tensor.parts[0], tensor.parts[1], tensor.parts[0])
     with pytest.raises(ContentError, match="3 of its parts are in the file, and they do not cover it"):
@@ -85,9 +85,9 @@ def test_two_parts_do_not_stand_for_one_that_is_missing() -> None:
 
 @each("shape", [(), (0, 3), (5,), (2, 2)], ids=str)
 def test_parts_cover_a_tensor_if_each_element_is_in_exactly_one(shape: tuple[int, ...]) -> None:
-    every = [tuple(itertools.combinations(range(size + 2), 2)) for size in shape]
+    intervals = [tuple(itertools.combinations(range(size + 2), 2)) for size in shape]
     for count in range(3):
-        for chosen in itertools.combinations(itertools.product(*every), count):
+        for chosen in itertools.combinations(itertools.product(*intervals), count):
             parts, seen = [], Counter[tuple[int, ...]]()
             for spans in chosen:
                 start, sizes = tuple(first for first, _ in spans), tuple(end - first for first, end in spans)
@@ -96,16 +96,16 @@ def test_parts_cover_a_tensor_if_each_element_is_in_exactly_one(shape: tuple[int
             tensor = Tensor(
                 ("x",), "x", "uint8", shape, contiguous(shape), "cpu", None, kind="sharded", parts=(*parts,)
             )
-            once = Counter(itertools.product(*map(range, shape)))
-            assert is_covered(tensor) == (seen == once), chosen
+            expected = Counter(itertools.product(*map(range, shape)))
+            assert is_covered(tensor) == (seen == expected), chosen
 
 
-@each("most", [1, 2, 7, 24, 1000])
+@each("limit", [1, 2, 7, 24, 1000])
 @each("shape", [(), (1,), (7,), (3, 4), (2, 3, 4), (1, 1, 24)], ids=str)
-def test_boxes_go_in_row_major_order(shape: tuple[int, ...], most: int) -> None:
+def test_boxes_are_in_row_major_order(shape: tuple[int, ...], limit: int) -> None:
     seen = []
-    for box in boxes(shape, most):
-        assert prod(box.shape) <= most
+    for box in boxes(shape, limit):
+        assert prod(box.shape) <= limit
         ranges = (range(first, first + size) for first, size in zip(box.start, box.shape, strict=True))
         seen += list(itertools.product(*ranges))
     assert seen == list(itertools.product(*map(range, shape)))

@@ -1,6 +1,6 @@
-"""What is advised about transformers, accelerate, Lightning and safetensors works.
+"""The advice about transformers, accelerate, Lightning and safetensors works.
 
-Each error is provoked from the package, and what its answer says is done instead. Without a GPU.
+Each test provokes an error from the package, without a GPU, and then does what the answer advises instead.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ fabric: Any = import_module("lightning.fabric")
 safetensors: Any = import_module("safetensors.torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-Act = Callable[[], object]
+Action = Callable[[], object]
 NO_CUDA = "no-accelerator"
-"""Where torch is built with CUDA, it says itself that there is no GPU, or no driver."""
+"""A torch built with CUDA reports by itself that there is no GPU, or no driver."""
 
 
 class Advice(NamedTuple):
-    """The code of an answer, what provokes its error, and what the answer says instead, if that can be done here."""
+    """The code of an answer, what provokes its error, and what the answer advises instead, if it can be tested."""
 
     code: str
-    wrong: Act
-    right: Act | None
+    wrong: Action
+    right: Action | None
 
 
-def holds(advice: Advice) -> None:
-    with pytest.raises(Exception) as error:  # noqa: PT011  the text is what is tested
+def check_advice(advice: Advice) -> None:
+    with pytest.raises(Exception) as error:  # noqa: PT011  the answer identifies it
         advice.wrong()
     (answer,) = transload.explain(error.value, checks=False).answers
     assert answer.code in {advice.code, *(("no-gpus", "no-driver") if advice.code == NO_CUDA else ())}
@@ -63,7 +63,7 @@ def config(**options: Any) -> Any:
 
 
 def variant(model: Path, name: str, file: str = "model.safetensors", content: bytes | None = None) -> Path:
-    """A copy of the model with another content in one of its files, or without it."""
+    """A copy of the model in which one file has other content, or is missing."""
     folder = model.parent / f"{model.name}-{name}"
     shutil.copytree(model, folder, dirs_exist_ok=True)
     (folder / file).unlink()
@@ -72,19 +72,19 @@ def variant(model: Path, name: str, file: str = "model.safetensors", content: by
     return folder
 
 
-def test_transformers(model: Path) -> None:
+def test_advice_about_transformers(model: Path) -> None:
     load = transformers.LlamaForCausalLM.from_pretrained
     auto = transformers.AutoModelForCausalLM.from_pretrained
-    none = variant(model, "none")
+    no_weights = variant(model, "none")
     bin_only = variant(model, "bin")
     torch.save(safetensors.load_file(model / "model.safetensors"), bin_only / "pytorch_model.bin")
-    half = variant(model, "half", content=(model / "model.safetensors").read_bytes()[:5000])
-    page = variant(model, "page", content=b"<!DOCTYPE html>" + b" " * 100)
+    truncated = variant(model, "half", content=(model / "model.safetensors").read_bytes()[:5000])
+    web_page = variant(model, "page", content=b"<!DOCTYPE html>" + b" " * 100)
     not_json = variant(model, "not-json", "config.json", b"<html>")
     no_config = variant(model, "no-config", "config.json")
     settings = json.loads((model / "config.json").read_text())
-    unknown = variant(model, "unknown", "config.json", json.dumps({**settings, "model_type": "of-2030"}).encode())
-    wider = variant(model, "wider", "config.json", json.dumps({**settings, "vocab_size": 65}).encode())
+    unknown_type = variant(model, "unknown", "config.json", json.dumps({**settings, "model_type": "of-2030"}).encode())
+    larger_vocabulary = variant(model, "wider", "config.json", json.dumps({**settings, "vocab_size": 65}).encode())
     index = json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "model-1-of-2.safetensors"}})
     shards = variant(model, "shards")
     (shards / "model.safetensors.index.json").write_text(index)
@@ -96,17 +96,21 @@ def test_transformers(model: Path) -> None:
     advice = [
         Advice(NO_CUDA, lambda: load(model, device_map={"": 0}), lambda: load(model, device_map="cpu")),
         Advice("device-string", lambda: load(model, device_map="gpu"), lambda: load(model, device_map="auto")),
-        Advice("transformers-no-weights", lambda: load(none), None),
+        Advice("transformers-no-weights", lambda: load(no_weights), None),
         Advice("transformers-no-weights", lambda: load(bin_only, use_safetensors=True), lambda: load(bin_only)),
-        Advice("transformers-no-weights", lambda: load(none, use_safetensors=True), converted),
-        Advice("safetensors-incomplete", lambda: load(half), None),
-        Advice("safetensors-header", lambda: load(page), None),
+        Advice("transformers-no-weights", lambda: load(no_weights, use_safetensors=True), converted),
+        Advice("safetensors-incomplete", lambda: load(truncated), None),
+        Advice("safetensors-header", lambda: load(web_page), None),
         Advice("config-not-json", lambda: load(not_json), None),
         Advice("transformers-no-model-type", lambda: auto(no_config), None),
-        Advice("transformers-model-type", lambda: auto(unknown), None),
+        Advice("transformers-model-type", lambda: auto(unknown_type), None),
         Advice("transformers-no-repository", lambda: auto("./no/such/folder"), lambda: auto(model)),
         Advice("safetensors-no-file", lambda: load(shards), None),
-        Advice("weights-do-not-fit", lambda: load(wider), lambda: load(wider, ignore_mismatched_sizes=True)),
+        Advice(
+            "weights-do-not-fit",
+            lambda: load(larger_vocabulary),
+            lambda: load(larger_vocabulary, ignore_mismatched_sizes=True),
+        ),
         Advice("transformers-dtype", lambda: load(model, dtype="float17"), lambda: load(model, dtype="auto")),
         Advice("transformers-tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(model), None),
         Advice(
@@ -131,10 +135,10 @@ def test_transformers(model: Path) -> None:
             lambda: load(model),
         ),
     ]
-    for_each(advice, holds)
+    for_each(advice, check_advice)
 
 
-def test_the_trainer_of_transformers(model: Path, tmp_path: Path) -> None:
+def test_advice_about_the_transformers_trainer(model: Path, tmp_path: Path) -> None:
     def arguments(**options: Any) -> Any:
         return transformers.TrainingArguments(str(tmp_path / "out"), report_to=[], max_steps=1, **options)
 
@@ -176,18 +180,18 @@ def test_the_trainer_of_transformers(model: Path, tmp_path: Path) -> None:
             lambda: train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1")),
         ),
     ]
-    for_each(advice, holds)
+    for_each(advice, check_advice)
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
+def reset_accelerate() -> Iterator[None]:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.usefixtures("fresh")
-def test_accelerate(model: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("reset_accelerate")
+def test_advice_about_accelerate(model: Path, tmp_path: Path) -> None:
     def empty() -> Any:
         with accelerate.init_empty_weights():
             return transformers.LlamaForCausalLM(config(vocab_size=64))
@@ -195,30 +199,34 @@ def test_accelerate(model: Path, tmp_path: Path) -> None:
     def dispatch(devices: object, path: Path = model, **options: Any) -> Any:
         return accelerate.load_checkpoint_and_dispatch(empty(), str(path), device_map=devices, **options)
 
-    def full() -> Any:
+    def real() -> Any:
         return transformers.LlamaForCausalLM(config(vocab_size=64))
 
-    parts = {"model": "disk", "lm_head": "cpu"}
-    folder = str(tmp_path / "offload")
-    into = accelerate.load_checkpoint_in_model
+    devices_by_part = {"model": "disk", "lm_head": "cpu"}
+    offload = str(tmp_path / "offload")
+    load_in_model = accelerate.load_checkpoint_in_model
     advice = [
         Advice(NO_CUDA, lambda: dispatch({"": 0}), lambda: dispatch({"": "cpu"})),
         Advice("device-map-value", lambda: dispatch("everywhere"), lambda: dispatch("auto")),
         Advice(
             "device-map-value", lambda: dispatch({"model": "cpu"}), lambda: dispatch({"model": "cpu", "lm_head": "cpu"})
         ),
-        Advice("device-map-folder", lambda: dispatch(parts), lambda: dispatch(parts, offload_folder=folder)),
         Advice(
             "device-map-folder",
-            lambda: accelerate.dispatch_model(full(), parts),
-            lambda: accelerate.dispatch_model(full(), parts, offload_dir=folder),
+            lambda: dispatch(devices_by_part),
+            lambda: dispatch(devices_by_part, offload_folder=offload),
         ),
-        Advice("offloaded-model-moved", lambda: dispatch(parts, offload_folder=folder).to("cpu"), None),
+        Advice(
+            "device-map-folder",
+            lambda: accelerate.dispatch_model(real(), devices_by_part),
+            lambda: accelerate.dispatch_model(real(), devices_by_part, offload_dir=offload),
+        ),
+        Advice("offloaded-model-moved", lambda: dispatch(devices_by_part, offload_folder=offload).to("cpu"), None),
         Advice("model-files-missing", lambda: dispatch("auto", tmp_path), lambda: dispatch("auto")),
         Advice(
             "accelerate-empty-model",
-            lambda: into(empty(), str(model)),
-            lambda: into(empty(), str(model), device_map={"": "cpu"}),
+            lambda: load_in_model(empty(), str(model)),
+            lambda: load_in_model(empty(), str(model), device_map={"": "cpu"}),
         ),
         Advice("meta-tensor", lambda: empty().to("cpu"), lambda: empty().to_empty(device="cpu")),
         Advice("accelerate-precision", lambda: accelerate.Accelerator(mixed_precision="half"), None),
@@ -227,7 +235,7 @@ def test_accelerate(model: Path, tmp_path: Path) -> None:
         ),
         Advice("accelerate-state", lambda: accelerate.Accelerator(mixed_precision="bf16"), accelerate.Accelerator),
     ]
-    for_each(advice, holds)
+    for_each(advice, check_advice)
 
 
 class Module(lightning.LightningModule):
@@ -242,26 +250,28 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_advice_about_lightning(tmp_path: Path) -> None:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 
     def trainer(**options: Any) -> Any:
         return lightning.Trainer(**{"accelerator": "cpu", **quiet, "max_steps": 1, **options})
 
     def fit(module: Any = None, path: Path | None = None, **options: Any) -> Any:
-        made = trainer(**options)
-        made.fit(module or Module(), DataLoader(TensorDataset(torch.ones(4, 2))), ckpt_path=path and str(path))
-        return made
+        result = trainer(**options)
+        result.fit(module or Module(), DataLoader(TensorDataset(torch.ones(4, 2))), ckpt_path=path and str(path))
+        return result
 
-    whole, weights, bare = tmp_path / "whole.ckpt", tmp_path / "weights.ckpt", tmp_path / "bare.ckpt"
-    fit().save_checkpoint(whole)
+    full, weights, plain = tmp_path / "whole.ckpt", tmp_path / "weights.ckpt", tmp_path / "bare.ckpt"
+    fit().save_checkpoint(full)
     fit().save_checkpoint(weights, weights_only=True)
-    torch.save(Module().state_dict(), bare)
-    one = fabric.Fabric
+    torch.save(Module().state_dict(), plain)
+    new_fabric = fabric.Fabric
     advice = [
         Advice("app-no-gpu", lambda: trainer(accelerator="gpu"), lambda: trainer(accelerator="auto", devices="auto")),
         Advice("app-no-gpu", lambda: trainer(accelerator="cuda", devices=2), None),
-        Advice("app-no-gpu", lambda: one(accelerator="cuda"), lambda: one(accelerator="auto", devices="auto")),
+        Advice(
+            "app-no-gpu", lambda: new_fabric(accelerator="cuda"), lambda: new_fabric(accelerator="auto", devices="auto")
+        ),
         Advice("mps-not-available", lambda: trainer(accelerator="mps"), trainer),
         Advice("lightning-accelerator", lambda: trainer(accelerator="gpuu"), lambda: trainer(accelerator="auto")),
         Advice("lightning-accelerator", lambda: trainer(strategy="fsdp"), lambda: trainer(strategy="auto")),
@@ -272,18 +282,18 @@ def test_lightning(tmp_path: Path) -> None:
         Advice("lightning-import-style", lambda: fit(nn.Linear(2, 2)), fit),
         Advice(
             "lightning-not-its-own",
-            lambda: Module.load_from_checkpoint(bare),
-            lambda: Module().load_state_dict(torch.load(bare)),
+            lambda: Module.load_from_checkpoint(plain),
+            lambda: Module().load_state_dict(torch.load(plain)),
         ),
         Advice(
             "state-dict-keys",
-            lambda: Module.load_from_checkpoint(whole, size=3),
-            lambda: Module.load_from_checkpoint(whole),
+            lambda: Module.load_from_checkpoint(full, size=3),
+            lambda: Module.load_from_checkpoint(full),
         ),
         Advice(
             "lightning-checkpoint",
-            lambda: Module().load_from_checkpoint(whole),
-            lambda: Module.load_from_checkpoint(whole),
+            lambda: Module().load_from_checkpoint(full),
+            lambda: Module.load_from_checkpoint(full),
         ),
         Advice("resume-from-nothing", lambda: fit(path=tmp_path / "none.ckpt"), fit),
         Advice(
@@ -292,12 +302,12 @@ def test_lightning(tmp_path: Path) -> None:
             lambda: fit(Module.load_from_checkpoint(weights)),
         ),
         Advice("lightning-module-methods", lambda: fit(lightning.LightningModule()), fit),
-        Advice("weights-do-not-fit", lambda: one(accelerator="cpu").load(str(whole), {"model": Module()}), None),
+        Advice("weights-do-not-fit", lambda: new_fabric(accelerator="cpu").load(str(full), {"model": Module()}), None),
     ]
-    for_each(advice, holds)
+    for_each(advice, check_advice)
 
 
-def test_safetensors(tmp_path: Path) -> None:
+def test_advice_about_safetensors(tmp_path: Path) -> None:
     path, ones = tmp_path / "a.safetensors", torch.ones(2, 3)
     safetensors.save_file({"a": ones}, path)
 
@@ -328,4 +338,4 @@ def test_safetensors(tmp_path: Path) -> None:
             lambda: save({"a": ones.to_sparse().to_dense()}),
         ),
     ]
-    for_each(advice, holds)
+    for_each(advice, check_advice)

@@ -1,4 +1,4 @@
-"""Errors and warnings provoked from the torch that is installed here, on a machine without a GPU."""
+"""Errors and warnings provoked from the installed torch, without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Provoke = Callable[[Path], object]
 
 
 class Provocation(NamedTuple):
-    """A way to make torch raise or warn, and the code of what it then says; ``since`` which release."""
+    """A way to make torch raise or warn, the code of the answer, and the first release (``since``) that does so."""
 
     code: str
     name: str
@@ -40,18 +40,18 @@ class Provocation(NamedTuple):
     since: tuple[int, ...]
 
     def error(self, folder: Path) -> BaseException | str:
-        """The exception; or, where torch only warns, the words of its warnings."""
+        """The exception; or, if torch only warns, the text of its warnings."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 self.provoke(folder)
-            except (Exception, _checkpoint_exception()) as error:  # noqa: BLE001  any, that is the point
+            except (Exception, _checkpoint_exception()) as error:  # noqa: BLE001  any exception is a result
                 return error
-        return "\n".join(f"{type(each.message).__name__}: {each.message}" for each in caught)
+        return "\n".join(f"{type(warning.message).__name__}: {warning.message}" for warning in caught)
 
 
 def _checkpoint_exception() -> type[BaseException]:
-    """The one of torch that is no ``Exception``."""
+    """The class in torch that does not derive from ``Exception``."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     return CheckpointException
@@ -69,10 +69,10 @@ def provokes(code: str, *, since: tuple[int, ...] = (2, 1)) -> Callable[[Provoke
 
 
 def load(folder: Path, data: bytes, **options: Any) -> object:
-    """torch.load of these bytes, from a file."""
+    """``torch.load`` of a file with these bytes."""
     path = folder / "model.pt"
     path.write_bytes(data)
-    return torch.load(str(path), **options)  # torch 2.1 maps no other path
+    return torch.load(str(path), **options)  # torch 2.1 memory-maps only a str path
 
 
 def saved(obj: object, **options: Any) -> bytes:
@@ -86,7 +86,7 @@ def big() -> dict[str, torch.Tensor]:
 
 
 def tagged(tag: str) -> bytes:
-    """A checkpoint whose one tensor is tagged so."""
+    """A checkpoint with one tensor, which has this device tag."""
     return forge.checkpoint(forge.pickled(forge.ordered({"w": forge.tensor(storage=forge.storage_id(device=tag))})))
 
 
@@ -104,8 +104,8 @@ def xpu_tag(folder: Path) -> object:
 
 
 @provokes("device-index")
-def beyond_the_last(folder: Path) -> object:
-    """torch's own check, with one GPU faked."""
+def cuda_index_too_large(folder: Path) -> object:
+    """torch's own check, with one fake GPU."""
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.device_count", return_value=1),
@@ -139,7 +139,7 @@ def bad_tag(folder: Path) -> object:
 
 
 @provokes("device-string")
-def gpu_in_a_program(_: Path) -> object:
+def gpu_as_device(_: Path) -> object:
     return torch.device("gpu")
 
 
@@ -149,12 +149,12 @@ def meta_and_cpu(_: Path) -> object:
 
 
 @provokes("rng-state-moved")
-def rng_elsewhere(_: Path) -> object:
+def rng_state_of_wrong_dtype(_: Path) -> object:
     return torch.set_rng_state(torch.empty(5056, dtype=torch.float32))
 
 
-def without_a_gpu() -> str:
-    """What is missing first: CUDA in this torch, the driver, or the GPU, which the tests hide."""
+def code_without_gpu() -> str:
+    """The code for what torch misses first: CUDA in its build, the driver, or a GPU, which the tests hide."""
     if torch.version.cuda is None:
         return "no-cuda-build"
     try:
@@ -164,7 +164,7 @@ def without_a_gpu() -> str:
     return "no-gpus"
 
 
-@provokes(without_a_gpu())
+@provokes(code_without_gpu())
 def no_cuda(_: Path) -> object:
     return torch.zeros(1).cuda()
 
@@ -197,7 +197,7 @@ def damaged_directory(folder: Path) -> object:
 
 
 @provokes("archive-none")
-def script_of_no_zip(folder: Path) -> object:
+def jit_load_of_text(folder: Path) -> object:
     path = folder / "model.pt"
     path.write_bytes(b"no archive")
     return torch.jit.load(path)
@@ -225,7 +225,7 @@ def lost_record(folder: Path) -> object:
 
 
 @provokes("archive-not-script")
-def script_of_a_state_dict(folder: Path) -> object:
+def jit_load_of_state_dict(folder: Path) -> object:
     path = folder / "model.pt"
     path.write_bytes(saved(big()))
     return torch.jit.load(path)
@@ -257,7 +257,7 @@ def short_record(folder: Path) -> object:
 
 
 @provokes("mmap-not-plain")
-def short_and_mapped(folder: Path) -> object:
+def short_record_with_mmap(folder: Path) -> object:
     tensor = forge.tensor(shape=(100_000,), storage=forge.storage_id(numel=100_000))
     return load(folder, forge.checkpoint(forge.pickled(forge.ordered({"w": tensor}))), mmap=True)
 
@@ -267,7 +267,7 @@ def odd_byte_order(folder: Path) -> object:
     return load(folder, forge.archive(forge.remade(forge.entries(), "byteorder", data=b"middle")))
 
 
-# -- files of the old format, and how a file is opened
+# -- the legacy format, and ways to open a file
 
 
 def legacy(obj: object) -> bytes:
@@ -280,7 +280,7 @@ def cut_legacy(folder: Path) -> object:
 
 
 @provokes("legacy-wrong-size")
-def wrong_size(folder: Path) -> object:
+def legacy_storage_of_wrong_size(folder: Path) -> object:
     data = legacy({"w": torch.zeros(1000)})
     at = data.rindex(struct.pack("<q", 1000))
     return load(folder, data[:at] + struct.pack("<q", 999) + data[at + 8 :])
@@ -300,29 +300,29 @@ def damaged_header(folder: Path) -> object:
 
 
 @provokes("mmap-legacy")
-def mapped_legacy(folder: Path) -> object:
+def legacy_with_mmap(folder: Path) -> object:
     return load(folder, legacy(big()), mmap=True)
 
 
 @provokes("mmap-no-path")
-def mapped_buffer(_: Path) -> object:
+def buffer_with_mmap(_: Path) -> object:
     return torch.load(io.BytesIO(saved(big())), mmap=True)
 
 
 @provokes("script-in-load", since=(2, 6))
-def script(_: Path) -> object:
+def torch_load_of_script(_: Path) -> object:
     return torch.load(DATA / "h200" / "torchscript_cuda0.pt")
 
 
 @provokes("script-in-load-warning")
-def script_warning(folder: Path) -> object:
+def torch_load_of_script_warning(folder: Path) -> object:
     path = folder / "script.pt"
     torch.jit.script(torch.nn.Linear(2, 2)).save(path)
     return torch.load(path, weights_only=False)
 
 
 @provokes("not-seekable")
-def stream(_: Path) -> object:
+def stream_without_seek(_: Path) -> object:
     return torch.load(types.SimpleNamespace(read=lambda: b"", readline=lambda: b""))
 
 
@@ -361,22 +361,22 @@ def newer_protocol(folder: Path) -> object:
 
 
 @provokes("load-key")
-def html_trusted(folder: Path) -> object:
+def html_without_weights_only(folder: Path) -> object:
     return load(folder, b"<!DOCTYPE html><html><body>login</body></html>", weights_only=False)
 
 
 @provokes("load-key")
-def lfs_pointer_trusted(folder: Path) -> object:
+def lfs_pointer_without_weights_only(folder: Path) -> object:
     return load(folder, b"version https://git-lfs.github.com/spec/v1\n", weights_only=False)
 
 
 @provokes("tar-of-something")
-def zeros_trusted(folder: Path) -> object:
+def zeros_without_weights_only(folder: Path) -> object:
     return load(folder, bytes(1000), weights_only=False)
 
 
 @provokes("pickle-cut-off")
-def empty(folder: Path) -> object:
+def empty_without_weights_only(folder: Path) -> object:
     return load(folder, b"", weights_only=False)
 
 
@@ -390,8 +390,8 @@ def empty_weights_only(folder: Path) -> object:
     return load(folder, b"")
 
 
-def vanished(module: str, name: str) -> bytes:
-    """The pickle of an object of a class that is gone by now."""
+def pickle_of_missing_class(module: str, name: str) -> bytes:
+    """The pickle of an object whose class no longer exists."""
     home = types.ModuleType(module)
     kind = type(name, (), {"__module__": module})
     setattr(home, name, kind)
@@ -401,19 +401,19 @@ def vanished(module: str, name: str) -> bytes:
 
 
 @provokes("class-not-defined")
-def class_of_a_script(folder: Path) -> object:
-    data = vanished("__main__", "NetOfAScript")
+def class_of_main_module(folder: Path) -> object:
+    data = pickle_of_missing_class("__main__", "NetOfAScript")
     return load(folder, data, weights_only=False)
 
 
 @provokes("class-module-missing")
-def module_of_a_project(folder: Path) -> object:
-    return load(folder, vanished("zzz_models", "Net"), weights_only=False)
+def missing_module(folder: Path) -> object:
+    return load(folder, pickle_of_missing_class("zzz_models", "Net"), weights_only=False)
 
 
 @provokes("class-module-missing")
-def inner_module(folder: Path) -> object:
-    return load(folder, vanished("zzz.models.yolo", "Net"), weights_only=False)
+def missing_nested_module(folder: Path) -> object:
+    return load(folder, pickle_of_missing_class("zzz.models.yolo", "Net"), weights_only=False)
 
 
 @provokes("python-2-text")
@@ -437,47 +437,47 @@ def namespace(folder: Path) -> object:
 
 
 @provokes("name-not-allowed", since=(2, 4))
-def evaluation(folder: Path) -> object:
+def builtins_eval(folder: Path) -> object:
     return load(
         folder, forge.checkpoint(forge.pickled(forge.call(forge.name("builtins", "eval"), "1"))), weights_only=True
     )
 
 
 @provokes("name-not-allowed", since=(2, 6))
-def cut_name(folder: Path) -> object:
+def truncated_global(folder: Path) -> object:
     data = legacy(torch.nn.Linear(2, 2).state_dict())
     at = data.index(b"OrderedDict\n")
     return load(folder, data[:at] + b"OrderedDic\n" + data[at:])
 
 
 @provokes("class-not-defined")
-def cut_class_name(folder: Path) -> object:
+def truncated_class_name(folder: Path) -> object:
     data = legacy(torch.nn.Linear(2, 2).state_dict())
     return load(folder, data.replace(b"OrderedDict\n", b"OrderedDic\n"), weights_only=False)
 
 
 @provokes("name-blocked", since=(2, 5))
-def blocked(folder: Path) -> object:
+def blocked_global(folder: Path) -> object:
     return load(folder, forge.checkpoint(forge.pickled(forge.call(forge.name("os", "getcwd")))), weights_only=True)
 
 
 @provokes("build-not-allowed", since=(2, 5))
-def built(folder: Path) -> object:
+def build_of_list(folder: Path) -> object:
     return load(folder, forge.checkpoint(forge.pickled(b"]}b")), weights_only=True)
 
 
 @provokes("call-not-allowed")
-def called(folder: Path) -> object:
+def call_of_string(folder: Path) -> object:
     return load(folder, forge.checkpoint(forge.pickled(forge.call(forge.text("print")))), weights_only=True)
 
 
 @provokes("new-not-allowed", since=(2, 5))
-def made(folder: Path) -> object:
+def new_of_string(folder: Path) -> object:
     return load(folder, forge.checkpoint(forge.pickled(forge.text("Net") + b")\x81")), weights_only=True)
 
 
 @provokes("id-not-allowed", since=(2, 6))
-def foreign_id(folder: Path) -> object:
+def foreign_persistent_id(folder: Path) -> object:
     body = forge.tuple_of("module", 1, 2, 3) + b"Q"
     return load(folder, forge.checkpoint(forge.pickled(body)), weights_only=True)
 
@@ -490,7 +490,7 @@ def distributed_tensor(folder: Path) -> object:
 
 
 @provokes("pickle-module-given")
-def module_given(folder: Path) -> object:
+def pickle_module_with_weights_only(folder: Path) -> object:
     return load(folder, saved(big()), weights_only=True, pickle_module=pickle)
 
 
@@ -498,7 +498,7 @@ def module_given(folder: Path) -> object:
 
 
 @provokes("state-dict-keys")
-def prefix(_: Path) -> object:
+def module_prefix(_: Path) -> object:
     state = {f"module.{name}": value for name, value in torch.nn.Linear(2, 2).state_dict().items()}
     return torch.nn.Linear(2, 2).load_state_dict(state)
 
@@ -514,7 +514,7 @@ def other_shape(_: Path) -> object:
 
 
 @provokes("meta-tensor")
-def meta_state(_: Path) -> object:
+def meta_module_to_cpu(_: Path) -> object:
     return torch.nn.Linear(2, 2).to("meta").to("cpu")
 
 
@@ -541,19 +541,19 @@ def optimizer_groups(_: Path) -> object:
 
 
 @provokes("script-no-file")
-def no_script(folder: Path) -> object:
+def jit_load_of_missing_file(folder: Path) -> object:
     return torch.jit.load(folder / "nope.pt")
 
 
 @provokes("export-other-kind" if RELEASE >= (2, 8) else "export-no-zip")
-def export_of_no_program(folder: Path) -> object:
+def export_load_of_state_dict(folder: Path) -> object:
     path = folder / "model.pt2"
     path.write_bytes(saved(big()))
     return torch.export.load(path)
 
 
 @provokes("export-no-zip", since=(2, 8))
-def export_of_no_archive(folder: Path) -> object:
+def export_load_of_text(folder: Path) -> object:
     path = folder / "model.pt2"
     path.write_bytes(b"no program")
     return torch.export.load(path)
@@ -595,7 +595,7 @@ def empty_safetensors(folder: Path) -> object:
 
 
 @provokes("safetensors-header-json")
-def header_of_no_json(folder: Path) -> object:
+def header_that_is_not_json(folder: Path) -> object:
     return safetensors(folder, struct.pack("<Q", 15) + b"not json at all")
 
 
@@ -613,7 +613,7 @@ def cut_safetensors(folder: Path) -> object:
 
 
 @provokes("safetensors-shared")
-def shared(folder: Path) -> object:
+def shared_tensors_in_safetensors(folder: Path) -> object:
     from safetensors.torch import save_file
 
     tensor = torch.zeros(4)
@@ -621,14 +621,14 @@ def shared(folder: Path) -> object:
 
 
 @provokes("safetensors-strided")
-def strided(folder: Path) -> object:
+def strided_tensor_in_safetensors(folder: Path) -> object:
     from safetensors.torch import save_file
 
     return save_file({"a": torch.zeros(4, 4).t()[1:]}, folder / "x.safetensors")
 
 
 @provokes("safetensors-map-location", since=(2, 13))
-def dictionary_for_safetensors(folder: Path) -> object:
+def map_location_dict_for_safetensors(folder: Path) -> object:
     from safetensors.torch import save
 
     path = folder / "model.safetensors"
@@ -637,7 +637,7 @@ def dictionary_for_safetensors(folder: Path) -> object:
 
 
 @provokes("safetensors-no-tensor")
-def tensor_of_another_model(folder: Path) -> object:
+def missing_tensor_in_safetensors(folder: Path) -> object:
     from safetensors import safe_open
     from safetensors.torch import save
 
@@ -648,7 +648,7 @@ def tensor_of_another_model(folder: Path) -> object:
 
 
 @provokes("safetensors-device")
-def device_for_safetensors(folder: Path) -> object:
+def invalid_device_for_safetensors(folder: Path) -> object:
     from safetensors.torch import load_file, save
 
     path = folder / "model.safetensors"
@@ -657,23 +657,23 @@ def device_for_safetensors(folder: Path) -> object:
 
 
 @provokes("load-folder")
-def folder_in_place_of_a_file(folder: Path) -> object:
+def torch_load_of_folder(folder: Path) -> object:
     return torch.load(folder)
 
 
 @provokes("write-no-folder")
-def folder_that_is_not_there(folder: Path) -> object:
+def save_into_missing_folder(folder: Path) -> object:
     return torch.save({}, folder / "none" / "model.pt")
 
 
 @provokes("state-dict-is-no-model")
-def weights_used_as_a_model(folder: Path) -> Any:
+def state_dict_used_as_model(folder: Path) -> Any:
     weights: Any = load(folder, saved(torch.nn.Linear(2, 2).state_dict()))
     return weights.eval()
 
 
 @provokes("module-of-older-torch")
-def module_that_lacks_something(folder: Path) -> Any:
+def module_of_older_torch(folder: Path) -> Any:
     gelu = torch.nn.GELU()
     del gelu.__dict__["approximate"]
     older: Any = load(folder, saved(gelu), weights_only=False)
@@ -681,44 +681,44 @@ def module_that_lacks_something(folder: Path) -> Any:
 
 
 @provokes("pickle-damaged")
-def text_that_is_almost_a_pickle(folder: Path) -> object:
+def text_similar_to_a_pickle(folder: Path) -> object:
     return load(folder, b"0.98\n0.97\n", weights_only=False)
 
 
 @provokes("torch-lacks-it")
-def argument_of_a_newer_torch(folder: Path) -> object:
+def unknown_argument_of_torch_load(folder: Path) -> object:
     return load(folder, saved({}), weights_only=False, skip_data=True)
 
 
 @provokes("map-location-kind")
-def number_for_a_device(folder: Path) -> object:
+def number_as_map_location(folder: Path) -> object:
     return load(folder, saved({"w": torch.zeros(2)}), map_location=0)
 
 
 @provokes("map-location-kind")
-def devices_in_a_dictionary(folder: Path) -> object:
+def map_location_dict_of_devices(folder: Path) -> object:
     return load(folder, saved({"w": torch.zeros(2)}), map_location={"cpu": torch.device("cpu")})
 
 
-class _OfWindows:
+class _WindowsPathPickle:
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return pathlib.WindowsPath, ("model",)
 
 
 @provokes("path-of-another-system")
-def path_of_windows(folder: Path) -> object:
-    return load(folder, saved({"folder": _OfWindows()}), weights_only=False)
+def pickled_windows_path(folder: Path) -> object:
+    return load(folder, saved({"folder": _WindowsPathPickle()}), weights_only=False)
 
 
 @provokes("archive-cut-off")
-def page_as_a_program(folder: Path) -> object:
+def jit_load_of_html(folder: Path) -> object:
     path = folder / "model.pt"
     path.write_bytes(b"<!DOCTYPE html><html>Not found</html>")
     return torch.jit.load(str(path))
 
 
 @provokes("archive-none")
-def nothing_as_a_program(folder: Path) -> object:
+def jit_load_of_empty_file(folder: Path) -> object:
     path = folder / "model.pt"
     path.write_bytes(b"")
     return torch.jit.load(str(path))
@@ -730,7 +730,7 @@ def gguf(folder: Path) -> object:
 
 
 @provokes("mps-not-available")
-def device_of_a_mac(_: Path) -> object:
+def mps_device(_: Path) -> object:
     return torch.zeros(1, device="mps")
 
 
@@ -744,7 +744,7 @@ def build_without_nccl(_: Path) -> object:
 
 
 @provokes("rendezvous-variable")
-def started_with_plain_python(_: Path) -> object:
+def no_rendezvous_variables(_: Path) -> object:
     import torch.distributed as dist
 
     with mock.patch.dict("os.environ", clear=True):
@@ -759,7 +759,7 @@ def no_process_group(_: Path) -> object:
 
 
 @provokes("ddp-device-ids")
-def gpu_for_a_model_on_the_cpu(_: Path) -> object:
+def device_ids_for_cpu_model(_: Path) -> object:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -781,7 +781,7 @@ def two_process_groups(_: Path) -> object:
 
 
 @provokes("port-in-use", since=(2, 4))
-def port_of_another(_: Path) -> object:
+def port_in_use(_: Path) -> object:
     import socket
 
     import torch.distributed as dist
@@ -791,7 +791,7 @@ def port_of_another(_: Path) -> object:
 
 
 @provokes("cpu-memory-full")
-def more_than_there_is(_: Path) -> object:
+def allocation_too_large(_: Path) -> object:
     return torch.empty(1 << 59, dtype=torch.uint8)
 
 
@@ -804,7 +804,7 @@ def number_in_safetensors(folder: Path) -> object:
 
 
 @provokes("meta-no-op")
-def weights_into_nothing(_: Path) -> object:
+def load_state_dict_into_meta_module(_: Path) -> object:
     return torch.nn.Linear(2, 2, device="meta").load_state_dict(torch.nn.Linear(2, 2).state_dict())
 
 
@@ -814,16 +814,16 @@ def state_of_a_disabled_scaler(_: Path) -> object:
 
 
 @provokes("hub-hash")
-def another_file_than_published(folder: Path) -> object:
+def hub_download_with_wrong_hash(folder: Path) -> object:
     (folder / "published").write_bytes(b"?")
     source, target = (folder / "published").as_uri(), str(folder / "model.pt")
-    # Older releases of torch leave it open.
+    # Older releases of torch do not close it.
     with urlopen(source) as page, mock.patch("torch.hub.urlopen", return_value=page):  # noqa: S310
         return torch.hub.download_url_to_file(source, target, hash_prefix="00", progress=False)
 
 
 @provokes("unknown-architecture")
-def card_of_the_future(_: Path) -> object:
+def unknown_cuda_architecture(_: Path) -> object:
     from torch.utils.cpp_extension import _get_cuda_arch_flags
 
     with mock.patch.dict("os.environ", {"TORCH_CUDA_ARCH_LIST": "99.9"}):
@@ -831,7 +831,7 @@ def card_of_the_future(_: Path) -> object:
 
 
 @provokes("container-not-allowed", since=(2, 5))
-def queue_that_is_allowed(folder: Path) -> object:
+def allowed_deque(folder: Path) -> object:
     from collections import deque
 
     with torch.serialization.safe_globals([deque]):

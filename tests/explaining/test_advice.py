@@ -1,4 +1,4 @@
-"""What is advised about models that are spread over ranks works: tried with one rank, on the CPU, with gloo."""
+"""The advice about distributed models works: tested with one rank, on the CPU, with gloo."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-Act = Callable[[], object]
+Action = Callable[[], object]
 
 
 class Advice(NamedTuple):
-    """The code of an answer, what provokes its error, and what the answer says instead."""
+    """The code of an answer, what provokes its error, and what the answer advises instead."""
 
     code: str
-    wrong: Act
-    right: Act
+    wrong: Action
+    right: Action
 
 
 @functools.cache
@@ -83,11 +83,11 @@ def loss(placement: Any) -> object:
         return nn.functional.cross_entropy(split(placement), torch.zeros(4, dtype=torch.long))
 
 
-def summands() -> DTensor:
+def partial_sum() -> DTensor:
     return DTensor.from_local(ones(2), mesh("tp"), [Partial()])
 
 
-def whole(placements: Any = None) -> DTensor:
+def redistributed(placements: Any = None) -> DTensor:
     return split().redistribute(placements=placements or [Replicate()])
 
 
@@ -127,10 +127,10 @@ def from_meta(*, allocate: bool) -> object:
     return run(model)
 
 
-def partly_wrapped(*, whole_first: bool) -> object:
+def sharded_below_root(*, root_first: bool) -> object:
     model = nn.Sequential(linear(), linear())
     shard(model[0])
-    if not whole_first:
+    if not root_first:
         model[0](ones(1, 4))
     return run(shard(model))
 
@@ -146,9 +146,9 @@ def summoned(**options: bool) -> None:
         pass
 
 
-def two_dtypes(*, one: bool) -> object:
+def two_dtypes(*, uniform: bool) -> object:
     model = nn.Sequential(linear(), linear(dtype=torch.bfloat16))
-    return run(shard(model.float() if one else model))
+    return run(shard(model.float() if uniform else model))
 
 
 def tied(*, together: bool) -> Any:
@@ -197,7 +197,7 @@ def recomputed(*, same: bool) -> object:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return x.sin() if same or len(calls) == 1 else x + 1  # which saves no tensor
+        return x.sin() if same or len(calls) == 1 else x + 1  # saves no tensor for backward
 
     x = ones(2).requires_grad_()
     return checkpoint.checkpoint(forward, x, use_reentrant=False).sum().backward()
@@ -236,8 +236,8 @@ ADVICE = [
         lambda: distribute_tensor(ones(4), mesh("dp", "tp"), [Shard(0)]),
         lambda: distribute_tensor(ones(4), mesh("dp", "tp"), [Shard(0), Replicate()]),
     ),
-    Advice("dtensor-placements", lambda: distribute_tensor(split(), mesh("tp"), [Replicate()]), whole),
-    Advice("dtensor-needs-redistribute", lambda: torch.unbind(split()), lambda: torch.unbind(whole())),
+    Advice("dtensor-placements", lambda: distribute_tensor(split(), mesh("tp"), [Replicate()]), redistributed),
+    Advice("dtensor-needs-redistribute", lambda: torch.unbind(split()), lambda: torch.unbind(redistributed())),
     Advice("dtensor-propagation", lambda: split().long().view(-1).bincount(), lambda: split().full_tensor().histc()),
     Advice(
         "dtensor-operator", lambda: split().as_strided((2,), (1,)), lambda: split().to_local().as_strided((2,), (1,))
@@ -253,14 +253,16 @@ ADVICE = [
         lambda: parallelize_module(linear(), mesh("dp", "tp")["tp"], ColwiseParallel()),
     ),
     Advice("loss-parallel", lambda: loss(Shard(0)), lambda: loss(Shard(-1))),
-    Advice("fsdp-container", lambda: shard(nn.ModuleList([linear()])), lambda: [shard(each) for each in [linear()]]),
+    Advice(
+        "fsdp-container", lambda: shard(nn.ModuleList([linear()])), lambda: [shard(module) for module in [linear()]]
+    ),
     Advice("fsdp-mesh", lambda: fully_shard(linear(), mesh=mesh("a", "b", "c")), lambda: shard(linear())),
     Advice("fsdp-twice", lambda: shard(shard(linear())), lambda: shard(nn.Sequential(shard(linear())))),
     Advice("fsdp-scalar-parameter", lambda: shard(Scale()), lambda: run(shard(Scale(1)))),
     Advice("fsdp-meta", lambda: from_meta(allocate=False), lambda: from_meta(allocate=True)),
-    Advice("fsdp-root", lambda: partly_wrapped(whole_first=False), lambda: partly_wrapped(whole_first=True)),
+    Advice("fsdp-root", lambda: sharded_below_root(root_first=False), lambda: sharded_below_root(root_first=True)),
     Advice("fsdp-root", lambda: nested()[1].clip_grad_norm_(1.0), lambda: nested().clip_grad_norm_(1.0)),
-    Advice("fsdp-uniform-dtype", lambda: two_dtypes(one=False), lambda: two_dtypes(one=True)),
+    Advice("fsdp-uniform-dtype", lambda: two_dtypes(uniform=False), lambda: two_dtypes(uniform=True)),
     Advice("fsdp-tied-parameters", lambda: tied(together=False), lambda: tied(together=True)),
     Advice("fsdp-requires-grad", lambda: frozen(use_orig_params=False), lambda: frozen(use_orig_params=True)),
     Advice("fsdp-no-accelerator", lambda: FullyShardedDataParallel(linear()), lambda: run(sharded(linear()))),
@@ -302,23 +304,23 @@ ADVICE = [
 
 
 @pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice.code)
-def test_what_is_advised_works(advice: Advice) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011  which one, the answer says
+def test_advice_works(advice: Advice) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  the answer identifies it
         advice.wrong()
     explanation = transload.explain(caught.value, checks=False)
     assert [answer.code for answer in explanation.answers] == [advice.code]
     advice.right()
 
 
-def test_a_sum_over_ranks_is_saved_once_it_is_summed_up(tmp_path: Path) -> None:
+def test_partial_dtensor_can_be_saved_after_redistribute(tmp_path: Path) -> None:
     with pytest.raises(BaseException, match="partial placements") as caught:
-        dcp.save({"w": summands()}, checkpoint_id=tmp_path / "a")
+        dcp.save({"w": partial_sum()}, checkpoint_id=tmp_path / "a")
     (answer,) = transload.explain(caught.value, checks=False).answers
     assert answer.code == "dtensor-partial-saved"
-    dcp.save({"w": summands().redistribute(placements=[Replicate()])}, checkpoint_id=tmp_path / "b")
+    dcp.save({"w": partial_sum().redistribute(placements=[Replicate()])}, checkpoint_id=tmp_path / "b")
 
 
-def test_a_state_dict_has_the_names_of_the_model_that_was_wrapped() -> None:
+def test_get_model_state_dict_has_the_names_of_the_wrapped_model() -> None:
     wrapped = nn.parallel.DistributedDataParallel(linear())
     assert {*wrapped.state_dict()} == {"module.weight", "module.bias"}
     assert {*get_model_state_dict(wrapped)} == {"weight", "bias"}

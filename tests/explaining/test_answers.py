@@ -1,4 +1,4 @@
-"""The numbers and names of a text are used, and advice that is wrong for the case is called so."""
+"""Answers use the numbers and names in a text, and say when advice in it is wrong."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from transload.explaining.hooks import prefix_between
 
 
 def answer(text: str) -> Answer:
-    (found,) = transload.explain(text, checks=False).answers
-    return found
+    (result,) = transload.explain(text, checks=False).answers
+    return result
 
 
-def told(text: str) -> str:
-    found = answer(text)
-    return " ".join((found.cause, *found.fix, found.wrong))
+def full_text(text: str) -> str:
+    result = answer(text)
+    return " ".join((result.cause, *result.fix, result.wrong))
 
 
 @pytest.mark.parametrize(
-    ("index", "count", "words", "target"),
+    ("index", "count", "expected", "target"),
     [(1, 1, "has one, cuda:0", "cuda:0"), (3, 2, "has 2, cuda:0 and cuda:1", "cuda:0"), (0, 0, "has none", "cpu")],
 )
-def test_devices_are_counted(index: int, count: int, words: str, target: str) -> None:
-    found = answer(
+def test_device_index_error_names_the_existing_devices(index: int, count: int, expected: str, target: str) -> None:
+    result = answer(
         f"RuntimeError: Attempting to deserialize object on CUDA device {index} but "
         f"torch.cuda.device_count() is {count}."
     )
-    assert f"CUDA device {index}" in found.cause
-    assert words in found.cause
-    assert f'map_location="{target}"' in " ".join(found.fix)
-    assert dict(found.values)["index"] == str(index)
+    assert f"CUDA device {index}" in result.cause
+    assert expected in result.cause
+    assert f'map_location="{target}"' in " ".join(result.fix)
+    assert dict(result.values)["index"] == str(index)
 
 
 @pytest.mark.parametrize(
@@ -45,18 +45,20 @@ def test_devices_are_counted(index: int, count: int, words: str, target: str) ->
         (10010, "CUDA 10.1", "as the driver"),
     ],
 )
-def test_the_version_of_a_driver_is_read(number: int, cuda: str, index: str) -> None:
-    text = told(f"RuntimeError: The NVIDIA driver on your system is too old (found version {number}). Please update")
+def test_driver_version_selects_the_wheel_index(number: int, cuda: str, index: str) -> None:
+    text = full_text(
+        f"RuntimeError: The NVIDIA driver on your system is too old (found version {number}). Please update"
+    )
     assert cuda in text
     assert index in text
 
 
-def test_a_driver_that_tells_no_version() -> None:
-    assert "did not report its version" in told("The NVIDIA driver on your system is too old (found version 0).")
+def test_driver_version_0_means_not_reported() -> None:
+    assert "did not report its version" in full_text("The NVIDIA driver on your system is too old (found version 0).")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         ("X with CUDA capability sm_120 is not compatible with the current PyTorch installation.", "whl/cu128"),
         ("X with CUDA capability sm_61 is not compatible with the current PyTorch installation.", "whl/cu126"),
@@ -68,8 +70,8 @@ def test_a_driver_that_tells_no_version() -> None:
         ("Found GPU0 GTX 1080 which is of compute capability (CC) 6.1.\nThe following list", "capability is 6.1"),
     ],
 )
-def test_a_card_without_code_gets_a_torch_that_has_some(text: str, words: str) -> None:
-    assert words in told(f"UserWarning: {text}")
+def test_unsupported_card_gets_a_torch_that_supports_it(text: str, expected: str) -> None:
+    assert expected in full_text(f"UserWarning: {text}")
 
 
 OPERAND = "_pickle.UnpicklingError: Weights only load failed. {}WeightsUnpickler error: Unsupported operand {}"
@@ -77,7 +79,7 @@ SUCCEED = "Re-running `torch.load` with `weights_only` set to `False` will likel
 
 
 @pytest.mark.parametrize(
-    ("operand", "words"),
+    ("operand", "expected"),
     [
         (60, "HTML"),
         (118, "Git LFS"),
@@ -88,55 +90,55 @@ SUCCEED = "Re-running `torch.load` with `weights_only` set to `False` will likel
         (37, "'%'"),
     ],
 )
-def test_what_is_no_pickle_is_named_and_torchs_advice_is_called_wrong(operand: int, words: str) -> None:
-    found = answer(OPERAND.format(SUCCEED, operand))
-    assert words in found.cause
-    assert "weights_only=False does not help" in found.wrong
+def test_operand_names_the_format_and_weights_only_false_is_called_wrong(operand: int, expected: str) -> None:
+    result = answer(OPERAND.format(SUCCEED, operand))
+    assert expected in result.cause
+    assert "weights_only=False does not help" in result.wrong
 
 
-def test_a_newer_protocol_is_a_pickle() -> None:
-    found = answer(OPERAND.format(SUCCEED, 149))
-    assert "newer protocol" in found.cause
-    assert not found.wrong
+def test_operand_of_a_newer_pickle_protocol_is_recognized() -> None:
+    result = answer(OPERAND.format(SUCCEED, 149))
+    assert "newer protocol" in result.cause
+    assert not result.wrong
 
 
-def test_a_letter_that_pickles_have_is_not_taken_for_a_beginning() -> None:
+def test_operand_that_is_a_pickle_opcode_is_ambiguous() -> None:
     assert "Either the pickle" in answer(OPERAND.format(SUCCEED, ord("i"))).cause
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
+    ("key", "expected"),
     [("<", "HTML"), ("v", "Git LFS"), ("\\x1f", "gzip"), ("{", "JSON"), ("\\x00", "GGUF"), ("E", "wrong name")],
 )
-def test_a_load_key_is_the_beginning_of_something(key: str, words: str) -> None:
-    assert words in answer(f"_pickle.UnpicklingError: invalid load key, '{key}'.").cause
+def test_load_key_names_the_format(key: str, expected: str) -> None:
+    assert expected in answer(f"_pickle.UnpicklingError: invalid load key, '{key}'.").cause
 
 
 GLOBAL = "WeightsUnpickler error: Unsupported global: GLOBAL {} was not an allowed global by default. Please use"
 
 
-def test_a_dangerous_name_is_never_to_be_allowed() -> None:
-    found = answer(GLOBAL.format("builtins.eval"))
-    assert "Do not load it" in found.fix[0]
-    assert "would run the attack" in found.wrong
-    assert not any("add_safe_globals" in line for line in found.fix)
+def test_dangerous_global_must_not_be_allowed() -> None:
+    result = answer(GLOBAL.format("builtins.eval"))
+    assert "Do not load it" in result.fix[0]
+    assert "would run the attack" in result.wrong
+    assert not any("add_safe_globals" in line for line in result.fix)
 
 
-def test_a_cut_name_is_a_cut_file() -> None:
-    found = answer(GLOBAL.format("collections.OrderedDic"))
-    assert "cut off" in found.cause
-    assert "nothing to allow" in found.wrong
+def test_truncated_global_means_a_truncated_file() -> None:
+    result = answer(GLOBAL.format("collections.OrderedDic"))
+    assert "cut off" in result.cause
+    assert "nothing to allow" in result.wrong
 
 
-def test_another_name_can_be_allowed() -> None:
-    found = answer(GLOBAL.format("argparse.Namespace"))
-    assert "| torch.serialization.add_safe_globals([argparse.Namespace])" in found.fix
-    assert "weights_only=False is not the fix" in found.wrong
+def test_harmless_global_can_be_allowed() -> None:
+    result = answer(GLOBAL.format("argparse.Namespace"))
+    assert "| torch.serialization.add_safe_globals([argparse.Namespace])" in result.fix
+    assert "weights_only=False is not the fix" in result.wrong
 
 
-def test_a_name_that_is_no_name_is_not_put_into_code() -> None:
-    found = answer(GLOBAL.format("a.b]);evil([c"))
-    assert "| torch.serialization.add_safe_globals([TheClass])" in found.fix
+def test_invalid_identifier_is_not_put_into_code() -> None:
+    result = answer(GLOBAL.format("a.b]);evil([c"))
+    assert "| torch.serialization.add_safe_globals([TheClass])" in result.fix
 
 
 @pytest.mark.parametrize(
@@ -155,37 +157,39 @@ def test_a_name_that_is_no_name_is_not_put_into_code() -> None:
         (["weight"], [], ("", False)),
     ],
 )
-def test_a_prefix_is_found(missing: list[str], unexpected: list[str], prefix: tuple[str, bool]) -> None:
+def test_prefix_between_missing_and_unexpected_keys(
+    missing: list[str], unexpected: list[str], prefix: tuple[str, bool]
+) -> None:
     assert prefix_between(missing, unexpected) == prefix
 
 
-def test_a_prefix_is_found_before_the_names_of_a_batch_norm() -> None:
-    """torch does not name num_batches_tracked among the missing keys."""
+def test_prefix_is_found_in_a_model_with_batch_norm() -> None:
+    """torch does not list num_batches_tracked among the missing keys."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     state = {f"module.{name}": value for name, value in model.state_dict().items()}
     with pytest.raises(RuntimeError, match="Missing key") as caught:
         model.load_state_dict(state)
-    (found,) = transload.explain(caught.value, checks=False).answers
-    assert "begin with 'module.'" in found.cause
+    (result,) = transload.explain(caught.value, checks=False).answers
+    assert "begin with 'module.'" in result.cause
 
 
-def test_a_checkpoint_given_whole_is_told() -> None:
+def test_complete_checkpoint_given_as_state_dict_is_recognized() -> None:
     text = (
         'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "fc.weight". \n\t'
         'Unexpected key(s) in state_dict: "epoch", "state_dict", "optimizer". '
     )
-    found = answer(text)
-    assert "a whole checkpoint" in found.cause
-    assert '| model.load_state_dict(checkpoint["state_dict"])' in found.fix
+    result = answer(text)
+    assert "a whole checkpoint" in result.cause
+    assert '| model.load_state_dict(checkpoint["state_dict"])' in result.fix
 
 
-def test_numbers_that_torch_runs_together_are_explained() -> None:
-    found = answer("RuntimeError: storage has wrong byte size: expected %ld got %ld39964000")
-    assert "39964000" in found.wrong
+def test_byte_sizes_that_torch_runs_together_are_explained() -> None:
+    result = answer("RuntimeError: storage has wrong byte size: expected %ld got %ld39964000")
+    assert "39964000" in result.wrong
     assert "4000 where 3996" in answer("RuntimeError: storage has wrong byte size: expected 3996 got 4000").cause
 
 
-def test_an_unknown_error_of_cuda_is_not_blamed_on_a_variable() -> None:
+def test_cuda_unknown_error_is_not_blamed_on_cuda_visible_devices() -> None:
     text = "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable "
     assert "hardly ever" in answer(f"{text}CUDA_VISIBLE_DEVICES after program start. Setting the available").wrong
 
@@ -197,33 +201,35 @@ def test_an_archive_of_another_kind_is_not_called_corrupt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "words"), [("libcuda.so.1", "NVIDIA driver"), ("libcudnn.so.9", "of NVIDIA's packages")]
+    ("library", "expected"), [("libcuda.so.1", "NVIDIA driver"), ("libcudnn.so.9", "of NVIDIA's packages")]
 )
-def test_a_library_of_the_driver_is_not_one_of_torchs(library: str, words: str) -> None:
-    assert words in answer(f"ImportError: {library}: cannot open shared object file: No such file or directory").cause
+def test_missing_library_of_the_driver_or_of_nvidia_packages(library: str, expected: str) -> None:
+    assert (
+        expected in answer(f"ImportError: {library}: cannot open shared object file: No such file or directory").cause
+    )
 
 
 @pytest.mark.parametrize("hostile", ["{0}", "{name.__class__}", "%s", "{", "}", "{{}}", "\x1b[2J", "a" * 5000])
-def test_what_stands_in_a_blank_is_only_text(hostile: str) -> None:
-    found = transload.explain(f"RuntimeError: Invalid device string: '{hostile}'", checks=False)
-    assert all("__class__" not in each.cause or "{name.__class__}" in each.cause for each in found.answers)
-    assert "\x1b" not in str(found)
+def test_hostile_values_are_neither_formatted_nor_printed_raw(hostile: str) -> None:
+    explanation = transload.explain(f"RuntimeError: Invalid device string: '{hostile}'", checks=False)
+    assert all("__class__" not in item.cause or "{name.__class__}" in item.cause for item in explanation.answers)
+    assert "\x1b" not in str(explanation)
 
 
-def test_a_full_gpu_is_neither_the_file_nor_the_driver() -> None:
+def test_out_of_memory_blames_neither_the_file_nor_the_driver() -> None:
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
-    found = told(text)
-    assert "2.00 GiB did not fit" in found
-    assert "Neither the file nor the driver" in found
-    assert 'map_location="cpu"' in found
-    assert "transload.load_into" in found
-    assert "nvidia-smi" in found
+    shown = full_text(text)
+    assert "2.00 GiB did not fit" in shown
+    assert "Neither the file nor the driver" in shown
+    assert 'map_location="cpu"' in shown
+    assert "transload.load_into" in shown
+    assert "nvidia-smi" in shown
     assert answer("torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)").code
 
 
 def test_getattr_is_not_called_an_attack() -> None:
-    """Python itself writes it for a method, a class within a class, and an enumeration."""
-    text = told(
+    """Python itself uses it to pickle methods, nested classes and enumerations."""
+    text = full_text(
         "WeightsUnpickler error: Unsupported global: GLOBAL getattr was not an allowed global by default. Please use "
         "`torch.serialization.add_safe_globals([getattr])`"
     )
@@ -232,14 +238,16 @@ def test_getattr_is_not_called_an_attack() -> None:
     assert "transload check FILE" in text
 
 
-def test_a_part_of_torch_that_is_missing_is_none_of_the_users_classes() -> None:
-    text = told("AttributeError: Can't get attribute '_rebuild_parameter_v3' on <module 'torch._utils' from 'x.py'>")
+def test_missing_name_in_torch_means_a_newer_torch_saved_the_file() -> None:
+    text = full_text(
+        "AttributeError: Can't get attribute '_rebuild_parameter_v3' on <module 'torch._utils' from 'x.py'>"
+    )
     assert "saved by a newer one" in text
     assert "Define the class" not in text
 
 
-def test_what_a_wrapper_puts_into_the_middle_of_names_is_seen() -> None:
-    text = told(
+def test_orig_mod_in_the_middle_of_keys_is_recognized() -> None:
+    text = full_text(
         "RuntimeError: Error(s) in loading state_dict for Lit:\n"
         '\tMissing key(s) in state_dict: "net.a.weight", "net.a.bias". \n'
         '\tUnexpected key(s) in state_dict: "net._orig_mod.a.weight", "net._orig_mod.a.bias". '
@@ -249,7 +257,7 @@ def test_what_a_wrapper_puts_into_the_middle_of_names_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "words", "cause"),
+    ("message", "expected", "cause"),
     [
         ("nvml error: driver not loaded", "no NVIDIA driver loaded", "K01"),
         ("load library failed: libnvidia-ml.so.1", "no library of NVIDIA's driver", "U06"),
@@ -258,66 +266,68 @@ def test_what_a_wrapper_puts_into_the_middle_of_names_is_seen() -> None:
         ("something new", "does not answer", "K01"),
     ],
 )
-def test_why_a_container_got_no_gpu(why: str, words: str, cause: str) -> None:
-    found = answer(f"nvidia-container-cli: initialization error: {why}: unknown")
-    assert words in found.cause
-    assert cause in found.causes
+def test_container_error_names_its_cause(message: str, expected: str, cause: str) -> None:
+    result = answer(f"nvidia-container-cli: initialization error: {message}: unknown")
+    assert expected in result.cause
+    assert cause in result.causes
 
 
 @pytest.mark.parametrize(
     ("name", "release"), [("weights_only", "1.13"), ("add_safe_globals", "2.4"), ("get_default_mmap_options", "")]
 )
-def test_from_which_release_on_torch_has_something(name: str, release: str) -> None:
-    text = told(f"AttributeError: module 'torch.serialization' has no attribute '{name}' (weights_only)")
+def test_missing_feature_names_the_torch_release_that_has_it(name: str, release: str) -> None:
+    text = full_text(f"AttributeError: module 'torch.serialization' has no attribute '{name}' (weights_only)")
     assert f"uses {name}" in text
     assert ("or newer has it" in text) == bool(release)
     assert release in text
 
 
-def test_the_cuda_of_an_image_is_named() -> None:
+def test_cuda_requirement_of_an_image_is_named() -> None:
     text = "nvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, please update your driver to a"
-    assert "made for cuda>=12.8, and" in told(text)
+    assert "made for cuda>=12.8, and" in full_text(text)
 
 
-def test_a_program_that_asks_for_a_gpu_too_many_is_told_how_many_there_are() -> None:
-    asked = "ValueError: Invalid CUDA 'device=3' requested. Use 'device=cpu'\n\ntorch.cuda.is_available(): {}\n"
-    found = answer(f"{asked.format(True)}torch.cuda.device_count(): 2\n")
-    assert "CUDA device 3, and torch sees 2 in all" in found.cause
-    assert "sees no GPU" in answer(f"{asked.format(False)}torch.cuda.device_count(): 0\n").cause
+def test_invalid_device_number_shows_how_many_gpus_there_are() -> None:
+    message = "ValueError: Invalid CUDA 'device=3' requested. Use 'device=cpu'\n\ntorch.cuda.is_available(): {}\n"
+    result = answer(f"{message.format(True)}torch.cuda.device_count(): 2\n")
+    assert "CUDA device 3, and torch sees 2 in all" in result.cause
+    assert "sees no GPU" in answer(f"{message.format(False)}torch.cuda.device_count(): 0\n").cause
 
 
-def test_the_advice_not_to_test_is_only_called_wrong_where_it_is_given() -> None:
+def test_skip_torch_cuda_test_is_called_wrong_only_where_it_is_advised() -> None:
     advice = "Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS variable"
     assert "only hides the problem" in answer(f"RuntimeError: {advice}").wrong
     assert not answer("RuntimeError: CUDA is not available").wrong
 
 
-def test_the_folder_without_weights_is_named_without_the_full_stop() -> None:
+def test_folder_without_weights_is_named_without_the_full_stop() -> None:
     text = "OSError: Error no file named model.safetensors found in directory out/last."
     assert dict(answer(text).values)["folder"] == "out/last"
 
 
-WHOLE = Path(__file__).parent.parent / "data" / "h200" / "whole_custom_module_cuda0.pt"
+MODULE_FILE = Path(__file__).parent.parent / "data" / "h200" / "whole_custom_module_cuda0.pt"
 
 
-def test_names_are_to_be_allowed_only_where_that_was_said() -> None:
-    text = f'm = torch.load("{WHOLE}", weights_only=False)'
+def test_safe_globals_are_suggested_only_for_a_weights_only_error() -> None:
+    statement = f'm = torch.load("{MODULE_FILE}", weights_only=False)'
     error = "AttributeError: Can't get attribute 'Net' on <module '__main__' from 'x.py'>"
-    told = transload.explain(
-        f'Traceback (most recent call last):\n  File "x.py", line 3, in <module>\n    {text}\n{error}\n'
+    explanation = transload.explain(
+        f'Traceback (most recent call last):\n  File "x.py", line 3, in <module>\n    {statement}\n{error}\n'
     )
-    file = told.answers[0].file
+    file = explanation.answers[0].file
     assert file is not None
     assert len(file.fix) == 2
     assert file.fix[1].startswith("$ transload convert ")
-    said = f"_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL __main__.Net in {WHOLE}"
-    file = transload.explain(said).answers[0].file
+    weights_only_error = (
+        f"_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL __main__.Net in {MODULE_FILE}"
+    )
+    file = transload.explain(weights_only_error).answers[0].file
     assert file is not None
     assert file.fix[0].startswith("| import torch")
 
 
-def test_a_file_named_far_away_in_a_log_is_another_errors() -> None:
+def test_file_named_far_from_an_error_is_not_checked_for_it() -> None:
     error = "RuntimeError: PytorchStreamReader failed finding central directory"
-    near = transload.explain(f"loading {WHOLE}\n{error}\n")
-    far = transload.explain(f"loading {WHOLE}\n" + "step 7 of 100, all is well\n" * 40 + f"{error}\n")
-    assert [answer.file is not None for told in (near, far) for answer in told.answers] == [True, False]
+    near = transload.explain(f"loading {MODULE_FILE}\n{error}\n")
+    far = transload.explain(f"loading {MODULE_FILE}\n" + "step 7 of 100, all is well\n" * 40 + f"{error}\n")
+    assert [answer.file is not None for explanation in (near, far) for answer in explanation.answers] == [True, False]

@@ -1,4 +1,4 @@
-"""A log as it comes: colours, progress bars, prefixes, junk, and far too much of it."""
+"""Raw logs: colours, progress bars, prefixes, junk, and too much text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed 
 
 
 class Pipe(io.RawIOBase):
-    """A stream that gives its bytes once, in pieces."""
+    """A stream that cannot seek and returns its bytes in pieces."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -58,22 +58,22 @@ class Pipe(io.RawIOBase):
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_what_is_not_the_text_is_taken_off(raw: str, text: str, stream: str) -> None:
+def test_prefixes_and_control_codes_are_removed(raw: str, text: str, stream: str) -> None:
     (line,) = lines_of(raw)
     assert (line.text, line.stream) == (text, stream)
 
 
-def test_a_title_that_does_not_end_hides_no_other_line() -> None:
+def test_unterminated_title_sequence_hides_no_other_line() -> None:
     assert [line.text for line in lines_of("\x1b]0;title\nRuntimeError: boom")] == ["", "RuntimeError: boom"]
 
 
-def test_the_end_of_a_long_file_is_read() -> None:
+def test_only_the_end_of_a_long_file_is_read() -> None:
     data = bytes(1000) + b"the end"
     assert read_end(io.BytesIO(data), 7) == (b"the end", True)
     assert read_end(io.BytesIO(b"short"), 7) == (b"short", False)
 
 
-def test_the_end_of_a_long_pipe_is_read_and_the_rest_is_not_kept() -> None:
+def test_only_the_end_of_a_long_pipe_is_returned() -> None:
     pieces = [bytes([number % 256]) * 100 for number in range(1000)]
     expected = b"".join(pieces)[-250:]
     assert read_end(Pipe(pieces), 250) == (expected, True)  # type: ignore[arg-type]
@@ -81,18 +81,18 @@ def test_the_end_of_a_long_pipe_is_read_and_the_rest_is_not_kept() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-@pytest.mark.parametrize("typed", [f"{CUT_OFF}\n\x04", f"first\n{CUT_OFF}\x04"], ids=["behind a line", "in a line"])
-def test_a_pasted_text_ends_with_one_key(typed: str) -> None:
+@pytest.mark.parametrize("typed", [f"{CUT_OFF}\n\x04", f"first\n{CUT_OFF}\x04"], ids=["after a line", "within a line"])
+def test_pasted_text_ends_with_one_ctrl_d(typed: str) -> None:
     ours, theirs = os.openpty()
     try:
         os.write(ours, typed.encode())
         command = [sys.executable, "-m", "transload", "explain", "--no-checks"]
-        done = subprocess.run(command, stdin=theirs, capture_output=True, check=False, timeout=60)
+        result = subprocess.run(command, stdin=theirs, capture_output=True, check=False, timeout=60)
     finally:
         os.close(theirs)
         os.close(ours)
-    assert done.returncode == 0
-    assert b"archive-cut-off" in done.stdout
+    assert result.returncode == 0
+    assert b"archive-cut-off" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_pasted_text_ends_with_one_key(typed: str) -> None:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_bytes_of_no_text_are_told_from_a_text_of_any_encoding(data: bytes, *, binary: bool) -> None:
+def test_is_binary_accepts_text_in_any_encoding(data: bytes, *, binary: bool) -> None:
     assert is_binary(data) is binary
 
 
@@ -129,40 +129,40 @@ def test_bytes_of_no_text_are_told_from_a_text_of_any_encoding(data: bytes, *, b
         (b"", False),
     ],
 )
-def test_a_file_that_is_packed_is_known_by_its_beginning(head: bytes, *, packed: bool) -> None:
+def test_is_packed_recognizes_the_first_bytes(head: bytes, *, packed: bool) -> None:
     assert is_packed(head) is packed
 
 
-def test_an_error_at_the_end_of_a_long_text_is_found_and_has_no_line() -> None:
+def test_error_at_the_end_of_a_long_text_is_found_without_line_number() -> None:
     explanation = transload.explain("x" * 100 + "\n" * LIMIT + CUT_OFF, checks=False)
     assert [(answer.code, answer.line) for answer in explanation.answers] == [("archive-cut-off", 0)]
     assert explanation.shortened
     assert "only its end was read" in str(explanation)
 
 
-def test_a_log_of_windows_is_read() -> None:
-    assert explain_bytes(CUT_OFF.replace(" ", " ").encode("utf-16"), checks=False).known
+def test_utf_16_and_crlf_are_read() -> None:
+    assert explain_bytes(CUT_OFF.encode("utf-16"), checks=False).known
     assert explain_bytes(f"a\r\n{CUT_OFF}\r\n".encode(), checks=False).answers[0].line == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_junk_is_survived_and_explained_by_nothing(seed: int) -> None:
-    chosen = random.Random(seed)  # noqa: S311
-    letters = [
+def test_random_junk_gets_no_answer(seed: int) -> None:
+    rng = random.Random(seed)  # noqa: S311
+    fragments = [
         *"abc \n\r\t:'\"{}()[]<>/\\|│╭─%\x00\x1b\ufffd",
         "Traceback (most recent call last):",
         "  File ",
         "Error: ",
     ]
-    text = "".join(chosen.choices(letters, k=5_000))
+    text = "".join(rng.choices(fragments, k=5_000))
     assert not transload.explain(text, checks=False).answers
-    assert not explain_bytes(chosen.randbytes(5_000), checks=False).answers
+    assert not explain_bytes(rng.randbytes(5_000), checks=False).answers
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_known_text_is_found_in_junk(seed: int) -> None:
-    chosen = random.Random(seed)  # noqa: S311
-    junk = "".join(chosen.choices("abc \n:'{}()\x1b", k=2_000))
+def test_known_error_is_found_in_junk(seed: int) -> None:
+    rng = random.Random(seed)  # noqa: S311
+    junk = "".join(rng.choices("abc \n:'{}()\x1b", k=2_000))
     explanation = transload.explain(f"{junk}\n{CUT_OFF}\n{junk}", checks=False)
     assert [answer.code for answer in explanation.answers] == ["archive-cut-off"]
 
@@ -172,32 +172,32 @@ def test_a_traceback_in_one_line_of_json_is_unfolded() -> None:
         '{"level": "error", "exc": "Traceback (most recent call last):\\n  File \\"run.py\\", line 1, in <module>\\n'
         f'    main()\\n{CUT_OFF}"}}'
     )
-    (found,) = transload.explain(f"start\n{line}\nend", checks=False).answers
-    assert (found.code, found.line) == ("archive-cut-off", 2)
+    (answer,) = transload.explain(f"start\n{line}\nend", checks=False).answers
+    assert (answer.code, answer.line) == ("archive-cut-off", 2)
 
 
 @pytest.mark.parametrize("width", [30, 44, 80])
-def test_lines_that_a_terminal_has_broken_are_joined(width: int) -> None:
+def test_lines_wrapped_by_a_terminal_are_joined(width: int) -> None:
     text = "\n".join(CUT_OFF[at : at + width] for at in range(0, len(CUT_OFF), width))
-    (found,) = transload.explain(f"$ python run.py\n{text}\n", checks=False).answers
-    assert (found.code, found.line) == ("archive-cut-off", 0)
+    (answer,) = transload.explain(f"$ python run.py\n{text}\n", checks=False).answers
+    assert (answer.code, answer.line) == ("archive-cut-off", 0)
 
 
-def test_a_traceback_without_its_end_is_not_passed_over() -> None:
+def test_incomplete_traceback_is_reported_as_unknown() -> None:
     explanation = transload.explain("Traceback (most recent call last):", checks=False)
-    assert [each.said for each in explanation.unknown] == ["Traceback (most recent call last):"]
+    assert [unknown.said for unknown in explanation.unknown] == ["Traceback (most recent call last):"]
 
 
-def test_a_class_whose_words_stand_below_is_told_with_them() -> None:
+def test_message_on_the_line_below_the_class_is_joined() -> None:
     (unknown,) = transload.explain("RuntimeError:\nthe sky is falling\n", checks=False).unknown
     assert unknown.said == "RuntimeError: the sky is falling"
 
 
-def test_what_comes_out_of_one_line_is_bounded() -> None:
+def test_number_of_lines_unfolded_from_one_line_is_bounded() -> None:
     line = "Traceback (most recent call last):" + "\\nx" * 5_000
     assert sum(1 for _ in lines_of(f"{line}\n" * 20)) < 30_000
 
 
-def test_no_more_ranks_are_told_apart_than_there_can_be() -> None:
+def test_number_of_separate_ranks_is_bounded() -> None:
     lines = lines_of("\n".join(f"[rank{number}]: x" for number in range(3_000)))
     assert len(split(lines)[1]) == 1_001

@@ -1,4 +1,4 @@
-"""``scripts/error_texts.py`` finds the texts of errors in sources, archives and compiled libraries."""
+"""``scripts/error_texts.py`` finds error messages in sources, archives and compiled libraries."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_python_is_read_without_running_it(script: ModuleType) -> None:
     assert list(script.python_texts(b"def (")) == []
 
 
-def test_checks_of_cpp_have_blanks(script: ModuleType) -> None:
+def test_values_in_cpp_checks_become_placeholders(script: ModuleType) -> None:
     texts = [text for _, _, text in script.c_texts(CPP)]
     assert texts == ['query must be on CUDA, not on {} at "all"', ""]
 
 
-def test_errors_of_rust_stand_after_the_words_of_the_binding(script: ModuleType) -> None:
+def test_rust_errors_have_the_prefix_of_the_binding(script: ModuleType) -> None:
     source = b"""
         impl Display for SafeTensorError { Missing(name) => write!(f, "tensor `{name}` not found") }
         impl fmt::Display for InvalidSlice { TooMany => write!(f, "more indexes than dimensions") }
@@ -75,7 +75,7 @@ def test_errors_of_rust_stand_after_the_words_of_the_binding(script: ModuleType)
     ]
 
 
-def test_a_library_is_searched_where_its_texts_are(script: ModuleType) -> None:
+def test_strings_are_read_from_rodata_of_a_library(script: ModuleType) -> None:
     texts = b"\0the CUDA device %d is not here\0c10::Device is not prose\0nothing to say about it\0"
     names = b"\0.rodata\0"
     head = 64
@@ -93,7 +93,7 @@ def test_a_library_is_searched_where_its_texts_are(script: ModuleType) -> None:
     assert [text for _, _, text in script.library_texts(bytes(elf))] == ["the CUDA device {} is not here"]
 
 
-def test_wheels_source_distributions_and_folders_give_the_same(script: ModuleType, tmp_path: Path) -> None:
+def test_wheels_source_distributions_and_folders_give_the_same_texts(script: ModuleType, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "accelerate-1.whl", "w") as wheel:
         wheel.writestr("accelerate/load.py", PYTHON)
         wheel.writestr("accelerate/tests/load.py", b"raise ValueError('none of our business at all')")
@@ -105,10 +105,10 @@ def test_wheels_source_distributions_and_folders_give_the_same(script: ModuleTyp
     folder = tmp_path / "site-packages" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "load.py").write_bytes(PYTHON)
-    found = [
-        [(each.project, each.text) for each in script.texts(tmp_path / name)]
+    results = [
+        [(entry.project, entry.text) for entry in script.texts(tmp_path / name)]
         for name in ("accelerate-1.whl", "accelerate-1.0.tar.gz", "site-packages")
     ]
-    assert found[0] == found[1] == found[2]
-    assert ("accelerate", "cannot load {} as {}") in found[0]
-    assert not any(text == "short" for _, text in found[0])
+    assert results[0] == results[1] == results[2]
+    assert ("accelerate", "cannot load {} as {}") in results[0]
+    assert not any(text == "short" for _, text in results[0])

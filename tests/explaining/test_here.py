@@ -1,4 +1,4 @@
-"""What is looked at here: the file that a text names, and this machine, only where they matter."""
+"""Checks of the file that a text names, and of this machine, only where they matter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def explained(text: str | BaseException, machine: Machine) -> transload.Explanat
     return explanation
 
 
-def test_a_machine_without_a_gpu_is_no_fault() -> None:
+def test_machine_without_gpu_is_not_a_fault() -> None:
     (answer,) = explained(NO_CUDA, bare()).answers
     assert answer.machine is not None
     assert (answer.machine.status, answer.machine.fits, answer.machine.code) == ("no-gpu", False, "")
@@ -39,7 +39,7 @@ def test_a_machine_without_a_gpu_is_no_fault() -> None:
     assert "there is no GPU in this machine" in str(explained(NO_CUDA, bare()))
 
 
-def test_a_machine_that_shows_the_cause_gives_its_fix() -> None:
+def test_matching_fault_of_this_machine_is_shown_with_its_fix() -> None:
     broken = changed(healthy(), variables__values={"CUDA_VISIBLE_DEVICES": ""})
     text = "RuntimeError: No CUDA GPUs are available"
     (answer,) = explained(text, changed(broken, driver=refused(broken, 100).driver)).answers
@@ -50,7 +50,7 @@ def test_a_machine_that_shows_the_cause_gives_its_fix() -> None:
     assert "$ unset CUDA_VISIBLE_DEVICES" in shown
 
 
-def test_a_healthy_machine_is_said_not_to_show_it() -> None:
+def test_healthy_machine_is_reported_as_not_broken() -> None:
     (answer,) = explained(UNKNOWN, healthy()).answers
     assert answer.machine is not None
     assert not answer.machine.fits
@@ -59,23 +59,23 @@ def test_a_healthy_machine_is_said_not_to_show_it() -> None:
     assert "CUDA_VISIBLE_DEVICES: that is hardly ever the cause" in answer.wrong
 
 
-def test_a_machine_with_another_fault_is_not_blamed() -> None:
-    cut = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
-    (answer,) = explained(cut, refused(healthy(), 802)).answers
+def test_other_fault_of_this_machine_is_not_the_cause() -> None:
+    text = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    (answer,) = explained(text, refused(healthy(), 802)).answers
     assert answer.machine is not None
     assert not answer.machine.fits
-    assert "this machine has another fault" in str(explained(cut, refused(healthy(), 802)))
+    assert "this machine has another fault" in str(explained(text, refused(healthy(), 802)))
 
 
 def without_torch(machine: Machine) -> Machine:
     return changed(machine, torch__installs=(), python__executable="/pipx/bin/python", extensions=())
 
 
-@pytest.mark.parametrize("machine", [bare(), healthy()], ids=["no GPU", "a GPU"])
-def test_a_python_without_torch_is_not_the_cause_of_what_torch_says(machine: Machine) -> None:
-    alone = without_torch(machine)
-    assert judge_machine(no_torch_run(alone)).cause is not None
-    explanation = explained(NO_CUDA, alone)
+@pytest.mark.parametrize("machine", [bare(), healthy()], ids=["without GPU", "with GPU"])
+def test_python_without_torch_is_not_the_cause_of_a_torch_error(machine: Machine) -> None:
+    torchless = without_torch(machine)
+    assert judge_machine(no_torch_run(torchless)).cause is not None
+    explanation = explained(NO_CUDA, torchless)
     (answer,) = explanation.answers
     assert answer.machine is not None
     assert (answer.machine.fits, answer.machine.code) == (False, "")
@@ -87,13 +87,13 @@ def test_a_python_without_torch_is_not_the_cause_of_what_torch_says(machine: Mac
     assert "pip install torch" not in shown
 
 
-def test_a_python_without_torch_is_the_cause_of_what_python_says() -> None:
+def test_python_without_torch_is_the_cause_of_module_not_found() -> None:
     (answer,) = explained("ModuleNotFoundError: No module named 'torch'", without_torch(healthy())).answers
     assert answer.machine is not None
     assert (answer.machine.code, answer.machine.fits) == ("P01", True)
 
 
-def test_a_fault_of_the_machine_is_seen_without_torch() -> None:
+def test_driver_fault_is_found_without_torch() -> None:
     text = "RuntimeError: CUDA error: system not yet initialized"
     (answer,) = explained(text, without_torch(refused(healthy(), 802))).answers
     assert answer.machine is not None
@@ -106,8 +106,8 @@ def cpu_only(location: str) -> Machine:
     return changed(healthy(), torch__installs=(build,))
 
 
-def test_a_torch_that_the_frames_are_not_in_is_not_the_cause(tmp_path: Path) -> None:
-    """Two environments: transload's has a torch for the CPU; the program's, which the traceback names, is another."""
+def test_torch_outside_the_traceback_is_not_the_cause(tmp_path: Path) -> None:
+    """transload's environment has a torch for the CPU; the traceback names the torch of another environment."""
     folders = [tmp_path / name / "lib" / "python3.11" / "site-packages" / "torch" for name in ("ours", "a b")]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -115,17 +115,17 @@ def test_a_torch_that_the_frames_are_not_in_is_not_the_cause(tmp_path: Path) -> 
         f'Traceback (most recent call last):\n  File "{folder}/serialization.py", line 1, in load\n{NO_CUDA}\n'
         for folder in folders
     )
-    (seen,) = explained(ours, cpu_only(str(folders[0]))).answers
-    assert seen.machine is not None
-    assert (seen.machine.code, seen.machine.fits) == ("T01", True)
+    (answer_ours,) = explained(ours, cpu_only(str(folders[0]))).answers
+    assert answer_ours.machine is not None
+    assert (answer_ours.machine.code, answer_ours.machine.fits) == ("T01", True)
     assert 'map_location="cpu"' in str(explained(ours, cpu_only(str(folders[0]))))
-    (unseen,) = explained(theirs, cpu_only(str(folders[0]))).answers
-    assert unseen.machine is not None
-    assert (unseen.machine.code, unseen.machine.fits) == ("", False)
-    assert f"transload doctor --python '{tmp_path / 'a b'}'" in unseen.machine.title
+    (answer_theirs,) = explained(theirs, cpu_only(str(folders[0]))).answers
+    assert answer_theirs.machine is not None
+    assert (answer_theirs.machine.code, answer_theirs.machine.fits) == ("", False)
+    assert f"transload doctor --python '{tmp_path / 'a b'}'" in answer_theirs.machine.title
 
 
-def test_steps_are_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.pt").write_bytes(forge.checkpoint()[:-100])
     text = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory: 'model.pt'"
@@ -139,14 +139,14 @@ def test_steps_are_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert shown.count("transload rescue") == 1
 
 
-def test_a_step_with_a_command_of_its_own_is_kept() -> None:
+def test_similar_step_with_another_command_is_kept() -> None:
     machine = MachineCheck("broken", fits=True, code="E01", fix=("Look at the variable, and unset it:", "$ a"))
     fix = ("Look at the variable and unset it:", "$ b", "Look at the variable, then unset it:", "$ a")
     assert remaining_steps(Answer("no-gpus", "cause", "", fix, machine=machine)) == fix[:2]
     assert remaining_steps(Answer("no-gpus", "cause", "", fix, machine=replace(machine, fits=False))) == fix
 
 
-def test_a_file_that_the_traceback_names_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_named_in_the_traceback_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.pt").write_bytes(HTML)
     text = (
@@ -161,7 +161,7 @@ def test_a_file_that_the_traceback_names_is_checked(tmp_path: Path, monkeypatch:
     assert answer.file.fix
 
 
-def test_the_path_of_an_exception_is_known_from_its_frames(tmp_path: Path) -> None:
+def test_path_is_read_from_the_frames_of_an_exception(tmp_path: Path) -> None:
     path = tmp_path / "a b"
     path.write_bytes(
         forge.checkpoint(forge.pickled(forge.ordered({"w": forge.tensor(storage=forge.storage_id(device="cuda:0"))})))
@@ -174,7 +174,7 @@ def test_the_path_of_an_exception_is_known_from_its_frames(tmp_path: Path) -> No
     assert "torch.load gives the same error for it" in str(explained(caught.value, bare()))
 
 
-def test_a_file_of_another_error_does_not_say_the_same(tmp_path: Path) -> None:
+def test_intact_file_does_not_give_the_same_error(tmp_path: Path) -> None:
     path = tmp_path / "fine.pt"
     path.write_bytes(forge.checkpoint())
     (answer,) = explained(f"{NO_CUDA} from '{path}'", bare()).answers
@@ -183,7 +183,7 @@ def test_a_file_of_another_error_does_not_say_the_same(tmp_path: Path) -> None:
     assert not answer.file.same
 
 
-def test_a_file_is_checked_like_transload_check_does(tmp_path: Path) -> None:
+def test_file_with_invalid_sparse_indices_is_not_ok(tmp_path: Path) -> None:
     path = tmp_path / "outside.pt"
     torch.save(torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False), path)
     (answer,) = explained(f"{NO_CUDA} from '{path}'", bare()).answers
@@ -192,7 +192,7 @@ def test_a_file_is_checked_like_transload_check_does(tmp_path: Path) -> None:
     assert "sparse" in answer.file.verdict
 
 
-def test_without_checks_nothing_is_looked_at(tmp_path: Path) -> None:
+def test_checks_false_examines_neither_file_nor_machine(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(HTML)
     with mock.patch("transload.diagnose.doctor") as doctor, mock.patch("transload.checking.check_here") as check:
@@ -211,15 +211,13 @@ def test_without_checks_nothing_is_looked_at(tmp_path: Path) -> None:
         "ValueError: loaded state dict has a different number of parameter groups",
     ],
 )
-def test_the_doctor_is_not_called_where_the_machine_does_not_matter(text: str) -> None:
+def test_doctor_is_not_called_where_the_machine_does_not_matter(text: str) -> None:
     with mock.patch("transload.diagnose.doctor") as doctor:
         transload.explain(text)
     assert not doctor.called
 
 
-def test_paths_are_found_quoted_and_bare_and_only_where_they_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_existing_paths_are_found_quoted_or_bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a b.pt", "last.ckpt", "notes.txt", "run.py"):
         Path(name).touch()
@@ -232,7 +230,7 @@ def test_paths_are_found_quoted_and_bare_and_only_where_they_exist(
     assert set(files_in([text])) == {"a b.pt", "last.ckpt", "step-1"}
 
 
-def test_a_path_on_another_machine_is_not_touched() -> None:
+def test_network_path_is_not_accessed() -> None:
     with mock.patch("pathlib.Path.is_file") as is_file:
         assert list(files_in(["'//host/share/model.pt' '\\\\\\\\host\\\\share\\\\model.pt'"])) == []
     assert not is_file.called

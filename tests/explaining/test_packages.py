@@ -1,4 +1,4 @@
-"""What is advised about packages that use torch. They change it, so ``packages.py`` has a process of its own."""
+"""The advice about packages that use torch. They modify torch, so ``packages.py`` runs in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-def test_the_advice_holds() -> None:
+def test_advice_about_packages_works() -> None:
     absent = [name for name in ("transformers", "accelerate", "lightning", "safetensors") if find_spec(name) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)}")
@@ -23,5 +23,5 @@ def test_the_advice_holds() -> None:
         "no:cacheprovider",
         str(Path(__file__).with_name("packages.py")),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr

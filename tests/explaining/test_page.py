@@ -1,4 +1,4 @@
-"""The manual of ``explain``: the page of texts is written from the table, and what the examples show is true."""
+"""The manual of ``explain``: the generated page of errors is up to date, and the examples are correct."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU.
 """
 
 
-def test_the_page_of_texts_is_up_to_date() -> None:
+def test_page_of_errors_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("errors_page", ROOT / "scripts" / "errors_page.py")
     assert spec is not None
     assert spec.loader is not None
@@ -44,13 +44,13 @@ def test_the_page_of_texts_is_up_to_date() -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/errors_page.py"
 
 
-def test_every_answer_has_its_section() -> None:
+def test_every_answer_has_a_section() -> None:
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     for code in {wording.code for wording in WORDINGS}:
         assert f"\n### {code}\n" in page
 
 
-def test_the_example_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_in_the_manual_matches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT / "examples")
     with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(bare()))):
         shown = str(transload.explain(LOG))
@@ -60,11 +60,11 @@ def test_the_example_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_python_in_the_manual_runs() -> None:
-    failed, tried = doctest.testfile(str(ROOT / "docs" / "explain.md"), module_relative=False)
-    assert (failed, tried > 0) == (0, True)
+    failed, attempted = doctest.testfile(str(ROOT / "docs" / "explain.md"), module_relative=False)
+    assert (failed, attempted > 0) == (0, True)
 
 
-def test_json_is_what_the_schema_promises() -> None:
+def test_json_conforms_to_the_schema() -> None:
     schema = ROOT / "docs" / "explain.schema.json"
     texts = [*(wording.text for wording in WORDINGS[::7]), "ZeroDivisionError: division by zero"]
     with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(bare()))):

@@ -1,4 +1,4 @@
-"""What the torch that is installed here says, provoked and explained."""
+"""Errors provoked from the installed torch are explained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.release import RELEASE
 import transload
 from transload.explaining.matching import known_errors
 
-provoked = pytest.mark.parametrize("provocation", PROVOCATIONS, ids=lambda each: f"{each.code}: {each.name}")
+provoked = pytest.mark.parametrize(
+    "provocation", PROVOCATIONS, ids=lambda provocation: f"{provocation.code}: {provocation.name}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,20 +24,20 @@ def quiet() -> None:
 
 
 @provoked
-def test_what_torch_says_is_explained(provocation: Provocation, tmp_path: Path) -> None:
+def test_provoked_error_is_explained(provocation: Provocation, tmp_path: Path) -> None:
     if provocation.since > RELEASE:
-        pytest.skip(f"torch says so from {'.'.join(map(str, provocation.since))} on")
+        pytest.skip(f"torch reports this from {'.'.join(map(str, provocation.since))} on")
     if provocation.code.startswith("safetensors"):
         pytest.importorskip("safetensors")
     if provocation.code == "unknown-architecture":
         pytest.importorskip("setuptools")  # torch.utils.cpp_extension imports it
     error = provocation.error(tmp_path)
-    assert error, "torch says nothing"
+    assert error, "torch reported nothing"
     explanation = transload.explain(error, checks=False)
     assert [answer.code for answer in explanation.answers] == [provocation.code]
     assert explanation.known
     assert not explanation.unknown
 
 
-def test_every_provocation_is_of_a_row() -> None:
+def test_every_provocation_has_a_known_code() -> None:
     assert {provocation.code for provocation in PROVOCATIONS} <= {known.code for _, known in known_errors()}

@@ -10,7 +10,7 @@ import transload
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_provoked_error_is_not_claimed() -> None:
+def test_provoked_unrelated_errors_get_no_answer() -> None:
     def check(name: str) -> None:
         text = provoked(name)
         explanation = transload.explain(text, checks=False)
@@ -22,7 +22,7 @@ def test_a_provoked_error_is_not_claimed() -> None:
     for_each(PROVOKED, check)
 
 
-def test_a_pasted_error_is_not_claimed() -> None:
+def test_pasted_unrelated_errors_get_no_answer() -> None:
     def check(name: str) -> None:
         explanation = transload.explain(PASTED[name], checks=False)
         assert explanation.answers == ()
@@ -31,7 +31,7 @@ def test_a_pasted_error_is_not_claimed() -> None:
     for_each(PASTED, check)
 
 
-def test_what_other_libraries_raise_is_not_claimed() -> None:
+def test_errors_of_other_libraries_get_no_answer() -> None:
     def check(name: str) -> None:
         assert transload.explain(SOURCES[name], checks=False).answers == ()
 
@@ -39,7 +39,7 @@ def test_what_other_libraries_raise_is_not_claimed() -> None:
     for_each(list(SOURCES), check)
 
 
-def test_the_nearest_known_texts_are_named_and_said_not_to_be_it() -> None:
+def test_nearest_known_errors_are_named_as_not_the_same() -> None:
     explanation = transload.explain("ModuleNotFoundError: No module named 'pandas'", checks=False)
     (unknown,) = explanation.unknown
     assert unknown.nearest[0].code == "class-module-missing"
@@ -48,18 +48,18 @@ def test_the_nearest_known_texts_are_named_and_said_not_to_be_it() -> None:
     assert "but not the same" in str(explanation)
 
 
-def test_what_is_like_nothing_has_nothing_near() -> None:
+def test_error_unlike_any_known_error_has_no_nearest() -> None:
     (unknown,) = transload.explain("ZeroDivisionError: division by zero", checks=False).unknown
     assert unknown.nearest == ()
 
 
-def test_what_is_not_known_ends_with_what_to_do_next() -> None:
+def test_unknown_error_is_shown_with_next_steps() -> None:
     shown = str(transload.explain("ZeroDivisionError: division by zero", checks=False)).splitlines()
     assert "transload check FILE" in shown[2]
     assert "transload doctor" in shown[2]
 
 
-def test_what_is_not_known_says_what_a_report_needs() -> None:
+def test_unknown_error_shows_what_a_bug_report_needs() -> None:
     explanation = transload.explain("ValueError: rank 3 at 10.0.0.7:2950 wants /home/me/run 2/x.bin", checks=False)
     shown = " ".join(str(explanation).split())
     assert "To report it, include all of the text" in shown
@@ -78,7 +78,7 @@ def test_what_is_not_known_says_what_a_report_needs() -> None:
         ("E: node 9f8a6c1d-aaaa-bbbb-cccc-0123456789ab gone", "E: node 00000000-1111-2222-3333-444444444444 gone"),
     ],
 )
-def test_two_reports_of_one_error_are_alike(one: str, other: str) -> None:
+def test_normalised_texts_of_the_same_error_are_equal(one: str, other: str) -> None:
     first, second = (transload.explain(text, checks=False).unknown[0].normalised for text in (one, other))
     assert first == second
     assert "…" in first

@@ -1,4 +1,4 @@
-"""Every known text in every wording: found bare, at the end of a traceback, and between the lines of a log."""
+"""Every known error in every wording is found: alone, at the end of a traceback, and between the lines of a log."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ def codes(text: str) -> list[str]:
     return [answer.code for answer in answers(text)]
 
 
-def test_each_wording_is_explained_by_its_row() -> None:
+def test_each_wording_gets_its_code() -> None:
     def check(wording: Wording) -> None:
         assert codes(wording.text) == [wording.code]
 
     for_each(WORDINGS, check)
 
 
-def test_the_last_full_stop_may_be_missing() -> None:
+def test_wording_is_found_without_its_last_full_stop() -> None:
     def check(wording: Wording) -> None:
         assert codes(wording.text.removesuffix(".")) == [wording.code]
 
-    for_each([each for each in WORDINGS if each.text.endswith(".")], check)
+    for_each([wording for wording in WORDINGS if wording.text.endswith(".")], check)
 
 
 def is_exception(wording: Wording) -> bool:
     return re.match(r"[\w.]+(?:Error|Exception): ", wording.text) is not None
 
 
-def test_each_is_found_at_the_end_of_a_traceback_with_lines_around() -> None:
+def test_exception_is_found_at_the_end_of_a_traceback() -> None:
     before = "2026-01-02 03:04:05 INFO epoch 3, loss 0.12\n"
 
     def check(wording: Wording) -> None:
         assert codes(f"{before}{TRACEBACK}{wording.text}\n") == [wording.code]
 
-    for_each([each for each in WORDINGS if is_exception(each)], check)
+    for_each([wording for wording in WORDINGS if is_exception(wording)], check)
 
 
-def test_every_row_has_a_wording_or_is_only_around_others() -> None:
-    printed = {wording.code for wording in WORDINGS}
-    unseen = [known for known in KNOWN if known.code not in printed]
-    assert [known.code for known in unseen if known.role != "frame" or known.fix] == []
+def test_every_known_error_has_a_wording_or_only_wraps_others() -> None:
+    worded = {wording.code for wording in WORDINGS}
+    unworded = [known for known in KNOWN if known.code not in worded]
+    assert [known.code for known in unworded if known.role != "frame" or known.fix] == []
 
 
-def test_every_row_is_sound() -> None:
+def test_every_known_error_is_well_formed() -> None:
     def check(known: KnownError) -> None:
         assert re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*", known.code)
         assert all(wording.weight >= 8 for wording in known.says)
@@ -217,11 +217,11 @@ def test_every_section_of_a_page_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
         used.clear()
         (answer,) = transload.explain(text, checks=False).answers
         assert name in used
-        is_complete(answer)
+        assert_complete(answer)
     assert SECTIONS.keys() == {name for known in KNOWN for name, _ in known.sections}
 
 
-def test_what_a_section_replaces_is_a_part_of_its_page() -> None:
+def test_sections_replace_only_fields_of_a_page() -> None:
     for known in KNOWN:
         for name, fields in known.sections:
             assert name.startswith(f"{known.code}/")
@@ -231,40 +231,40 @@ def test_what_a_section_replaces_is_a_part_of_its_page() -> None:
             assert set(fields.get("doctor", ())) <= DOCTOR.keys()
 
 
-def test_patterns_of_a_page_look_into_its_blanks() -> None:
+def test_patterns_of_a_page_refer_to_its_placeholders() -> None:
     for known in KNOWN:
-        blanks = {"text", *(name for wording in known.says for name in wording.pattern.groupindex)}
+        placeholders = {"text", *(name for wording in known.says for name in wording.pattern.groupindex)}
         for line in known.value:
-            name, blank, pattern, _ = line.split(" ", 3)
-            assert known.hook or blank in blanks
-            blanks |= {name, *re.compile(pattern).groupindex}
+            name, placeholder, pattern, _ = line.split(" ", 3)
+            assert known.hook or placeholder in placeholders
+            placeholders |= {name, *re.compile(pattern).groupindex}
         for _, fields in known.sections:
-            blank, pattern = fields.get("where", "text .").split(" ", 1)
-            assert known.hook or blank in blanks
+            placeholder, pattern = fields.get("where", "text .").split(" ", 1)
+            assert known.hook or placeholder in placeholders
             re.compile(pattern)
 
 
-def test_what_is_said_is_whole() -> None:
-    """Every blank of a sentence is filled, and there is something to do about every fault."""
-    for_each(WORDINGS, is_whole)
+def test_every_answer_is_complete() -> None:
+    """Every placeholder is filled, and every error has a fix."""
+    for_each(WORDINGS, assert_wording_complete)
 
 
-def is_whole(wording: Wording) -> None:
+def assert_wording_complete(wording: Wording) -> None:
     (answer,) = answers(wording.text)
-    is_complete(answer)
+    assert_complete(answer)
 
 
-def is_complete(answer: Answer) -> None:
-    told = (answer.cause, *answer.fix, answer.wrong)
+def assert_complete(answer: Answer) -> None:
+    texts = (answer.cause, *answer.fix, answer.wrong)
     assert answer.cause.endswith((".", ")"))
     assert answer.fix
-    for text in told:
+    for text in texts:
         assert not re.search(r"\{[a-z]+\}| \(\)|''|  |\bNone\b", text.removeprefix("| ").removeprefix("$ ")), text
 
 
 def test_commands_in_fixes_exist() -> None:
-    told = "\n".join(line for wording in WORDINGS for answer in answers(wording.text) for line in answer.fix)
-    named = set(re.findall(r"\btransload ([a-z]+)\b", told))
+    fixes = "\n".join(line for wording in WORDINGS for answer in answers(wording.text) for line in answer.fix)
+    named = set(re.findall(r"\btransload ([a-z]+)\b", fixes))
     assert {"inspect", "check", "retag", "doctor"} <= named
     assert named <= COMMANDS.keys()
 
@@ -277,29 +277,29 @@ def test_python_in_fixes_compiles() -> None:
                 compile(line[2:], wording.code, "exec")
 
 
-def test_a_short_wording_of_a_family_counts_only_in_its_place() -> None:
+def test_short_wording_counts_only_in_frames_of_its_module() -> None:
     raised = 'Traceback (most recent call last):\n  File "{}", line 1, in call\n    raise\nValueError: {}\n'
-    place, elsewhere = "C:\\env\\torch\\distributed\\checkpoint\\_nested_dict.py", "/env/flatten/nested.py"
+    module, elsewhere = "C:\\env\\torch\\distributed\\checkpoint\\_nested_dict.py", "/env/flatten/nested.py"
     short, long = "duplicated flatten key a.b", "Non-blocking copy requires that the current accelerator is available."
-    assert codes(raised.format(place, short)) == ["dcp-duplicate-name"]
+    assert codes(raised.format(module, short)) == ["dcp-duplicate-name"]
     assert codes(raised.format(elsewhere, short)) == []
     assert codes(raised.format(elsewhere, long)) == ["dcp-staging"]
 
 
-def test_what_code_of_users_raises_below_torch_is_not_of_torch() -> None:
+def test_error_raised_in_user_code_is_not_attributed_to_torch() -> None:
     raised = 'Traceback (most recent call last):\n  File "{}", line 1, in f\n  File "{}", line 2, in g\n    x\n'
     torch, own = "/env/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "/home/me/model.py"
     assert codes(f"{raised.format(own, torch)}AssertionError: Expected DTensor, got int\n") == ["fsdp-internal"]
     assert codes(f"{raised.format(torch, own)}AssertionError: Expected DTensor, got int\n") == []
 
 
-def test_in_a_log_the_place_of_a_short_wording_is_beside_it() -> None:
-    place, said, others = "torch/distributed/checkpoint: saving", "duplicated flatten key a.b", "step 1 loss 0.1\n" * 50
-    assert codes(f"{others}{place}\n{said}\n{others}") == ["dcp-duplicate-name"]
-    assert codes(f"{place}\n{others}{said}\n{others}") == []
+def test_short_wording_in_a_log_needs_its_module_nearby() -> None:
+    module, text, lines = "torch/distributed/checkpoint: saving", "duplicated flatten key a.b", "step 1 loss 0.1\n" * 50
+    assert codes(f"{lines}{module}\n{text}\n{lines}") == ["dcp-duplicate-name"]
+    assert codes(f"{module}\n{lines}{text}\n{lines}") == []
 
 
-def test_a_text_with_a_wording_mentions_its_page() -> None:
+def test_every_wording_contains_a_hint_of_its_page() -> None:
     def check(page: Page) -> None:
         for wording in parsed(page.text).says:
             shown = wording.shown.replace("…", "7")

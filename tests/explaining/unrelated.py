@@ -1,4 +1,4 @@
-"""Errors that have nothing to do with checkpoints or with why CUDA is not there: none of them may be claimed."""
+"""Errors that are related neither to checkpoints nor to a missing GPU: none of them may get an answer."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "numpy-load": lambda: np.load(io.BytesIO(b"")),
     "numpy-load-text": lambda: np.load(io.BytesIO(b"hello, this is a text")),
     "numpy-reshape": lambda: np.zeros(6).reshape(4),
-    # torch, of a program's own making
+    # torch, caused by the program itself
     "torch-shapes": lambda: torch.zeros(2, 3) @ torch.zeros(2, 3),
     "torch-size": lambda: torch.zeros(2) + torch.zeros(3),
     "torch-index": lambda: torch.zeros(3)[5],
@@ -124,7 +124,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
 }
 
 PASTED: dict[str, str] = {**dict(sections(Path(__file__).with_name("unrelated.txt"))), "empty-lines": "\n\n   \n"}
-"""As other machines and programs printed them."""
+"""Errors as other machines and programs printed them."""
 
 
 def _sources() -> dict[str, str]:
@@ -134,13 +134,13 @@ def _sources() -> dict[str, str]:
 
 
 SOURCES: dict[str, str] = _sources()
-"""What other libraries raise, as ``scripts/error_texts.py --every`` finds it in their sources: a part of each."""
+"""A sample of what other libraries raise, found in their sources by ``scripts/error_texts.py --every``."""
 
 
 def provoked(name: str) -> str:
-    """The traceback of one of them."""
+    """The traceback of the error in ``PROVOKED`` with this name."""
     try:
         PROVOKED[name]()
-    except BaseException as error:  # noqa: BLE001  any, that is the point
+    except BaseException as error:  # noqa: BLE001  any exception is a result
         return "".join(format_exception(error))
     raise AssertionError(f"{name} raised nothing")

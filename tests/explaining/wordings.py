@@ -1,9 +1,9 @@
-"""Texts as they were printed, in all their wordings, and the code of what each means.
+"""Error messages in all wordings as they were printed, and the code of the answer to each.
 
-Those that a machine without a GPU can provoke are provoked by ``test_provoked.py`` too; here they stand for the other
-releases, other machines and other programs. They are in ``wordings.txt``, where a line ``=== code | who printed it``
-stands before each, and ``␛`` for the escape character. CUDA's results are put together here: each is printed in five
-ways.
+``test_provoked.py`` also provokes those that a machine without a GPU can provoke; this collection covers other
+releases, other machines and other programs. The messages are in ``wordings.txt``, each after a line ``=== code | who
+printed it``, with ``␛`` for the escape character. The messages for CUDA's results are composed here: each is printed in
+five ways.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["RESULTS", "WORDINGS", "Wording", "sections"]
 
 
 class Wording(NamedTuple):
-    """A text, who printed it, and the code of its row."""
+    """The code of the answer, who printed the text, and the text."""
 
     code: str
     where: str
@@ -24,7 +24,7 @@ class Wording(NamedTuple):
 
 
 def sections(path: Path) -> Iterator[tuple[str, str]]:
-    """The headings of a file of texts, and what is below each."""
+    """The heading and the text of each section of a file."""
     for section in path.read_text(encoding="utf-8").split("=== ")[1:]:
         head, _, text = section.partition("\n")
         yield head, text.replace("␛", "\x1b").removesuffix("\n")

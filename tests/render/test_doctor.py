@@ -1,4 +1,4 @@
-"""The doctor's report: what is on the first screen, what follows, and what no stream may break."""
+"""The doctor's report: its first screen, the chain of layers, the list of facts, and output on any stream."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ STUB = Finding(
 )
 BUILD = Finding("T01", "error", "torch was built without CUDA", ("torch/version.py says +cpu",), ("$ pip install",))
 NODES = Finding("D01", "error", "a device node of the driver is missing", ("/dev/nvidia-uvm",))
-ROOM = Finding("E11", "warning", "the cache cannot be written", ("~/.nv",), ("$ export CUDA_CACHE_PATH=/x",))
-ASIDE = Finding("H01", "note", "worth knowing", ("a fact",))
+CACHE = Finding("E11", "warning", "the cache cannot be written", ("~/.nv",), ("$ export CUDA_CACHE_PATH=/x",))
+NOTE = Finding("H01", "note", "worth knowing", ("a fact",))
 
 STUB_LIBRARY = Library("libcuda.so.1", "/c/stubs/libcuda.so.1", "/c/stubs/libcuda.so", "LD_LIBRARY_PATH", kind="stub")
 STUBBED = changed(
@@ -80,37 +80,37 @@ STUBBED = changed(
 )
 
 
-def diagnosed(machine: Machine, *found: Finding, muted: tuple[Muted, ...] = (), status: str = "") -> Diagnosis:
-    severities = [finding.severity for finding in found]
+def diagnosed(machine: Machine, *findings: Finding, muted: tuple[Muted, ...] = (), status: str = "") -> Diagnosis:
+    severities = [finding.severity for finding in findings]
     default = "broken" if "error" in severities else "degraded" if "warning" in severities else "ok"
-    told: Any = status or default
-    cause = found[0] if told in ("broken", "degraded") else None
-    return Diagnosis(told, cause, found, muted, machine)
+    verdict: Any = status or default
+    cause = findings[0] if verdict in ("broken", "degraded") else None
+    return Diagnosis(verdict, cause, findings, muted, machine)
 
 
-def lines_of(blocks: Any, style: Style = Style()) -> list[str]:  # noqa: B008  it is frozen
+def lines_of(blocks: Any, style: Style = Style()) -> list[str]:  # noqa: B008  the class is frozen
     return [plain(line) for line in layout(blocks, style)]
 
 
-def shown(diagnosis: Diagnosis, width: int = 100, *, cut: bool = False) -> str:
+def rendered(diagnosis: Diagnosis, width: int = 100, *, cut: bool = False) -> str:
     return "\n".join(lines_of(report(diagnosis), Style(width=width, cut=cut)))
 
 
-def head(machine: Machine, *found: Finding, status: str = "") -> str:
-    return shown(diagnosed(machine, *found, status=status), 400).partition("\n")[0]
+def first_line(machine: Machine, *findings: Finding, status: str = "") -> str:
+    return rendered(diagnosed(machine, *findings, status=status), 400).partition("\n")[0]
 
 
-def link(text: str, words: str) -> str:
-    """The line of the chain that begins with these words, with its mark."""
-    (line,) = [line for line in text.splitlines() if line[4:].startswith(words)]
+def chain_line(text: str, label: str) -> str:
+    """The line of the chain with this label, including its mark."""
+    (line,) = [line for line in text.splitlines() if line[4:].startswith(label)]
     return line
 
 
 # -- the first screen -------------------------------------------------------------------------------------------------
 
 
-def test_the_cause_its_evidence_and_the_fix_come_first() -> None:
-    lines = shown(diagnosed(STUBBED, STUB)).splitlines()
+def test_report_starts_with_cause_evidence_and_fix() -> None:
+    lines = rendered(diagnosed(STUBBED, STUB)).splitlines()
     assert lines[0] == "CUDA does not work: libcuda.so.1 is the toolkit's stub  [U04]"
     assert lines[1:4] == [f"  {STUB.evidence[0]}", f"  {STUB.evidence[1]}", ""]
     assert lines[4] == "Fix"
@@ -118,8 +118,8 @@ def test_the_cause_its_evidence_and_the_fix_come_first() -> None:
     assert len(lines) < 40
 
 
-def test_a_healthy_machine_is_told_in_a_few_lines() -> None:
-    lines = shown(diagnosed(healthy())).splitlines()
+def test_report_on_a_healthy_machine_is_short() -> None:
+    lines = rendered(diagnosed(healthy())).splitlines()
     assert lines[0] == "CUDA works: torch 2.13.0+cu130 computed on NVIDIA H200"
     assert len(lines) < 20
     marks = {line[2] for line in lines if line.startswith("  ")}
@@ -127,14 +127,14 @@ def test_a_healthy_machine_is_told_in_a_few_lines() -> None:
 
 
 @each(
-    ("machine", "found", "status", "words"),
+    ("machine", "findings", "status", "expected"),
     [
         (bare(), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
         (no_torch_run(bare()), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu is installed. Nothing to"),
         (Machine(), (), "no-gpu", "No GPU was found. Nothing to repair."),
         (no_torch_run(healthy()), (), "ok", "The CUDA driver works, on NVIDIA H200 (9.0), 140 GiB; torch was not run"),
-        (healthy(), (ROOM,), "", "CUDA works, but there is a problem: the cache cannot be written  [E11]"),
-        (bare(), (ROOM,), "", "torch works, but there is a problem: the cache cannot be written"),
+        (healthy(), (CACHE,), "", "CUDA works, but there is a problem: the cache cannot be written  [E11]"),
+        (bare(), (CACHE,), "", "torch works, but there is a problem: the cache cannot be written"),
         (dead(healthy()), (BUILD,), "", "torch cannot use the GPU: torch was built without CUDA  [T01]"),
         (changed(healthy(), torch=Torch(()), torch_run=TorchRun()), (BUILD,), "", "torch does not work: "),
         (refused(healthy(), 999), (replace(NODES, title="probably: a node"),), "", "CUDA does not work, probably: a"),
@@ -159,18 +159,18 @@ def test_a_healthy_machine_is_told_in_a_few_lines() -> None:
         (refused(healthy(), 999), (), "ok", "No cause was found"),
     ],
 )
-def test_the_first_line_is_the_verdict(
-    machine: Machine, found: tuple[Finding, ...], status: Status, words: str
+def test_first_line_is_the_verdict(
+    machine: Machine, findings: tuple[Finding, ...], status: Status, expected: str
 ) -> None:
-    assert head(machine, *found, status=status).startswith(words)
+    assert first_line(machine, *findings, status=status).startswith(expected)
 
 
-def test_further_causes_are_numbered_and_the_rest_follows() -> None:
-    text = shown(diagnosed(STUBBED, BUILD, STUB, ROOM, ASIDE))
+def test_further_causes_are_numbered_then_warnings_notes_and_chain_follow() -> None:
+    text = rendered(diagnosed(STUBBED, BUILD, STUB, CACHE, NOTE))
     assert text.startswith("CUDA does not work, for 2 reasons; the first: torch was built without CUDA  [T01]\n")
-    places = [
-        text.index(words)
-        for words in (
+    positions = [
+        text.index(part)
+        for part in (
             "torch was built without CUDA  [T01]",
             "\nThen 2: libcuda.so.1 is the toolkit's stub  [U04]\n",
             "\n! the cache cannot be written  [E11]\n",
@@ -180,12 +180,12 @@ def test_further_causes_are_numbered_and_the_rest_follows() -> None:
             "transload doctor --explain T01 explains more",
         )
     ]
-    assert places == sorted(places)
+    assert positions == sorted(positions)
 
 
-def test_long_evidence_is_cut_and_says_so() -> None:
-    found = replace(STUB, evidence=tuple(f"line {n}" for n in range(30)))
-    text = shown(diagnosed(STUBBED, found))
+def test_long_evidence_is_cut_and_the_rest_is_counted() -> None:
+    finding = replace(STUB, evidence=tuple(f"line {n}" for n in range(30)))
+    text = rendered(diagnosed(STUBBED, finding))
     assert "line 7" in text
     assert "line 8" not in text
     assert "… and 22 more, in --json" in text
@@ -194,58 +194,58 @@ def test_long_evidence_is_cut_and_says_so() -> None:
 # -- the chain --------------------------------------------------------------------------------------------------------
 
 
-def test_the_cause_and_what_follows_stand_in_the_chain() -> None:
-    text = shown(diagnosed(STUBBED, STUB, muted=(Muted(NODES, "U04"),)))
-    assert link(text, "GPU ").startswith("  ✓ ")
-    assert link(text, "driver libraries").startswith("  ✗ ")
-    assert link(text, "driver libraries").endswith("/c/stubs/libcuda.so, a stub  [U04]")
-    assert link(text, "CUDA driver").startswith("  ✗ ")
-    assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in link(text, "CUDA driver")
-    assert link(text, "compatibility").startswith("  – ")
-    after = text.splitlines()[text.splitlines().index(link(text, "device nodes")) + 1]
+def test_chain_marks_the_cause_and_its_consequences() -> None:
+    text = rendered(diagnosed(STUBBED, STUB, muted=(Muted(NODES, "U04"),)))
+    assert chain_line(text, "GPU ").startswith("  ✓ ")
+    assert chain_line(text, "driver libraries").startswith("  ✗ ")
+    assert chain_line(text, "driver libraries").endswith("/c/stubs/libcuda.so, a stub  [U04]")
+    assert chain_line(text, "CUDA driver").startswith("  ✗ ")
+    assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in chain_line(text, "CUDA driver")
+    assert chain_line(text, "compatibility").startswith("  – ")
+    after = text.splitlines()[text.splitlines().index(chain_line(text, "device nodes")) + 1]
     assert after.strip() == "because of U04: a device node of the driver is missing  [D01]"
 
 
-def test_the_chain_goes_from_the_card_upwards_and_knows_every_layer() -> None:
+def test_chain_has_every_layer_in_order() -> None:
     assert sorted(doctor_chain.ORDER) == sorted(LAYERS)
     machine = changed(in_container(healthy()), extensions=(Extension("flash-attn", "2.8.3"),))
     assert list(doctor_chain.chain(machine)) == list(doctor_chain.ORDER)
 
 
-def test_what_a_machine_does_not_have_is_not_in_its_chain() -> None:
+def test_chain_omits_layers_the_machine_does_not_have() -> None:
     assert doctor_chain.chain(bare()).keys() == {"hardware", "variables", "python", "build", "run"}
 
 
-def test_a_layer_that_only_a_finding_speaks_of_is_shown() -> None:
-    found = Finding("K01", "error", "the driver is not installed")
-    assert "[K01]" in link(shown(diagnosed(bare(), found)), "kernel driver")
+def test_chain_shows_a_layer_known_only_from_a_finding() -> None:
+    finding = Finding("K01", "error", "the driver is not installed")
+    assert "[K01]" in chain_line(rendered(diagnosed(bare(), finding)), "kernel driver")
 
 
-def test_without_a_gpu_a_build_with_cuda_is_no_fault() -> None:
-    """Nothing in the chain but marks that all is well, or that there is nothing to do."""
+def test_cuda_build_without_gpu_is_not_a_fault() -> None:
+    """Nothing in the chain is marked as broken or unknown, unless torch fails on the CPU too."""
     error = "RuntimeError: Found no NVIDIA driver on your system"
     steps = (Step("import", ok=True), Step("init", ok=False, error=error), Step("cpu", ok=True))
     machine = changed(bare(), torch=healthy().torch, torch_run__steps=steps, torch_run__cuda="13.0")
-    text = shown(judge_machine(machine))
-    assert "works on the CPU" in link(text, "running torch")
+    text = rendered(judge_machine(machine))
+    assert "works on the CPU" in chain_line(text, "running torch")
     assert not re.search("[✗?!]|Found no NVIDIA", text)
     broken = changed(machine, torch_run__steps=(*steps[:2], Step("cpu", ok=False, error="OSError: no")))
-    assert "✗" in link(shown(judge_machine(broken)), "running torch")
+    assert "✗" in chain_line(rendered(judge_machine(broken)), "running torch")
 
 
-def test_a_failure_nobody_needs_is_no_cross() -> None:
-    assert "✗" not in shown(diagnosed(refused(healthy(), 100), status="ok"))
+def test_chain_has_no_cross_when_the_status_is_ok() -> None:
+    assert "✗" not in rendered(diagnosed(refused(healthy(), 100), status="ok"))
 
 
-def test_a_warning_marks_its_layer() -> None:
-    assert link(shown(diagnosed(healthy(), ROOM)), "environment variables").startswith("  ! ")
+def test_warning_marks_its_layer() -> None:
+    assert chain_line(rendered(diagnosed(healthy(), CACHE)), "environment variables").startswith("  ! ")
 
 
 UNREADABLE = Unknown("/sys does not exist")
 
 
 @each(
-    ("facts", "layer", "state", "words"),
+    ("changes", "layer", "state", "expected"),
     [
         ({"hardware": Hardware(pci=UNREADABLE), "driver": bare().driver}, "hardware", "unknown", "/sys does not exist"),
         (
@@ -300,55 +300,57 @@ UNREADABLE = Unknown("/sys does not exist")
         ({"torch_run__steps": (Step("import", ok=True),)}, "run", "broken", "is_available() is False"),
     ],
 )
-def test_each_link_says_what_was_seen(facts: dict[str, Any], layer: str, state: str, words: str) -> None:
-    seen, text = doctor_chain.chain(changed(healthy(), **facts))[layer]
-    assert seen == state
-    assert words in text
+def test_chain_shows_state_and_facts_of_each_layer(
+    changes: dict[str, Any], layer: str, state: str, expected: str
+) -> None:
+    actual, text = doctor_chain.chain(changed(healthy(), **changes))[layer]
+    assert actual == state
+    assert expected in text
 
 
 @each(
-    ("machine", "words"),
+    ("machine", "expected"),
     [(in_slurm(healthy()), "Slurm job"), (in_wsl(healthy()), "WSL 2"), (in_container(healthy(), "podman"), "podman")],
 )
-def test_surroundings_are_named(machine: Machine, words: str) -> None:
-    assert words in doctor_chain.chain(machine)["surroundings"][1]
+def test_chain_names_slurm_wsl_and_containers(machine: Machine, expected: str) -> None:
+    assert expected in doctor_chain.chain(machine)["surroundings"][1]
 
 
-def test_what_could_not_be_found_out_is_said_at_the_end() -> None:
+def test_unknown_facts_are_listed_at_the_end() -> None:
     machine = changed(refused(healthy(), 999), problems={"extensions": "ValueError: oh"})
-    likely = diagnosed(machine, replace(STUB, title="probably: something"))
-    end = shown(likely).splitlines()[-4:]
+    uncertain = diagnosed(machine, replace(STUB, title="probably: something"))
+    end = rendered(uncertain).splitlines()[-4:]
     assert end[1].startswith("Unknown  extensions: ValueError: oh; the kernel log: /dev/kmsg: operation not")
-    assert "kernel's log" not in shown(diagnosed(machine, STUB))
-    assert "Could not find out" not in shown(diagnosed(healthy()))
+    assert "the kernel log" not in rendered(diagnosed(machine, STUB))
+    assert "Unknown  " not in rendered(diagnosed(healthy()))
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
 @each("width", [40, 60, 80, 200])
-def test_prose_fits_and_commands_stay_whole(width: int) -> None:
-    diagnosis = diagnosed(STUBBED, BUILD, STUB, ROOM, ASIDE, muted=(Muted(NODES, "U04"),))
-    lines = shown(diagnosis, width, cut=True).splitlines()
-    copied = [line for line in lines if line.startswith(("  $ ", "  | "))]
-    assert f"  {STUB.fix[0]}" in copied
-    assert f"  {STUB.fix[3]}" in copied
-    assert max(len(line) for line in lines if line not in copied) <= width
+def test_prose_is_wrapped_and_commands_are_not(width: int) -> None:
+    diagnosis = diagnosed(STUBBED, BUILD, STUB, CACHE, NOTE, muted=(Muted(NODES, "U04"),))
+    lines = rendered(diagnosis, width, cut=True).splitlines()
+    commands = [line for line in lines if line.startswith(("  $ ", "  | "))]
+    assert f"  {STUB.fix[0]}" in commands
+    assert f"  {STUB.fix[3]}" in commands
+    assert max(len(line) for line in lines if line not in commands) <= width
     assert not any(line == "" and after == "" for line, after in pairwise(lines))
 
 
-def test_a_pipe_is_not_cut() -> None:
+def test_output_to_a_pipe_is_not_cut() -> None:
     machine = changed(healthy(), python__prefix="/" + "x" * 90)
-    assert "/" + "x" * 90 in shown(diagnosed(machine), 40)
+    assert "/" + "x" * 90 in rendered(diagnosed(machine), 40)
 
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\u202eevil\n"
 
 
-def test_nothing_of_a_machine_reaches_the_terminal_raw() -> None:
+def test_control_characters_in_facts_and_findings_are_escaped() -> None:
     machine = _poisoned(in_container(changed(healthy(), problems={"x": "y"}, extensions=(Extension("a"),))))
-    found = Finding("U04", "error", HOSTILE, (HOSTILE,), (f"$ {HOSTILE}", HOSTILE))
-    diagnosis = diagnosed(machine, found, muted=(Muted(replace(NODES, title=HOSTILE), "U04"),))
+    finding = Finding("U04", "error", HOSTILE, (HOSTILE,), (f"$ {HOSTILE}", HOSTILE))
+    diagnosis = diagnosed(machine, finding, muted=(Muted(replace(NODES, title=HOSTILE), "U04"),))
     for blocks in (report(diagnosis), facts(machine)):
         text = "\n".join(lines_of(blocks, Style(width=80, cut=True)))
         assert all(char.isprintable() or char == "\n" for char in text)
@@ -356,24 +358,24 @@ def test_nothing_of_a_machine_reaches_the_terminal_raw() -> None:
 
 
 def _poisoned(value: Any) -> Any:
-    """The value with something hostile in every text that is not one of a few words."""
+    """The value with control characters appended to every string, except in ``Answer`` and ``Library``."""
     if isinstance(value, str):
         return value + HOSTILE
     if isinstance(value, tuple):
         return tuple(map(_poisoned, value))
     if isinstance(value, dict):
-        return {name: _poisoned(each) for name, each in value.items()}
+        return {name: _poisoned(item) for name, item in value.items()}
     if isinstance(value, Answer | Library):
         return value
     if hasattr(value, "__dataclass_fields__"):
-        return replace(value, **{each.name: _poisoned(getattr(value, each.name)) for each in fields(value)})
+        return replace(value, **{field.name: _poisoned(getattr(value, field.name)) for field in fields(value)})
     return value
 
 
 def test_ascii_streams_get_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    emit(report(diagnosed(STUBBED, STUB, ROOM, muted=(Muted(NODES, "U04"),))), stream)
+    emit(report(diagnosed(STUBBED, STUB, CACHE, muted=(Muted(NODES, "U04"),))), stream)
     stream.flush()
     assert isinstance(stream.buffer, io.BytesIO)
     text = stream.buffer.getvalue().decode("ascii")
@@ -382,35 +384,35 @@ def test_ascii_streams_get_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "  - compatibility" in text
 
 
-def test_colour_tells_nothing_that_words_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_does_not_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    painted = io.StringIO()
-    emit(report(diagnosed(STUBBED, STUB)), painted, "always")
-    assert "\x1b[31mCUDA does not work: \x1b[0m\x1b[1mlibcuda.so.1" in painted.getvalue()
-    assert "\x1b[31m✗ \x1b[0mdriver libraries" in painted.getvalue()
-    assert re.sub(r"\x1b\[\d*m", "", painted.getvalue()) == shown(diagnosed(STUBBED, STUB)) + "\n"
+    stream = io.StringIO()
+    emit(report(diagnosed(STUBBED, STUB)), stream, "always")
+    assert "\x1b[31mCUDA does not work: \x1b[0m\x1b[1mlibcuda.so.1" in stream.getvalue()
+    assert "\x1b[31m✗ \x1b[0mdriver libraries" in stream.getvalue()
+    assert re.sub(r"\x1b\[\d*m", "", stream.getvalue()) == rendered(diagnosed(STUBBED, STUB)) + "\n"
 
 
-def test_a_diagnosis_prints_itself_without_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_str_of_a_diagnosis_is_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/alice")
-    found = replace(STUB, evidence=("in /home/alice/lib",))
-    text = str(diagnosed(STUBBED, found))
-    assert text == str(diagnosed(STUBBED, found))
+    finding = replace(STUB, evidence=("in /home/alice/lib",))
+    text = str(diagnosed(STUBBED, finding))
+    assert text == str(diagnosed(STUBBED, finding))
     assert "  in ~/lib\n" in text
     assert "\x1b" not in text
     assert not text.endswith("\n")
 
 
-# -- all facts, and pages ---------------------------------------------------------------------------------------------
+# -- facts and pages --------------------------------------------------------------------------------------------------
 
 
 def blocks_text(blocks: Any) -> str:
     return "\n".join(lines_of(blocks, Style(width=200)))
 
 
-def test_verbose_shows_every_fact_with_its_source() -> None:
+def test_facts_are_listed_with_their_sources() -> None:
     text = re.sub("(?<=[^ \n])  +", "  ", blocks_text(facts(healthy())))
-    for words in (
+    for expected in (
         "\nkernel driver\n",
         "  from /proc/driver/nvidia/gpus\n    gpus[0]  address 0000:17:00.0; model NVIDIA H200; minor 0; firmware 580",
         "    version  580.159.04\n",
@@ -421,19 +423,19 @@ def test_verbose_shows_every_fact_with_its_source() -> None:
         "; vendor 0x10de; device 0x2335; kind 0x030200; driver nvidia;",
         "    found[0]  path /dev/nvidiactl; major 195; minor 255\n",
     ):
-        assert words in text
+        assert expected in text
     assert VERSION in text
 
 
 def test_every_kind_of_fact_has_a_source() -> None:
-    named = {"transload", "taken", "problems"}
-    missing = [each.name for each in fields(Machine) if each.name not in named and not _sourced(each.name)]
+    exempt = {"transload", "taken", "problems"}
+    missing = [field.name for field in fields(Machine) if field.name not in exempt and not _has_source(field.name)]
     assert missing == []
 
 
-def _sourced(section: str) -> bool:
-    inside = {"driver": ("libraries", "nvml", "cuda", "experiments")}.get(section, ("anything",))
-    return all(source_of(f"{section}.{name}") for name in inside)
+def _has_source(section: str) -> bool:
+    names = {"driver": ("libraries", "nvml", "cuda", "experiments")}.get(section, ("anything",))
+    return all(source_of(f"{section}.{name}") for name in names)
 
 
 PAGE = f"""# U04: a `<stub>`
@@ -467,7 +469,7 @@ It.
 """
 
 
-def test_a_page_tells_all_and_breaks_no_command() -> None:
+def test_page_is_rendered_without_breaking_commands() -> None:
     lines = lines_of(page(PAGE), Style(width=60, cut=True))
     command = f"  $ {'x ' * 60}".rstrip()
     assert lines == [
@@ -477,12 +479,12 @@ def test_a_page_tells_all_and_breaks_no_command() -> None:
     ]
 
 
-def test_cards_of_one_kind_are_counted_and_cuda_names_them_last() -> None:
+def test_equal_cards_are_counted_from_cuda_if_nvml_and_kernel_list_none() -> None:
     machine = changed(healthy(), driver__nvml__gpus=(), kernel__gpus=(), driver__cuda__gpus=(cuda_gpu(), cuda_gpu(1)))
     assert doctor_chain.cards(machine) == "2 × NVIDIA H200 (9.0), 140 GiB"
 
 
-# -- any machine at all -----------------------------------------------------------------------------------------------
+# -- arbitrary machines -----------------------------------------------------------------------------------------------
 
 WORDS = ["", "580.159.04", "13.0", "2.13.0+cu130", "sm_90", "nvidia", "GPU-6e1b1a3c", "/dev/nvidiactl", "EACCES", "0"]
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
@@ -495,31 +497,31 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 
 
 @cache
-def anything(kind: Any) -> st.SearchStrategy[Any]:
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a type of ``transload.machine``."""
-    origin, inside = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if kind in SIMPLE:
         return SIMPLE[kind]
     if origin is Literal:
-        return st.sampled_from(inside)
+        return st.sampled_from(arguments)
     if origin in (Union, UnionType):
-        return st.one_of(*map(anything, inside))
+        return st.one_of(*map(values_of, arguments))
     if origin is tuple:
-        return st.lists(anything(inside[0]), max_size=2).map(tuple)
+        return st.lists(values_of(arguments[0]), max_size=2).map(tuple)
     if origin is dict:
-        return st.dictionaries(SIMPLE[str], anything(inside[1]), max_size=2)
+        return st.dictionaries(SIMPLE[str], values_of(arguments[1]), max_size=2)
     hints = get_type_hints(kind)
-    return st.builds(kind, **{each.name: anything(hints[each.name]) for each in fields(kind)})
+    return st.builds(kind, **{field.name: values_of(hints[field.name]) for field in fields(kind)})
 
 
 @settings(
     max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink so large a thing takes minutes
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking a value this large takes minutes
 )
-@given(anything(Machine))
-def test_any_machine_is_judged_and_shown(machine: Machine) -> None:
+@given(values_of(Machine))
+def test_any_machine_can_be_judged_and_rendered(machine: Machine) -> None:
     judged = judge_machine(machine)
     assert judged.machine == machine  # no rule raised
     diagnosis = redacted(judged)

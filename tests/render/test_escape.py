@@ -26,12 +26,12 @@ from transload.render.words import cut, printable
         ("o" + "\u0301" * 6, "o" + "\u0301" * 4 + "\\u0301" * 2),
     ],
 )
-def test_printable_shows_what_is_visible_and_escapes_the_rest(raw: str, shown: str) -> None:
+def test_printable_escapes_invisible_characters(raw: str, shown: str) -> None:
     assert printable(raw) == shown
 
 
 @given(st.text(st.characters(codec=None)), st.integers(1, 200))
-def test_printable_never_lets_a_control_character_through(text: str, limit: int) -> None:
+def test_printable_has_no_control_characters_and_keeps_the_limit(text: str, limit: int) -> None:
     shown = printable(text, limit)
     assert len(shown) <= limit
     assert all(unicodedata.category(char)[0] != "C" for char in shown)
@@ -40,13 +40,13 @@ def test_printable_never_lets_a_control_character_through(text: str, limit: int)
 
 
 @given(st.text(st.characters(codec=None)))
-def test_printable_without_limit_keeps_everything_and_is_stable(text: str) -> None:
+def test_printable_without_limit_cuts_nothing_and_is_idempotent(text: str) -> None:
     shown = printable(text, None)
     assert len(shown) >= len(text)
     assert printable(shown, None) == shown
 
 
-def test_a_name_of_a_gigabyte_costs_only_what_is_shown() -> None:
+def test_printable_cuts_a_huge_name_to_the_limit() -> None:
     shown = printable("\x1b" * 50_000_000, 40)
     assert len(shown) == 40
 

@@ -44,7 +44,7 @@ class Page(HTMLParser):
             self.text += data
 
 
-def test_it_is_well_formed_and_has_no_script(
+def test_html_is_well_formed_and_has_no_script(
     transformer: Checkpoint, training: Checkpoint, web_page: Checkpoint, hostile: Checkpoint
 ) -> None:
     for checkpoint in (transformer, training, web_page, hostile):
@@ -53,11 +53,11 @@ def test_it_is_well_formed_and_has_no_script(
         assert {name for name, _ in page.attributes} <= {"class", "style", "open"}
 
 
-def test_it_asks_nothing_of_a_network(transformer: Checkpoint) -> None:
+def test_html_has_no_external_references(transformer: Checkpoint) -> None:
     assert not re.search(r"https?:|url\(|@import|src=", transformer._repr_html_())
 
 
-def test_names_are_text_never_markup(hostile: Checkpoint) -> None:
+def test_names_are_escaped(hostile: Checkpoint) -> None:
     text = hostile._repr_html_()
     assert "<script" not in text
     assert "<img" not in text
@@ -67,7 +67,7 @@ def test_names_are_text_never_markup(hostile: Checkpoint) -> None:
     text.encode()
 
 
-def test_there_is_a_plain_copy_for_viewers_without_style(transformer: Checkpoint) -> None:
+def test_html_has_a_plain_copy_for_viewers_without_css(transformer: Checkpoint) -> None:
     text = transformer._repr_html_()
     plain = re.search(r'<pre class="tl-plain">(.*?)</pre>', text, re.DOTALL)
     assert plain
@@ -75,7 +75,7 @@ def test_there_is_a_plain_copy_for_viewers_without_style(transformer: Checkpoint
     assert '<div class="tl-rich" style="display:none">' in text
 
 
-def test_it_is_bounded_and_says_what_is_missing(transformer: Checkpoint) -> None:
+def test_html_is_bounded_and_counts_what_is_left_out(transformer: Checkpoint) -> None:
     tensor = transformer.tensors[0]
     many = tuple(tensor._replace(name=f"{word}.{n}x", shape=(n,)) for word in ("a", "b") for n in range(3000))
     parts = tuple(Part(f"part {n}", "shard", n) for n in range(100))
@@ -86,13 +86,13 @@ def test_it_is_bounded_and_says_what_is_missing(transformer: Checkpoint) -> None
     assert len(text) < 300_000
 
 
-def test_lines_of_code_are_for_those_who_trust_the_file(training: Checkpoint) -> None:
+def test_code_in_a_fix_is_preceded_by_a_warning_about_trust(training: Checkpoint) -> None:
     finding = Finding("needs-trust", "warning", "names", fix=("import torch", "with torch:", "Ask its author."))
     text = replace(training, findings=(finding,))._repr_html_()
     assert f'<div class="tl-fix">{TRUSTED}\nimport torch\nwith torch:</div><div class="tl-fix">Ask' in text
 
 
-def test_a_report_is_its_text_in_a_notebook() -> None:
+def test_html_of_other_results_is_their_text() -> None:
     page = Page(transload.explain("CUDA out of memory <b>")._repr_html_())
     assert page.tags == ["pre"]
     assert page.text == str(transload.explain("CUDA out of memory <b>"))

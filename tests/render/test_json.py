@@ -16,45 +16,45 @@ def text_of(*documents: dict[str, Any], several: bool = False) -> str:
     return "".join(to_json(documents, several=several))
 
 
-def strict(text: str) -> Any:
+def parse_strictly(text: str) -> Any:
     def refuse(constant: str) -> None:
         pytest.fail(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
 
-def test_json_says_what_to_dict_says(transformer: Checkpoint, training: Checkpoint, web_page: Checkpoint) -> None:
+def test_json_equals_to_dict(transformer: Checkpoint, training: Checkpoint, web_page: Checkpoint) -> None:
     for checkpoint in (transformer, training, web_page):
-        assert strict(text_of(checkpoint.to_dict())) == checkpoint.to_dict()
+        assert parse_strictly(text_of(checkpoint.to_dict())) == checkpoint.to_dict()
 
 
-def test_a_tensor_stands_on_one_line(transformer: Checkpoint) -> None:
+def test_each_tensor_is_on_one_line(transformer: Checkpoint) -> None:
     lines = text_of(transformer.to_dict()).splitlines()
     assert sum(line.startswith('{"name": "model.layers.') for line in lines) == 288
 
 
-def test_names_survive_exactly(hostile: Checkpoint) -> None:
+def test_names_round_trip_exactly(hostile: Checkpoint) -> None:
     text = text_of(hostile.to_dict())
     assert text.isascii()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
-    names = [tensor["name"] for tensor in strict(text)["tensors"]]
+    names = [tensor["name"] for tensor in parse_strictly(text)["tensors"]]
     assert names == [tensor.name for tensor in hostile.tensors]
 
 
-def test_absurd_numbers_stay_valid_json(hostile: Checkpoint) -> None:
-    (tensor,) = [tensor for tensor in strict(text_of(hostile.to_dict()))["tensors"] if tensor["name"] == "long"]
+def test_huge_numbers_stay_valid_json(hostile: Checkpoint) -> None:
+    (tensor,) = [tensor for tensor in parse_strictly(text_of(hostile.to_dict()))["tensors"] if tensor["name"] == "long"]
     assert int(tensor["shape"][0], 16) == 10**6000
 
 
-def test_what_json_has_no_form_for_becomes_text() -> None:
+def test_values_that_json_cannot_express_become_strings() -> None:
     document = {"nan": float("nan"), "infinity": [float("-inf")], "tuple": (1, 2.5, None, True), "bytes": b"x"}
     expected = {"nan": "nan", "infinity": ["-inf"], "tuple": [1, 2.5, None, True], "bytes": "b'x'"}
-    assert strict(text_of(document)) == expected
+    assert parse_strictly(text_of(document)) == expected
 
 
 def test_several_files_are_an_array(web_page: Checkpoint) -> None:
     error = CannotReadError("no such file", where="x.pt", fix="look again", errno=2)
-    documents = strict(text_of(web_page.to_dict(), error_to_dict("x.pt", error), several=True))
+    documents = parse_strictly(text_of(web_page.to_dict(), error_to_dict("x.pt", error), several=True))
     assert documents[0]["format"] == "html"
     assert documents[1] == {
         "schema": 1,
@@ -62,4 +62,4 @@ def test_several_files_are_an_array(web_page: Checkpoint) -> None:
         "ok": False,
         "error": {"what": "no such file", "where": "x.pt", "fix": "look again", "errno": 2},
     }
-    assert len(strict(text_of(replace(web_page, path="\udcff").to_dict(), several=True))) == 1
+    assert len(parse_strictly(text_of(replace(web_page, path="\udcff").to_dict(), several=True))) == 1

@@ -20,16 +20,16 @@ def drawn(root: object, *tensors: Tensor, max_lines: int = 2000) -> list[str]:
     return [line.removeprefix("  ") for line in lines[2:]]
 
 
-def made(callee: Global, args: object = (), **fields: Any) -> Call:
+def make_call(callee: Global, args: object = (), **fields: Any) -> Call:
     call = Call(callee, args, "reduce", 0)
     for name, value in fields.items():
         setattr(call, name, value)
     return call
 
 
-def test_tensors_are_shown_by_what_they_are_and_short_lists_inline() -> None:
-    state = made(
-        ORDERED, items=["w", made(REBUILD, (Persistent(("storage",), 0), 0, (4, 3), (3, 1)))], states=[Dict([])]
+def test_tensors_show_dtype_shape_and_device_and_short_tuples_are_inline() -> None:
+    state = make_call(
+        ORDERED, items=["w", make_call(REBUILD, (Persistent(("storage",), 0), 0, (4, 3), (3, 1)))], states=[Dict([])]
     )
     root = Dict(["model", state, "epoch", 3, "betas", (0.9, 0.999), "note", "a\nb", "none", None, 7, b"xyz"])
     weight = Tensor(("model", "w"), "model/w", "float32", (4, 3), (3, 1), "cuda:0", "0", cls="Parameter")
@@ -47,21 +47,21 @@ def test_tensors_are_shown_by_what_they_are_and_short_lists_inline() -> None:
 
 def test_objects_show_their_arguments_and_state() -> None:
     state = (Dict(["lr", 0.1]), Dict(["slot", 1]))
-    root = made(Global("my.mod", "Thing", 0), (1, "two", Dict([])), states=[state], appended=[5])
+    root = make_call(Global("my.mod", "Thing", 0), (1, "two", Dict([])), states=[state], appended=[5])
     assert drawn(root) == ["my.mod.Thing(1, 'two') of 1", "├─ [2]: dict of 0", "├─ lr: 0.1", "├─ slot: 1", "└─ [0]: 5"]
-    assert drawn(made(Global("m", "N", 0), states=["odd"])) == ["m.N", "└─ state: 'odd'"]
+    assert drawn(make_call(Global("m", "N", 0), states=["odd"])) == ["m.N", "└─ state: 'odd'"]
 
 
-def test_what_is_shared_is_shown_once_and_cycles_end() -> None:
+def test_shared_objects_are_shown_once_and_cycles_end() -> None:
     inner = Dict(["x", 1])
     root = Dict(["a", inner, "b", inner])
     root.items += ["self", root]
     assert drawn(root) == ["dict of 3  #1", "├─ a: dict of 1  #2", "│  └─ x: 1", "├─ b: → #2", "└─ self: → #1"]
 
 
-def test_every_kind_of_node_has_words() -> None:
+def test_every_kind_of_node_has_a_text() -> None:
     nodes = [Set([1]), Set([], frozen=True), Big(9), Extension(3), Persistent(1, 0), REBUILD, bytearray(b"x"), 1 << 999]
-    lines = drawn([*nodes, made(REBUILD)])
+    lines = drawn([*nodes, make_call(REBUILD)])
     assert lines[:3] == ["list of 9", "├─ [0]: set of 1", "│  └─ [0]: 1"]
     text = "\n".join(lines)
     for words in ("frozenset of 0", "a huge integer", "copyreg extension 3", "a storage", "bytearray of 1 byte"):
@@ -83,7 +83,7 @@ def test_lines_are_bounded_and_the_rest_is_counted() -> None:
     assert lines[-1] == "… 4,991 more lines"
 
 
-def test_sixty_levels_of_shared_pairs_are_sixty_lines() -> None:
+def test_nested_shared_pairs_are_not_expanded_exponentially() -> None:
     root: object = Dict(["end", 1])
     for _ in range(60):
         root = [root, root]

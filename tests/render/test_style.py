@@ -31,13 +31,13 @@ class Terminal(io.StringIO):
         ("never", {"FORCE_COLOR": "1"}, True, False),
     ],
 )
-def test_flag_then_no_color_then_force_color_then_terminal(
+def test_colour_precedence_is_flag_no_color_force_color_terminal(
     flag: str, environ: dict[str, str], terminal: bool, colour: bool
 ) -> None:
     assert style_of(Terminal() if terminal else io.StringIO(), flag, environ).colour is colour
 
 
-def test_a_pipe_is_not_cut_and_has_a_width_of_its_own() -> None:
+def test_pipe_is_not_cut_and_has_a_fixed_width() -> None:
     style = style_of(io.StringIO(), environ={})
     assert (style.colour, style.cut, style.width) == (False, False, PIPE_WIDTH)
 
@@ -46,12 +46,12 @@ def test_a_pipe_is_not_cut_and_has_a_width_of_its_own() -> None:
     ("columns", "width"),
     [("72", 72), ("1", 40), ("0", PIPE_WIDTH), ("wide", PIPE_WIDTH), ("-80", PIPE_WIDTH), ("9" * 5000, 999_999)],
 )
-def test_columns_rules_the_width(columns: str, width: int) -> None:
+def test_columns_variable_sets_the_width(columns: str, width: int) -> None:
     assert style_of(Terminal(), environ={"COLUMNS": columns}).width == width
 
 
 @each("encoding", ["ascii", "cp1252", "latin-1", "koi8-r", "no-such-encoding"])
-def test_signs_and_names_are_spelled_out_where_the_stream_lacks_them(encoding: str) -> None:
+def test_text_becomes_ascii_if_the_stream_encoding_lacks_its_symbols(encoding: str) -> None:
     stream = Terminal()
     stream.encoding = encoding
     style = style_of(stream, environ={})
@@ -60,11 +60,11 @@ def test_signs_and_names_are_spelled_out_where_the_stream_lacks_them(encoding: s
     assert style.text("重") == "\\u91cd"
 
 
-def test_text_survives_a_lone_surrogate() -> None:
+def test_lone_surrogate_is_escaped() -> None:
     assert Style().text("\ud800") == "\\ud800"
 
 
-def test_a_closed_or_strange_stream_is_no_terminal() -> None:
+def test_closed_stream_is_not_a_terminal() -> None:
     stream = io.StringIO()
     stream.close()
     assert not style_of(stream, environ={}).cut

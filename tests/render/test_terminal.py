@@ -27,38 +27,40 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def written(checkpoint: Checkpoint, stream: io.StringIO, colour: str = "auto") -> str:
+def output(checkpoint: Checkpoint, stream: io.StringIO, colour: str = "auto") -> str:
     emit(report(checkpoint), stream, colour)
     return stream.getvalue()
 
 
-def test_colours_change_nothing_else(training: Checkpoint, hostile: Checkpoint) -> None:
+def test_colours_do_not_change_the_text(training: Checkpoint, hostile: Checkpoint) -> None:
     for checkpoint in (training, hostile):
-        coloured = written(checkpoint, Terminal())
+        coloured = output(checkpoint, Terminal())
         assert SGR.search(coloured)
-        assert SGR.sub("", coloured) == written(checkpoint, Terminal(), "never")
+        assert SGR.sub("", coloured) == output(checkpoint, Terminal(), "never")
 
 
-def test_a_pipe_gets_no_escape_codes_unless_asked(training: Checkpoint) -> None:
-    assert "\x1b" not in written(training, io.StringIO())
-    assert "\x1b[33mneeds-trust\x1b[0m" in written(training, io.StringIO(), "always")
+def test_pipe_gets_no_escape_codes_unless_colour_is_always(training: Checkpoint) -> None:
+    assert "\x1b" not in output(training, io.StringIO())
+    assert "\x1b[33mneeds-trust\x1b[0m" in output(training, io.StringIO(), "always")
 
 
-def test_a_terminal_gets_none_when_told_so(training: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\x1b" not in written(training, Terminal(), "never")
+def test_terminal_gets_no_escape_codes_with_never_or_no_color(
+    training: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "\x1b" not in output(training, Terminal(), "never")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in written(training, Terminal())
+    assert "\x1b" not in output(training, Terminal())
 
 
-def test_only_our_own_codes_reach_the_terminal(hostile: Checkpoint) -> None:
-    text = SGR.sub("", written(hostile, Terminal()))
+def test_only_colour_codes_reach_the_terminal(hostile: Checkpoint) -> None:
+    text = SGR.sub("", output(hostile, Terminal()))
     assert all(char.isprintable() or char == "\n" for char in text)
 
 
-def test_an_ascii_stream_gets_ascii(training: Checkpoint) -> None:
+def test_ascii_stream_gets_ascii(training: Checkpoint) -> None:
     stream = Terminal()
     stream.encoding = "ascii"
-    text = written(training, stream, "never")
+    text = output(training, stream, "never")
     assert text.isascii()
     assert "|- exp_avg" in text
     assert "layers.0 ... 1  x2" in text

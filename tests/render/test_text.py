@@ -47,17 +47,17 @@ tensors  291
 """
 
 
-def shown(checkpoint: Checkpoint, width: int = 100, *, cut: bool = False) -> str:
+def rendered(checkpoint: Checkpoint, width: int = 100, *, cut: bool = False) -> str:
     style = Style(width=width, cut=cut)
     return "".join(f"{plain(line)}\n" for line in layout(report(checkpoint), style))
 
 
-def test_the_report_on_a_transformer(transformer: Checkpoint) -> None:
-    assert shown(transformer) == TRANSFORMER
+def test_report_on_a_transformer(transformer: Checkpoint) -> None:
+    assert rendered(transformer) == TRANSFORMER
 
 
-def test_the_optimizer_is_counted_apart_and_values_near_the_root_are_shown(training: Checkpoint) -> None:
-    text = shown(training, 140)
+def test_optimizer_is_counted_separately_and_values_near_the_root_are_shown(training: Checkpoint) -> None:
+    text = rendered(training, 140)
     assert "667 million parameters · 433 million in the optimizer" in text
     assert "  values      epoch 12 · global_step 34000 · 1 more\n" in text
     assert "Lightning" in text
@@ -66,11 +66,11 @@ def test_the_optimizer_is_counted_apart_and_values_near_the_root_are_shown(train
 
 
 def test_shared_tensors_count_once(transformer: Checkpoint) -> None:
-    once, _, _ = elements(transformer.tensors)
-    assert elements(transformer.tensors * 2) == (once, 0, 0)
+    count, _, _ = elements(transformer.tensors)
+    assert elements(transformer.tensors * 2) == (count, 0, 0)
 
 
-def test_averaged_copies_are_counted_apart() -> None:
+def test_ema_copies_are_counted_separately() -> None:
     def tensor(*path: str, size: int = 4) -> Tensor:
         return Tensor(path, "/".join(path), "float32", (size,), (1,), "cpu", "/".join(path))
 
@@ -81,44 +81,44 @@ def test_averaged_copies_are_counted_apart() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140])
-def test_nothing_sticks_out_of_a_terminal(transformer: Checkpoint, training: Checkpoint, width: int) -> None:
+def test_report_fits_the_terminal_width(transformer: Checkpoint, training: Checkpoint, width: int) -> None:
     for checkpoint in (transformer, training):
-        assert max(map(len, shown(checkpoint, width, cut=True).splitlines())) <= width
+        assert max(map(len, rendered(checkpoint, width, cut=True).splitlines())) <= width
 
 
-def test_a_page_that_is_no_checkpoint(web_page: Checkpoint) -> None:
-    text = shown(web_page)
+def test_report_on_a_web_page(web_page: Checkpoint) -> None:
+    text = rendered(web_page)
     assert "not-a-checkpoint" in text
     assert "✗ this is a web page  html-page\n    <!DOCTYPE html>\n  → Download it again.\n" in text
     assert "tensors" not in text
 
 
-def test_long_evidence_is_cut_and_counted(web_page: Checkpoint) -> None:
+def test_long_evidence_and_further_findings_are_cut_and_counted(web_page: Checkpoint) -> None:
     finding = Finding("many", "warning", "many", tuple(f"fact {n}" for n in range(100)))
-    text = shown(replace(web_page, findings=(finding,) * 50))
+    text = rendered(replace(web_page, findings=(finding,) * 50))
     assert "… and 92 more" in text
     assert "30 further findings; --json lists all of them" in text
 
 
-def test_errors_stand_before_notes(web_page: Checkpoint) -> None:
+def test_errors_come_before_warnings_and_notes(web_page: Checkpoint) -> None:
     mixed = (Finding("n", "note", "a note"), Finding("w", "warning", "a warning"), Finding("e", "error", "an error"))
-    text = shown(replace(web_page, findings=mixed))
+    text = rendered(replace(web_page, findings=mixed))
     assert text.index("an error") < text.index("a warning") < text.index("a note")
 
 
-def test_parts_are_a_table(web_page: Checkpoint) -> None:
+def test_parts_are_shown_as_a_table(web_page: Checkpoint) -> None:
     parts = (Part("one.bin", "shard", 9_976_620_122, (("tensors", "200"),)), Part("index.json", "index", 26788))
-    text = shown(replace(web_page, parts=parts * 30))
+    text = rendered(replace(web_page, parts=parts * 30))
     assert "  one.bin     shard  9.98 GB  tensors 200\n  index.json  index  26.8 kB\n" in text
     assert "… and 20 more" in text
 
 
-def test_every_verdict_has_words() -> None:
+def test_every_verdict_has_a_text() -> None:
     assert set(SAFETY_WORDS) == set(SAFETY)
     assert set(INTEGRITY_WORDS) == set(INTEGRITY)
 
 
-def test_nothing_of_a_hostile_file_is_shown_raw(hostile: Checkpoint) -> None:
+def test_control_characters_of_a_hostile_file_are_escaped(hostile: Checkpoint) -> None:
     stream = io.StringIO()
     for blocks in (report(hostile), tensors_listed(hostile), globals_by_verdict(hostile), files([hostile, hostile], 2)):
         emit(blocks, stream)
@@ -127,7 +127,7 @@ def test_nothing_of_a_hostile_file_is_shown_raw(hostile: Checkpoint) -> None:
     text.encode()
 
 
-def test_repr_is_ten_plain_lines_at_most(
+def test_repr_has_at_most_ten_lines(
     transformer: Checkpoint, training: Checkpoint, hostile: Checkpoint, web_page: Checkpoint
 ) -> None:
     for checkpoint in (transformer, training, hostile, web_page):
@@ -138,7 +138,7 @@ def test_repr_is_ten_plain_lines_at_most(
     assert repr(transformer).isascii()
 
 
-def test_tensors_are_listed_whole_in_a_pipe(training: Checkpoint) -> None:
+def test_list_of_tensors_is_not_cut_in_a_pipe(training: Checkpoint) -> None:
     stream = io.StringIO()
     emit(tensors_listed(training), stream)
     lines = stream.getvalue().splitlines()
@@ -148,16 +148,16 @@ def test_tensors_are_listed_whole_in_a_pipe(training: Checkpoint) -> None:
     ]
 
 
-def test_flags_tell_what_is_special_about_a_tensor(training: Checkpoint) -> None:
+def test_list_of_tensors_shows_their_flags(training: Checkpoint) -> None:
     first, second = training.tensors[:2]
-    store = training.storages[0]._replace(tensors=(first.name, second.name), stored=1)
+    storage = training.storages[0]._replace(tensors=(first.name, second.name), stored=1)
     special = first._replace(requires_grad=True, kind="sparse_coo", cls="Parameter")
     stream = io.StringIO()
-    emit(tensors_listed(replace(training, tensors=(special,), storages=(store,))), stream)
+    emit(tensors_listed(replace(training, tensors=(special,), storages=(storage,))), stream)
     assert stream.getvalue().rstrip().endswith("sparse_coo, Parameter, requires_grad, shared, incomplete")
 
 
-def test_globals_stand_by_verdict_the_worst_first(training: Checkpoint, hostile: Checkpoint) -> None:
+def test_globals_are_sorted_by_verdict_worst_first(training: Checkpoint, hostile: Checkpoint) -> None:
     stream = io.StringIO()
     emit(globals_by_verdict(replace(training, globals=(*training.globals, *hostile.globals))), stream)
     text = stream.getvalue()
@@ -174,4 +174,4 @@ def test_several_files_in_one_table(transformer: Checkpoint, web_page: Checkpoin
     assert rows == ["file", "pytorch_model.bin", "model.pt"]
     assert text.endswith("\n3 files, 1 with a problem, 1 not read\n")
     assert "✗ this is a web page" in text
-    assert "every tensor is tagged" not in text  # a note on a file that is well
+    assert "every tensor is tagged" not in text  # notes on files without problems are left out

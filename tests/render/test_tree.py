@@ -39,12 +39,12 @@ def test_branches_that_differ_in_shape_device_or_names_do_not_fold() -> None:
     assert drawn(tensors) == ["h", "├─ 0.w", "├─ 1.w", "├─ 2.w", "└─ 3.v"]
 
 
-def test_kin_that_alternate_fold_separately_and_are_counted() -> None:
+def test_alternating_branches_fold_separately() -> None:
     tensors = [tensor(f"s.{index}.{'ab'[index % 2]}") for index in range(12)]
     assert drawn(tensors) == ["s", "├─ 0, 2, 4 … 10 ×6", "│  └─ a", "└─ 1, 3, 5 … 11 ×6", "   └─ b"]
 
 
-def test_numbers_are_put_in_order_whatever_the_order_in_the_file() -> None:
+def test_numbered_branches_are_sorted() -> None:
     names = sorted((f"h.{layer}.w" for layer in range(12)), key=str)
     assert drawn(map(tensor, names)) == ["h.0 … 11 ×12", "└─ w"]
 
@@ -59,15 +59,15 @@ def test_two_tensors_are_shown_and_three_equal_ones_fold() -> None:
     assert drawn([tensor("p.0"), tensor("p.1"), tensor("p.2")]) == ["p.0 … 2 ×3"]
 
 
-def test_a_branch_may_be_a_tensor_as_well() -> None:
+def test_branch_and_tensor_may_have_the_same_name() -> None:
     assert drawn([tensor("a"), tensor("a.b"), tensor("a.c")]) == ["a", "a", "├─ b", "└─ c"]
 
 
-def test_two_tensors_of_one_name_are_both_shown() -> None:
+def test_tensors_with_the_same_name_are_both_shown() -> None:
     assert drawn([tensor("1"), tensor("1")]) == ["1", "1"]
 
 
-def test_upper_levels_are_shown_first_when_room_is_short() -> None:
+def test_upper_levels_are_shown_first_under_a_line_limit() -> None:
     tensors = [tensor(f"{top}.{index}.{low}", (index,)) for top in "ab" for index in range(9) for low in "xyz"]
     lines = drawn(tensors, limit=12)
     assert lines[0] == "a"
@@ -75,7 +75,7 @@ def test_upper_levels_are_shown_first_when_room_is_short() -> None:
     assert len(lines) == 11
 
 
-def test_a_list_longer_than_the_room_says_how_many_are_missing() -> None:
+def test_list_longer_than_the_limit_counts_the_rest() -> None:
     assert drawn([tensor(f"n{i}x", (i,)) for i in range(100)], limit=10)[-1] == "+90"
 
 
@@ -92,16 +92,16 @@ def twigs(twig: Twig) -> Iterator[Twig]:
 
 
 @given(st.lists(st.text(alphabet="ab01./", max_size=9)))
-def test_no_tensor_is_lost_whatever_the_names(names: list[str]) -> None:
+def test_tree_counts_every_tensor_whatever_the_names(names: list[str]) -> None:
     tree = tensor_tree(map(tensor, names), 999)
     assert tree.tensors == len(names)
     assert tree.nbytes == 8 * len(names)
     for twig in twigs(tree):
-        own = twig.tensor is not None
-        assert twig.tensors == twig.copies * (own + sum(child.tensors for child in twig.children)) or twig is tree
+        is_tensor = twig.tensor is not None
+        assert twig.tensors == twig.copies * (is_tensor + sum(child.tensors for child in twig.children)) or twig is tree
 
 
-def test_a_name_of_very_many_steps_is_no_deep_tree() -> None:
+def test_name_with_very_many_dots_does_not_make_a_deep_tree() -> None:
     ((_, twig),) = tree_rows(tensor_tree([tensor("." * 100_000)], 10))
     assert isinstance(twig, Twig)
     assert twig.tensors == 1
