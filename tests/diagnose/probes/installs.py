@@ -1,4 +1,4 @@
-"""Installed torches and interpreters, as files in a tree."""
+"""Files of installed torch packages and of interpreters, for trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ xpu: Optional[str] = None
 """
 
 
-def plant(root: Path, files: Mapping[str, str | bytes]) -> Path:
+def write_files(root: Path, files: Mapping[str, str | bytes]) -> Path:
     """Write files under a root, by their paths on the host; a path that ends in a slash is an empty folder."""
     for name, content in files.items():
         path = root / name.lstrip("/")
@@ -33,7 +33,7 @@ def plant(root: Path, files: Mapping[str, str | bytes]) -> Path:
 def wheel(
     site: str, version: str = "2.15.0+cu132", cuda: str | None = "13.2", hip: str | None = None
 ) -> dict[str, str | bytes]:
-    """The files of a torch as pip installs it: enough of them, each of the size that RECORD says."""
+    """The files of a torch installed by pip: the important ones, each of the size that RECORD says."""
     release = version.partition("+")[0]
     dist = f"torch-{release}.dist-info"
     libraries = ["libc10.so", "libtorch_cpu.so", "libtorch_python.so", "libgomp.so.1"]
@@ -55,8 +55,8 @@ def wheel(
     }
 
 
-def script(path: Path, text: str) -> Path:
-    """A program for the shell."""
+def shell_script(path: Path, text: str) -> Path:
+    """An executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Every probe over worlds that are broken throughout: an answer or an honest "not known", never an exception."""
+"""All system probes on hosts that are broken throughout: facts or ``Unknown``, never an exception."""
 
 from __future__ import annotations
 
@@ -76,22 +76,22 @@ PATHS = (
 )
 
 
-def examined(host: Host) -> Machine:
-    there = hardware(host)
+def probe_all(host: Host) -> Machine:
+    devices = hardware(host)
     return Machine(
         platform=platform(host),
         surroundings=surroundings(host),
-        hardware=there,
+        hardware=devices,
         kernel=kernel(host),
         nodes=nodes(host),
         toolkit=toolkit(host),
         variables=variables(host),
-        accelerators=accelerators(host, there),
+        accelerators=accelerators(host, devices),
     )
 
 
-def world(content: Content) -> Tree:
-    """Every path that a probe reads, and all of them the same."""
+def uniform_tree(content: Content) -> Tree:
+    """A tree in which every path that a probe reads has the same content."""
     return dict.fromkeys(PATHS, content)
 
 
@@ -111,23 +111,23 @@ def world(content: Content) -> Tree:
     ],
     ids=lambda content: content.to[:20] if isinstance(content, Link) else str(content)[:20],
 )
-def test_every_file_is_the_same_nonsense(tmp_path: Path, content: Content) -> None:
-    machine = examined(tree_host(tmp_path, world(content), ENVIRON, uid=0))
+def test_every_file_with_the_same_garbage(tmp_path: Path, content: Content) -> None:
+    machine = probe_all(tree_host(tmp_path, uniform_tree(content), ENVIRON, uid=0))
     assert machine_from(machine.to_dict()) == machine
     assert machine.kernel.version == "" or not isinstance(content, Folder | Link)
     assert machine.hardware.gpus == ()
 
 
-def test_nothing_at_all(tmp_path: Path) -> None:
-    machine = examined(tree_host(tmp_path / "gone", {}, {}, cwd="", python=""))
+def test_empty_tree_and_environment(tmp_path: Path) -> None:
+    machine = probe_all(tree_host(tmp_path / "gone", {}, {}, cwd="", python=""))
     assert machine.kernel.loaded == Unknown("/proc/modules does not exist")
     assert machine.hardware.pci == Unknown("/sys/bus/pci/devices does not exist")
     assert machine.accelerators == ()
     assert machine_from(machine.to_dict()) == machine
 
 
-class Denied(TreeHost):
-    """What every look at some folder is refused."""
+class DeniedHost(TreeHost):
+    """A host on which nothing below some folders can be read or listed."""
 
     where: tuple[str, ...] = ()
 
@@ -141,24 +141,24 @@ class Denied(TreeHost):
 
 
 @pytest.mark.parametrize("where", [("/proc",), ("/sys",), ("/dev",), ("/proc", "/sys", "/etc", "/dev", "/usr", "/lib")])
-@pytest.mark.parametrize("made", [plain_host, container], ids=["host", "container"])
-def test_folders_that_are_refused(tmp_path: Path, made: Callable[..., TreeHost], where: tuple[str, ...]) -> None:
-    host = made(tmp_path, environ=ENVIRON)
-    denied = type("Here", (Denied,), {"where": where})(*(getattr(host, name) for name in host.__dataclass_fields__))
-    machine = examined(denied)
+@pytest.mark.parametrize("make_host", [plain_host, container], ids=["host", "container"])
+def test_unreadable_folders(tmp_path: Path, make_host: Callable[..., TreeHost], where: tuple[str, ...]) -> None:
+    host = make_host(tmp_path, environ=ENVIRON)
+    denied = type("Here", (DeniedHost,), {"where": where})(*(getattr(host, name) for name in host.__dataclass_fields__))
+    machine = probe_all(denied)
     assert machine_from(machine.to_dict()) == machine
     if "/sys" in where:
         assert isinstance(machine.hardware.pci, Unknown)
         assert "permission denied" in machine.hardware.pci.reason
 
 
-def test_a_loop_of_links_ends(tmp_path: Path) -> None:
+def test_loops_of_links_end(tmp_path: Path) -> None:
     tree: dict[str, Any] = {"/proc": Link("sys"), "/sys": Link("proc"), "/dev": Link("dev"), "/etc": Link("/etc")}
-    machine = examined(tree_host(tmp_path, tree, ENVIRON))
+    machine = probe_all(tree_host(tmp_path, tree, ENVIRON))
     assert isinstance(machine.hardware.pci, Unknown)
     assert isinstance(machine.kernel.loaded, Unknown)
 
 
-def test_this_very_host_is_examined_and_saved() -> None:
-    machine = examined(Host())
+def test_this_host_is_probed_and_saved() -> None:
+    machine = probe_all(Host())
     assert machine_from(machine.to_dict()) == machine

@@ -1,4 +1,4 @@
-"""The driver's answers, from drivers forged for each: all that a true one can answer, and some that none would."""
+"""The driver probes, on forged drivers: every answer that a real driver can give, and some that none would."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
 from transload.machine import Answer, Cuda, CudaGpu, Nvml, NvmlGpu
 
-LONG = 60.0
+TIMEOUT = 60.0
 CODES = (3, 34, 35, 46, 100, 101, 102, 214, 222, 304, 802, 803, 804, 805, 807, 999)
 
 loadable = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
 
 
-class World:
-    """A host whose loader finds the libraries in a folder, and in the folder ``other`` where that is asked for."""
+class ForgedHost:
+    """A host whose loader finds the libraries of the driver in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,17 +53,17 @@ class World:
 
     def cuda(self, data: bytes, hangs_in: str = "") -> Cuda:
         (self.folder / "libcuda.so.1").write_bytes(data)
-        with Child(probes.driver_question(self.host, "cuda"), LONG) as child:
-            return probes.cuda_answer(ended(child, hangs_in))
+        with Child(probes.driver_question(self.host, "cuda"), TIMEOUT) as child:
+            return probes.cuda_answer(finish(child, hangs_in))
 
     def nvml(self, data: bytes, hangs_in: str = "") -> Nvml:
         (self.folder / "libnvidia-ml.so.1").write_bytes(data)
-        with Child(probes.driver_question(self.host, "nvml"), LONG) as child:
-            return probes.nvml_answer(self.host, ended(child, hangs_in))
+        with Child(probes.driver_question(self.host, "nvml"), TIMEOUT) as child:
+            return probes.nvml_answer(self.host, finish(child, hangs_in))
 
 
-def ended(child: Child, step: str) -> Outcome:
-    """The outcome; where there is a step that hangs, once the child is there."""
+def finish(child: Child, step: str) -> Outcome:
+    """The outcome of the child. With a step that hangs, the child is stopped once it has reached that step."""
     while step and not child.ended() and {"doing": step} not in child.records:
         time.sleep(0.01)
     child.end_by(time.monotonic() if step else child.deadline)
@@ -71,24 +71,24 @@ def ended(child: Child, step: str) -> Outcome:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def forged(tmp_path: Path) -> ForgedHost:
+    return ForgedHost(tmp_path)
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
 
 @loadable
-def test_a_cuda_driver_at_work(world: World) -> None:
+def test_working_cuda_driver(forged: ForgedHost) -> None:
     mig = Device("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), "GPU-00112233-4455-6677-8899-aabbccddeeff", 5_000)
     orin = Device("Orin", (8, 7), memory=7, attributes={18: 1, 20: 3})
-    told = world.cuda(fake_libcuda(version=12040, devices=(mig, orin)))
-    assert told.answer.state == "answered"
-    assert told.answer.detail == ""
-    assert told.works
-    assert (told.library, told.init, told.version) == (str(world.folder / "libcuda.so.1"), 0, 12040)
-    assert (told.count, told.count_code) == (2, 0)
-    assert told.gpus == (
+    cuda = forged.cuda(fake_libcuda(version=12040, devices=(mig, orin)))
+    assert cuda.answer.state == "answered"
+    assert cuda.answer.detail == ""
+    assert cuda.works
+    assert (cuda.library, cuda.init, cuda.version) == (str(forged.folder / "libcuda.so.1"), 0, 12040)
+    assert (cuda.count, cuda.count_code) == (2, 0)
+    assert cuda.gpus == (
         CudaGpu(0, mig.name, (8, 0), "MIG-00112233-4455-6677-8899-aabbccddeeff", 5_000),
         CudaGpu(1, "Orin", (8, 7), orin.uuid, 7, 3, integrated=True),
     )
@@ -96,45 +96,45 @@ def test_a_cuda_driver_at_work(world: World) -> None:
 
 @loadable
 @each("code", CODES)
-def test_a_code_of_cuinit(world: World, code: int) -> None:
-    told = world.cuda(fake_libcuda(init=code, version=13020))
-    assert told.answer.state == "answered"
-    assert (told.init, told.version, told.count, told.count_code, told.gpus) == (code, 13020, -1, 3, ())
-    assert not told.works
+def test_cuinit_code_is_reported(forged: ForgedHost, code: int) -> None:
+    cuda = forged.cuda(fake_libcuda(init=code, version=13020))
+    assert cuda.answer.state == "answered"
+    assert (cuda.init, cuda.version, cuda.count, cuda.count_code, cuda.gpus) == (code, 13020, -1, 3, ())
+    assert not cuda.works
 
 
 @loadable
-def test_a_stub_has_no_version_either(world: World) -> None:
-    told = world.cuda(fake_libcuda(init=34, overrides={"cuDriverGetVersion": returns(34)}))
-    assert (told.init, told.version) == (34, 0)
+def test_stub_has_no_version(forged: ForgedHost) -> None:
+    cuda = forged.cuda(fake_libcuda(init=34, overrides={"cuDriverGetVersion": returns(34)}))
+    assert (cuda.init, cuda.version) == (34, 0)
 
 
 @loadable
-def test_a_count_that_fails_and_one_of_nothing(world: World) -> None:
-    told = world.cuda(fake_libcuda(count_code=3))
-    assert (told.init, told.count, told.count_code, told.works) == (0, -1, 3, False)
-    told = world.cuda(fake_libcuda(devices=()))
-    assert (told.init, told.count, told.count_code, told.works) == (0, 0, 0, False)
+def test_device_count_that_fails_or_is_zero(forged: ForgedHost) -> None:
+    cuda = forged.cuda(fake_libcuda(count_code=3))
+    assert (cuda.init, cuda.count, cuda.count_code, cuda.works) == (0, -1, 3, False)
+    cuda = forged.cuda(fake_libcuda(devices=()))
+    assert (cuda.init, cuda.count, cuda.count_code, cuda.works) == (0, 0, 0, False)
 
 
 @loadable
-def test_functions_that_an_old_driver_lacks(world: World) -> None:
+def test_functions_missing_in_an_old_driver(forged: ForgedHost) -> None:
     missing = dict.fromkeys(("cuDeviceGetUuid_v2", "cuDeviceTotalMem_v2", "cuDeviceGetAttribute"))
-    told = world.cuda(fake_libcuda(devices=(Device("Tesla MIG 1"),), overrides=missing))
-    assert told.gpus == (CudaGpu(0, "Tesla MIG 1", (), Device().uuid),)
-    told = world.cuda(fake_libcuda(overrides={**missing, "cuDeviceGetUuid": None, "cuDeviceGetName": None}))
-    assert told.gpus == (CudaGpu(0),)
+    cuda = forged.cuda(fake_libcuda(devices=(Device("Tesla MIG 1"),), overrides=missing))
+    assert cuda.gpus == (CudaGpu(0, "Tesla MIG 1", (), Device().uuid),)
+    cuda = forged.cuda(fake_libcuda(overrides={**missing, "cuDeviceGetUuid": None, "cuDeviceGetName": None}))
+    assert cuda.gpus == (CudaGpu(0),)
 
 
 @loadable
-def test_a_name_that_is_no_text(world: World) -> None:
-    told = world.cuda(fake_libcuda(overrides={"cuDeviceGetName": fills(0, b'G\xff"\0')}))
-    assert told.gpus[0].name == 'G\ufffd"'
+def test_device_name_that_is_not_utf8(forged: ForgedHost) -> None:
+    cuda = forged.cuda(fake_libcuda(overrides={"cuDeviceGetName": fills(0, b'G\xff"\0')}))
+    assert cuda.gpus[0].name == 'G\ufffd"'
 
 
 @loadable
 @each(
-    ("step", "end", "words"),
+    ("step", "crash", "detail"),
     [
         ("cuInit", segfaults(), "SIGSEGV in cuInit"),
         ("cuInit", crashes(), "SIGILL in cuInit"),
@@ -144,35 +144,35 @@ def test_a_name_that_is_no_text(world: World) -> None:
         ("cuDeviceGetName", segfaults(), "SIGSEGV in cuDeviceGetName"),
     ],
 )
-def test_a_driver_that_crashes(world: World, step: str, end: object, words: str) -> None:
-    told = world.cuda(fake_libcuda(overrides={step: end}))  # type: ignore[dict-item]
-    assert (told.answer.state, told.answer.detail) == ("crashed", words)
-    assert told.library == str(world.folder / "libcuda.so.1")
-    assert told.version == (0 if step == "cuDriverGetVersion" else 13000)
-    assert not told.works or step == "cuDeviceGetName"
+def test_crashing_driver(forged: ForgedHost, step: str, crash: object, detail: str) -> None:
+    cuda = forged.cuda(fake_libcuda(overrides={step: crash}))  # type: ignore[dict-item]
+    assert (cuda.answer.state, cuda.answer.detail) == ("crashed", detail)
+    assert cuda.library == str(forged.folder / "libcuda.so.1")
+    assert cuda.version == (0 if step == "cuDriverGetVersion" else 13000)
+    assert not cuda.works or step == "cuDeviceGetName"
 
 
 @loadable
-def test_a_driver_that_hangs(world: World) -> None:
-    told = world.cuda(fake_libcuda(overrides={"cuInit": hangs()}), "cuInit")
-    assert told.answer.state == "hung"
-    assert told.answer.detail.startswith("hung in cuInit after ")
-    assert (told.init, told.version) == (-1, 13000)
+def test_hanging_driver(forged: ForgedHost) -> None:
+    cuda = forged.cuda(fake_libcuda(overrides={"cuInit": hangs()}), "cuInit")
+    assert cuda.answer.state == "hung"
+    assert cuda.answer.detail.startswith("hung in cuInit after ")
+    assert (cuda.init, cuda.version) == (-1, 13000)
 
 
 @loadable
-def test_a_driver_that_hangs_while_it_is_loaded(world: World) -> None:
-    told = world.cuda(library(soname="libcuda.so.1", functions={"boom": hangs()}, init="boom"), "loading libcuda.so.1")
-    assert told.answer.state == "hung"
-    assert told.answer.detail.startswith("hung in loading libcuda.so.1 after ")
+def test_driver_that_hangs_while_loading(forged: ForgedHost) -> None:
+    cuda = forged.cuda(library(soname="libcuda.so.1", functions={"boom": hangs()}, init="boom"), "loading libcuda.so.1")
+    assert cuda.answer.state == "hung"
+    assert cuda.answer.detail.startswith("hung in loading libcuda.so.1 after ")
 
 
 @loadable
 @each("function", ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"])
-def test_a_driver_without_what_every_driver_has(world: World, function: str) -> None:
-    told = world.cuda(fake_libcuda(overrides={function: None}))
-    assert (told.answer.state, told.answer.detail) == ("no-symbol", f"it has no {function}")
-    assert told.library == str(world.folder / "libcuda.so.1")
+def test_driver_without_a_required_function(forged: ForgedHost, function: str) -> None:
+    cuda = forged.cuda(fake_libcuda(overrides={function: None}))
+    assert (cuda.answer.state, cuda.answer.detail) == ("no-symbol", f"it has no {function}")
+    assert cuda.library == str(forged.folder / "libcuda.so.1")
 
 
 def unloadable(folder: Path) -> list[tuple[bytes, str]]:
@@ -186,21 +186,21 @@ def unloadable(folder: Path) -> list[tuple[bytes, str]]:
 
 @loadable
 @each("case", range(4))
-def test_what_cannot_be_loaded(world: World, case: int) -> None:
-    data, words = unloadable(world.folder)[case]
-    told = world.cuda(data)
-    assert told.answer.state == "not-loadable"
-    assert words in told.answer.detail
-    assert (told.library, told.init) == ("", -1)
+def test_library_that_cannot_be_loaded(forged: ForgedHost, case: int) -> None:
+    data, message = unloadable(forged.folder)[case]
+    cuda = forged.cuda(data)
+    assert cuda.answer.state == "not-loadable"
+    assert message in cuda.answer.detail
+    assert (cuda.library, cuda.init) == ("", -1)
 
 
 @loadable
-def test_a_driver_that_was_cut_off(world: World) -> None:
-    assert world.cuda(fake_libcuda()[:700]).answer.detail == "SIGBUS in loading libcuda.so.1"
+def test_truncated_driver(forged: ForgedHost) -> None:
+    assert forged.cuda(fake_libcuda()[:700]).answer.detail == "SIGBUS in loading libcuda.so.1"
 
 
 class WithoutDriver(Host):
-    """This machine, but its children look for a driver in the current directory alone."""
+    """This machine, but its children look for a driver only in the current directory."""
 
     def real(self, path: str) -> str:
         return path if "/" in path else f"{self.cwd}/{path}"
@@ -209,15 +209,15 @@ class WithoutDriver(Host):
 @pytest.mark.skipif(sys.platform != "linux", reason="tests the Linux loader")
 def test_no_driver(tmp_path: Path) -> None:
     host = WithoutDriver(environ={}, cwd=str(tmp_path))
-    with Child(probes.driver_question(host, "cuda"), LONG) as child:
-        told = probes.cuda_answer(child.outcome())
-    assert told.answer.state == "no-library"
-    assert "libcuda.so.1" in told.answer.detail
-    assert probes.experiments(host, told, LONG) == ()
+    with Child(probes.driver_question(host, "cuda"), TIMEOUT) as child:
+        cuda = probes.cuda_answer(child.outcome())
+    assert cuda.answer.state == "no-library"
+    assert "libcuda.so.1" in cuda.answer.detail
+    assert probes.experiments(host, cuda, TIMEOUT) == ()
 
 
 @each(
-    ("words", "state"),
+    ("message", "state"),
     [
         ("libcuda.so.1: cannot open shared object file: No such file or directory", "no-library"),
         ("libcuda.so.1: cannot open shared object file: Permission denied", "not-loadable"),
@@ -232,12 +232,12 @@ def test_no_driver(tmp_path: Path) -> None:
         ("dlopen(libcuda.so.1, 0x0006): tried: 'libcuda.so.1' (no such file)", "no-library"),
     ],
 )
-def test_the_words_of_a_loader(words: str, state: str) -> None:
-    outcome = Outcome("answered", ({"doing": "loading"}, {"failed": words}, {"done": True}), seconds=0.5)
-    assert probes.cuda_answer(outcome).answer == Answer(state, words, 0.5)  # type: ignore[arg-type]
+def test_loader_messages(message: str, state: str) -> None:
+    outcome = Outcome("answered", ({"doing": "loading"}, {"failed": message}, {"done": True}), seconds=0.5)
+    assert probes.cuda_answer(outcome).answer == Answer(state, message, 0.5)  # type: ignore[arg-type]
 
 
-def test_no_interpreter_to_ask_with() -> None:
+def test_child_that_could_not_be_started() -> None:
     outcome = Outcome("unasked", end="could not be started: /x does not exist")
     assert probes.cuda_answer(outcome) == Cuda(Answer("unasked", "could not be started: /x does not exist"))
     assert probes.nvml_answer(Host(), outcome) == Nvml(Answer("unasked", "could not be started: /x does not exist"))
@@ -247,13 +247,13 @@ def test_no_interpreter_to_ask_with() -> None:
 
 
 @loadable
-def test_nvml_at_work(world: World) -> None:
-    told = world.nvml(fake_nvml(driver="570.86.15", cuda=12080))
-    assert told.answer.state == "answered"
-    assert (told.library, told.init) == (str(world.folder / "libnvidia-ml.so.1"), 0)
-    assert (told.driver, told.cuda, told.count, told.count_code) == ("570.86.15", 12080, 1, 0)
-    assert told.confidential == ""
-    assert told.gpus == (
+def test_working_nvml(forged: ForgedHost) -> None:
+    nvml = forged.nvml(fake_nvml(driver="570.86.15", cuda=12080))
+    assert nvml.answer.state == "answered"
+    assert (nvml.library, nvml.init) == (str(forged.folder / "libnvidia-ml.so.1"), 0)
+    assert (nvml.driver, nvml.cuda, nvml.count, nvml.count_code) == ("570.86.15", 12080, 1, 0)
+    assert nvml.confidential == ""
+    assert nvml.gpus == (
         NvmlGpu(
             0,
             name="NVIDIA H200",
@@ -272,15 +272,15 @@ def test_nvml_at_work(world: World) -> None:
 
 
 @loadable
-def test_nvml_on_cards_in_trouble(world: World) -> None:
+def test_nvml_on_cards_with_faults(forged: ForgedHost) -> None:
     first = Device(compute_mode=3, used=10_000, remapped_rows=(0, 0, 1, 0), fabric_state=1, fabric_status=9)
     second = Device(
         compute_mode=2, remapped_rows=(4, 2, 0, 1), fabric_state=3, bus="00010000:A1:00.0", virtualization=1
     )
-    told = world.nvml(
+    nvml = forged.nvml(
         fake_nvml(devices=(first, second), overrides={"nvmlDeviceGetRetiredPagesPendingStatus": numbers(1)})
     )
-    one, other = told.gpus
+    one, other = nvml.gpus
     assert (one.compute_mode, one.memory - one.free) == ("exclusive-process", 10_000)
     assert (one.remap_pending, one.remap_failure, one.retired_pending) == (True, False, True)
     assert (one.fabric, one.fabric_status) == ("not-started", 9)
@@ -290,87 +290,89 @@ def test_nvml_on_cards_in_trouble(world: World) -> None:
 
 
 @loadable
-def test_nvlinks_and_peers(world: World) -> None:
-    told = world.nvml(
+def test_nvlinks_and_peers(forged: ForgedHost) -> None:
+    nvml = forged.nvml(
         fake_nvml(devices=(Device(nvlinks=(1, 0, 1), peers=(6, 0, 5)), Device(ecc=(0, 1), peers=(0, 6, 0)), Device()))
     )
-    assert [gpu.nvlinks for gpu in told.gpus] == [2, -1, -1]
-    assert [gpu.peers for gpu in told.gpus] == [1, 2, -1]
-    assert [gpu.ecc for gpu in told.gpus] == ["enabled", "disabled", "enabled"]
+    assert [gpu.nvlinks for gpu in nvml.gpus] == [2, -1, -1]
+    assert [gpu.peers for gpu in nvml.gpus] == [1, 2, -1]
+    assert [gpu.ecc for gpu in nvml.gpus] == ["enabled", "disabled", "enabled"]
 
 
 @loadable
-def test_a_card_that_is_lost(world: World) -> None:
+def test_lost_card(forged: ForgedHost) -> None:
     handle = switch(0, {0: returns(15)}, fills(1, u64(0x7001)))
-    told = world.nvml(
+    nvml = forged.nvml(
         fake_nvml(devices=(Device(), Device("Other")), overrides={"nvmlDeviceGetHandleByIndex_v2": handle})
     )
-    assert told.gpus[0] == NvmlGpu(0, 15)
-    assert (told.gpus[1].code, told.gpus[1].name) == (0, "Other")
+    assert nvml.gpus[0] == NvmlGpu(0, 15)
+    assert (nvml.gpus[1].code, nvml.gpus[1].name) == (0, "Other")
 
 
 @loadable
 @each("code", [4, 9, 12, 17, 18, 27, 999])
-def test_a_code_of_nvml(world: World, code: int) -> None:
-    told = world.nvml(fake_nvml(init=code))
-    assert told.answer.state == "answered"
-    assert (told.init, told.driver, told.count, told.count_code, told.gpus) == (code, "", -1, -1, ())
+def test_nvml_init_code_is_reported(forged: ForgedHost, code: int) -> None:
+    nvml = forged.nvml(fake_nvml(init=code))
+    assert nvml.answer.state == "answered"
+    assert (nvml.init, nvml.driver, nvml.count, nvml.count_code, nvml.gpus) == (code, "", -1, -1, ())
 
 
 @loadable
-def test_mig(world: World) -> None:
+def test_mig_mode_and_devices(forged: ForgedHost) -> None:
     functions = {
         "nvmlDeviceGetMaxMigDeviceCount": fills(1, u32(3)),
         "nvmlDeviceGetMigDeviceHandleByIndex": switch(1, {1: returns(6)}, fills(2, u64(0x9000))),
         "nvmlDeviceGetUUID": switch(0, {0x9000: fills(1, c_string("MIG-5"))}, fills(1, c_string("GPU-1"))),
     }
-    (card,) = world.nvml(fake_nvml(devices=(Device(mig=(1, 1)),), overrides=functions)).gpus
+    (card,) = forged.nvml(fake_nvml(devices=(Device(mig=(1, 1)),), overrides=functions)).gpus
     assert (card.uuid, card.mig, card.mig_devices) == ("GPU-1", "enabled", ("MIG-5", "MIG-5"))
-    (card,) = world.nvml(fake_nvml(overrides={"nvmlDeviceGetMigMode": returns(3)})).gpus
+    (card,) = forged.nvml(fake_nvml(overrides={"nvmlDeviceGetMigMode": returns(3)})).gpus
     assert (card.mig, card.mig_devices) == ("", ())
 
 
 @loadable
-@each(("features", "word"), [((1, 0), "unlicensed"), ((1, 1), "licensed"), ((0, 0), "")])
-def test_the_licence_of_a_share_of_a_card(world: World, features: tuple[int, int], word: str) -> None:
+@each(("features", "licence"), [((1, 0), "unlicensed"), ((1, 1), "licensed"), ((0, 0), "")])
+def test_vgpu_licence(forged: ForgedHost, features: tuple[int, int], licence: str) -> None:
     supported, licensed = features
     blob = struct.pack(
         "<iI" + "II128s128sI16s" * 2, supported, 2, *(1, 0, b"", b"", 1, b""), *(2, licensed, b"", b"", 1, b"")
     )
     functions = {"nvmlDeviceGetGridLicensableFeatures_v4": fills(1, blob)}
-    (card,) = world.nvml(fake_nvml(devices=(Device(virtualization=2),), overrides=functions)).gpus
-    assert (card.virtualization, card.licence) == ("vgpu", word)
+    (card,) = forged.nvml(fake_nvml(devices=(Device(virtualization=2),), overrides=functions)).gpus
+    assert (card.virtualization, card.licence) == ("vgpu", licence)
 
 
 @loadable
-@each(("state", "ready", "word"), [((2, 1, 0), 1, "ready"), ((2, 1, 0), 0, "not-ready"), ((2, 0, 0), 0, "")])
-def test_confidential_computing(world: World, state: tuple[int, int, int], ready: int, word: str) -> None:
-    assert world.nvml(fake_nvml(confidential=state, ready=ready)).confidential == word
+@each(("state", "ready", "expected"), [((2, 1, 0), 1, "ready"), ((2, 1, 0), 0, "not-ready"), ((2, 0, 0), 0, "")])
+def test_confidential_computing_state(
+    forged: ForgedHost, state: tuple[int, int, int], ready: int, expected: str
+) -> None:
+    assert forged.nvml(fake_nvml(confidential=state, ready=ready)).confidential == expected
 
 
 @loadable
-def test_the_fabric_as_old_drivers_tell_it(world: World) -> None:
-    (card,) = world.nvml(
+def test_fabric_state_from_an_old_driver(forged: ForgedHost) -> None:
+    (card,) = forged.nvml(
         fake_nvml(devices=(Device(fabric_state=2),), overrides={"nvmlDeviceGetGpuFabricInfoV": None})
     ).gpus
     assert card.fabric == "in-progress"
 
 
 @loadable
-def test_processes_on_a_card(world: World, tmp_path: Path) -> None:
+def test_processes_on_a_card(forged: ForgedHost, tmp_path: Path) -> None:
     running = ((os.getpid(), 3_200_000_000), (4_190_000, (1 << 64) - 1))
-    (card,) = world.nvml(fake_nvml(devices=(Device(processes=running),))).gpus
+    (card,) = forged.nvml(fake_nvml(devices=(Device(processes=running),))).gpus
     name = (Path("/proc") / str(os.getpid()) / "comm").read_text().strip()
     assert card.processes == (f"{name} ({os.getpid()}), 3.2 GB", "process (4190000)")
     (tmp_path / "libnvidia-ml.so.1").write_bytes(fake_nvml(devices=(Device(processes=running),)))
-    with Child(probes.driver_question(world.host, "nvml"), LONG) as child:
-        ours = probes.nvml_answer(world.host, child.outcome(), {os.getpid()})
-    assert ours.gpus[0].processes == ("process (4190000)",)
+    with Child(probes.driver_question(forged.host, "nvml"), TIMEOUT) as child:
+        without_ours = probes.nvml_answer(forged.host, child.outcome(), {os.getpid()})
+    assert without_ours.gpus[0].processes == ("process (4190000)",)
 
 
 @loadable
-def test_an_nvml_that_has_little(world: World) -> None:
-    bare = library(
+def test_nvml_with_few_functions(forged: ForgedHost) -> None:
+    minimal = library(
         soname="libnvidia-ml.so.1",
         functions={
             "nvmlInit": returns(0),
@@ -378,9 +380,9 @@ def test_an_nvml_that_has_little(world: World) -> None:
             "nvmlDeviceGetHandleByIndex": fills(1, u64(1)),
         },
     )
-    told = world.nvml(bare)
-    assert told.answer.state == "answered"
-    assert (told.init, told.count, told.gpus) == (0, 1, (NvmlGpu(0),))
+    nvml = forged.nvml(minimal)
+    assert nvml.answer.state == "answered"
+    assert (nvml.init, nvml.count, nvml.gpus) == (0, 1, (NvmlGpu(0),))
 
 
 @loadable
@@ -397,48 +399,48 @@ def test_an_nvml_that_has_little(world: World) -> None:
         (lambda: b"", "not-loadable", "file too short"),
     ],
 )
-def test_an_nvml_in_trouble(world: World, data: Callable[[], bytes], state: str, detail: str) -> None:
-    told = world.nvml(data())
-    assert told.answer.state == state
-    assert told.answer.detail.endswith(detail)
+def test_broken_nvml(forged: ForgedHost, data: Callable[[], bytes], state: str, detail: str) -> None:
+    nvml = forged.nvml(data())
+    assert nvml.answer.state == state
+    assert nvml.answer.detail.endswith(detail)
 
 
 @loadable
-def test_an_nvml_that_hangs(world: World) -> None:
-    told = world.nvml(fake_nvml(overrides={"nvmlDeviceGetCount_v2": hangs()}), "nvmlDeviceGetCount_v2")
-    assert told.answer.state == "hung"
-    assert told.answer.detail.startswith("hung in nvmlDeviceGetCount_v2 after ")
-    assert told.driver == "580.65.06"
+def test_hanging_nvml(forged: ForgedHost) -> None:
+    nvml = forged.nvml(fake_nvml(overrides={"nvmlDeviceGetCount_v2": hangs()}), "nvmlDeviceGetCount_v2")
+    assert nvml.answer.state == "hung"
+    assert nvml.answer.detail.startswith("hung in nvmlDeviceGetCount_v2 after ")
+    assert nvml.driver == "580.65.06"
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def two_drivers(world: World) -> World:
-    """A broken driver in a folder put before that of one at work."""
-    (world.folder / "good").mkdir()
-    (world.folder / "good" / "libcuda.so.1").write_bytes(fake_libcuda())
-    world.environ["LD_LIBRARY_PATH"] = f"{world.folder}:{world.folder}/good"
-    return world
+def two_drivers(forged: ForgedHost) -> ForgedHost:
+    """A search path with a folder for a broken driver, followed by that of a working one."""
+    (forged.folder / "good").mkdir()
+    (forged.folder / "good" / "libcuda.so.1").write_bytes(fake_libcuda())
+    forged.environ["LD_LIBRARY_PATH"] = f"{forged.folder}:{forged.folder}/good"
+    return forged
 
 
 @loadable
-def test_no_experiment_where_all_is_well_or_nothing_is_set(world: World) -> None:
-    assert probes.experiments(world.host, world.cuda(fake_libcuda()), LONG) == ()
-    refused = world.cuda(fake_libcuda(init=100))
-    world.environ.clear()
-    assert probes.experiments(world.host, refused, LONG) == ()
+def test_no_experiment_where_cuda_works_or_no_variable_is_set(forged: ForgedHost) -> None:
+    assert probes.experiments(forged.host, forged.cuda(fake_libcuda()), TIMEOUT) == ()
+    refused = forged.cuda(fake_libcuda(init=100))
+    forged.environ.clear()
+    assert probes.experiments(forged.host, refused, TIMEOUT) == ()
 
 
 @loadable
-def test_no_experiment_with_a_driver_that_hangs(world: World) -> None:
+def test_no_experiment_with_a_hung_driver(forged: ForgedHost) -> None:
     hung = Cuda(Answer("hung", "hung in cuInit after 8.0 s", 8.0))
-    assert probes.experiments(world.host, hung, LONG) == ()
+    assert probes.experiments(forged.host, hung, TIMEOUT) == ()
 
 
 @loadable
-def test_each_variable_alone_and_all_of_them(two_drivers: World) -> None:
+def test_experiments_unset_each_variable_and_all_of_them(two_drivers: ForgedHost) -> None:
     refused = two_drivers.cuda(fake_libcuda(init=34))
     two_drivers.environ |= {
         "CUDA_VISIBLE_DEVICES": "7",
@@ -446,26 +448,30 @@ def test_each_variable_alone_and_all_of_them(two_drivers: World) -> None:
         "CUDA_MPS_LOG_DIRECTORY": "/y",
     }
     mps = ("CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_PIPE_DIRECTORY")
-    tried = {each.change: each.cuda for each in probes.experiments(two_drivers.host, refused, LONG)}
-    assert list(tried) == [
+    results = {
+        experiment.change: experiment.cuda for experiment in probes.experiments(two_drivers.host, refused, TIMEOUT)
+    }
+    assert list(results) == [
         ("CUDA_VISIBLE_DEVICES",),
         ("LD_LIBRARY_PATH",),
         mps,
         ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", *mps),
     ]
-    assert tried["CUDA_VISIBLE_DEVICES",].init == 34
-    assert tried[mps].init == 34
-    assert tried["LD_LIBRARY_PATH",].library != refused.library
+    assert results["CUDA_VISIBLE_DEVICES",].init == 34
+    assert results[mps].init == 34
+    assert results["LD_LIBRARY_PATH",].library != refused.library
 
 
 @loadable
-def test_an_experiment_finds_the_fix(two_drivers: World) -> None:
-    """Where the stub is preloaded, and the driver is on the path."""
+def test_experiment_shows_which_variable_to_unset(two_drivers: ForgedHost) -> None:
+    """A stub is preloaded, and a working driver is on LD_LIBRARY_PATH."""
     (two_drivers.folder / "stub.so").write_bytes(fake_libcuda(init=34))
     two_drivers.environ["LD_LIBRARY_PATH"] = str(two_drivers.folder / "good")
     two_drivers.environ["LD_PRELOAD"] = str(two_drivers.folder / "stub.so")
-    with Child(probes.driver_question(two_drivers.host, "cuda"), LONG) as child:
+    with Child(probes.driver_question(two_drivers.host, "cuda"), TIMEOUT) as child:
         refused = probes.cuda_answer(child.outcome())
     assert refused.init == 34
-    tried = {each.change: each.cuda for each in probes.experiments(two_drivers.host, refused, LONG)}
-    assert tried["LD_PRELOAD",].works
+    results = {
+        experiment.change: experiment.cuda for experiment in probes.experiments(two_drivers.host, refused, TIMEOUT)
+    }
+    assert results["LD_PRELOAD",].works

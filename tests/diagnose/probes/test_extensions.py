@@ -1,4 +1,4 @@
-"""Extensions beside torch, over forged packages: their architectures, and whether they fit."""
+"""Packages with CUDA extensions, as forged files: their architectures, and whether they fit the installed torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TORCH = f"{SITE}/torch"
 SET_DEVICE, SET_DEVICE_OLD = "_ZN3c104cuda9SetDeviceEab", "_ZN3c104cuda9SetDeviceEi"
 
 
-def lib(soname: str, *needed: str, **more: Any) -> bytes:
-    return library(soname=soname, needed=needed, machine="x86_64", **more)
+def lib(soname: str, *needed: str, **options: Any) -> bytes:
+    return library(soname=soname, needed=needed, machine="x86_64", **options)
 
 
 def torch() -> dict[str, Content]:
@@ -41,7 +41,7 @@ def dist(name: str, version: str, *files: str, needs: str = "torch", site: str =
     return {f"{folder}/METADATA": metadata, f"{folder}/RECORD": lines}
 
 
-CODE = {".nv_fatbin": fatbin([(CUBIN, 80, b"a" * 8), (CUBIN, "90a", b"b" * 8), (PTX, 90, b"c" * 8)])}
+KERNELS = {".nv_fatbin": fatbin([(CUBIN, 80, b"a" * 8), (CUBIN, "90a", b"b" * 8), (PTX, 90, b"c" * 8)])}
 INSTALL = TorchInstall(TORCH, "2.8.0+cu128", "12.8")
 
 
@@ -51,94 +51,102 @@ def probe(
     return extensions(Loader(tree_host(root, {**torch(), **tree})), path, install)
 
 
-def one(root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL) -> Extension:
-    (found,) = probe(root, tree, install)
-    return found
+def probe_one(root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL) -> Extension:
+    (extension,) = probe(root, tree, install)
+    return extension
 
 
 FLASH = "flash_attn_2_cuda.cpython-312-x86_64-linux-gnu.so"
 
 
-def flash(**more: Any) -> dict[str, Content]:
-    given: dict[str, Any] = {"undefined": [SET_DEVICE, "_ZTVN5torch8autograd4NodeE", "PyList_New"], "sections": CODE}
-    return {**dist("flash_attn", "2.8.3", FLASH), f"{SITE}/{FLASH}": lib("", "libc10_cuda.so", **{**given, **more})}
+def flash(**options: Any) -> dict[str, Content]:
+    defaults: dict[str, Any] = {
+        "undefined": [SET_DEVICE, "_ZTVN5torch8autograd4NodeE", "PyList_New"],
+        "sections": KERNELS,
+    }
+    return {
+        **dist("flash_attn", "2.8.3", FLASH),
+        f"{SITE}/{FLASH}": lib("", "libc10_cuda.so", **{**defaults, **options}),
+    }
 
 
-def test_no_extension_costs_nothing_and_is_none(tmp_path: Path) -> None:
+def test_unrelated_package_is_not_an_extension(tmp_path: Path) -> None:
     assert probe(tmp_path, dist("numpy", "2.1", "numpy/_core.so")) == ()
 
 
-def test_one_that_fits(tmp_path: Path) -> None:
-    assert one(tmp_path, flash()) == Extension(
+def test_extension_that_fits(tmp_path: Path) -> None:
+    assert probe_one(tmp_path, flash()) == Extension(
         "flash-attn", "2.8.3", f"{SITE}/{FLASH}", architectures=("sm_80", "sm_90a", "compute_90")
     )
 
 
-def test_symbols_that_this_torch_does_not_have(tmp_path: Path) -> None:
-    """What others define, or need not be defined, is not torch's."""
-    found = one(tmp_path, flash(undefined=[SET_DEVICE_OLD, SET_DEVICE, "_ZN6vision3nmsE"], weak=["_ZN2at4weakE"]))
-    assert found.undefined == (SET_DEVICE_OLD,)
+def test_symbols_missing_in_this_torch(tmp_path: Path) -> None:
+    """Symbols of other libraries and weak symbols do not count."""
+    extension = probe_one(
+        tmp_path, flash(undefined=[SET_DEVICE_OLD, SET_DEVICE, "_ZN6vision3nmsE"], weak=["_ZN2at4weakE"])
+    )
+    assert extension.undefined == (SET_DEVICE_OLD,)
 
 
 @each("name", ["_ZNK2at6Tensor3fooEv", "_ZTIN5torch3BarE", "_Z16THPVariable_Wrapv", "aoti_torch_new"])
-def test_which_symbols_are_torchs(tmp_path: Path, name: str) -> None:
-    assert one(tmp_path, flash(undefined=[name])).undefined == (name,)
+def test_symbols_that_belong_to_torch(tmp_path: Path, name: str) -> None:
+    assert probe_one(tmp_path, flash(undefined=[name])).undefined == (name,)
 
 
 @each("name", ["_ZN10torchaudio3fooEv", "_ZNSt6vectorIN3c106DeviceEE3fooEv", "cudaMalloc", "_ZN4at_xE"])
-def test_which_symbols_are_not(tmp_path: Path, name: str) -> None:
-    assert one(tmp_path, flash(undefined=[name])).undefined == ()
+def test_symbols_that_do_not_belong_to_torch(tmp_path: Path, name: str) -> None:
+    assert probe_one(tmp_path, flash(undefined=[name])).undefined == ()
 
 
-def test_symbols_that_the_package_itself_defines(tmp_path: Path) -> None:
+def test_symbols_defined_by_the_package_itself(tmp_path: Path) -> None:
     files = ("fbgemm_gpu/a.so", "fbgemm_gpu/b.so")
     tree: dict[str, Content] = {
         **dist("fbgemm_gpu", "1.3.0", *files),
-        f"{SITE}/{files[0]}": lib("a.so", undefined=["_ZN2at3ownEv"], sections=CODE),
+        f"{SITE}/{files[0]}": lib("a.so", undefined=["_ZN2at3ownEv"], sections=KERNELS),
         f"{SITE}/{files[1]}": lib("b.so", functions={"_ZN2at3ownEv": returns(0)}),
     }
-    assert one(tmp_path, tree).undefined == ()
+    assert probe_one(tmp_path, tree).undefined == ()
 
 
-def test_libraries_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_libraries(tmp_path: Path) -> None:
     tree: dict[str, Content] = {
         **dist("xformers", "0.0.35", "xformers/_C.so"),
-        f"{SITE}/xformers/_C.so": lib("", "libcudart.so.12", "libc10_cuda.so", "libcuda.so.1", sections=CODE),
+        f"{SITE}/xformers/_C.so": lib("", "libcudart.so.12", "libc10_cuda.so", "libcuda.so.1", sections=KERNELS),
     }
-    assert one(tmp_path, tree).missing == ("libcudart.so.12",)
+    assert probe_one(tmp_path, tree).missing == ("libcudart.so.12",)
 
 
-def test_a_cuda_extension_beside_a_torch_without_cuda(tmp_path: Path) -> None:
-    gone = {f"{TORCH}/lib/libtorch_python.so": lib("libtorch_python.so"), f"{TORCH}/lib/libc10_cuda.so": b""}
-    found = one(tmp_path, {**flash(), **gone}, TorchInstall(TORCH, "2.8.0+cpu"))
-    assert found.missing == ("libc10_cuda.so",)
-    assert SET_DEVICE in found.undefined
+def test_cuda_extension_beside_a_cpu_build(tmp_path: Path) -> None:
+    cpu_build = {f"{TORCH}/lib/libtorch_python.so": lib("libtorch_python.so"), f"{TORCH}/lib/libc10_cuda.so": b""}
+    extension = probe_one(tmp_path, {**flash(), **cpu_build}, TorchInstall(TORCH, "2.8.0+cpu"))
+    assert extension.missing == ("libc10_cuda.so",)
+    assert SET_DEVICE in extension.undefined
 
 
-def test_libraries_for_a_release_of_ffmpeg_each(tmp_path: Path) -> None:
+def test_library_for_another_ffmpeg_is_ignored(tmp_path: Path) -> None:
     files = ("torchcodec/core4.so", "torchcodec/core.so")
     tree: dict[str, Content] = {
         **dist("torchcodec", "0.17.0", *files),
         f"{SITE}/{files[0]}": lib("", "libavcodec.so.58", "libc10_cuda.so", undefined=[SET_DEVICE_OLD]),
         f"{SITE}/{files[1]}": lib("", "libc10_cuda.so"),
     }
-    found = one(tmp_path, tree)
-    assert (found.missing, found.undefined) == ((), ())
+    extension = probe_one(tmp_path, tree)
+    assert (extension.missing, extension.undefined) == ((), ())
 
 
-def test_the_worst_of_several_libraries_and_the_code_of_all(tmp_path: Path) -> None:
+def test_worst_of_several_libraries_and_architectures_of_all(tmp_path: Path) -> None:
     files = ("vllm/_C.so", "vllm/_moe_C.so")
     tree: dict[str, Content] = {
         **dist("vllm", "0.10.0", *files, needs="torch==2.7.1"),
-        f"{SITE}/{files[0]}": lib("", sections=CODE),
+        f"{SITE}/{files[0]}": lib("", sections=KERNELS),
         f"{SITE}/{files[1]}": lib(
             "", undefined=[SET_DEVICE_OLD], sections={".nv_fatbin": fatbin([(CUBIN, 75, b"x"), (CUBIN, 100, b"x")])}
         ),
     }
-    found = one(tmp_path, tree)
-    assert found.library == f"{SITE}/vllm/_moe_C.so"
-    assert found.architectures == ("sm_75", "sm_80", "sm_90a", "sm_100", "compute_90")
-    assert (found.undefined, found.wants_torch) == ((SET_DEVICE_OLD,), "==2.7.1")
+    extension = probe_one(tmp_path, tree)
+    assert extension.library == f"{SITE}/vllm/_moe_C.so"
+    assert extension.architectures == ("sm_75", "sm_80", "sm_90a", "sm_100", "compute_90")
+    assert (extension.undefined, extension.wants_torch) == ((SET_DEVICE_OLD,), "==2.7.1")
 
 
 # -- bitsandbytes has a library for every CUDA
@@ -154,28 +162,28 @@ def bitsandbytes(*numbers: int) -> dict[str, Content]:
 
 
 @each(("cuda", "number"), [("12.8", 128), ("12.6", 124), ("12.0", 121), ("13.2", 130), ("11.8", 118)])
-def test_bitsandbytes_takes_the_library_of_torchs_cuda(tmp_path: Path, cuda: str, number: int) -> None:
-    found = one(tmp_path, bitsandbytes(118, 121, 124, 128, 130), TorchInstall(TORCH, "2.8.0", cuda))
-    assert found.library == f"{SITE}/bitsandbytes/libbitsandbytes_cuda{number}.so"
-    assert (found.architectures, found.missing) == ((f"sm_{number - 100}",), ())
+def test_bitsandbytes_uses_the_library_for_torchs_cuda(tmp_path: Path, cuda: str, number: int) -> None:
+    extension = probe_one(tmp_path, bitsandbytes(118, 121, 124, 128, 130), TorchInstall(TORCH, "2.8.0", cuda))
+    assert extension.library == f"{SITE}/bitsandbytes/libbitsandbytes_cuda{number}.so"
+    assert (extension.architectures, extension.missing) == ((f"sm_{number - 100}",), ())
 
 
 def test_bitsandbytes_without_a_library_for_this_cuda(tmp_path: Path) -> None:
-    found = one(tmp_path, bitsandbytes(118, 126), TorchInstall(TORCH, "2.15.0+cu132", "13.2"))
-    assert found.missing == ("libbitsandbytes_cuda132.so",)
+    extension = probe_one(tmp_path, bitsandbytes(118, 126), TorchInstall(TORCH, "2.15.0+cu132", "13.2"))
+    assert extension.missing == ("libbitsandbytes_cuda132.so",)
 
 
 @each("install", [TorchInstall(TORCH, "2.8.0+cpu"), None])
-def test_bitsandbytes_beside_a_torch_without_cuda_or_none(tmp_path: Path, install: TorchInstall | None) -> None:
-    found = one(tmp_path, bitsandbytes(126), install)
-    assert (found.library, found.missing) == (f"{SITE}/bitsandbytes/libbitsandbytes_cpu.so", ())
+def test_bitsandbytes_beside_a_cpu_build_or_without_torch(tmp_path: Path, install: TorchInstall | None) -> None:
+    extension = probe_one(tmp_path, bitsandbytes(126), install)
+    assert (extension.library, extension.missing) == (f"{SITE}/bitsandbytes/libbitsandbytes_cpu.so", ())
 
 
-# -- what the metadata says
+# -- metadata
 
 
 @each(
-    ("needs", "wants"),
+    ("needs", "expected"),
     [
         ("torch==2.8.0", "==2.8.0"),
         ("torch (==2.8.0)", "==2.8.0"),
@@ -186,64 +194,64 @@ def test_bitsandbytes_beside_a_torch_without_cuda_or_none(tmp_path: Path, instal
         ("torchvision==0.23", ""),
     ],
 )
-def test_the_torch_it_wants(tmp_path: Path, needs: str, wants: str) -> None:
-    assert one(tmp_path, dist("torchvision", "0.23.0", needs=needs)).wants_torch == wants
+def test_required_torch_version(tmp_path: Path, needs: str, expected: str) -> None:
+    assert probe_one(tmp_path, dist("torchvision", "0.23.0", needs=needs)).wants_torch == expected
 
 
-def test_the_local_part_of_a_version(tmp_path: Path) -> None:
-    assert one(tmp_path, dist("torch_scatter", "2.1.2+pt28cu128")).local == "pt28cu128"
+def test_local_part_of_a_version(tmp_path: Path) -> None:
+    assert probe_one(tmp_path, dist("torch_scatter", "2.1.2+pt28cu128")).local == "pt28cu128"
 
 
-def test_the_local_part_that_only_the_package_itself_tells(tmp_path: Path) -> None:
-    told = {f"{SITE}/torchvision/version.py": "__version__ = '0.23.0+cpu'\ngit_version = 'x'\n"}
-    found = one(tmp_path, {**dist("torchvision", "0.23.0"), **told})
-    assert (found.version, found.local) == ("0.23.0+cpu", "cpu")
+def test_local_part_from_the_version_file(tmp_path: Path) -> None:
+    version_file = {f"{SITE}/torchvision/version.py": "__version__ = '0.23.0+cpu'\ngit_version = 'x'\n"}
+    extension = probe_one(tmp_path, {**dist("torchvision", "0.23.0"), **version_file})
+    assert (extension.version, extension.local) == ("0.23.0+cpu", "cpu")
 
 
-def test_a_version_file_of_another_release_is_not_believed(tmp_path: Path) -> None:
-    told = {f"{SITE}/torchvision/version.py": "__version__ = '0.20.0+cpu'\n"}
-    assert one(tmp_path, {**dist("torchvision", "0.23.0"), **told}).version == "0.23.0"
+def test_version_file_of_another_release_is_ignored(tmp_path: Path) -> None:
+    version_file = {f"{SITE}/torchvision/version.py": "__version__ = '0.20.0+cpu'\n"}
+    assert probe_one(tmp_path, {**dist("torchvision", "0.23.0"), **version_file}).version == "0.23.0"
 
 
-# -- where they are
+# -- location
 
 
-def test_the_first_on_the_path_counts(tmp_path: Path) -> None:
+def test_first_copy_on_the_path_counts(tmp_path: Path) -> None:
     user = "/home/user/.local/lib/python3.12/site-packages"
     tree: dict[str, Content] = {**dist("xformers", "0.0.35"), **dist("xformers", "0.0.20", site=user)}
-    assert [each.version for each in probe(tmp_path, tree, path=(user, SITE))] == ["0.0.20"]
+    assert [extension.version for extension in probe(tmp_path, tree, path=(user, SITE))] == ["0.0.20"]
 
 
-def test_one_without_a_list_of_its_files(tmp_path: Path) -> None:
+def test_extension_without_a_record(tmp_path: Path) -> None:
     folder = f"{SITE}/causal_conv1d-1.4.0.egg-info"
     top = f"{SITE}/causal_conv1d_cuda.cpython-312-x86_64-linux-gnu.so"
     tree: dict[str, Content] = {
         f"{folder}/PKG-INFO": "Version: 1.4.0\n\n",
-        top: lib("", sections=CODE),
+        top: lib("", sections=KERNELS),
         f"{SITE}/other.so": lib(""),
     }
-    found = one(tmp_path, tree)
-    assert (found.package, found.version, found.library) == ("causal-conv1d", "1.4.0", top)
+    extension = probe_one(tmp_path, tree)
+    assert (extension.package, extension.version, extension.library) == ("causal-conv1d", "1.4.0", top)
 
 
-def test_without_a_torch(tmp_path: Path) -> None:
-    found = one(tmp_path, flash(undefined=[SET_DEVICE_OLD]), None)
-    assert (found.architectures, found.undefined) == (("sm_80", "sm_90a", "compute_90"), ())
-    assert found.missing == ("libc10_cuda.so",)
+def test_extension_without_torch(tmp_path: Path) -> None:
+    extension = probe_one(tmp_path, flash(undefined=[SET_DEVICE_OLD]), None)
+    assert (extension.architectures, extension.undefined) == (("sm_80", "sm_90a", "compute_90"), ())
+    assert extension.missing == ("libc10_cuda.so",)
 
 
-def test_other_systems_tell_what_the_metadata_says(tmp_path: Path) -> None:
+def test_other_systems_report_only_the_metadata(tmp_path: Path) -> None:
     host = tree_host(tmp_path, flash(), uname=("Windows", "10", "AMD64"))
     assert extensions(Loader(host), (SITE,), INSTALL) == (Extension("flash-attn", "2.8.3"),)
 
 
-def test_garbage(tmp_path: Path) -> None:
+def test_garbage_in_packages(tmp_path: Path) -> None:
     tree: dict[str, Content] = {
         **dist("xformers", "0.0.35", "xformers/text.so", "xformers/none.so", "../../../escape.so", "a\0b.so"),
         f"{SITE}/xformers/text.so": "text",
         f"{SITE}/vllm-.dist-info/RECORD": b"\xff\xfe\0",
         f"{SITE}/apex-0.1.dist-info/METADATA": b"\xff" * 100,
     }
-    found = {each.package: each for each in probe(tmp_path, tree)}
-    assert found["xformers"] == Extension("xformers", "0.0.35")
-    assert found["apex"].version == "0.1"
+    extensions_by_name = {extension.package: extension for extension in probe(tmp_path, tree)}
+    assert extensions_by_name["xformers"] == Extension("xformers", "0.0.35")
+    assert extensions_by_name["apex"].version == "0.1"

@@ -77,21 +77,21 @@ ENVIRON = {
 
 
 def host(tmp_path: Path, **errors: str) -> TreeHost:
-    refused = {f"/dev/{name.replace('_', '-')}": error for name, error in errors.items()}
-    return tree_host(tmp_path, TREE, ENVIRON, errors=refused, uid=0)
+    open_errors = {f"/dev/{name.replace('_', '-')}": error for name, error in errors.items()}
+    return tree_host(tmp_path, TREE, ENVIRON, errors=open_errors, uid=0)
 
 
-def test_what_the_kernel_reports(tmp_path: Path) -> None:
-    told = kernel(host(tmp_path))
-    assert (told.loaded, told.version, told.flavour) == (True, "580.159.04", "open")
-    assert told.gpus == (ProcGpu("0000:00:06.0", "NVIDIA H200", 0, "580.159.04"),)
-    assert told.parameters["NvLinkDisable"] == "1"
-    assert told.parameters["RegistryDwords"] == ""
+def test_kernel_driver(tmp_path: Path) -> None:
+    facts = kernel(host(tmp_path))
+    assert (facts.loaded, facts.version, facts.flavour) == (True, "580.159.04", "open")
+    assert facts.gpus == (ProcGpu("0000:00:06.0", "NVIDIA H200", 0, "580.159.04"),)
+    assert facts.parameters["NvLinkDisable"] == "1"
+    assert facts.parameters["RegistryDwords"] == ""
 
 
-def test_what_dev_showed(tmp_path: Path) -> None:
-    found = nodes(host(tmp_path))
-    assert {node.path: (node.major, node.minor, node.mode) for node in found.found} == {
+def test_device_nodes(tmp_path: Path) -> None:
+    facts = nodes(host(tmp_path))
+    assert {node.path: (node.major, node.minor, node.mode) for node in facts.found} == {
         "/dev/nvidiactl": (195, 255, 0o666),
         "/dev/nvidia0": (195, 0, 0o666),
         "/dev/nvidia-uvm": (238, 0, 0o666),
@@ -99,22 +99,22 @@ def test_what_dev_showed(tmp_path: Path) -> None:
         "/dev/nvidia-caps/nvidia-cap1": (241, 1, 0o400),
         "/dev/nvidia-caps/nvidia-cap2": (241, 2, 0o444),
     }
-    assert {node.error for node in found.found} == {""}
-    assert found.majors["nvidia-nvswitch"] == 239
+    assert {node.error for node in facts.found} == {""}
+    assert facts.majors["nvidia-nvswitch"] == 239
 
 
 @each("node", ["nvidiactl", "nvidia0", "nvidia_uvm"])
 @each("error", ["ENOENT", "EACCES"])
-def test_a_node_that_was_taken_away_or_refused(tmp_path: Path, node: str, error: str) -> None:
+def test_node_that_is_missing_or_denied(tmp_path: Path, node: str, error: str) -> None:
     path = f"/dev/{node.replace('_', '-')}"
     if error == "ENOENT":
-        tree = {where: what for where, what in TREE.items() if where != path}
-        found = nodes(tree_host(tmp_path, tree, ENVIRON))
+        tree = {entry: content for entry, content in TREE.items() if entry != path}
+        facts = nodes(tree_host(tmp_path, tree, ENVIRON))
     else:
-        found = nodes(host(tmp_path, **{node: error}))
-    assert {each.path: each.error for each in found.found if each.error} == {path: error}
+        facts = nodes(host(tmp_path, **{node: error}))
+    assert {each_node.path: each_node.error for each_node in facts.found if each_node.error} == {path: error}
 
 
-def test_its_variables_and_a_bus_that_was_not_shown(tmp_path: Path) -> None:
+def test_variables_and_hidden_pci_bus(tmp_path: Path) -> None:
     assert variables(host(tmp_path)).values == ENVIRON
     assert not hardware(host(tmp_path)).present

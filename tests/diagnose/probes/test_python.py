@@ -1,4 +1,4 @@
-"""The interpreter to examine: ours, another, one that cannot be asked; what manages it, and which one to take."""
+"""The interpreter to examine: our own, another, or one that does not answer; its environment; which one is chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.diagnose.probes.installs import plant, script, wheel
+from tests.diagnose.probes.installs import shell_script, wheel, write_files
 from tests.diagnose.trees import TreeHost
 from tests.each import each
 
@@ -38,7 +38,7 @@ print(json.dumps([*paths, found.user_site_enabled, told["user_site_enabled"], fo
 
 @pytest.fixture
 def host(tmp_path: Path) -> TreeHost:
-    plant(tmp_path, {"/home/user/project/": ""})
+    write_files(tmp_path, {"/home/user/project/": ""})
     return TreeHost(
         root=str(tmp_path), environ={"HOME": "/home/user"}, python="/opt/bin/python", cwd="/home/user/project"
     )
@@ -55,14 +55,14 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- our own interpreter -----------------------------------------------------------------------------------------------
 
 
-def started(how: str, folder: Path) -> list[str]:
-    """A command that runs the program above, started in one of the ways Python knows."""
+def start_command(how: str, folder: Path) -> list[str]:
+    """A command that runs ``PROGRAM`` in one of the ways to start Python."""
     text = PROGRAM.format(source=str(SOURCE))
     if how.endswith("zipapp"):
         with zipfile.ZipFile(folder / "app.pyz", "w") as archive:
             archive.writestr("__main__.py", text)
         return [sys.executable, "app.pyz"]
-    plant(folder, {"program.py": text, "elsewhere/program.py": text, "extra/module.py": text})
+    write_files(folder, {"program.py": text, "elsewhere/program.py": text, "extra/module.py": text})
     (folder / "link.py").symlink_to("elsewhere/program.py")
     return {
         "script": [sys.executable, str(folder / "program.py")],
@@ -85,36 +85,36 @@ def started(how: str, folder: Path) -> list[str]:
         *("isolated", "without site", "without user site", "without environment"),
     ],
 )
-def test_however_we_were_started_a_users_program_is_described(how: str, tmp_path: Path) -> None:
-    plant(tmp_path, {"extra/": "", "also/": ""})
+def test_path_is_that_of_a_users_program_however_we_were_started(how: str, tmp_path: Path) -> None:
+    write_files(tmp_path, {"extra/": "", "also/": ""})
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}/extra{os.pathsep}also", "PYTHONSAFEPATH": "1" * ("safe" in how)}
-    command = started(how, tmp_path)
-    done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environ, check=True, timeout=60)
-    path, told, enabled, user_site, problem = json.loads(done.stdout)
+    command = start_command(how, tmp_path)
+    process = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environ, check=True, timeout=60)
+    path, asked_path, enabled, asked_enabled, problem = json.loads(process.stdout)
     assert problem == ""
-    assert path == told
-    assert enabled is user_site
+    assert path == asked_path
+    assert enabled is asked_enabled
     assert path[:2] == [f"{tmp_path}/extra", f"{tmp_path}/also"]
     assert not {str(tmp_path), f"{tmp_path}/elsewhere", f"{tmp_path}/app.pyz"} & set(path)
 
 
-def test_ours_is_looked_at_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_interpreter_is_examined_without_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ask_interpreter", lambda *_: pytest.fail("a child was started"))
-    found = python(Host(), "as told")
-    assert found.executable == sys.executable
-    assert (found.version, found.prefix, found.why) == (sys.version.split()[0], sys.prefix, "as told")
-    assert (found.implementation, found.bits) == (sys.implementation.name, 64 if sys.maxsize > 2**32 else 32)
+    facts = python(Host(), "as told")
+    assert facts.executable == sys.executable
+    assert (facts.version, facts.prefix, facts.why) == (sys.version.split()[0], sys.prefix, "as told")
+    assert (facts.implementation, facts.bits) == (sys.implementation.name, 64 if sys.maxsize > 2**32 else 32)
 
 
-def test_another_environment_variable_needs_a_child(tmp_path: Path) -> None:
-    found = python(Host(environ={**os.environ, "PYTHONPATH": str(tmp_path)}), deadline=60.0)
-    assert found.path[0] == str(tmp_path)
+def test_changed_pythonpath_is_honoured(tmp_path: Path) -> None:
+    facts = python(Host(environ={**os.environ, "PYTHONPATH": str(tmp_path)}), deadline=60.0)
+    assert facts.path[0] == str(tmp_path)
 
 
-def test_a_python_path_that_is_no_utf8(tmp_path: Path) -> None:
+def test_pythonpath_that_is_not_utf8(tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9")
-    found = python(Host(environ={**os.environ, "PYTHONPATH": str(odd), "LC_ALL": "C"}), deadline=60.0)
-    assert os.fsencode(found.path[0]) == os.fsencode(odd)
+    facts = python(Host(environ={**os.environ, "PYTHONPATH": str(odd), "LC_ALL": "C"}), deadline=60.0)
+    assert os.fsencode(facts.path[0]) == os.fsencode(odd)
 
 
 # -- another interpreter -----------------------------------------------------------------------------------------------
@@ -122,26 +122,26 @@ def test_a_python_path_that_is_no_utf8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "bin/python", "bin/python3"])
 @pytest.mark.skipif(os.name == "nt", reason="tests the POSIX layout of environments")
-def test_an_environment_is_named_by_its_folder_or_its_interpreter(bare: Path, name: str) -> None:
-    found = python(Host(python=str(bare / name), cwd=str(bare)), deadline=60.0)
-    assert found.problem == ""
-    assert (found.prefix, found.environment, found.tool) == (str(bare), "venv", "pip")
-    assert not found.pip
-    assert not found.externally_managed
-    assert found.base_prefix == sys.base_prefix
-    assert found.path[-1].endswith("site-packages")
+def test_environment_named_by_its_folder_or_its_interpreter(bare: Path, name: str) -> None:
+    facts = python(Host(python=str(bare / name), cwd=str(bare)), deadline=60.0)
+    assert facts.problem == ""
+    assert (facts.prefix, facts.environment, facts.tool) == (str(bare), "venv", "pip")
+    assert not facts.pip
+    assert not facts.externally_managed
+    assert facts.base_prefix == sys.base_prefix
+    assert facts.path[-1].endswith("site-packages")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="tests the POSIX layout of environments")
-def test_it_is_named_relative_to_the_current_folder_home_or_path(bare: Path) -> None:
+def test_environment_named_relative_to_the_current_folder_home_or_path(bare: Path) -> None:
     host = Host(cwd=str(bare.parent), environ={**os.environ, "HOME": str(bare.parent), "PATH": f"{bare}/bin"})
     for name in ("bare", "bare/bin/python", "./bare", "~/bare", "python3"):
         assert python(replace(host, python=name), deadline=60.0).prefix == str(bare), name
 
 
 @pytest.mark.skipif(os.name == "nt", reason="tests the POSIX layout of environments")
-def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
-    plant(
+def test_files_in_the_current_folder_are_not_imported(bare: Path, tmp_path: Path) -> None:
+    write_files(
         tmp_path, {f"{name}.py": "raise SystemExit('imported')" for name in ("json", "site", "os", "signal", "torch")}
     )
     assert python(Host(python=str(bare), cwd=str(tmp_path)), deadline=60.0).problem == ""
@@ -164,24 +164,24 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
         ("printf '\\036[1]\\n'", "did not answer: exit status 0"),
     ],
 )
-def test_what_is_not_an_interpreter_is_recognized(tmp_path: Path, text: str, problem: str) -> None:
-    program = script(tmp_path / "python", text)
-    found = python(Host(python=str(program)), deadline=0.5 if "within" in problem else 60.0)
-    assert found.problem.startswith(str(program))
-    assert problem in found.problem
-    assert (found.executable, found.path, found.packages) == (str(program), (), {})
+def test_program_that_is_not_an_interpreter(tmp_path: Path, text: str, problem: str) -> None:
+    program = shell_script(tmp_path / "python", text)
+    facts = python(Host(python=str(program)), deadline=0.5 if "within" in problem else 60.0)
+    assert facts.problem.startswith(str(program))
+    assert problem in facts.problem
+    assert (facts.executable, facts.path, facts.packages) == (str(program), (), {})
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX file modes")
 @each(("content", "mode"), [(b"\x00garbage", 0o755), (b"text", 0o644), (b"#!/nowhere/sh\n", 0o755)])
-def test_what_cannot_be_started(tmp_path: Path, content: bytes, mode: int) -> None:
+def test_program_that_cannot_be_started(tmp_path: Path, content: bytes, mode: int) -> None:
     program = tmp_path / "python"
     program.write_bytes(content)
     program.chmod(mode)
     assert f"{program} could not be started: " in python(Host(python=str(program))).problem
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_interpreter_that_does_not_exist(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "python3.9")
     host = Host(cwd=str(tmp_path), environ={"PATH": ""})
     assert python(replace(host, python=f"{tmp_path}/no")).problem == f"{tmp_path}/no does not exist"
@@ -192,18 +192,18 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert python(replace(host, python="")).problem == "no Python was named"
 
 
-def test_an_environment_whose_interpreter_was_removed(tmp_path: Path) -> None:
-    plant(tmp_path, layout("venv"))
+def test_environment_whose_interpreter_was_removed(tmp_path: Path) -> None:
+    write_files(tmp_path, layout("venv"))
     (tmp_path / "venv/bin/python").unlink()
     (tmp_path / "venv/bin/python").symlink_to("/nowhere/python3.9")
-    found = python(Host(python=f"{tmp_path}/venv"))
-    assert found.problem == f"{tmp_path}/venv/bin/python leads to /nowhere/python3.9, which does not exist"
+    facts = python(Host(python=f"{tmp_path}/venv"))
+    assert facts.problem == f"{tmp_path}/venv/bin/python leads to /nowhere/python3.9, which does not exist"
 
 
-def test_an_interpreter_that_does_not_know_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_with_an_empty_sys_executable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
-    found = python(Host(python=""))
-    assert (found.problem, found.prefix) == ("", sys.prefix)
+    facts = python(Host(python=""))
+    assert (facts.problem, facts.prefix) == ("", sys.prefix)
 
 
 ANSWER = {
@@ -224,7 +224,7 @@ ANSWER = {
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not delete a current directory")
-def test_ours_in_a_current_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_interpreter_in_a_deleted_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
@@ -232,59 +232,59 @@ def test_ours_in_a_current_folder_that_was_deleted(tmp_path: Path, monkeypatch: 
     assert python(Host()).problem == ""
 
 
-def test_what_it_says_is_taken_and_its_noise_is_not(host: TreeHost) -> None:
+def test_answer_is_read_from_between_other_output(host: TreeHost) -> None:
     root = Path(host.root)
-    script(root / "opt/bin/python", f"echo noise; printf 'more\\036%s\\n' {shlex.quote(repr(ANSWER))}; sleep 60")
-    plant(root, {"/usr/lib/python2.7/EXTERNALLY-MANAGED": "", "/usr/lib/python2.7/pip/__main__.py": ""})
-    plant(root, {"/home/user/project/relative/torch-1.4.0-py2.7.egg-info": ""})
-    found = python(host)
-    assert found.problem == ""
-    assert (found.executable, found.version, found.bits) == ("/opt/bin/python", "2.7.18", 32)
-    assert (found.free_threaded, found.user_site, found.user_site_enabled) == (True, "/u", True)
-    assert found.path == ("/usr/lib/python2.7", "/home/user/project/relative")
-    assert (found.environment, found.pip, found.externally_managed) == ("system", True, True)
-    assert found.packages == {"torch": "1.4.0"}
+    shell_script(root / "opt/bin/python", f"echo noise; printf 'more\\036%s\\n' {shlex.quote(repr(ANSWER))}; sleep 60")
+    write_files(root, {"/usr/lib/python2.7/EXTERNALLY-MANAGED": "", "/usr/lib/python2.7/pip/__main__.py": ""})
+    write_files(root, {"/home/user/project/relative/torch-1.4.0-py2.7.egg-info": ""})
+    facts = python(host)
+    assert facts.problem == ""
+    assert (facts.executable, facts.version, facts.bits) == ("/opt/bin/python", "2.7.18", 32)
+    assert (facts.free_threaded, facts.user_site, facts.user_site_enabled) == (True, "/u", True)
+    assert facts.path == ("/usr/lib/python2.7", "/home/user/project/relative")
+    assert (facts.environment, facts.pip, facts.externally_managed) == ("system", True, True)
+    assert facts.packages == {"torch": "1.4.0"}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_the_environment_of_a_project_is_known_by_its_lock(host: TreeHost) -> None:
+def test_environment_of_a_project_is_recognized_by_its_lock_file(host: TreeHost) -> None:
     answer = shlex.quote(repr({**ANSWER, "prefix": "/app/.venv"}))
-    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
-    plant(Path(host.root), {"/app/.venv/pyvenv.cfg": f"{CONFIG}uv = 0.9.2\n"})
+    shell_script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
+    write_files(Path(host.root), {"/app/.venv/pyvenv.cfg": f"{CONFIG}uv = 0.9.2\n"})
     assert (python(host).tool, python(host).project) == ("uv", False)
-    plant(Path(host.root), {"/app/uv.lock": ""})
+    write_files(Path(host.root), {"/app/uv.lock": ""})
     assert (python(host).tool, python(host).project) == ("uv", True)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: TreeHost) -> None:
+def test_environment_of_an_externally_managed_python_is_not_externally_managed(host: TreeHost) -> None:
     answer = shlex.quote(repr({**ANSWER, "prefix": "/opt/venv"}))
-    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
-    plant(Path(host.root), {"/usr/lib/python2.7/EXTERNALLY-MANAGED": ""})
-    found = python(host)
-    assert (found.prefix, found.externally_managed) == ("/opt/venv", False)
+    shell_script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
+    write_files(Path(host.root), {"/usr/lib/python2.7/EXTERNALLY-MANAGED": ""})
+    facts = python(host)
+    assert (facts.prefix, facts.externally_managed) == ("/opt/venv", False)
 
 
 @pytest.mark.parametrize("change", [{"path": [1]}, {"path": "x"}, {"bits": "64"}, {"prefix": None}, {"stdlib": 1}])
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_an_answer_of_the_wrong_kinds(host: TreeHost, change: dict[str, object]) -> None:
-    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {shlex.quote(repr({**ANSWER, **change}))}")
+def test_answer_with_values_of_the_wrong_types(host: TreeHost, change: dict[str, object]) -> None:
+    shell_script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {shlex.quote(repr({**ANSWER, **change}))}")
     assert "cannot be understood" in python(host).problem
 
 
-def test_packages_are_those_that_matter_and_the_first_of_each(tmp_path: Path) -> None:
+def test_only_relevant_packages_are_listed_and_the_first_copy_of_each(tmp_path: Path) -> None:
     first = ("nvidia_cudnn_cu13-9.26.0.51.dist-info/", "torch-2.1.0+cpu.dist-info/", "requests-2.0.dist-info/")
     second = ("Flash_Attn-2.8.dist-info/", "torch-2.8.0.dist-info/", "~orch-2.7.0.dist-info/", "numpy-2.4.6.dist-info/")
     unnamed = {"b/triton.egg-info/PKG-INFO": "Metadata-Version: 2.1\nVersion: 3.9\n\nVersion: 4\n"}
-    plant(tmp_path, {f"a/{name}": "" for name in first} | {f"b/{name}": "" for name in second} | unnamed)
+    write_files(tmp_path, {f"a/{name}": "" for name in first} | {f"b/{name}": "" for name in second} | unnamed)
     path = os.pathsep.join((f"{tmp_path}/a", f"{tmp_path}/b"))
-    found = python(Host(environ={**os.environ, "PYTHONPATH": path}), deadline=60.0)
+    facts = python(Host(environ={**os.environ, "PYTHONPATH": path}), deadline=60.0)
     ours = {"torch": "2.1.0+cpu", "nvidia-cudnn-cu13": "9.26.0.51", "flash-attn": "2.8", "triton": "3.9"}
-    assert found.packages.items() >= {**ours, "numpy": "2.4.6"}.items()
-    assert "requests" not in found.packages
+    assert facts.packages.items() >= {**ours, "numpy": "2.4.6"}.items()
+    assert "requests" not in facts.packages
 
 
-# -- what manages it ---------------------------------------------------------------------------------------------------
+# -- environments and tools --------------------------------------------------------------------------------------------
 
 CONFIG = "home = /usr/bin\nversion = 3.11.7\n"
 
@@ -317,7 +317,7 @@ CONFIG = "home = /usr/bin\nversion = 3.11.7\n"
 def test_kinds_of_environments(
     host: TreeHost, prefix: str, files: dict[str, str | bytes], expected: tuple[str, str]
 ) -> None:
-    plant(Path(host.root), files)
+    write_files(Path(host.root), files)
     assert environment(host, prefix, "/usr") == expected
 
 
@@ -338,12 +338,12 @@ def test_kinds_of_interpreters_without_an_environment(host: TreeHost, prefix: st
 
 
 def layout(prefix: str, version: str = "", cuda: str | None = None) -> dict[str, str | bytes]:
-    """A virtual environment's files, with a torch of that version if one is named."""
+    """The files of a virtual environment, with torch if a version is given."""
     torch = wheel(f"{prefix}/{LIB}", version, cuda) if version else {}
     return torch | {f"{prefix}/bin/python": "", f"{prefix}/pyvenv.cfg": CONFIG, f"{prefix}/{LIB}/": ""}
 
 
-def test_others_are_found_by_their_files_alone(host: TreeHost) -> None:
+def test_other_interpreters_are_found_by_their_files_alone(host: TreeHost) -> None:
     project, home = "/home/user/project", "/home/user"
     kernel = json.dumps({"argv": ["/opt/kernel/bin/python", "-m", "ipykernel_launcher"]})
     files = {
@@ -362,7 +362,7 @@ def test_others_are_found_by_their_files_alone(host: TreeHost) -> None:
         f"{home}/.local/share/jupyter/kernels/nul/kernel.json": '{"argv": ["/a\\u0000b/bin/python"]}',
         f"{home}/.conda/environments.txt": "/opt/env\nnonsense\n/nowhere\n",
     }
-    plant(Path(host.root), files)
+    write_files(Path(host.root), files)
     (Path(host.root) / "usr/bin/python3").symlink_to("python3.11")
     environ = {**host.environ, "VIRTUAL_ENV": "/opt/active", "PATH": "/opt/empty/bin::/usr/bin:/nowhere:/usr/bin"}
     host = replace(host, environ=environ)
@@ -378,9 +378,9 @@ def test_others_are_found_by_their_files_alone(host: TreeHost) -> None:
     assert "/opt/env/bin/python: torch 2.6.0" not in others(host, "/opt/x", (f"/opt/env/{LIB}",))
 
 
-def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(host: TreeHost) -> None:
-    plant(Path(host.root), wheel("/home/user/.local/lib/python3.11/site-packages") | layout("/opt/venv"))
-    plant(Path(host.root), {"/usr/bin/python3.11": "", "/usr/lib/python3.11/os.py": ""})
+def test_torch_in_the_user_site_counts_for_the_system_but_not_for_an_environment(host: TreeHost) -> None:
+    write_files(Path(host.root), wheel("/home/user/.local/lib/python3.11/site-packages") | layout("/opt/venv"))
+    write_files(Path(host.root), {"/usr/bin/python3.11": "", "/usr/lib/python3.11/os.py": ""})
     (Path(host.root) / "opt/venv/bin/python").unlink()
     (Path(host.root) / "opt/venv/bin/python").symlink_to("/usr/bin/python3.11")
     system, inside = interpreter(host, "/usr/bin/python3.11"), interpreter(host, "/opt/venv/bin/python")
@@ -390,48 +390,48 @@ def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(ho
     assert alone == ("/usr/bin/python3.11", "/usr", "")
 
 
-def test_an_environment_may_share_its_makers_packages(host: TreeHost) -> None:
-    plant(Path(host.root), layout("/opt/venv") | wheel("/usr/lib/python3.11/site-packages"))
-    plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = true\n"})
-    found = interpreter(host, "/opt/venv/bin/python")
-    assert found == ("/opt/venv/bin/python", "/opt/venv", "/usr/lib/python3.11/site-packages/torch")
-    plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = false\n"})
+def test_environment_with_system_site_packages(host: TreeHost) -> None:
+    write_files(Path(host.root), layout("/opt/venv") | wheel("/usr/lib/python3.11/site-packages"))
+    write_files(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = true\n"})
+    inside = interpreter(host, "/opt/venv/bin/python")
+    assert inside == ("/opt/venv/bin/python", "/opt/venv", "/usr/lib/python3.11/site-packages/torch")
+    write_files(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = false\n"})
     assert interpreter(host, "/opt/venv/bin/python") == ("/opt/venv/bin/python", "/opt/venv", "")
 
 
 def prefixes(host: TreeHost) -> list[str]:
-    found = (interpreter(host, path) for path, _ in likely(host))
-    return [each[1] for each in found if each]
+    interpreters = (interpreter(host, path) for path, _ in likely(host))
+    return [entry[1] for entry in interpreters if entry]
 
 
-def test_behind_the_scripts_of_pyenv(host: TreeHost) -> None:
+def test_pyenv_shims_are_resolved(host: TreeHost) -> None:
     pyenv = "/home/user/.pyenv"
-    plant(Path(host.root), {f"{pyenv}/shims/python3": "#!/bin/sh\n", f"{pyenv}/version": "3.11.7\n"})
-    plant(Path(host.root), {f"{pyenv}/versions/{v}/bin/python3": "" for v in ("3.11.7", "3.12.1", "3.13.0")})
+    write_files(Path(host.root), {f"{pyenv}/shims/python3": "#!/bin/sh\n", f"{pyenv}/version": "3.11.7\n"})
+    write_files(Path(host.root), {f"{pyenv}/versions/{v}/bin/python3": "" for v in ("3.11.7", "3.12.1", "3.13.0")})
     host = replace(host, environ={"PATH": f"{pyenv}/shims"})
     assert prefixes(host) == [f"{pyenv}/versions/3.11.7"]
-    plant(Path(host.root), {"/home/user/project/.python-version": "3.12.1\n"})
+    write_files(Path(host.root), {"/home/user/project/.python-version": "3.12.1\n"})
     assert prefixes(host) == [f"{pyenv}/versions/3.12.1"]
     chosen = replace(host, environ={**host.environ, "PYENV_VERSION": "3.13.0:3.12.1"})
     assert prefixes(chosen) == [f"{pyenv}/versions/3.13.0"]
 
 
-def test_no_home_no_path_no_current_folder() -> None:
+def test_no_interpreters_without_home_path_and_current_folder() -> None:
     host = TreeHost(root="/nowhere-at-all", cwd="")
     assert prefixes(host) == []
     assert not tuple(others(host, "", ("", "/x")))
 
 
-# -- which one to take -------------------------------------------------------------------------------------------------
+# -- the interpreter chosen --------------------------------------------------------------------------------------------
 
 
-def own_torch(monkeypatch: pytest.MonkeyPatch, *path: str) -> None:
+def set_own_path(monkeypatch: pytest.MonkeyPatch, *path: str) -> None:
     monkeypatch.setattr(module, "own", lambda: {"path": list(path)})
 
 
-def test_ours_is_taken_where_it_has_a_torch(host: TreeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(Path(host.root), wheel("/opt/ours") | layout("/opt/active", "2.8.0"))
-    own_torch(monkeypatch, "/opt/ours")
+def test_our_own_interpreter_is_chosen_if_it_has_torch(host: TreeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(Path(host.root), wheel("/opt/ours") | layout("/opt/active", "2.8.0"))
+    set_own_path(monkeypatch, "/opt/ours")
     assert choose(replace(host, environ={"VIRTUAL_ENV": "/opt/active"}))[0].python == host.python
 
 
@@ -443,34 +443,34 @@ def test_ours_is_taken_where_it_has_a_torch(host: TreeHost, monkeypatch: pytest.
         ({"VIRTUAL_ENV": "/opt/no", "PATH": "/opt/d/bin"}, "/home/user/project/.venv/bin/python", "./.venv"),
     ],
 )
-def test_else_the_first_of_the_usual_ones_that_has_one(
+def test_first_usual_environment_with_torch_is_chosen_otherwise(
     host: TreeHost, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str, how: str
 ) -> None:
-    own_torch(monkeypatch, "/opt/ours")
+    set_own_path(monkeypatch, "/opt/ours")
     for prefix in ("/opt/a", "/opt/b", "/home/user/project/.venv", "/opt/d"):
-        plant(Path(host.root), layout(prefix, "2.8.0"))
-    plant(Path(host.root), layout("/opt/no"))
+        write_files(Path(host.root), layout(prefix, "2.8.0"))
+    write_files(Path(host.root), layout("/opt/no"))
     chosen, why = choose(replace(host, environ=environ))
     assert (chosen.python, why) == (expected, f"transload's own environment has no torch; {how} has one")
 
 
-def test_a_python_on_path_is_taken_last(host: TreeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_torch(monkeypatch)
-    plant(Path(host.root), layout("/opt/d", "2.8.0"))
+def test_python_on_path_is_chosen_last(host: TreeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_own_path(monkeypatch)
+    write_files(Path(host.root), layout("/opt/d", "2.8.0"))
     chosen, why = choose(replace(host, environ={"PATH": "/nowhere:/opt/d/bin"}))
     assert (chosen.python, why.split("; ")[1]) == ("/opt/d/bin/python", "python on PATH has one")
 
 
-def test_where_no_torch_is_at_all_ours_is_taken_unless_it_is_transloads_alone(
+def test_without_any_torch_our_own_is_chosen_unless_it_is_a_pipx_environment(
     host: TreeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_torch(monkeypatch)
-    plant(Path(host.root), layout("/opt/a"))
+    set_own_path(monkeypatch)
+    write_files(Path(host.root), layout("/opt/a"))
     prefix = "/home/user/.local/pipx/venvs/transload"
     monkeypatch.setattr(sys, "prefix", prefix)
     host = replace(host, environ={"VIRTUAL_ENV": prefix, "PATH": "/opt/a/bin"})
     assert choose(host)[0].python == host.python
-    plant(Path(host.root), layout(prefix) | {f"{prefix}/pipx_metadata.json": "{}"})
+    write_files(Path(host.root), layout(prefix) | {f"{prefix}/pipx_metadata.json": "{}"})
     chosen, why = choose(host)
     assert chosen.python == "/opt/a/bin/python"
     assert "python on PATH" in why

@@ -1,3 +1,5 @@
+"""Containers, schedulers, services and environment variables, as the probes read them from a tree of files."""
+
 from __future__ import annotations
 
 import os
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_nothing_is_around_a_plain_host(tmp_path: Path) -> None:
+def test_plain_host_has_no_special_surroundings(tmp_path: Path) -> None:
     assert surroundings(plain_host(tmp_path)) == Surroundings(container_toolkit=False)
 
 
 @each(
-    ("kind", "named"),
+    ("kind", "expected"),
     [
         ("docker", "docker"),
         ("podman", "podman"),
@@ -44,12 +46,12 @@ def test_nothing_is_around_a_plain_host(tmp_path: Path) -> None:
         ("kubernetes", "containerd"),
     ],
 )
-def test_each_kind_of_container_is_known_by_its_marks(tmp_path: Path, kind: str, named: str) -> None:
-    around = surroundings(container(tmp_path, kind))
-    assert around.container == named
-    assert around.kubernetes is (kind == "kubernetes")
-    assert around.evidence
-    assert not around.service
+def test_container_is_recognized_by_its_marks(tmp_path: Path, kind: str, expected: str) -> None:
+    facts = surroundings(container(tmp_path, kind))
+    assert facts.container == expected
+    assert facts.kubernetes is (kind == "kubernetes")
+    assert facts.evidence
+    assert not facts.service
 
 
 @each(
@@ -65,53 +67,55 @@ def test_each_kind_of_container_is_known_by_its_marks(tmp_path: Path, kind: str,
         ("0::/user.slice/user-1000.slice/session-2.scope\n", ""),
     ],
 )
-def test_a_cgroup_names_the_container(tmp_path: Path, cgroup: str, kind: str) -> None:
+def test_container_is_recognized_by_its_cgroup(tmp_path: Path, cgroup: str, kind: str) -> None:
     assert surroundings(plain_host(tmp_path, more={"/proc/self/cgroup": cgroup})).container == kind
 
 
-@each(("told", "kind"), [("oci", "container"), ("systemd-nspawn", "nspawn"), ("wsl", ""), ("", "")])
-def test_what_the_manager_says_is_translated(tmp_path: Path, told: str, kind: str) -> None:
-    assert surroundings(plain_host(tmp_path, environ={"container": told})).container == kind
+@each(("value", "kind"), [("oci", "container"), ("systemd-nspawn", "nspawn"), ("wsl", ""), ("", "")])
+def test_container_variable_is_translated(tmp_path: Path, value: str, kind: str) -> None:
+    assert surroundings(plain_host(tmp_path, environ={"container": value})).container == kind
 
 
-def test_the_first_process_may_know(tmp_path: Path) -> None:
+def test_container_variable_of_process_1(tmp_path: Path) -> None:
     host = plain_host(tmp_path, more={"/proc/1/environ": "PATH=/bin\0container=lxc\0TERM=linux"})
-    around = surroundings(host)
-    assert (around.container, around.evidence) == ("lxc", ("the variable container of process 1 is lxc",))
+    facts = surroundings(host)
+    assert (facts.container, facts.evidence) == ("lxc", ("the variable container of process 1 is lxc",))
 
 
-def test_an_overlay_alone_is_no_container(tmp_path: Path) -> None:
+def test_overlay_alone_is_not_a_container(tmp_path: Path) -> None:
     live = {"/proc/self/mountinfo": CONTAINER_MOUNTS.format(layers="/cdrom")}
     assert surroundings(plain_host(tmp_path, more=live)).container == ""
 
 
-def test_images_of_kubernetes_are_where_those_of_podman_are(tmp_path: Path) -> None:
+def test_crio_pod_with_podmans_image_folder_is_not_podman(tmp_path: Path) -> None:
     crio = {"/proc/self/mountinfo": CONTAINER_MOUNTS.format(layers="/var/lib/containers/storage/overlay")}
     assert surroundings(container(tmp_path, "kubernetes", more=crio)).container == "container"
 
 
-def test_wsl_is_known_by_its_kernel(tmp_path: Path) -> None:
+def test_wsl_is_recognized_by_its_kernel_or_dxg(tmp_path: Path) -> None:
     assert surroundings(wsl(tmp_path / "2")).wsl == 2
     assert surroundings(wsl(tmp_path / "1", version=1)).wsl == 1
-    own = plain_host(tmp_path / "own", environ={"WSL_DISTRO_NAME": "Ubuntu"}, more={"/dev/dxg": Device(10, 125)})
-    assert surroundings(own).wsl == 2
+    custom_kernel = plain_host(
+        tmp_path / "own", environ={"WSL_DISTRO_NAME": "Ubuntu"}, more={"/dev/dxg": Device(10, 125)}
+    )
+    assert surroundings(custom_kernel).wsl == 2
     azure = plain_host(tmp_path / "azure", more={"/proc/version": "Linux version 6.5.0-1015-azure (buildd@lcy02)"})
     assert surroundings(azure).wsl == 0
 
 
-def test_a_job_of_slurm(tmp_path: Path) -> None:
-    around = surroundings(slurm(tmp_path))
-    assert (around.slurm, around.service, around.container) == (True, "", "")
+def test_slurm_job(tmp_path: Path) -> None:
+    facts = surroundings(slurm(tmp_path))
+    assert (facts.slurm, facts.service, facts.container) == (True, "", "")
 
 
-def test_a_service_with_devices_of_its_own(tmp_path: Path) -> None:
-    around = surroundings(service(tmp_path, private=True))
-    assert (around.service, around.private_dev) == ("jupyter.service", True)
+def test_service_with_a_private_dev(tmp_path: Path) -> None:
+    facts = surroundings(service(tmp_path, private=True))
+    assert (facts.service, facts.private_dev) == ("jupyter.service", True)
 
 
-def test_a_service_that_sees_the_devices(tmp_path: Path) -> None:
-    around = surroundings(service(tmp_path))
-    assert (around.service, around.private_dev) == ("jupyter.service", False)
+def test_service_without_a_private_dev(tmp_path: Path) -> None:
+    facts = surroundings(service(tmp_path))
+    assert (facts.service, facts.private_dev) == ("jupyter.service", False)
 
 
 @each(
@@ -125,11 +129,11 @@ def test_a_service_that_sees_the_devices(tmp_path: Path) -> None:
         ("", ""),
     ],
 )
-def test_the_unit_of_a_process(tmp_path: Path, cgroup: str, unit: str) -> None:
+def test_systemd_unit_of_a_process(tmp_path: Path, cgroup: str, unit: str) -> None:
     assert service_of(plain_host(tmp_path, more={"/proc/self/cgroup": cgroup})) == unit
 
 
-def test_a_container_without_devices_has_a_private_dev(tmp_path: Path) -> None:
+def test_container_without_devices_has_a_private_dev(tmp_path: Path) -> None:
     assert surroundings(container(tmp_path / "without", gpu=False)).private_dev
     assert not surroundings(container(tmp_path / "with")).private_dev
 
@@ -143,7 +147,9 @@ def test_a_container_without_devices_has_a_private_dev(tmp_path: Path) -> None:
         ({}, ""),
     ],
 )
-def test_rented_notebooks_are_known_by_their_variables(tmp_path: Path, environ: dict[str, str], notebook: str) -> None:
+def test_hosted_notebooks_are_recognized_by_their_variables(
+    tmp_path: Path, environ: dict[str, str], notebook: str
+) -> None:
     assert surroundings(plain_host(tmp_path, environ=environ)).notebook == notebook
 
 
@@ -156,12 +162,12 @@ def test_rented_notebooks_are_known_by_their_variables(tmp_path: Path, environ: 
         ("Linux version 6.1.0", "root=/dev/sda1 quiet", ""),
     ],
 )
-def test_kernels_that_are_not_the_hosts(tmp_path: Path, version: str, line: str, sandbox: str) -> None:
+def test_sandboxes_are_recognized_by_their_kernel(tmp_path: Path, version: str, line: str, sandbox: str) -> None:
     more = {"/proc/version": version, "/proc/cmdline": line}
     assert surroundings(plain_host(tmp_path, more=more, without=("/sys/class/dmi",))).sandbox == sandbox
 
 
-def test_cdi_selinux_and_the_toolkit(tmp_path: Path) -> None:
+def test_cdi_selinux_and_container_toolkit(tmp_path: Path) -> None:
     cdi = "kind: nvidia.com/gpu\n  - hostPath: /usr/lib/libcuda.so.550.54.15\n    libcuda.so.550.54.15\n"
     more: Tree = {
         "/etc/cdi/nvidia.yaml": cdi,
@@ -170,14 +176,14 @@ def test_cdi_selinux_and_the_toolkit(tmp_path: Path) -> None:
         "/sys/fs/selinux/enforce": "1",
         "/usr/bin/nvidia-ctk": "",
     }
-    around = surroundings(plain_host(tmp_path, more=more))
-    assert around.cdi == ("550.54.15", "580.65.06")
-    assert (around.selinux, around.container_toolkit) == ("enforcing", True)
+    facts = surroundings(plain_host(tmp_path, more=more))
+    assert facts.cdi == ("550.54.15", "580.65.06")
+    assert (facts.selinux, facts.container_toolkit) == ("enforcing", True)
 
 
-def test_a_toolkit_is_not_known_where_programs_cannot_be_listed(tmp_path: Path) -> None:
-    around = surroundings(plain_host(tmp_path, without=("/usr/bin",)))
-    assert around.container_toolkit == Unknown("/usr/bin does not exist")
+def test_container_toolkit_is_unknown_where_programs_cannot_be_listed(tmp_path: Path) -> None:
+    facts = surroundings(plain_host(tmp_path, without=("/usr/bin",)))
+    assert facts.container_toolkit == Unknown("/usr/bin does not exist")
 
 
 @each(
@@ -197,7 +203,7 @@ def test_how_docker_is_installed(tmp_path: Path, path: str, content: bytes | Lin
 # -- variables ---------------------------------------------------------------------------------------------------------
 
 
-def test_values_that_decide_are_told_and_others_are_not(tmp_path: Path) -> None:
+def test_only_relevant_variables_are_reported(tmp_path: Path) -> None:
     environ = {
         "CUDA_VISIBLE_DEVICES": "",
         "LD_LIBRARY_PATH": ":/opt/\udcff/lib",
@@ -209,20 +215,20 @@ def test_values_that_decide_are_told_and_others_are_not(tmp_path: Path) -> None:
         "PIP_INDEX_URL": "https://user:secret@example.org/simple",
         "PATH": "/usr/bin",
     }
-    told = variables(tree_host(tmp_path, {}, environ))
-    assert told.values == {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "SLURM_JOB_ID")}
+    facts = variables(tree_host(tmp_path, {}, environ))
+    assert facts.values == {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "SLURM_JOB_ID")}
 
 
-def test_no_name_that_is_shown_is_one_of_a_secret() -> None:
+def test_no_shown_variable_is_named_like_a_secret() -> None:
     words = ("KEY", "TOKEN", "SECRET", "PASS", "JWT", "CRED", "AUTH", "URL")
     deciding, shown = shown_variables()
     assert deciding < shown
     assert not [name for name in shown if any(word in name for word in words)]
 
 
-def test_a_value_without_an_end_is_cut(tmp_path: Path) -> None:
-    told = variables(tree_host(tmp_path, {}, {"LD_LIBRARY_PATH": "/a:" * 100_000}))
-    assert len(told.values["LD_LIBRARY_PATH"]) == 1 << 14
+def test_overlong_value_is_truncated(tmp_path: Path) -> None:
+    facts = variables(tree_host(tmp_path, {}, {"LD_LIBRARY_PATH": "/a:" * 100_000}))
+    assert len(facts.values["LD_LIBRARY_PATH"]) == 1 << 14
 
 
 @each(
@@ -244,10 +250,10 @@ def test_a_value_without_an_end_is_cut(tmp_path: Path) -> None:
         ("/home/user/project/Dockerfile", "FROM scratch\nENV CUDA_VISIBLE_DEVICES 0\n", 2),
     ],
 )
-def test_the_file_that_sets_it(tmp_path: Path, path: str, text: str, line: int) -> None:
+def test_file_and_line_that_set_a_variable(tmp_path: Path, path: str, text: str, line: int) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "0", "CONDA_PREFIX": "/opt/conda", "VIRTUAL_ENV": "/opt/venv"}
-    told = variables(plain_host(tmp_path, environ=environ, more={path: text}))
-    assert told.origins == {"CUDA_VISIBLE_DEVICES": (f"{path}:{line}",)}
+    facts = variables(plain_host(tmp_path, environ=environ, more={path: text}))
+    assert facts.origins == {"CUDA_VISIBLE_DEVICES": (f"{path}:{line}",)}
 
 
 @each(
@@ -262,43 +268,43 @@ def test_the_file_that_sets_it(tmp_path: Path, path: str, text: str, line: int) 
         "export LD_LIBRARY_PATH=/opt/lib",
     ],
 )
-def test_a_line_that_speaks_of_it_does_not_set_it(tmp_path: Path, text: str) -> None:
+def test_line_that_only_mentions_a_variable_does_not_set_it(tmp_path: Path, text: str) -> None:
     host = plain_host(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0"}, more={"/home/user/.bashrc": text})
     assert variables(host).origins == {}
 
 
-def test_several_files_and_variables_in_their_order(tmp_path: Path) -> None:
+def test_several_files_are_listed_in_order(tmp_path: Path) -> None:
     more = {
         "/etc/environment": "LD_LIBRARY_PATH=/usr/local/cuda/lib64\n",
         "/home/user/.bashrc": "export LD_LIBRARY_PATH=/x:$LD_LIBRARY_PATH\nexport PYTHONPATH=/y",
     }
-    told = variables(plain_host(tmp_path, environ={"LD_LIBRARY_PATH": "/x", "PYTHONPATH": "/y"}, more=more))
-    assert told.origins == {
+    facts = variables(plain_host(tmp_path, environ={"LD_LIBRARY_PATH": "/x", "PYTHONPATH": "/y"}, more=more))
+    assert facts.origins == {
         "LD_LIBRARY_PATH": ("/etc/environment:1", "/home/user/.bashrc:1"),
         "PYTHONPATH": ("/home/user/.bashrc:2",),
     }
 
 
-def test_the_unit_of_a_service(tmp_path: Path) -> None:
+def test_variable_set_in_the_unit_of_a_service(tmp_path: Path) -> None:
     more = {
         "/etc/systemd/system/jupyter.service": '[Service]\nEnvironment="A=1" "CUDA_VISIBLE_DEVICES=-1"\n',
         "/etc/systemd/system/jupyter.service.d/gpu.conf": "[Service]\nEnvironment=CUDA_VISIBLE_DEVICES=-1\n",
     }
-    told = variables(service(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "-1"}, more=more))
-    assert told.origins["CUDA_VISIBLE_DEVICES"] == (
+    facts = variables(service(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "-1"}, more=more))
+    assert facts.origins["CUDA_VISIBLE_DEVICES"] == (
         "/etc/systemd/system/jupyter.service:2",
         "/etc/systemd/system/jupyter.service.d/gpu.conf:2",
     )
 
 
-def test_files_are_not_read_where_nothing_is_set(tmp_path: Path) -> None:
+def test_no_origins_where_the_variable_is_not_set(tmp_path: Path) -> None:
     host = plain_host(tmp_path, more={"/home/user/.bashrc": "export CUDA_VISIBLE_DEVICES=0"})
     assert variables(host).origins == {}
 
 
 @each("home", ["", "relative", "/gone", "/\0"])
 @each("content", [FOLDER, Link(".bashrc"), b"\xff\xfe\0CUDA_VISIBLE_DEVICES" * 9])
-def test_no_home_and_files_that_are_none(tmp_path: Path, home: str, content: Content) -> None:
+def test_no_origins_without_a_home_or_with_unreadable_files(tmp_path: Path, home: str, content: Content) -> None:
     more = {"/home/user/.bashrc": content, "/etc/environment": content}
     host = plain_host(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0", "HOME": home}, more=more)
     assert variables(host).origins == {}
@@ -317,12 +323,12 @@ def test_no_home_and_files_that_are_none(tmp_path: Path, home: str, content: Con
         ({}, "neither HOME nor CUDA_CACHE_PATH is set"),
     ],
 )
-def test_a_cache_that_cannot_be_written(tmp_path: Path, environ: dict[str, str], problem: str) -> None:
+def test_problem_of_the_compute_cache(tmp_path: Path, environ: dict[str, str], problem: str) -> None:
     host = tree_host(tmp_path, {"/home/user": FOLDER, "/home/file": ""}, environ, cwd="/home")
     assert variables(host).cache_problem == problem
 
 
-def test_a_cache_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_cache_without_write_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = tree_host(tmp_path, {"/home/user/.nv": FOLDER}, {"HOME": "/home/user"})
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert variables(host).cache_problem == "/home/user/.nv: EACCES"

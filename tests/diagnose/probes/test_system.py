@@ -1,3 +1,5 @@
+"""Platform, memory, mounts and CUDA toolkit, as the probes read them from a tree of files."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,19 +13,19 @@ from transload.diagnose.probes.system import Mount, mount_of, mounts, platform, 
 from transload.machine import Toolkit, Unknown
 
 
-def test_every_fact_of_an_ubuntu_server(tmp_path: Path) -> None:
-    told = platform(plain_host(tmp_path))
-    assert (told.system, told.machine, told.kernel) == ("Linux", "x86_64", "6.8.0-45-generic")
-    assert (told.distribution, told.distribution_like, told.distribution_version) == ("ubuntu", ("debian",), "24.04")
-    assert told.distribution_name == "Ubuntu 24.04.1 LTS"
-    assert (told.libc, told.package_manager, told.shell) == ("glibc 2.39", "apt", "bash")
-    assert (told.root, told.groups) == (False, ("adm", "user"))
-    assert (told.laptop, told.address_space, told.suspends, told.prime) == (False, None, 0, "")
+def test_ubuntu_server(tmp_path: Path) -> None:
+    facts = platform(plain_host(tmp_path))
+    assert (facts.system, facts.machine, facts.kernel) == ("Linux", "x86_64", "6.8.0-45-generic")
+    assert (facts.distribution, facts.distribution_like, facts.distribution_version) == ("ubuntu", ("debian",), "24.04")
+    assert facts.distribution_name == "Ubuntu 24.04.1 LTS"
+    assert (facts.libc, facts.package_manager, facts.shell) == ("glibc 2.39", "apt", "bash")
+    assert (facts.root, facts.groups) == (False, ("adm", "user"))
+    assert (facts.laptop, facts.address_space, facts.suspends, facts.prime) == (False, None, 0, "")
 
 
-def test_os_release_may_be_only_in_usr(tmp_path: Path) -> None:
-    told = platform(plain_host(tmp_path, without=("/etc/os-release",)))
-    assert told.distribution == "ubuntu"
+def test_os_release_only_below_usr(tmp_path: Path) -> None:
+    facts = platform(plain_host(tmp_path, without=("/etc/os-release",)))
+    assert facts.distribution == "ubuntu"
 
 
 @each(
@@ -39,7 +41,7 @@ def test_os_release_may_be_only_in_usr(tmp_path: Path) -> None:
         ("ID=ubuntu", (), ""),
     ],
 )
-def test_the_package_manager_is_the_distributions_own(
+def test_package_manager_of_the_distribution(
     tmp_path: Path, release: str, programs: tuple[str, ...], manager: str
 ) -> None:
     tree = {"/etc/os-release": release, **dict.fromkeys(programs, "")}
@@ -56,18 +58,18 @@ def test_the_package_manager_is_the_distributions_own(
         ({"/lib64/libc.so.6": b"no library"}, ""),
     ],
 )
-def test_the_libc_of_a_tree_is_read_from_its_files(tmp_path: Path, tree: Tree, libc: str) -> None:
+def test_libc_is_read_from_files(tmp_path: Path, tree: Tree, libc: str) -> None:
     assert platform(tree_host(tmp_path, tree)).libc == libc
 
 
-@each(("type_", "laptop"), [("10\n", True), ("31", True), ("3", False), ("23", False), ("\udcff", False)])
-def test_the_chassis_tells_a_laptop(tmp_path: Path, type_: str, *, laptop: bool) -> None:
-    assert platform(plain_host(tmp_path, more={"/sys/class/dmi/id/chassis_type": type_})).laptop is laptop
+@each(("chassis_type", "laptop"), [("10\n", True), ("31", True), ("3", False), ("23", False), ("\udcff", False)])
+def test_laptop_is_recognized_by_its_chassis_type(tmp_path: Path, chassis_type: str, *, laptop: bool) -> None:
+    assert platform(plain_host(tmp_path, more={"/sys/class/dmi/id/chassis_type": chassis_type})).laptop is laptop
 
 
-def test_without_a_chassis_nobody_knows(tmp_path: Path) -> None:
-    told = platform(plain_host(tmp_path, without=("/sys/class/dmi",)))
-    assert told.laptop == Unknown("/sys/class/dmi/id/chassis_type does not exist")
+def test_laptop_is_unknown_without_a_chassis_type(tmp_path: Path) -> None:
+    facts = platform(plain_host(tmp_path, without=("/sys/class/dmi",)))
+    assert facts.laptop == Unknown("/sys/class/dmi/id/chassis_type does not exist")
 
 
 def test_limits_suspends_and_groups_without_a_name(tmp_path: Path) -> None:
@@ -76,13 +78,13 @@ def test_limits_suspends_and_groups_without_a_name(tmp_path: Path) -> None:
         "/sys/power/suspend_stats/success": "7\n",
         "/proc/self/status": "Gid:\t1000\t1000\t1000\t1000\nGroups:\t44 60001 1000 \n",
     }
-    told = platform(plain_host(tmp_path, more=more))
-    assert (told.address_space, told.suspends) == (8589934592, 7)
-    assert told.groups == ("60001", "user", "video")
+    facts = platform(plain_host(tmp_path, more=more))
+    assert (facts.address_space, facts.suspends) == (8589934592, 7)
+    assert facts.groups == ("60001", "user", "video")
 
 
 @each(
-    ("path", "word", "prime"),
+    ("path", "text", "prime"),
     [
         ("/etc/prime-discrete", "on\n", "nvidia"),
         ("/etc/prime-discrete", "off\n", "intel"),
@@ -90,22 +92,22 @@ def test_limits_suspends_and_groups_without_a_name(tmp_path: Path) -> None:
         ("/etc/prime/current_type", "intel\n", "intel"),
     ],
 )
-def test_prime_is_read_from_its_file(tmp_path: Path, path: str, word: str, prime: str) -> None:
-    assert platform(plain_host(tmp_path, more={path: word})).prime == prime
+def test_prime_mode_is_read_from_its_file(tmp_path: Path, path: str, text: str, prime: str) -> None:
+    assert platform(plain_host(tmp_path, more={path: text})).prime == prime
 
 
-def test_root_and_a_machine_without_a_shell(tmp_path: Path) -> None:
-    told = platform(tree_host(tmp_path, {}, uid=0))
-    assert told.root
-    assert (told.shell, told.distribution, told.groups, told.package_manager) == ("", "", (), "")
+def test_root_in_an_empty_tree(tmp_path: Path) -> None:
+    facts = platform(tree_host(tmp_path, {}, uid=0))
+    assert facts.root
+    assert (facts.shell, facts.distribution, facts.groups, facts.package_manager) == ("", "", (), "")
 
 
-def test_other_systems_say_their_names(tmp_path: Path) -> None:
-    told = platform(tree_host(tmp_path, {}, {"SHELL": "/bin/zsh"}, uname=("Darwin", "24.1.0", "arm64")))
-    assert (told.system, told.machine, told.kernel, told.shell) == ("Darwin", "arm64", "24.1.0", "zsh")
+def test_other_systems_report_their_names(tmp_path: Path) -> None:
+    facts = platform(tree_host(tmp_path, {}, {"SHELL": "/bin/zsh"}, uname=("Darwin", "24.1.0", "arm64")))
+    assert (facts.system, facts.machine, facts.kernel, facts.shell) == ("Darwin", "arm64", "24.1.0", "zsh")
 
 
-def test_this_host_can_be_examined() -> None:
+def test_this_host_can_be_probed() -> None:
     assert platform(Host()).system
 
 
@@ -116,7 +118,7 @@ GB = 1 << 30
 MEMINFO = (
     f"MemTotal:       {64 * GB // 1024} kB\nMemFree:        {1 * GB // 1024} kB\nMemAvailable:   {40 * GB // 1024} kB\n"
 )
-GROUP = "/sys/fs/cgroup/kubepods/pod1"
+CGROUP = "/sys/fs/cgroup/kubepods/pod1"
 
 
 @each(
@@ -130,9 +132,9 @@ GROUP = "/sys/fs/cgroup/kubepods/pod1"
             {
                 "/proc/meminfo": MEMINFO,
                 "/proc/self/cgroup": "0::/kubepods/pod1\n",
-                f"{GROUP}/memory.max": f"{8 * GB}\n",
-                f"{GROUP}/memory.current": f"{6 * GB}\n",
-                f"{GROUP}/memory.stat": f"anon 1\ninactive_file {1 * GB}\n",
+                f"{CGROUP}/memory.max": f"{8 * GB}\n",
+                f"{CGROUP}/memory.current": f"{6 * GB}\n",
+                f"{CGROUP}/memory.stat": f"anon 1\ninactive_file {1 * GB}\n",
             },
             (8 * GB, 3 * GB),
         ),
@@ -161,14 +163,14 @@ GROUP = "/sys/fs/cgroup/kubepods/pod1"
         ),
     ],
 )
-def test_memory_is_the_machines_or_the_containers_where_that_is_less(
+def test_memory_is_that_of_the_machine_or_less_by_a_cgroup_limit(
     tree: Tree, expected: tuple[int, int], tmp_path: Path
 ) -> None:
     assert memory(tree_host(tmp_path, tree)) == expected
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc")
-def test_this_machine_has_some() -> None:
+def test_memory_of_this_machine() -> None:
     total, free = memory(Host())
     assert 0 < free <= total
 
@@ -176,7 +178,7 @@ def test_this_machine_has_some() -> None:
 # -- mounts ------------------------------------------------------------------------------------------------------------
 
 
-TEXT = """\
+MOUNTINFO = """\
 27 1 0:25 /@ / rw,relatime shared:1 - btrfs /dev/nvme0n1p2 rw,subvol=/@
 24 27 0:6 / /dev rw,nosuid shared:2 master:1 - devtmpfs udev rw,mode=755
 25 24 0:23 / /dev/a\\040b rw,nodev - tmpfs tmpfs rw
@@ -187,8 +189,8 @@ garbage
 """
 
 
-def test_the_root_and_what_is_at_or_below_dev(tmp_path: Path) -> None:
-    assert mounts(tree_host(tmp_path, {"/proc/self/mountinfo": TEXT})) == (
+def test_mounts_of_the_root_and_below_dev(tmp_path: Path) -> None:
+    assert mounts(tree_host(tmp_path, {"/proc/self/mountinfo": MOUNTINFO})) == (
         Mount("/", "btrfs", ("rw", "relatime"), "rw,subvol=/@"),
         Mount("/dev", "devtmpfs", ("rw", "nosuid"), "rw,mode=755"),
         Mount("/dev/a b", "tmpfs", ("rw", "nodev"), "rw"),
@@ -200,12 +202,12 @@ def test_the_root_and_what_is_at_or_below_dev(tmp_path: Path) -> None:
     ("path", "kind", "nodev"),
     [("/dev/nvidia0", "tmpfs", True), ("/devices", "btrfs", False), ("/", "btrfs", False), ("/dev/a b", "tmpfs", True)],
 )
-def test_the_deepest_and_last_is_the_one(tmp_path: Path, path: str, kind: str, *, nodev: bool) -> None:
-    mount = mount_of(mounts(tree_host(tmp_path, {"/proc/self/mountinfo": TEXT})), path)
+def test_deepest_and_last_mount_wins(tmp_path: Path, path: str, kind: str, *, nodev: bool) -> None:
+    mount = mount_of(mounts(tree_host(tmp_path, {"/proc/self/mountinfo": MOUNTINFO})), path)
     assert (mount.kind, "nodev" in mount.options) == (kind, nodev)
 
 
-def test_none_where_nothing_can_be_read(tmp_path: Path) -> None:
+def test_no_mount_without_mountinfo(tmp_path: Path) -> None:
     assert mount_of(mounts(tree_host(tmp_path, {})), "/dev") == Mount("", "")
 
 
@@ -217,28 +219,30 @@ CUDA: Tree = {
     "/usr/local/cuda-12": Link("/usr/local/cuda-12.4"),
     "/usr/local/cuda-12.4/bin/nvcc": b"\x7fELF",
 }
-JSON = '{\n  "cuda" : {\n    "name" : "CUDA SDK",\n    "version" : "12.4.1"\n  },\n  "cudart": {"version": "12.4.127"}}'
+VERSION_JSON = (
+    '{\n  "cuda" : {\n    "name" : "CUDA SDK",\n    "version" : "12.4.1"\n  },\n  "cudart": {"version": "12.4.127"}}'
+)
 HEADER = "/* long */\n#define CUDA_VERSION 13000\n"
 
 
-def test_none_is_no_fault(tmp_path: Path) -> None:
+def test_no_toolkit(tmp_path: Path) -> None:
     assert toolkit(tree_host(tmp_path, {}, {"PATH": "/usr/bin"})) == Toolkit()
 
 
-def test_the_usual_place_without_any_variable(tmp_path: Path) -> None:
-    told = toolkit(tree_host(tmp_path, {**CUDA, "/usr/local/cuda-12.4/version.json": JSON}))
-    assert told == Toolkit(
+def test_toolkit_in_the_usual_folder_without_variables(tmp_path: Path) -> None:
+    facts = toolkit(tree_host(tmp_path, {**CUDA, "/usr/local/cuda-12.4/version.json": VERSION_JSON}))
+    assert facts == Toolkit(
         "/usr/local/cuda/bin/nvcc",
         "12.4.1",
         folders=("/usr/local/cuda", "/usr/local/cuda-12", "/usr/local/cuda-12.4"),
     )
 
 
-def test_the_path_goes_before_the_home(tmp_path: Path) -> None:
+def test_path_comes_before_cuda_home(tmp_path: Path) -> None:
     tree = {**CUDA, "/opt/cuda/bin/nvcc": b"", "/opt/cuda/version.txt": "CUDA Version 10.2.89\n"}
     environ = {"PATH": ":relative:/opt/cuda/bin/:/usr/bin", "CUDA_HOME": "/usr/local/cuda"}
-    told = toolkit(tree_host(tmp_path, tree, environ))
-    assert (told.nvcc, told.version, told.home) == ("/opt/cuda/bin/nvcc", "10.2.89", "/usr/local/cuda")
+    facts = toolkit(tree_host(tmp_path, tree, environ))
+    assert (facts.nvcc, facts.version, facts.home) == ("/opt/cuda/bin/nvcc", "10.2.89", "/usr/local/cuda")
 
 
 @each(
@@ -257,13 +261,13 @@ def test_the_path_goes_before_the_home(tmp_path: Path) -> None:
         ("/u/cuda-11.8/bin/nvcc", {"/u/cuda-11.8/bin/nvcc": b"", "/u/cuda-11.8/version.json": b"\xff{"}, "11.8"),
     ],
 )
-def test_the_version_by_the_files_around_it(tmp_path: Path, nvcc: str, tree: Tree, version: str) -> None:
-    told = toolkit(tree_host(tmp_path, tree, {"PATH": nvcc.removesuffix("/nvcc")}))
-    assert (told.nvcc, told.version) == (nvcc, version)
+def test_toolkit_version_from_files_around_nvcc(tmp_path: Path, nvcc: str, tree: Tree, version: str) -> None:
+    facts = toolkit(tree_host(tmp_path, tree, {"PATH": nvcc.removesuffix("/nvcc")}))
+    assert (facts.nvcc, facts.version) == (nvcc, version)
 
 
 @each("nvcc", [Link("nvcc"), FOLDER])
-def test_what_cannot_be_a_compiler(tmp_path: Path, nvcc: Content) -> None:
+def test_link_loop_or_folder_is_not_nvcc(tmp_path: Path, nvcc: Content) -> None:
     assert toolkit(tree_host(tmp_path, {"/c/bin/nvcc": nvcc}, {"PATH": "/c/bin"})).nvcc == ""
 
 
@@ -274,6 +278,6 @@ def test_toolkits_for_arm_servers_and_for_jetson(tmp_path: Path, target: str) ->
     assert toolkit(host).version == "13.0"
 
 
-def test_a_home_that_is_not_there_is_shown(tmp_path: Path) -> None:
-    told = toolkit(tree_host(tmp_path, {}, {"CUDA_PATH": "/gone"}))
-    assert told == Toolkit(home="/gone")
+def test_cuda_path_that_does_not_exist_is_reported(tmp_path: Path) -> None:
+    facts = toolkit(tree_host(tmp_path, {}, {"CUDA_PATH": "/gone"}))
+    assert facts == Toolkit(home="/gone")

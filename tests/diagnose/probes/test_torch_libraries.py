@@ -1,4 +1,4 @@
-"""What torch's binaries say, over forged wheels: architectures, and which of NVIDIA's libraries it would be given."""
+"""Torch's binaries, in forged wheels: their architectures, and which of NVIDIA's libraries they would load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUDNN = f"{SITE}/nvidia/cudnn/lib"
 SYSTEM = "/usr/lib/x86_64-linux-gnu"
 RPATH = "$ORIGIN/../../nvidia/cudnn/lib:$ORIGIN/../../nvidia/cu13/lib:$ORIGIN"
 
-RESCUE_ONLY = """
+PRELOAD_ON_ERROR = """
 def _preload_cuda_deps(lib_folder, lib_name):
     pass
 def _load_global_deps():
@@ -41,7 +41,7 @@ def _load_global_deps():
 if (USE_RTLD_GLOBAL_WITH_LIBTORCH or os.getenv('TORCH_USE_RTLD_GLOBAL')):
     pass
 """
-SOME = """
+PRELOAD_NVJITLINK = """
 def _preload_cuda_deps(lib_folder, lib_name):
     pass
 def _load_global_deps():
@@ -55,7 +55,7 @@ def _load_global_deps():
 if (USE_RTLD_GLOBAL_WITH_LIBTORCH or os.getenv('TORCH_USE_RTLD_GLOBAL')):
     pass
 """
-EVERYTHING = """
+PRELOAD_ALL = """
 def _preload_cuda_lib(lib_folder, lib_name, required=True):
     pass
 def _preload_cuda_deps(err=None, required=True):
@@ -78,8 +78,8 @@ if (USE_RTLD_GLOBAL_WITH_LIBTORCH or os.getenv('TORCH_USE_RTLD_GLOBAL')):
 """
 
 
-def lib(soname: str, *needed: str, **more: Any) -> bytes:
-    return library(soname=soname, needed=needed, machine="x86_64", **more)
+def lib(soname: str, *needed: str, **options: Any) -> bytes:
+    return library(soname=soname, needed=needed, machine="x86_64", **options)
 
 
 def record(name: str, version: str, *paths: str) -> dict[str, Content]:
@@ -87,20 +87,24 @@ def record(name: str, version: str, *paths: str) -> dict[str, Content]:
     return {f"{SITE}/{name}-{version}.dist-info/RECORD": lines}
 
 
-def wheel(start: str = RESCUE_ONLY, rpath: str = RPATH) -> dict[str, Content | None]:
+def wheel(init: str = PRELOAD_ON_ERROR, rpath: str = RPATH) -> dict[str, Content | None]:
     """A torch with CUDA 13, and NVIDIA's wheels beside it."""
     kernels = fatbin([(CUBIN, 75, b"a" * 8), (CUBIN, 90, b"b" * 8), (PTX, 90, b"c" * 8)])
     constants = b"x\0sm_75 sm_90 compute_90\0sm_\0sm_75 and more\0"
-    asks = ("libcudart.so.13", "libcusparse.so.12", "libcudnn.so.9", "libc10.so")
+    dependencies = ("libcudart.so.13", "libcusparse.so.12", "libcudnn.so.9", "libc10.so")
     return {
-        f"{TORCH}/__init__.py": start,
+        f"{TORCH}/__init__.py": init,
         f"{TORCH}/_C.cpython-312-x86_64-linux-gnu.so": lib("", "libtorch_python.so", rpath="$ORIGIN/lib"),
         f"{TORCH}/lib/libtorch_global_deps.so": lib("libtorch_global_deps.so", "libcudart.so.13", rpath=rpath),
         f"{TORCH}/lib/libtorch_python.so": lib(
             "libtorch_python.so", "libtorch_cuda.so", rpath=rpath, sections={".rodata": constants}
         ),
         f"{TORCH}/lib/libtorch_cuda.so": lib(
-            "libtorch_cuda.so", *asks, rpath=rpath, sections={".nv_fatbin": kernels}, undefined=["run@libcudart.so.13"]
+            "libtorch_cuda.so",
+            *dependencies,
+            rpath=rpath,
+            sections={".nv_fatbin": kernels},
+            undefined=["run@libcudart.so.13"],
         ),
         f"{TORCH}/lib/libc10.so": lib("libc10.so"),
         f"{NVIDIA}/libcudart.so.13": lib("libcudart.so.13", functions={"run@@libcudart.so.13": returns(0)}),
@@ -121,59 +125,59 @@ def wheel(start: str = RESCUE_ONLY, rpath: str = RPATH) -> dict[str, Content | N
 
 
 INSTALL = TorchInstall(TORCH, "2.15.0+cu132", "13.2")
-IMPORTS = ("/usr/lib/python3.12", SITE)
+SYS_PATH = ("/usr/lib/python3.12", SITE)
 
 
 def probe(
     root: Path, tree: Mapping[str, Content | None], *, install: TorchInstall = INSTALL, **environ: str
 ) -> TorchLibraries:
-    return torch_libraries(Loader(tree_host(root, tree, environ)), IMPORTS, install)
+    return torch_libraries(Loader(tree_host(root, tree, environ)), SYS_PATH, install)
 
 
-def needed(found: TorchLibraries) -> dict[str, Resolved]:
-    return {each.name: each for each in found.needed}
+def by_name(facts: TorchLibraries) -> dict[str, Resolved]:
+    return {resolved.name: resolved for resolved in facts.needed}
 
 
-# -- a wheel that is whole
+# -- a complete wheel
 
 
-def test_a_whole_wheel(tmp_path: Path) -> None:
-    found = probe(tmp_path, wheel())
-    assert found.architectures == ("sm_75", "sm_90", "compute_90")
-    assert found.cubins == {"sm_75": 1, "sm_90": 1, "compute_90": 1}
-    assert (found.unresolved, found.overlaps, found.split_cudnn, found.cwd_searched) == ((), (), (), ())
+def test_complete_wheel(tmp_path: Path) -> None:
+    facts = probe(tmp_path, wheel())
+    assert facts.architectures == ("sm_75", "sm_90", "compute_90")
+    assert facts.cubins == {"sm_75": 1, "sm_90": 1, "compute_90": 1}
+    assert (facts.unresolved, facts.overlaps, facts.split_cudnn, facts.cwd_searched) == ((), (), (), ())
     path = f"{NVIDIA}/libcudart.so.13"
-    assert needed(found)["libcudart.so.13"] == Resolved(
+    assert by_name(facts)["libcudart.so.13"] == Resolved(
         *("libcudart.so.13", path, "RPATH", "libtorch_global_deps.so", "13.2.86", path, "nvidia-cuda-runtime")
     )
-    assert needed(found)["libnvJitLink.so.13"].via == "RUNPATH"
-    assert needed(found)["libnvJitLink.so.13"].needed_by == "libcusparse.so.12"
-    assert set(needed(found)) == {"libcudart.so.13", "libcusparse.so.12", "libcudnn.so.9", "libnvJitLink.so.13"}
-    assert not any(each.shadowed for each in found.needed)
+    assert by_name(facts)["libnvJitLink.so.13"].via == "RUNPATH"
+    assert by_name(facts)["libnvJitLink.so.13"].needed_by == "libcusparse.so.12"
+    assert set(by_name(facts)) == {"libcudart.so.13", "libcusparse.so.12", "libcudnn.so.9", "libnvJitLink.so.13"}
+    assert not any(resolved.shadowed for resolved in facts.needed)
 
 
-def test_the_current_directory_in_a_run_path(tmp_path: Path) -> None:
+def test_current_directory_in_a_runpath(tmp_path: Path) -> None:
     path = f"{NVIDIA}/libnvJitLink.so.13"
-    found = probe(tmp_path, {**wheel(), path: lib("libnvJitLink.so.13", runpath="$ORIGIN:")})
-    assert found.cwd_searched == ("libnvJitLink.so.13: RUNPATH has an empty element",)
+    facts = probe(tmp_path, {**wheel(), path: lib("libnvJitLink.so.13", runpath="$ORIGIN:")})
+    assert facts.cwd_searched == ("libnvJitLink.so.13: RUNPATH has an empty element",)
 
 
-# -- what is missing or broken
+# -- missing and broken libraries
 
 
-def test_a_missing_library_and_the_package_that_has_it(tmp_path: Path) -> None:
-    found = needed(probe(tmp_path, {**wheel(), f"{CUDNN}/libcudnn.so.9": None}))["libcudnn.so.9"]
-    assert (found.path, found.needed_by) == ("", "libtorch_cuda.so")
-    assert (found.expected, found.package) == (f"{CUDNN}/libcudnn.so.9", "nvidia-cudnn-cu13")
+def test_missing_library_and_its_package(tmp_path: Path) -> None:
+    cudnn = by_name(probe(tmp_path, {**wheel(), f"{CUDNN}/libcudnn.so.9": None}))["libcudnn.so.9"]
+    assert (cudnn.path, cudnn.needed_by) == ("", "libtorch_cuda.so")
+    assert (cudnn.expected, cudnn.package) == (f"{CUDNN}/libcudnn.so.9", "nvidia-cudnn-cu13")
 
 
-def test_a_package_that_was_never_installed(tmp_path: Path) -> None:
-    gone = {f"{CUDNN}/libcudnn.so.9": None, f"{SITE}/nvidia_cudnn_cu13-9.20.0.48.dist-info": None}
-    found = needed(probe(tmp_path, {**wheel(), **gone}))["libcudnn.so.9"]
-    assert (found.path, found.expected, found.package) == ("", "", "nvidia-cudnn-cu13")
+def test_package_that_was_never_installed(tmp_path: Path) -> None:
+    removed = {f"{CUDNN}/libcudnn.so.9": None, f"{SITE}/nvidia_cudnn_cu13-9.20.0.48.dist-info": None}
+    cudnn = by_name(probe(tmp_path, {**wheel(), **removed}))["libcudnn.so.9"]
+    assert (cudnn.path, cudnn.expected, cudnn.package) == ("", "", "nvidia-cudnn-cu13")
 
 
-CUT = lib("libcudnn.so.9", section_headers=False)[:-1]
+TRUNCATED = lib("libcudnn.so.9", section_headers=False)[:-1]
 
 
 @each(
@@ -181,54 +185,54 @@ CUT = lib("libcudnn.so.9", section_headers=False)[:-1]
     [
         (b"", "empty"),
         (b"text", "not an ELF file"),
-        (CUT, f"cut off after {len(CUT)} of {len(CUT) + 1} bytes"),
+        (TRUNCATED, f"cut off after {len(TRUNCATED)} of {len(TRUNCATED) + 1} bytes"),
     ],
 )
-def test_a_broken_library(tmp_path: Path, content: bytes, problem: str) -> None:
-    found = needed(probe(tmp_path, {**wheel(), f"{CUDNN}/libcudnn.so.9": content}))["libcudnn.so.9"]
-    assert (found.path, found.problem, found.shadowed) == (f"{CUDNN}/libcudnn.so.9", problem, False)
+def test_broken_library(tmp_path: Path, content: bytes, problem: str) -> None:
+    cudnn = by_name(probe(tmp_path, {**wheel(), f"{CUDNN}/libcudnn.so.9": content}))["libcudnn.so.9"]
+    assert (cudnn.path, cudnn.problem, cudnn.shadowed) == (f"{CUDNN}/libcudnn.so.9", problem, False)
 
 
-def test_a_library_that_is_not_nvidias_and_missing(tmp_path: Path) -> None:
-    found = needed(probe(tmp_path, {**wheel(), f"{TORCH}/lib/libc10.so": None}))["libc10.so"]
-    assert (found.path, found.package, found.needed_by) == ("", "", "libtorch_cuda.so")
+def test_missing_library_that_is_not_nvidias(tmp_path: Path) -> None:
+    c10 = by_name(probe(tmp_path, {**wheel(), f"{TORCH}/lib/libc10.so": None}))["libc10.so"]
+    assert (c10.path, c10.package, c10.needed_by) == ("", "", "libtorch_cuda.so")
 
 
-def test_the_drivers_libraries_are_not_torchs(tmp_path: Path) -> None:
+def test_libraries_of_the_driver_are_not_listed(tmp_path: Path) -> None:
     lazy = {f"{TORCH}/lib/libcaffe2_nvrtc.so": lib("libcaffe2_nvrtc.so", "libcuda.so.1", "libnvrtc.so.13")}
-    found = needed(probe(tmp_path, {**wheel(), **lazy}))
-    assert "libcuda.so.1" not in found
-    assert (found["libnvrtc.so.13"].path, found["libnvrtc.so.13"].package) == ("", "nvidia-cuda-nvrtc")
+    needed = by_name(probe(tmp_path, {**wheel(), **lazy}))
+    assert "libcuda.so.1" not in needed
+    assert (needed["libnvrtc.so.13"].path, needed["libnvrtc.so.13"].package) == ("", "nvidia-cuda-nvrtc")
 
 
-def test_nothing_but_a_folder(tmp_path: Path) -> None:
-    found = probe(tmp_path, {f"{TORCH}/version.py": ""})
-    assert isinstance(found.architectures, Unknown)
-    assert found.cubins == Unknown("libtorch_cuda.so: not there, or not for this machine")
-    assert [each.name for each in found.needed] == ["libtorch_global_deps.so"]
+def test_torch_folder_without_libraries(tmp_path: Path) -> None:
+    facts = probe(tmp_path, {f"{TORCH}/version.py": ""})
+    assert isinstance(facts.architectures, Unknown)
+    assert facts.cubins == Unknown("libtorch_cuda.so: not there, or not for this machine")
+    assert [resolved.name for resolved in facts.needed] == ["libtorch_global_deps.so"]
 
 
-def test_libraries_of_another_machine(tmp_path: Path) -> None:
+def test_library_for_another_machine(tmp_path: Path) -> None:
     tree = {**wheel(), f"{TORCH}/lib/libtorch_cuda.so": library(machine="aarch64")}
-    found = probe(tmp_path, tree)
-    assert isinstance(found.cubins, Unknown)
-    assert needed(found)["libtorch_cuda.so"].path == ""
+    facts = probe(tmp_path, tree)
+    assert isinstance(facts.cubins, Unknown)
+    assert by_name(facts)["libtorch_cuda.so"].path == ""
 
 
-# -- what comes from elsewhere
+# -- libraries from elsewhere
 
 
-def test_the_systems_copy_where_the_wheels_is_gone(tmp_path: Path) -> None:
+def test_system_library_replaces_a_missing_one(tmp_path: Path) -> None:
     tree = {
         **wheel(),
         f"{NVIDIA}/libcudart.so.13": None,
         f"{SYSTEM}/libcudart.so.13": Link("libcudart.so.13.0.96"),
         f"{SYSTEM}/libcudart.so.13.0.96": lib("libcudart.so.13", functions={"run@@libcudart.so.13": returns(0)}),
     }
-    found = needed(probe(tmp_path, tree))["libcudart.so.13"]
-    assert (found.path, found.via, found.version) == (f"{SYSTEM}/libcudart.so.13", "default folder", "13.0.96")
-    assert found.shadowed
-    assert found.expected == f"{NVIDIA}/libcudart.so.13"
+    cudart = by_name(probe(tmp_path, tree))["libcudart.so.13"]
+    assert (cudart.path, cudart.via, cudart.version) == (f"{SYSTEM}/libcudart.so.13", "default folder", "13.0.96")
+    assert cudart.shadowed
+    assert cudart.expected == f"{NVIDIA}/libcudart.so.13"
 
 
 OLD_LINKER = {
@@ -236,63 +240,63 @@ OLD_LINKER = {
         "libnvJitLink.so.13", functions={"__link_13_0@@libnvJitLink.so.13": returns(0)}
     )
 }
-LACKS = ("__link_13_1 of libnvJitLink.so.13, needed by libcusparse.so.12",)
+UNRESOLVED = ("__link_13_1 of libnvJitLink.so.13, needed by libcusparse.so.12",)
 
 
-def test_the_library_path_gets_between_nvidias_libraries(tmp_path: Path) -> None:
-    found = probe(tmp_path, {**wheel(), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
-    linker = needed(found)["libnvJitLink.so.13"]
+def test_ld_library_path_shadows_a_library_found_by_runpath(tmp_path: Path) -> None:
+    facts = probe(tmp_path, {**wheel(), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    linker = by_name(facts)["libnvJitLink.so.13"]
     assert (linker.path, linker.via, linker.shadowed) == ("/opt/cuda/lib64/libnvJitLink.so.13", "LD_LIBRARY_PATH", True)
-    assert found.unresolved == LACKS
+    assert facts.unresolved == UNRESOLVED
 
 
-def test_a_torch_that_preloads_is_safe_from_it(tmp_path: Path) -> None:
-    found = probe(tmp_path, {**wheel(EVERYTHING), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
-    linker = needed(found)["libnvJitLink.so.13"]
+def test_ld_library_path_does_not_affect_a_torch_that_preloads(tmp_path: Path) -> None:
+    facts = probe(tmp_path, {**wheel(PRELOAD_ALL), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    linker = by_name(facts)["libnvJitLink.so.13"]
     assert (linker.path, linker.via) == (f"{NVIDIA}/libnvJitLink.so.13", "loaded")
-    assert found.unresolved == ()
+    assert facts.unresolved == ()
 
 
-def test_the_first_that_cannot_be_preloaded_ends_it(tmp_path: Path) -> None:
+def test_preloading_ends_at_the_first_library_that_fails(tmp_path: Path) -> None:
     broken = {f"{NVIDIA}/libcublasLt.so.13": lib("libcublasLt.so.13", "libnowhere.so")}
-    found = probe(tmp_path, {**wheel(EVERYTHING), **OLD_LINKER, **broken}, LD_LIBRARY_PATH="/opt/cuda/lib64")
-    assert found.unresolved == LACKS
+    facts = probe(tmp_path, {**wheel(PRELOAD_ALL), **OLD_LINKER, **broken}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    assert facts.unresolved == UNRESOLVED
 
 
-def test_a_torch_that_preloads_only_beside_its_own_runtime(tmp_path: Path) -> None:
-    """The path of this libcudart has no ``nvidia/cuda_runtime`` in it, so that torch does not preload."""
-    found = probe(tmp_path, {**wheel(SOME), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
-    assert found.unresolved == LACKS
+def test_torch_that_preloads_only_beside_its_own_runtime(tmp_path: Path) -> None:
+    """The path of this libcudart has no ``nvidia/cuda_runtime`` in it, so this torch does not preload."""
+    facts = probe(tmp_path, {**wheel(PRELOAD_NVJITLINK), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    assert facts.unresolved == UNRESOLVED
     runtime = f"{SITE}/nvidia/cuda_runtime/lib/libcudart.so.13"
     tree = {
-        **wheel(SOME, rpath=f"$ORIGIN/../../nvidia/cuda_runtime/lib:{RPATH}"),
+        **wheel(PRELOAD_NVJITLINK, rpath=f"$ORIGIN/../../nvidia/cuda_runtime/lib:{RPATH}"),
         runtime: lib("libcudart.so.13", functions={"run@@libcudart.so.13": returns(0)}),
         **OLD_LINKER,
     }
     assert probe(tmp_path / "other", tree, LD_LIBRARY_PATH="/opt/cuda/lib64").unresolved == ()
 
 
-def test_torch_rescues_itself_where_its_run_path_leads_nowhere(tmp_path: Path) -> None:
-    """As where torch and NVIDIA's packages are in different folders of the path."""
+def test_torch_preloads_libraries_that_its_rpath_does_not_find(tmp_path: Path) -> None:
+    """Its RPATH finds nothing if torch and NVIDIA's packages are in different folders of sys.path."""
     tree = wheel(rpath="$ORIGIN")
     tree[f"{TORCH}/lib/libtorch_global_deps.so"] = lib("", "libcudart.so.13", rpath="$ORIGIN")
-    source = RESCUE_ONLY.replace("'cublas': 'libcublas.so.*[0-9]',", "")
+    source = PRELOAD_ON_ERROR.replace("'cublas': 'libcublas.so.*[0-9]',", "")
     tree[f"{TORCH}/__init__.py"] = source.replace("libcudart.so.*[0-9].*[0-9]", "libcudart.so.*[0-9]")
     tree[f"{NVIDIA}/libcufile.so.0"] = lib("libcufile.so.0")
-    found = needed(probe(tmp_path, tree))
-    assert (found["libcudart.so.13"].path, found["libcudart.so.13"].via) == (f"{NVIDIA}/libcudart.so.13", "loaded")
+    needed = by_name(probe(tmp_path, tree))
+    assert (needed["libcudart.so.13"].path, needed["libcudart.so.13"].via) == (f"{NVIDIA}/libcudart.so.13", "loaded")
 
 
-def test_a_preloaded_runtime(tmp_path: Path) -> None:
+def test_runtime_from_ld_preload(tmp_path: Path) -> None:
     tree = {**wheel(), "/opt/libcudart.so.13": lib("libcudart.so.13")}
-    found = probe(tmp_path, tree, LD_PRELOAD="/opt/libcudart.so.13")
-    assert (needed(found)["libcudart.so.13"].via, needed(found)["libcudart.so.13"].shadowed) == ("LD_PRELOAD", True)
+    facts = probe(tmp_path, tree, LD_PRELOAD="/opt/libcudart.so.13")
+    assert (by_name(facts)["libcudart.so.13"].via, by_name(facts)["libcudart.so.13"].shadowed) == ("LD_PRELOAD", True)
 
 
-def test_conda_takes_its_own_although_wheels_are_there(tmp_path: Path) -> None:
+def test_conda_uses_its_own_library_although_wheels_exist(tmp_path: Path) -> None:
     tree = {**wheel(rpath="$ORIGIN/../../../..:$ORIGIN"), "/opt/venv/lib/libcudart.so.13": lib("libcudart.so.13")}
-    found = needed(probe(tmp_path, tree))["libcudart.so.13"]
-    assert (found.path, found.expected, found.shadowed) == ("/opt/venv/lib/libcudart.so.13", "", False)
+    cudart = by_name(probe(tmp_path, tree))["libcudart.so.13"]
+    assert (cudart.path, cudart.expected, cudart.shadowed) == ("/opt/venv/lib/libcudart.so.13", "", False)
 
 
 def test_libraries_bundled_with_torch(tmp_path: Path) -> None:
@@ -300,11 +304,11 @@ def test_libraries_bundled_with_torch(tmp_path: Path) -> None:
     name = "libcudart-e409450e.so.11.0"
     tree[f"{TORCH}/lib/libtorch_global_deps.so"] = lib("", name, rpath="$ORIGIN")
     tree[f"{TORCH}/lib/{name}"] = lib(name)
-    found = needed(probe(tmp_path, tree))[name]
-    assert (found.path, found.expected, found.package) == (f"{TORCH}/lib/{name}",) * 2 + ("torch",)
+    cudart = by_name(probe(tmp_path, tree))[name]
+    assert (cudart.path, cudart.expected, cudart.package) == (f"{TORCH}/lib/{name}",) * 2 + ("torch",)
 
 
-def test_a_library_of_the_system_that_is_too_old(tmp_path: Path) -> None:
+def test_system_library_that_is_too_old(tmp_path: Path) -> None:
     tree = {
         **wheel(),
         f"{TORCH}/lib/libc10.so": lib("libc10.so", "libstdc++.so.6", undefined=["f@GLIBCXX_3.4.32@libstdc++.so.6"]),
@@ -313,7 +317,7 @@ def test_a_library_of_the_system_that_is_too_old(tmp_path: Path) -> None:
     assert probe(tmp_path, tree).unresolved == ("GLIBCXX_3.4.32 of libstdc++.so.6, needed by libc10.so",)
 
 
-def test_a_library_without_versions_will_do(tmp_path: Path) -> None:
+def test_library_without_symbol_versions_is_accepted(tmp_path: Path) -> None:
     tree = {
         **wheel(),
         f"{TORCH}/lib/libc10.so": lib("libc10.so", "libstdc++.so.6", undefined=["f@GLIBCXX_3.4.32@libstdc++.so.6"]),
@@ -332,21 +336,21 @@ def test_two_packages_with_the_same_files(tmp_path: Path) -> None:
     )
 
 
-# -- the parts of cuDNN
+# -- sub-libraries of cuDNN
 
 
-def test_parts_of_cudnn_from_the_library_path(tmp_path: Path) -> None:
+def test_cudnn_sublibraries_from_ld_library_path(tmp_path: Path) -> None:
     parts: dict[str, Content] = {
         f"{CUDNN}/libcudnn_ops.so.9": lib("libcudnn_ops.so.9"),
         "/opt/cudnn/libcudnn_ops.so.9": Link("libcudnn_ops.so.9.5.1"),
         "/opt/cudnn/libcudnn_ops.so.9.5.1": lib("libcudnn_ops.so.9"),
-        "/opt/cudnn/libcudnn_adv.so.9": lib("libcudnn_adv.so.9"),  # which this release does not know
+        "/opt/cudnn/libcudnn_adv.so.9": lib("libcudnn_adv.so.9"),  # unknown to this release
     }
-    found = probe(tmp_path, {**wheel(), **parts}, LD_LIBRARY_PATH="/opt/cudnn")
-    assert found.split_cudnn == ("libcudnn_ops.so.9: /opt/cudnn/libcudnn_ops.so.9, by LD_LIBRARY_PATH",)
+    facts = probe(tmp_path, {**wheel(), **parts}, LD_LIBRARY_PATH="/opt/cudnn")
+    assert facts.split_cudnn == ("libcudnn_ops.so.9: /opt/cudnn/libcudnn_ops.so.9, by LD_LIBRARY_PATH",)
 
 
-def test_parts_of_the_same_release_do_no_harm(tmp_path: Path) -> None:
+def test_cudnn_sublibraries_of_the_same_release_are_accepted(tmp_path: Path) -> None:
     parts: dict[str, Content] = {
         "/opt/cudnn/libcudnn_ops.so.9": Link("libcudnn_ops.so.9.20.0"),
         "/opt/cudnn/libcudnn_ops.so.9.20.0": lib("libcudnn_ops.so.9"),
@@ -354,7 +358,7 @@ def test_parts_of_the_same_release_do_no_harm(tmp_path: Path) -> None:
     assert probe(tmp_path, {**wheel(), **parts}, LD_LIBRARY_PATH="/opt/cudnn").split_cudnn == ()
 
 
-def test_a_cudnn_with_an_rpath_finds_its_own_parts(tmp_path: Path) -> None:
+def test_cudnn_with_an_rpath_finds_its_own_sublibraries(tmp_path: Path) -> None:
     parts: dict[str, Content] = {
         f"{CUDNN}/libcudnn.so.9": lib("libcudnn.so.9", rpath="$ORIGIN", sections={".rodata": b"libcudnn_ops.so\0"}),
         f"{CUDNN}/libcudnn_ops.so.9": lib("libcudnn_ops.so.9"),
@@ -364,55 +368,55 @@ def test_a_cudnn_with_an_rpath_finds_its_own_parts(tmp_path: Path) -> None:
 
 
 @each("knows", [True, False])
-def test_a_part_that_the_wheel_lacks_and_the_system_has(tmp_path: Path, *, knows: bool) -> None:
+def test_cudnn_sublibrary_missing_in_the_wheel_but_on_the_system(tmp_path: Path, *, knows: bool) -> None:
     constants = b"libcudnn_engines_tensor_ir.so\0" if knows else b"nothing\0"
     parts: dict[str, Content] = {
         f"{CUDNN}/libcudnn_graph.so.9": lib("libcudnn_graph.so.9", runpath="$ORIGIN", sections={".rodata": constants}),
         f"{SYSTEM}/libcudnn_engines_tensor_ir.so.9": lib("libcudnn_engines_tensor_ir.so.9"),
     }
     name = "libcudnn_engines_tensor_ir.so.9"
-    wanted = (f"{name}: {SYSTEM}/{name}, by default folder",) if knows else ()
-    assert probe(tmp_path, {**wheel(), **parts}).split_cudnn == wanted
+    expected = (f"{name}: {SYSTEM}/{name}, by default folder",) if knows else ()
+    assert probe(tmp_path, {**wheel(), **parts}).split_cudnn == expected
 
 
 # -- other builds and other systems
 
 
-def test_a_build_without_cuda(tmp_path: Path) -> None:
-    found = probe(tmp_path, wheel(), install=TorchInstall(TORCH, "2.13.0+cpu"))
-    assert (found.architectures, found.cubins) == ((), {})
+def test_cpu_build(tmp_path: Path) -> None:
+    facts = probe(tmp_path, wheel(), install=TorchInstall(TORCH, "2.13.0+cpu"))
+    assert (facts.architectures, facts.cubins) == ((), {})
 
 
-def test_a_build_of_one_architecture(tmp_path: Path) -> None:
+def test_build_for_one_architecture(tmp_path: Path) -> None:
     python = {f"{TORCH}/lib/libtorch_python.so": lib("", sections={".rodata": b"\0sm_90a\0"})}
     assert probe(tmp_path, {**wheel(), **python}).architectures == ("sm_90a",)
 
 
-def test_rocm(tmp_path: Path) -> None:
+def test_rocm_build(tmp_path: Path) -> None:
     python = {f"{TORCH}/lib/libtorch_python.so": lib("", sections={".rodata": b"\0gfx906 gfx90a gfx1100\0"})}
-    found = probe(tmp_path, {**wheel(), **python}, install=TorchInstall(TORCH, "2.13.0+rocm7.1", hip="7.1"))
-    assert found.architectures == ("gfx906", "gfx90a", "gfx1100")
-    assert found.cubins == {}
+    facts = probe(tmp_path, {**wheel(), **python}, install=TorchInstall(TORCH, "2.13.0+rocm7.1", hip="7.1"))
+    assert facts.architectures == ("gfx906", "gfx90a", "gfx1100")
+    assert facts.cubins == {}
 
 
 def test_kernels_in_several_libraries(tmp_path: Path) -> None:
-    """torch 1.13 had them in three."""
-    more = {
+    """torch 1.13 had its kernels in three libraries."""
+    libraries = {
         f"{TORCH}/lib/libtorch_cuda.so": lib("libtorch_cuda.so"),
         f"{TORCH}/lib/libtorch_cuda_cu.so": lib("", sections={".nv_fatbin": fatbin([(CUBIN, 37, b"x")])}),
         f"{TORCH}/lib/libtorch_cuda_cpp.so": lib("", sections={".nv_fatbin": fatbin([(CUBIN, 37, b"x")])}),
         f"{TORCH}/lib/libtorch_cuda_linalg.so": lib("", sections={".nv_fatbin": fatbin([(CUBIN, 20, b"x")])}),
     }
-    assert probe(tmp_path, {**wheel(), **more}).cubins == {"sm_37": 2}
+    assert probe(tmp_path, {**wheel(), **libraries}).cubins == {"sm_37": 2}
 
 
-def test_windows(tmp_path: Path) -> None:
+def test_architectures_on_windows(tmp_path: Path) -> None:
     tree = {f"{TORCH}/lib/torch_python.dll": b"MZ\0\0sm_75 sm_120\0"}
     host = tree_host(tmp_path, tree, uname=("Windows", "10", "AMD64"))
-    assert torch_libraries(Loader(host), IMPORTS, INSTALL).architectures == ("sm_75", "sm_120")
+    assert torch_libraries(Loader(host), SYS_PATH, INSTALL).architectures == ("sm_75", "sm_120")
 
 
-def test_constants_full_of_beginnings(tmp_path: Path) -> None:
+def test_architectures_are_unknown_in_constants_with_prefixes_only(tmp_path: Path) -> None:
     python = {f"{TORCH}/lib/libtorch_python.so": lib("", sections={".rodata": b"\0sm_" * 100_000})}
     assert isinstance(probe(tmp_path, {**wheel(), **python}).architectures, Unknown)
 
@@ -420,13 +424,13 @@ def test_constants_full_of_beginnings(tmp_path: Path) -> None:
 # -- what torch preloads
 
 
-def test_what_torch_says_it_preloads() -> None:
+def test_preloads_are_read_from_the_source_of_torch() -> None:
     runtime = ("cuda_runtime", "libcudart.so.*[0-9].*[0-9]", True)
     rescue = [("cublas", "libcublas.so.*[0-9]", True), runtime, ("cufile", "libcufile.so.*[0-9]", True)]
-    assert preloads(RESCUE_ONLY) == ([], "", rescue)
+    assert preloads(PRELOAD_ON_ERROR) == ([], "", rescue)
     linker = ("nvjitlink", "libnvJitLink.so.*[0-9]", True)
-    assert preloads(SOME) == ([linker], "nvidia/cuda_runtime/lib/libcudart.so", rescue[:1])
-    always, _, rescue = preloads(EVERYTHING)
+    assert preloads(PRELOAD_NVJITLINK) == ([linker], "nvidia/cuda_runtime/lib/libcudart.so", rescue[:1])
+    always, _, rescue = preloads(PRELOAD_ALL)
     assert [name.partition(".")[0] for _, name, _ in always] == [
         "libcublasLt",
         "libnvJitLink",
@@ -438,18 +442,18 @@ def test_what_torch_says_it_preloads() -> None:
 
 
 @each("source", ["", "import torch", "def _preload_cuda_deps(", "\0" * 100])
-def test_a_torch_that_says_nothing(source: str) -> None:
+def test_source_without_preloads(source: str) -> None:
     assert preloads(source) == ([], "", [])
 
 
-def test_the_installed_torch_says_it_in_a_known_way() -> None:
+def test_preloads_of_the_installed_torch_are_understood() -> None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         pytest.skip("needs torch")
     source = Path(spec.origin).read_text(encoding="utf-8")
     _, marker, rescue = preloads(source)
-    wanted = {"libcublas", "libcudnn", "libnccl", *(["libnvJitLink"] if "libnvJitLink" in source else [])}
-    assert wanted <= {name.partition(".")[0] for _, name, _ in rescue}
+    expected = {"libcublas", "libcudnn", "libnccl", *(["libnvJitLink"] if "libnvJitLink" in source else [])}
+    assert expected <= {name.partition(".")[0] for _, name, _ in rescue}
     assert marker.endswith("libcudart.so") or "not in _maps" not in source
 
 
@@ -466,15 +470,15 @@ def test_the_installed_torch_says_it_in_a_known_way() -> None:
         ("libcudart.so.13", "", ""),
     ],
 )
-def test_packages_of_libraries(name: str, cuda: str, package: str) -> None:
+def test_package_of_a_library(name: str, cuda: str, package: str) -> None:
     assert package_of(name, cuda) == package
 
 
-def test_the_installed_torch() -> None:
-    """A real torch of whatever build: nothing it needs is missing, as this very suite imports it."""
+def test_installed_torch_lacks_no_library() -> None:
+    """A real torch of any build: nothing it needs is missing, since these tests import it."""
     spec = importlib.util.find_spec("torch")
     if sys.platform != "linux" or spec is None or spec.origin is None:
         pytest.skip("needs a Linux build of torch")
-    found = torch_libraries(Loader(Host()), sys.path, TorchInstall(str(Path(spec.origin).parent), known=False))
-    assert [each for each in found.needed if not each.path or each.problem] == []
-    assert found.unresolved == ()
+    facts = torch_libraries(Loader(Host()), sys.path, TorchInstall(str(Path(spec.origin).parent), known=False))
+    assert [resolved for resolved in facts.needed if not resolved.path or resolved.problem] == []
+    assert facts.unresolved == ()

@@ -1,4 +1,4 @@
-"""The rows of the machine's chain, and short ways to ask them."""
+"""All rules, helpers that apply them to a machine, and helpers that break one part of a machine."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from transload.diagnose.rules import BY_CODE
 from transload.findings import Finding
 from transload.machine import Answer, Cuda, Experiment, Kernel, Machine, Node, Nvml
 
-ROWS = list(BY_CODE.values())
+RULES = list(BY_CODE.values())
 NO_LIBRARY = Answer("no-library", "libcuda.so.1: cannot open shared object file: No such file or directory")
 
 
-def seen(code: str, machine: Machine) -> Finding | None:
-    """What one rule finds on a machine."""
+def find(code: str, machine: Machine) -> Finding | None:
+    """The finding of one rule on a machine, or None where the rule does not match."""
     return BY_CODE[code].finding(Case(machine))
 
 
 def finding_of(code: str, machine: Machine) -> Finding:
-    """What one rule finds on a machine on which it must match."""
-    found = seen(code, machine)
-    assert found is not None
-    assert found.evidence
-    assert all(line and line == line.strip() for line in (*found.evidence, *found.fix))
-    return found
+    """The finding of one rule on a machine on which it must match."""
+    finding = find(code, machine)
+    assert finding is not None
+    assert finding.evidence
+    assert all(line and line == line.strip() for line in (*finding.evidence, *finding.fix))
+    return finding
 
 
 def cause(machine: Machine) -> str:
-    """The code of the one cause among the rows of the machine; empty where there is none."""
-    found = judge_machine(machine, ROWS).cause
-    return found.code if found else ""
+    """The code of the one cause; empty where there is none."""
+    finding = judge_machine(machine, RULES).cause
+    return finding.code if finding else ""
 
 
 def causes(machine: Machine) -> list[str]:
-    return [found.code for found in judge_machine(machine, ROWS).findings if found.severity == "error"]
+    """Codes of all errors."""
+    return [finding.code for finding in judge_machine(machine, RULES).findings if finding.severity == "error"]
 
 
 def alarms(machine: Machine) -> list[str]:
     """Codes of all errors and warnings."""
-    return [found.code for found in judge_machine(machine, ROWS).findings if found.severity != "note"]
+    return [finding.code for finding in judge_machine(machine, RULES).findings if finding.severity != "note"]
 
 
 def no_libcuda(machine: Machine) -> Machine:
-    """The machine without libcuda.so.1, neither for the loader nor on the disk."""
+    """The machine without libcuda.so.1: the loader does not find it, and it is not on the disk."""
     return dead(changed(machine, driver__cuda=Cuda(NO_LIBRARY), driver__libraries__cuda=()))
 
 
-def unloaded(machine: Machine, **kernel_facts: Any) -> Machine:
-    """The machine whose card has no kernel driver."""
+def driver_not_loaded(machine: Machine, **kernel_facts: Any) -> Machine:
+    """The machine whose kernel driver is not loaded."""
     cards = tuple(replace(card, driver="") for card in machine.hardware.pci or ())
-    absent = tuple(Node(f"/dev/{name}", exists=False, kind="", error="ENOENT") for name in _NAMES)
+    absent = tuple(Node(f"/dev/{name}", exists=False, kind="", error="ENOENT") for name in _NODES)
     machine = changed(
         refused(machine, 100),
         hardware__pci=cards,
@@ -68,35 +69,35 @@ def unloaded(machine: Machine, **kernel_facts: Any) -> Machine:
 
 def no_nodes(machine: Machine) -> Machine:
     return changed(
-        machine, nodes__found=tuple(Node(f"/dev/{name}", exists=False, kind="", error="ENOENT") for name in _NAMES)
+        machine, nodes__found=tuple(Node(f"/dev/{name}", exists=False, kind="", error="ENOENT") for name in _NODES)
     )
 
 
-def node(machine: Machine, path: str, **facts: Any) -> Machine:
-    """The machine with one node changed."""
-    found = tuple(replace(each, **facts) if each.path == path else each for each in machine.nodes.found)
-    return changed(machine, nodes__found=found)
+def with_node(machine: Machine, path: str, **facts: Any) -> Machine:
+    """The machine with some facts of one device node changed."""
+    nodes = tuple(replace(node, **facts) if node.path == path else node for node in machine.nodes.found)
+    return changed(machine, nodes__found=nodes)
 
 
-def missing(machine: Machine, path: str) -> Machine:
-    return node(machine, path, exists=False, kind="", error="ENOENT", major=0, minor=0)
+def missing_node(machine: Machine, path: str) -> Machine:
+    return with_node(machine, path, exists=False, kind="", error="ENOENT", major=0, minor=0)
 
 
-def relieved_by(machine: Machine, *variables: str) -> Machine:
-    """The machine whose driver was seen to work without some variables."""
+def works_without(machine: Machine, *variables: str) -> Machine:
+    """The machine on which an experiment showed that the driver works without some variables."""
     return changed(machine, driver__experiments=(Experiment(variables, healthy().driver.cuda),))
 
 
-def blind_nvml(machine: Machine, init: int = 0) -> Machine:
-    """The machine whose NVML sees no card."""
+def without_nvml_gpus(machine: Machine, init: int = 0) -> Machine:
+    """The machine on which NVML sees no GPU."""
     nvml = replace(machine.driver.nvml, init=init, count=0, gpus=())
     return changed(machine, driver__nvml=nvml)
 
 
 def with_gpu(machine: Machine, **facts: Any) -> Machine:
-    """The machine with NVML's word on its card changed."""
+    """The machine with some of the facts changed that NVML reports about its GPUs."""
     gpus = tuple(replace(gpu, **facts) for gpu in machine.driver.nvml.gpus)
     return changed(machine, driver__nvml__gpus=gpus)
 
 
-_NAMES = ("nvidiactl", "nvidia0", "nvidia-uvm")
+_NODES = ("nvidiactl", "nvidia0", "nvidia-uvm")

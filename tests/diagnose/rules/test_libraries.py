@@ -1,4 +1,4 @@
-"""Which libcuda.so.1 a process gets, and whether it fits."""
+"""Rules about which libcuda.so.1 a process loads, and whether it matches the kernel driver."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.diagnose.rules.machine_rows import (
     alarms,
     cause,
     causes,
+    driver_not_loaded,
+    find,
     finding_of,
     no_libcuda,
-    relieved_by,
-    seen,
-    unloaded,
     with_gpu,
+    works_without,
 )
 from tests.each import each
 
@@ -38,8 +38,8 @@ STUBS = "/usr/local/cuda/lib64/stubs"
 COMPAT = "/usr/local/cuda/compat"
 
 
-def taking(machine: Machine, lib: Library, *others: Library) -> Machine:
-    """The machine whose processes get ``lib``."""
+def loading(machine: Machine, lib: Library, *others: Library) -> Machine:
+    """The machine whose processes load ``lib``."""
     return changed(machine, driver__libraries__cuda=(lib, *others), driver__cuda__library=lib.target or lib.path)
 
 
@@ -51,130 +51,136 @@ def compat(version: str = "570.26", via: str = "LD_LIBRARY_PATH") -> Library:
     return replace(library("libcuda.so.1", version, via, COMPAT), kind="compat")
 
 
-def searching(machine: Machine, value: str) -> Machine:
+def with_library_path(machine: Machine, value: str) -> Machine:
     return changed(machine, variables__values={**machine.variables.values, "LD_LIBRARY_PATH": value})
 
 
-# -- U04
+# -- U04: stubs
 
 
-@each("around", [lambda m: m, in_container, in_slurm])
-def test_a_stub(around: Any) -> None:
-    machine = searching(around(taking(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}")
+@each("environment", [lambda m: m, in_container, in_slurm])
+def test_stub_from_ld_library_path(environment: Any) -> None:
+    machine = with_library_path(
+        environment(loading(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}"
+    )
     assert causes(machine) == ["U04"]
-    found = finding_of("U04", machine)
-    assert f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, found through LD_LIBRARY_PATH" in found.evidence
-    assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in found.evidence
-    assert found.fix[0] == "$ export LD_LIBRARY_PATH=/opt/x"
+    finding = finding_of("U04", machine)
+    assert (
+        f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, found through LD_LIBRARY_PATH" in finding.evidence
+    )
+    assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in finding.evidence
+    assert finding.fix[0] == "$ export LD_LIBRARY_PATH=/opt/x"
 
 
-def test_the_experiment_is_the_proof() -> None:
-    machine = relieved_by(taking(refused(healthy(), 34), stub()), "LD_LIBRARY_PATH")
+def test_experiment_without_ld_library_path_proves_the_stub() -> None:
+    machine = works_without(loading(refused(healthy(), 34), stub()), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U04"]
     assert "without LD_LIBRARY_PATH the driver starts and finds 1 GPU" in finding_of("U04", machine).evidence
 
 
-def test_a_stub_in_the_loaders_cache() -> None:
-    machine = taking(refused(healthy(), 34), stub("ld.so.cache"))
+def test_stub_in_the_loader_cache() -> None:
+    machine = loading(refused(healthy(), 34), stub("ld.so.cache"))
     assert "$ sudo ldconfig" in finding_of("U04", machine).fix
 
 
-def test_the_answer_34_needs_no_file() -> None:
+def test_code_34_proves_a_stub_without_its_file() -> None:
     assert cause(changed(refused(healthy(), 34), driver__libraries__cuda=(), driver__cuda__library="")) == "U04"
 
 
-def test_a_stub_on_a_machine_without_a_card_is_no_fault() -> None:
+def test_stub_without_a_card_raises_no_alarm() -> None:
     machine = changed(bare(), driver__cuda=refused(healthy(), 34).driver.cuda, driver__libraries__cuda=(stub(),))
     assert alarms(machine) == []
 
 
-# -- U02, U03
+# -- U02, U03: compatibility libraries
 
 
-def test_a_compat_library_that_does_not_fit() -> None:
-    machine = searching(in_container(taking(refused(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT)
+def test_compat_library_that_does_not_match_the_kernel_driver() -> None:
+    machine = with_library_path(
+        in_container(loading(refused(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT
+    )
     assert causes(machine) == ["U02"]
-    found = finding_of("U02", machine)
-    assert "it is version 570.26, but the kernel driver is 580.159.04" in found.evidence
-    assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
+    finding = finding_of("U02", machine)
+    assert "it is version 570.26, but the kernel driver is 580.159.04" in finding.evidence
+    assert finding.fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
-def test_a_compat_library_without_which_the_driver_works() -> None:
-    machine = taking(refused(healthy(), 999), compat())
-    assert seen("U02", machine) is None
-    assert causes(relieved_by(machine, "LD_LIBRARY_PATH")) == ["U02"]
+def test_compat_library_is_blamed_where_the_driver_works_without_it() -> None:
+    machine = loading(refused(healthy(), 999), compat())
+    assert find("U02", machine) is None
+    assert causes(works_without(machine, "LD_LIBRARY_PATH")) == ["U02"]
 
 
-def test_a_compat_library_that_works_is_left_alone() -> None:
-    assert causes(taking(healthy(), compat())) == []
+def test_working_compat_library_is_not_an_error() -> None:
+    assert causes(loading(healthy(), compat())) == []
 
 
-def test_forward_compatibility_on_a_plain_card() -> None:
-    machine = with_gpu(taking(refused(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
+def test_forward_compatibility_on_a_consumer_card() -> None:
+    machine = with_gpu(loading(refused(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
     assert causes(machine) == ["U03"]
     assert "NVIDIA GeForce RTX 4090 is not a data-center card" in finding_of("U03", machine).evidence
     assert not finding_of("U03", machine).title.startswith("probably")
 
 
-def test_804_by_a_library_that_is_not_known_is_likely() -> None:
+def test_804_without_a_compat_library_is_probably_forward_compatibility() -> None:
     machine = refused(healthy(), 804)
     assert cause(machine) == "U03"
     assert finding_of("U03", machine).title.startswith("probably: ")
 
 
-# -- U01
+# -- U01: another release than the module
 
 
 @each("code", [803, 804, 999, 100])
-def test_libraries_of_another_release(code: int) -> None:
-    machine = taking(refused(healthy(), code), library("libcuda.so.1", "580.178.04"))
+def test_libraries_of_another_release_than_the_module(code: int) -> None:
+    machine = loading(refused(healthy(), code), library("libcuda.so.1", "580.178.04"))
     assert causes(machine) == ["U01"]
     assert finding_of("U01", machine).fix[0] == "$ sudo reboot"
 
 
-def test_nvml_says_so_itself() -> None:
+def test_nvml_reports_the_version_mismatch() -> None:
     machine = changed(refused(healthy(), 804), driver__nvml=Nvml(Answer("answered"), init=18))
     assert causes(machine) == ["U01"]
     assert "nvmlInit returned 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in finding_of("U01", machine).evidence
 
 
-def test_803_means_it_whatever_the_files_are() -> None:
+def test_803_means_a_version_mismatch_whatever_the_files_are() -> None:
     unknown = replace(library("libcuda.so.1"), version="", target="/opt/shim/libcuda.so.1")
-    assert cause(taking(refused(healthy(), 803), unknown)) == "U01"
+    assert cause(loading(refused(healthy(), 803), unknown)) == "U01"
 
 
-def test_libraries_older_than_the_module_are_brought_to_its_version() -> None:
-    machine = taking(refused(healthy(), 803), library("libcuda.so.1", "570.26"))
+def test_fix_updates_libraries_older_than_the_module() -> None:
+    machine = loading(refused(healthy(), 803), library("libcuda.so.1", "570.26"))
     assert "$ sudo reboot" not in finding_of("U01", machine).fix[:1]
     assert "580.159.04" in finding_of("U01", machine).fix[0]
 
 
-def test_a_second_driver_on_the_search_path_is_dropped() -> None:
+def test_fix_removes_a_second_driver_from_the_search_path() -> None:
     old = library("libcuda.so.1", "570.26", "LD_LIBRARY_PATH", "/opt/old")
-    machine = searching(taking(refused(healthy(), 803), old, library("libcuda.so.1")), "/opt/old")
+    machine = with_library_path(loading(refused(healthy(), 803), old, library("libcuda.so.1")), "/opt/old")
     assert causes(machine) == ["U01"]
     assert finding_of("U01", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
-def test_the_same_release_is_no_mismatch() -> None:
-    assert seen("U01", refused(healthy(), 999)) is None
-    assert causes(taking(healthy(), library("libcuda.so.1", "570.26"))) == []
+def test_same_release_is_not_a_mismatch() -> None:
+    assert find("U01", refused(healthy(), 999)) is None
+    assert causes(loading(healthy(), library("libcuda.so.1", "570.26"))) == []
     tegra = replace(library("libcuda.so.1"), version="1.1")
-    assert seen("U01", taking(refused(healthy(), 999), tegra)) is None
+    assert find("U01", loading(refused(healthy(), 999), tegra)) is None
 
 
-def test_a_variable_that_hides_the_card_is_no_mismatch() -> None:
-    machine = taking(refused(healthy(), 100), library("libcuda.so.1", "570.26"))
-    assert seen("U01", relieved_by(machine, "CUDA_VISIBLE_DEVICES")) is None
+def test_variable_that_hides_the_card_is_not_a_mismatch() -> None:
+    machine = loading(refused(healthy(), 100), library("libcuda.so.1", "570.26"))
+    assert find("U01", works_without(machine, "CUDA_VISIBLE_DEVICES")) is None
 
 
-# -- U13
+# -- U13: not a usable library
 
 
 @each(("state", "problem"), [("not-loadable", "not an ELF file"), ("not-loadable", "empty"), ("no-symbol", "")])
-@each("around", [lambda m: m, in_container, in_slurm, in_wsl])
-def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> None:
-    machine = around(healthy())
+@each("environment", [lambda m: m, in_container, in_slurm, in_wsl])
+def test_file_that_is_not_a_usable_library(state: Any, problem: str, environment: Any) -> None:
+    machine = environment(healthy())
     lib = replace(machine.driver.libraries.libcuda, problem=problem)
     answer = Answer(state, "libcuda.so.1: file too short")
     machine = dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
@@ -183,21 +189,21 @@ def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> Non
 
 
 @each("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
-def test_an_impostor_on_the_search_path(answer: Answer) -> None:
+def test_other_library_named_libcuda_on_the_search_path(answer: Answer) -> None:
     other = replace(library("libcuda.so.1", "", "LD_LIBRARY_PATH", "/opt/shim"), kind="other")
     cuda = Cuda(answer, other.target, 999 if answer.answered else -1)
-    machine = taking(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
-    machine = relieved_by(searching(machine, "/opt/shim"), "LD_LIBRARY_PATH")
+    machine = loading(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
+    machine = works_without(with_library_path(machine, "/opt/shim"), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U13"]
     assert "instead of the driver's" in finding_of("U13", machine).title
     assert finding_of("U13", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
-    assert seen("U13", changed(machine, driver__experiments=())) is None
+    assert find("U13", changed(machine, driver__experiments=())) is None
 
 
-# -- U05, U06
+# -- U05, U06: not found or not installed
 
 
-def test_a_library_where_the_loader_does_not_look() -> None:
+def test_library_outside_the_search_path() -> None:
     hidden = library("libcuda.so.1", via="disk", folder="/opt/nvidia/lib64")
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
     assert causes(machine) == ["U05"]
@@ -207,39 +213,39 @@ def test_a_library_where_the_loader_does_not_look() -> None:
 
 
 @each("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}])
-def test_a_library_on_the_disk_must_be_the_drivers(facts: dict[str, Any]) -> None:
+def test_stub_compat_or_empty_file_on_the_disk_is_not_the_driver(facts: dict[str, Any]) -> None:
     hidden = replace(library("libcuda.so.1", via="disk"), **facts)
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
     assert cause(machine) == "U06"
 
 
-def test_only_half_of_the_driver_is_installed() -> None:
+def test_only_part_of_the_driver_is_installed() -> None:
     machine = no_libcuda(healthy())
     assert causes(machine) == ["U06"]
     assert finding_of("U06", machine).fix[0] == "$ sudo apt install libnvidia-compute-580 nvidia-utils-580"
     neither = changed(machine, driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
     assert finding_of("U06", neither).title == "the driver's libraries are not installed"
-    assert seen("U06", no_libcuda(unloaded(healthy()))) is None
+    assert find("U06", no_libcuda(driver_not_loaded(healthy()))) is None
 
 
-def test_cuda_without_nvml_is_a_note() -> None:
+def test_missing_nvml_is_a_note_while_cuda_works() -> None:
     machine = changed(healthy(), driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
     assert finding_of("U06", machine).severity == "note"
     assert alarms(machine) == []
-    assert seen("U06", changed(machine, hardware__tegra="Orin")) is None
+    assert find("U06", changed(machine, hardware__tegra="Orin")) is None
 
 
-# -- U07
+# -- U07: the PTX compiler
 
 
-def test_a_missing_compiler_is_a_note_until_something_needs_it() -> None:
+def test_missing_ptx_compiler_is_a_note_until_a_kernel_needs_it() -> None:
     machine = changed(healthy(), driver__libraries__ptx_compiler=())
     assert finding_of("U07", machine).severity == "note"
     error = "RuntimeError: CUDA error: PTX JIT compiler library not found"
     died = changed(machine, torch_run__steps=(Step("import", ok=True), Step("kernel", ok=False, error=error)))
     assert finding_of("U07", died).severity == "error"
     assert cause(refused(healthy(), 221)) == "U07"
-    assert seen("U07", in_wsl(machine)) is None
+    assert find("U07", in_wsl(machine)) is None
 
 
 # -- WSL
@@ -247,72 +253,72 @@ def test_a_missing_compiler_is_a_note_until_something_needs_it() -> None:
 
 def test_wsl_with_a_linux_driver_inside() -> None:
     machine = refused(in_wsl(healthy()), 803)
-    own = machine.driver.libraries.libcuda
-    assert own is not None
-    machine = taking(machine, library("libcuda.so.1", "535.104.05"), replace(own, via="disk"))
+    wsl_library = machine.driver.libraries.libcuda
+    assert wsl_library is not None
+    machine = loading(machine, library("libcuda.so.1", "535.104.05"), replace(wsl_library, via="disk"))
     assert causes(machine) == ["U09"]
     purge = finding_of("U09", machine).fix[0]
     pattern = purge.partition("'")[2].rstrip("'")
     assert purge.startswith("$ sudo apt purge '")
-    gone = ("nvidia-driver-580-open", "libnvidia-compute-580", "nvidia-utils-580", "libcuda1")
+    purged = ("nvidia-driver-580-open", "libnvidia-compute-580", "nvidia-utils-580", "libcuda1")
     kept = ("nvidia-cuda-toolkit", "nvidia-container-toolkit", "libnvidia-container1")
-    assert [bool(re.search(pattern, name)) for name in (*gone, *kept)] == [True] * 4 + [False] * 3
+    assert [bool(re.search(pattern, name)) for name in (*purged, *kept)] == [True] * 4 + [False] * 3
     for via in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
         by_variable = library("libcuda.so.1", "535.104.05", via, "/opt/driver")
-        loaded = changed(taking(machine, by_variable), variables__values={via: "/opt/driver"})
+        loaded = changed(loading(machine, by_variable), variables__values={via: "/opt/driver"})
         assert finding_of("U09", loaded).fix[0] == f"$ unset {via}"
-    assert causes(taking(in_wsl(healthy()), library("libcuda.so.1", "535.104.05"))) == []
+    assert causes(loading(in_wsl(healthy()), library("libcuda.so.1", "535.104.05"))) == []
 
 
-def test_wsl_whose_library_the_loader_misses() -> None:
+def test_wsl_library_outside_the_search_path() -> None:
     machine = in_wsl(healthy())
-    own = machine.driver.libraries.libcuda
-    assert own is not None
-    hidden = changed(no_libcuda(machine), driver__libraries__cuda=(replace(own, via="disk"),))
+    wsl_library = machine.driver.libraries.libcuda
+    assert wsl_library is not None
+    hidden = changed(no_libcuda(machine), driver__libraries__cuda=(replace(wsl_library, via="disk"),))
     assert causes(hidden) == ["U08"]
     assert any("/usr/lib/wsl/lib" in line and "LD_LIBRARY_PATH" in line for line in finding_of("U08", hidden).fix)
 
 
-def test_wsl_without_the_road_to_the_card() -> None:
+def test_wsl_without_dev_dxg() -> None:
     machine = changed(refused(in_wsl(healthy()), 100), hardware__dxg=False)
     assert causes(machine) == ["U08"]
     assert "$ wsl --update" in finding_of("U08", machine).fix
 
 
-def test_wsl_whose_driver_has_no_device_is_likely_out_of_date() -> None:
+def test_wsl_driver_that_finds_no_device_is_a_probable_cause() -> None:
     machine = refused(in_wsl(healthy()), 100)
     assert causes(machine) == ["U08"]
     assert finding_of("U08", machine).title.startswith("probably: ")
     assert cause(refused(in_wsl(healthy()), 999)) == "X08"
-    assert seen("U08", relieved_by(machine, "CUDA_VISIBLE_DEVICES")) is None
+    assert find("U08", works_without(machine, "CUDA_VISIBLE_DEVICES")) is None
 
 
-def test_wsl_without_a_driver_is_a_fault_only_for_a_cuda_build() -> None:
+def test_wsl_without_a_driver_is_an_error_only_for_a_cuda_build() -> None:
     machine = no_libcuda(in_wsl(healthy()))
     assert causes(machine) == ["U08"]
     assert "no NVIDIA card" in finding_of("U08", machine).title
     assert finding_of("U08", changed(machine, torch=bare().torch)).severity == "note"
 
 
-def test_the_first_wsl() -> None:
+def test_wsl_1_is_a_note() -> None:
     machine = no_libcuda(changed(in_wsl(bare()), surroundings__wsl=1, hardware__dxg=False))
     assert finding_of("U11", machine).severity == "note"
     assert "$ wsl --set-version DISTRIBUTION 2" in finding_of("U11", machine).fix
-    assert seen("U11", in_wsl(healthy())) is None
-    assert seen("U08", machine) is None
+    assert find("U11", in_wsl(healthy())) is None
+    assert find("U08", machine) is None
 
 
 # -- what a fix must not break
 
 
 def unloadable(machine: Machine, detail: str, **facts: Any) -> Machine:
-    """A machine whose libcuda.so.1 in the system's own folder cannot be loaded."""
+    """A machine whose libcuda.so.1 in the system's library folder cannot be loaded."""
     lib = replace(library("libcuda.so.1"), **facts)
     answer = Answer("not-loadable", detail)
     return dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
 
 
-def test_the_systems_folder_is_never_taken_from_the_loader() -> None:
+def test_fix_never_removes_the_system_folder_from_the_loader() -> None:
     for machine in (healthy(), in_container(healthy())):
         empty = unloadable(machine, "file too short", target="", version="", kind="other", problem="empty")
         fix = finding_of("U13", empty).fix
@@ -320,7 +326,7 @@ def test_the_systems_folder_is_never_taken_from_the_loader() -> None:
         assert any(line.endswith("rm /usr/lib/x86_64-linux-gnu/libcuda.so.1") for line in fix)
 
 
-def test_the_drivers_own_library_is_not_removed_for_want_of_another() -> None:
+def test_fix_does_not_remove_the_drivers_library_that_lacks_a_dependency() -> None:
     machine = unloadable(healthy(), "libnvidia-gpucomp.so.580.159.04: cannot open shared object file")
     fix = finding_of("U13", machine).fix
     assert not any(" rm " in line or "ld.so.conf" in line for line in fix)
@@ -329,33 +335,33 @@ def test_the_drivers_own_library_is_not_removed_for_want_of_another() -> None:
     assert not any(line.startswith("$") for line in noexec)
 
 
-def test_a_preloaded_library_is_taken_off_the_list_and_not_from_the_disk() -> None:
+def test_fix_removes_a_preloaded_library_from_the_list_not_from_the_disk() -> None:
     lib = replace(stub("ld.so.preload"), path="/opt/vgpu/libvgpu.so", target="")
-    fix = finding_of("U04", taking(refused(healthy(), 34), lib)).fix
+    fix = finding_of("U04", loading(refused(healthy(), 34), lib)).fix
     assert not any(line.startswith("$") for line in fix)
     assert "/opt/vgpu/libvgpu.so from /etc/ld.so.preload" in fix[0]
 
 
-def test_a_folder_of_the_toolkit_is_still_taken_out_of_the_configuration() -> None:
-    fix = finding_of("U04", taking(refused(healthy(), 34), stub("ld.so.cache"))).fix
+def test_fix_finds_the_stubs_folder_in_the_loader_configuration() -> None:
+    fix = finding_of("U04", loading(refused(healthy(), 34), stub("ld.so.cache"))).fix
     assert f"$ grep -rn {STUBS} /etc/ld.so.conf /etc/ld.so.conf.d" in fix
 
 
-def test_an_nvml_on_the_disk_is_not_missing() -> None:
+def test_nvml_on_the_disk_is_not_missing() -> None:
     on_disk = library("libnvidia-ml.so.1", via="disk", folder="/run/opengl-driver/lib")
     machine = changed(healthy(), driver__nvml=Nvml(NO_LIBRARY), driver__libraries__nvml=(on_disk,))
-    assert seen("U06", machine) is None
-    assert seen("U06", changed(machine, driver__libraries__nvml=())) is not None
+    assert find("U06", machine) is None
+    assert find("U06", changed(machine, driver__libraries__nvml=())) is not None
 
 
-def test_where_torch_was_not_run_its_own_search_path_may_find_the_library() -> None:
+def test_library_outside_the_search_path_is_only_probable_where_torch_was_not_run() -> None:
     lib = library("libcuda.so.1", via="disk", folder="/run/opengl-driver/lib")
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(lib,))
     assert not finding_of("U05", machine).title.startswith("probably: ")
     assert finding_of("U05", no_torch_run(machine)).title.startswith("probably: ")
 
 
-def test_the_persistence_daemon_is_stopped_before_the_modules_go() -> None:
+def test_fix_stops_the_persistence_daemon_before_unloading_the_modules() -> None:
     machine = changed(refused(healthy(), 803), driver__libraries__cuda=(library("libcuda.so.1", "595.58.03"),))
     machine = changed(machine, driver__nvml=Nvml(Answer("answered"), init=18))
     fix = finding_of("U01", machine).fix

@@ -1,4 +1,4 @@
-"""Other vendors, other systems."""
+"""Rules about AMD and Intel GPUs, macOS and Windows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.diagnose.machines import bare, changed, healthy, in_container, install, no_torch_run
-from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import amd, finding_of, variables, without_torch
+from tests.diagnose.rules.machine_rows import alarms, cause, find
+from tests.diagnose.rules.torch_rows import amd, finding_of, with_variables, without_torch
 from tests.each import each
 
 from transload.machine import Accelerator, Answer, Cuda, Machine, Node, PciDevice, Torch
@@ -15,7 +15,7 @@ from transload.machine import Accelerator, Answer, Cuda, Machine, Node, PciDevic
 AMD_CARD = PciDevice("0000:03:00.0", 0x1002, 0x744C, 0x030000, "amdgpu", "D0")
 
 
-def rocm(machine: Machine, **facts: Any) -> Machine:
+def with_rocm_build(machine: Machine, **facts: Any) -> Machine:
     """The machine with a ROCm build of torch that sees no GPU."""
     hip = replace(install("2.13.0+rocm7.2", ""), hip="7.2.0")
     return changed(machine, torch=Torch(installs=(hip,)), torch_run__hip="7.2.0", torch_run__available=False, **facts)
@@ -24,42 +24,42 @@ def rocm(machine: Machine, **facts: Any) -> Machine:
 # -- the wrong build
 
 
-def test_a_rocm_build_on_nvidia() -> None:
-    machine = rocm(healthy(), torch_run__steps=())
+def test_rocm_build_on_an_nvidia_machine() -> None:
+    machine = with_rocm_build(healthy(), torch_run__steps=())
     assert cause(machine) == "T06"
     assert any("pip install torch==" in line for line in finding_of("T06", machine).fix)
     both = changed(machine, hardware__pci=(*(machine.hardware.pci or ()), AMD_CARD))
-    assert seen("T06", both) is None
+    assert find("T06", both) is None
 
 
-def test_an_xpu_build_on_nvidia() -> None:
+def test_xpu_build_on_an_nvidia_machine() -> None:
     machine = changed(no_torch_run(healthy()), torch__installs=(replace(install("2.13.0+xpu", ""), xpu="2025.2"),))
     assert cause(machine) == "T06"
     assert "Intel's XPU" in finding_of("T06", machine).evidence[0]
 
 
 @each("machine", [amd(), changed(amd(), torch=healthy().torch), no_torch_run(amd())])
-def test_an_amd_card_needs_a_rocm_build(machine: Machine) -> None:
+def test_amd_card_needs_a_rocm_build(machine: Machine) -> None:
     assert cause(machine) == "T07"
     assert any("--index-url https://download.pytorch.org/whl/rocm" in line for line in finding_of("T07", machine).fix)
 
 
 @each("machine", [amd("gfx1103", integrated=True), amd("gfx90c"), amd("gfx1036", integrated=True)])
-def test_graphics_of_a_processor_are_only_mentioned(machine: Machine) -> None:
+def test_integrated_amd_graphics_are_a_note(machine: Machine) -> None:
     assert alarms(machine) == []
     finding_of("T07", machine, "note")
 
 
-def test_beside_an_nvidia_card_nobody_asks_for_the_other() -> None:
+def test_other_gpus_beside_an_nvidia_card_are_ignored() -> None:
     other = (Accelerator("rocm", "Radeon", "gfx1100", usable=True), Accelerator("xpu", "Arc", usable=True))
-    assert seen("T07", changed(healthy(), accelerators=other)) is None
+    assert find("T07", changed(healthy(), accelerators=other)) is None
 
 
-def test_an_intel_gpu_is_only_mentioned() -> None:
+def test_intel_gpu_is_a_note() -> None:
     machine = changed(bare(), accelerators=(Accelerator("xpu", "Intel GPU", "8086:56a0", usable=True),))
     assert any("whl/xpu" in line for line in finding_of("T07", machine, "note").fix)
     assert alarms(machine) == []
-    assert seen("T07", changed(machine, accelerators=(Accelerator("xpu", "Intel GPU"),))) is None
+    assert find("T07", changed(machine, accelerators=(Accelerator("xpu", "Intel GPU"),))) is None
 
 
 @each(("cpu", "word"), [("arm64", "mps"), ("x86_64", "CPU")])
@@ -67,39 +67,39 @@ def test_macos_has_no_cuda(cpu: str, word: str) -> None:
     machine = changed(bare(), platform__system="Darwin", platform__machine=cpu, hardware__pci=())
     assert word in finding_of("T08", machine, "note").fix[0]
     assert alarms(machine) == []
-    assert seen("T08", bare()) is None
+    assert find("T08", bare()) is None
 
 
 # -- ROCm
 
 
-def kfd(machine: Machine, error: str) -> Machine:
+def with_kfd(machine: Machine, error: str) -> Machine:
     return changed(machine, nodes__found=(*machine.nodes.found, Node("/dev/kfd", mode=0o660, error=error)))
 
 
-def test_amds_device_cannot_be_opened() -> None:
-    machine = kfd(rocm(amd()), "EACCES")
+def test_dev_kfd_cannot_be_opened() -> None:
+    machine = with_kfd(with_rocm_build(amd()), "EACCES")
     assert cause(machine) == "R01"
     assert finding_of("R01", machine).fix[0] == "$ sudo usermod -aG render,video $USER"
     assert any("--device=/dev/kfd" in line for line in finding_of("R01", in_container(machine)).fix)
-    assert seen("R01", kfd(rocm(amd()), "")) is None
-    assert seen("R01", kfd(amd(), "EACCES")) is None  # a build that would not use it
-    assert seen("R01", changed(machine, torch_run__available=True)) is None
+    assert find("R01", with_kfd(with_rocm_build(amd()), "")) is None
+    assert find("R01", with_kfd(amd(), "EACCES")) is None  # a build that does not use it
+    assert find("R01", changed(machine, torch_run__available=True)) is None
 
 
-def test_amds_device_is_not_there() -> None:
-    machine = changed(rocm(amd()), accelerators=(Accelerator("rocm", "AMD GPU", "1002:744c"),))
+def test_dev_kfd_does_not_exist() -> None:
+    machine = changed(with_rocm_build(amd()), accelerators=(Accelerator("rocm", "AMD GPU", "1002:744c"),))
     assert cause(machine) == "R01"
 
 
-def test_no_code_for_the_amd_chip() -> None:
+def test_rocm_build_without_code_for_the_chip() -> None:
     listed = {"torch_libraries__architectures": ("gfx90a", "gfx1030", "gfx1100")}
-    machine = rocm(kfd(amd("gfx1032"), ""), **listed)
+    machine = with_rocm_build(with_kfd(amd("gfx1032"), ""), **listed)
     assert cause(machine) == "R02"
     assert "$ export HSA_OVERRIDE_GFX_VERSION=10.3.0" in finding_of("R02", machine).fix
-    assert seen("R02", variables(machine, HSA_OVERRIDE_GFX_VERSION="10.3.0")) is None
-    assert seen("R02", rocm(kfd(amd("gfx1030"), ""), **listed)) is None
-    assert seen("R02", rocm(kfd(amd("gfx1032"), ""))) is None
+    assert find("R02", with_variables(machine, HSA_OVERRIDE_GFX_VERSION="10.3.0")) is None
+    assert find("R02", with_rocm_build(with_kfd(amd("gfx1030"), ""), **listed)) is None
+    assert find("R02", with_rocm_build(with_kfd(amd("gfx1032"), ""))) is None
 
 
 # -- Windows
@@ -109,13 +109,13 @@ def test_windows_without_a_driver() -> None:
     windows = changed(healthy(), platform__system="Windows", driver__cuda=Cuda(Answer("no-library", "nvcuda.dll")))
     machine = changed(no_torch_run(windows))
     assert finding_of("W01", machine).title.startswith("probably: ")
-    blind = changed(machine, hardware__pci=(), driver__nvml=bare().driver.nvml)
-    finding_of("W01", blind, "note")
-    assert seen("W01", changed(machine, platform__system="Linux")) is None
+    no_sign_of_a_card = changed(machine, hardware__pci=(), driver__nvml=bare().driver.nvml)
+    finding_of("W01", no_sign_of_a_card, "note")
+    assert find("W01", changed(machine, platform__system="Linux")) is None
 
 
-def test_windows_on_arm() -> None:
+def test_windows_on_arm_without_torch() -> None:
     arm = {"platform__system": "Windows", "platform__machine": "ARM64"}
     finding_of("W02", changed(without_torch(bare()), **arm))
-    assert seen("W02", changed(bare(), **arm)) is None
-    assert seen("W02", without_torch(bare())) is None
+    assert find("W02", changed(bare(), **arm)) is None
+    assert find("W02", without_torch(bare())) is None

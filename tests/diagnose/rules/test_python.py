@@ -1,12 +1,12 @@
-"""Which torch an import takes, if any."""
+"""Rules about which torch the interpreter imports, if any."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, no_torch_run
-from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import finding_of, unimportable, variables, without_torch
+from tests.diagnose.rules.machine_rows import alarms, cause, find
+from tests.diagnose.rules.torch_rows import finding_of, unimportable, with_variables, without_torch
 from tests.each import each
 
 from transload.diagnose.report import chain, judge_machine
@@ -15,21 +15,21 @@ from transload.machine import Machine, Torch, Unknown
 USER = "/home/user/.local/lib/python3.11/site-packages/torch"
 
 
-def python(machine: Machine, **facts: object) -> Machine:
+def with_python(machine: Machine, **facts: object) -> Machine:
     return changed(machine, **{f"python__{name}": value for name, value in facts.items()})
 
 
 def test_torch_is_not_installed() -> None:
-    machine = python(without_torch(healthy()), others=("/usr/bin/python3: torch 2.8.0+cu128",))
+    machine = with_python(without_torch(healthy()), others=("/usr/bin/python3: torch 2.8.0+cu128",))
     assert cause(machine) == "P01"
-    found = finding_of("P01", machine)
-    assert "/opt/venv/bin/python (Python 3.11.7) has no torch" in found.evidence
-    assert "another Python has torch: /usr/bin/python3: torch 2.8.0+cu128" in found.evidence
-    assert any("/opt/venv/bin/python -m pip install torch==" in line for line in found.fix)
-    assert seen("P01", healthy()) is None
+    finding = finding_of("P01", machine)
+    assert "/opt/venv/bin/python (Python 3.11.7) has no torch" in finding.evidence
+    assert "another Python has torch: /usr/bin/python3: torch 2.8.0+cu128" in finding.evidence
+    assert any("/opt/venv/bin/python -m pip install torch==" in line for line in finding.fix)
+    assert find("P01", healthy()) is None
 
 
-def test_without_a_gpu_the_cpu_build_is_installed() -> None:
+def test_fix_installs_the_cpu_build_where_there_is_no_gpu() -> None:
     cpu = "$ /opt/venv/bin/python -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
     machine = without_torch(bare())
     assert finding_of("P01", machine).fix == (cpu,)
@@ -46,32 +46,32 @@ def test_without_a_gpu_the_cpu_build_is_installed() -> None:
         Torch(installs=(), dangling=(f"{SITE}/torch-2.13.0.dist-info",)),
     ],
 )
-def test_what_is_not_known_to_be_absent_is_not_called_absent(torch: Torch) -> None:
-    assert seen("P01", changed(without_torch(healthy()), torch=torch)) is None
+def test_torch_is_not_reported_missing_unless_it_is_known_to_be(torch: Torch) -> None:
+    assert find("P01", changed(without_torch(healthy()), torch=torch)) is None
 
 
-def test_the_interpreter_does_not_answer() -> None:
+def test_interpreter_that_does_not_answer() -> None:
     machine = changed(no_torch_run(healthy()), torch=Torch(installs=Unknown("it does not exist")))
-    machine = python(machine, problem="/opt/venv/bin/python does not exist")
+    machine = with_python(machine, problem="/opt/venv/bin/python does not exist")
     assert cause(machine) == "P09"
-    assert seen("P09", python(healthy(), problem="it took too long")) is None  # torch was seen to be imported
+    assert find("P09", with_python(healthy(), problem="it took too long")) is None  # torch was imported
 
 
-# -- another torch
+# -- another torch is imported
 
 
-def test_a_file_of_ones_own_is_imported_as_torch() -> None:
+def test_file_of_the_user_is_imported_as_torch() -> None:
     shadow = {"torch__shadow": "/srv/torch.py", "torch__shadow_via": "the current directory"}
     machine = changed(unimportable(healthy(), "AttributeError: module 'torch' has no attribute 'cuda'"), **shadow)
     assert cause(machine) == "P03"
     assert finding_of("P03", machine).evidence[0] == "import torch finds /srv/torch.py, through the current directory"
     assert cause(changed(no_torch_run(healthy()), **shadow)) == "P03"
-    assert seen("P03", changed(healthy(), **shadow)) is None  # the real one was imported all the same
+    assert find("P03", changed(healthy(), **shadow)) is None  # the real one was imported anyway
 
 
-def test_a_file_found_through_pythonpath_is_not_left_by_changing_the_directory() -> None:
+def test_fix_for_a_file_found_through_pythonpath_changes_the_variable() -> None:
     shadow = {"torch__shadow": "/srv/lib/torch.py", "torch__shadow_via": "PYTHONPATH"}
-    machine = variables(changed(no_torch_run(healthy()), **shadow), PYTHONPATH="/srv/lib:/opt/x")
+    machine = with_variables(changed(no_torch_run(healthy()), **shadow), PYTHONPATH="/srv/lib:/opt/x")
     fix = finding_of("P03", machine).fix
     assert "$ export PYTHONPATH=/opt/x" in fix
     assert not any("directory" in line and "another" in line for line in fix)
@@ -81,22 +81,22 @@ def test_a_file_found_through_pythonpath_is_not_left_by_changing_the_directory()
     assert finding_of("P03", hidden).fix == ("Rename /srv/torch.py.",)
 
 
-def test_a_broken_torch_among_the_packages_is_nobodys_own_file() -> None:
+def test_incomplete_torch_in_site_packages_is_not_called_a_file_of_the_user() -> None:
     for kind in ("package", "source"):
         facts = {"torch__shadow": f"{SITE}/torch", "torch__shadow_kind": kind, "torch__shadow_via": "sys.path"}
         machine = changed(unimportable(healthy(), "ModuleNotFoundError: No module named 'torch._C'"), **facts)
-        found = finding_of("P03", changed(machine, torch__installs=()))
-        assert found.title == "the installed torch is incomplete"
-        assert found.fix[0] == f"$ rm -r {SITE}/torch"
-        assert any("-m pip install torch==" in line for line in found.fix)
+        finding = finding_of("P03", changed(machine, torch__installs=()))
+        assert finding.title == "the installed torch is incomplete"
+        assert finding.fix[0] == f"$ rm -r {SITE}/torch"
+        assert any("-m pip install torch==" in line for line in finding.fix)
 
 
-def test_the_fix_in_the_source_tree_is_to_leave_it() -> None:
+def test_fix_in_the_source_tree_is_to_leave_it() -> None:
     machine = changed(no_torch_run(healthy()), torch__shadow="/src/pytorch/torch", torch__shadow_kind="source")
     assert "source tree" in finding_of("P03", machine).fix[0]
 
 
-def two(first: str, second: str) -> Machine:
+def two_installs(first: str, second: str) -> Machine:
     ahead = replace(
         install(first, "" if "cpu" in first else "13.0"), location=USER, dist_version=first.partition("+")[0]
     )
@@ -104,32 +104,32 @@ def two(first: str, second: str) -> Machine:
     return changed(no_torch_run(healthy()), torch=Torch(installs=(ahead, behind)))
 
 
-def test_a_cpu_build_of_the_user_hides_the_environments_own() -> None:
-    machine = two("2.9.0+cpu", "2.13.0+cu130")
+def test_cpu_build_in_the_user_site_hides_the_environments_torch() -> None:
+    machine = two_installs("2.9.0+cpu", "2.13.0+cu130")
     assert cause(machine) == "P02"
     assert finding_of("P02", machine).fix[0] == "$ export PYTHONNOUSERSITE=1"
     assert f"it hides {SITE}/torch: torch 2.13.0+cu130" in finding_of("P02", machine).evidence
 
 
-def test_a_torch_that_pythonpath_puts_first_is_not_for_pip_to_remove() -> None:
-    machine = variables(two("2.9.0+cpu", "2.13.0+cu130"), PYTHONPATH=f"/a:{USER.removesuffix('/torch')}")
+def test_fix_for_a_torch_put_first_by_pythonpath_changes_the_variable() -> None:
+    machine = with_variables(two_installs("2.9.0+cpu", "2.13.0+cu130"), PYTHONPATH=f"/a:{USER.removesuffix('/torch')}")
     machine = changed(machine, python__user_site="")
     assert finding_of("P02", machine).fix[0] == "$ export PYTHONPATH=/a"
     assert chain(machine)["variables"][1].startswith("PYTHONPATH=")
 
 
-@each("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
-def test_two_torches_are_no_fault_in_themselves(machine: Machine) -> None:
+@each("machine", [two_installs("2.12.0+cu130", "2.13.0+cu130"), two_installs("2.12.0+cu130", "2.13.0+cpu")])
+def test_two_installs_alone_are_a_note(machine: Machine) -> None:
     assert finding_of("P02", machine, "note").title == "there are two installations of torch on the path"
     assert alarms(machine) == []
 
 
-def test_without_a_gpu_the_cpu_build_may_come_first() -> None:
-    machine = changed(bare(), torch=two("2.9.0+cpu", "2.13.0+cu130").torch)
+def test_cpu_build_may_come_first_where_there_is_no_gpu() -> None:
+    machine = changed(bare(), torch=two_installs("2.9.0+cpu", "2.13.0+cu130").torch)
     assert alarms(machine) == []
 
 
-# -- half of one and half of another
+# -- files of two versions
 
 
 def test_two_versions_in_one_folder() -> None:
@@ -152,29 +152,29 @@ def test_two_versions_in_one_folder() -> None:
         ("nonsense", "2.13.0"),
     ],
 )
-def test_spellings_of_one_version(version: str, metadata: str) -> None:
+def test_spellings_of_one_version_are_equal(version: str, metadata: str) -> None:
     same = (replace(install(version), dist_version=metadata),)
-    assert seen("P04", changed(healthy(), torch__installs=same)) is None
+    assert find("P04", changed(healthy(), torch__installs=same)) is None
 
 
-def test_strange_files_explain_a_failing_import_only_if_no_cuda_library_is_missing() -> None:
-    strange = (replace(install(), unlisted=("lib/libtorch_cuda_old.so",)),)
+def test_unlisted_files_explain_a_failing_import_unless_a_cuda_library_is_missing() -> None:
+    unlisted = (replace(install(), unlisted=("lib/libtorch_cuda_old.so",)),)
     error = "ImportError: undefined symbol: _ZN3c105ErrorC2E"
-    broken = changed(unimportable(healthy(), error), torch__installs=strange)
+    broken = changed(unimportable(healthy(), error), torch__installs=unlisted)
     assert cause(broken) == "P04"
-    finding_of("P04", broken).title.startswith("probably: ")
+    assert finding_of("P04", broken).title.startswith("probably: ")
     error = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
-    assert seen("P04", changed(unimportable(healthy(), error), torch__installs=strange)) is None
-    assert seen("P04", changed(healthy(), torch__installs=strange)) is None
+    assert find("P04", changed(unimportable(healthy(), error), torch__installs=unlisted)) is None
+    assert find("P04", changed(healthy(), torch__installs=unlisted)) is None
 
 
-def test_leftovers_are_only_mentioned() -> None:
+def test_leftovers_of_pip_are_a_note() -> None:
     machine = changed(healthy(), torch__leftovers=(f"{SITE}/~orch",))
     finding_of("P04", machine, "note")
     assert alarms(machine) == []
 
 
-# -- no wheel for it
+# -- no wheel for this Python or system
 
 
 @each(
@@ -187,11 +187,11 @@ def test_leftovers_are_only_mentioned() -> None:
     ],
 )
 def test_no_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> None:
-    machine = python(without_torch(healthy()), **facts)
+    machine = with_python(without_torch(healthy()), **facts)
     assert cause(machine) == "P07"
-    # what is newer than the table may have got wheels since
+    # a Python newer than the table may have wheels by now
     assert finding_of("P07", machine).title.startswith("probably: ") == (facts["version"] == "3.30.0")
-    assert seen("P07", python(healthy(), **facts)) is None
+    assert find("P07", with_python(healthy(), **facts)) is None
 
 
 @each(
@@ -199,22 +199,22 @@ def test_no_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> Non
     [{"version": "3.8.1"}, {"version": "3.14.0", "free_threaded": True}, {"version": "3.15.0"}, {"version": ""}],
 )
 def test_some_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> None:
-    assert seen("P07", python(without_torch(healthy()), **facts)) is None
+    assert find("P07", with_python(without_torch(healthy()), **facts)) is None
 
 
-def test_the_system_is_none_that_torch_runs_on() -> None:
-    bits = python(without_torch(healthy()), bits=32)
+def test_system_on_which_no_torch_wheel_runs() -> None:
+    bits = with_python(without_torch(healthy()), bits=32)
     musl = changed(without_torch(healthy()), platform__libc="musl 1.2", platform__distribution="alpine")
     assert (cause(bits), cause(musl)) == ("P08", "P08")
-    assert seen("P08", changed(healthy(), platform__libc="musl 1.2")) is None  # someone has built it
+    assert find("P08", changed(healthy(), platform__libc="musl 1.2")) is None  # built from source
     error = "ImportError: /lib64/libc.so.6: version `GLIBC_2.28' not found (required by …/libtorch_cpu.so)"
     assert cause(changed(unimportable(healthy(), error), platform__libc="glibc 2.17")) == "P08"
     needs = ("GLIBC_2.28 of libc.so.6, needed by libtorch_cpu.so",)
     assert cause(changed(no_torch_run(healthy()), torch_libraries__unresolved=needs)) == "P08"
 
 
-def test_an_old_glibc_matters_only_if_no_old_release_will_do() -> None:
+def test_old_glibc_matters_only_if_no_old_release_supports_this_python() -> None:
     old = changed(without_torch(healthy()), platform__libc="glibc 2.17")
-    assert seen("P08", old) is None  # torch 2.6 has a wheel for Python 3.11
-    finding_of("P08", python(old, version="3.14.0"))
-    assert seen("P08", changed(python(old, version="3.14.0"), platform__libc="glibc 2.28")) is None
+    assert find("P08", old) is None  # torch 2.6 has a wheel for Python 3.11
+    finding_of("P08", with_python(old, version="3.14.0"))
+    assert find("P08", changed(with_python(old, version="3.14.0"), platform__libc="glibc 2.28")) is None

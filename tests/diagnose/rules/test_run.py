@@ -1,4 +1,4 @@
-"""Torch at work, and what nothing explains."""
+"""Rules about running torch, and failures that no other rule explains."""
 
 from __future__ import annotations
 
@@ -6,113 +6,113 @@ from dataclasses import replace
 from typing import Any
 
 from tests.diagnose.machines import LIB, SITE, bare, changed, dead, healthy, install, no_torch_run, refused
-from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import amd, ended, failing, finding_of, unimportable, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, find
+from tests.diagnose.rules.torch_rows import amd, crashed_or_hung, failing, finding_of, unimportable, with_variables
 from tests.each import each
 
 from transload.diagnose.report import judge_machine
 from transload.machine import Machine, Step, Torch
 
 BUSY = "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
-MEMORY = "AcceleratorError: CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"
+OUT_OF_MEMORY = "AcceleratorError: CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"
 
 
-def gpu(machine: Machine, **facts: Any) -> Machine:
-    """The machine with NVML's word on its card changed."""
-    return changed(machine, driver__nvml__gpus=tuple(replace(each, **facts) for each in machine.driver.nvml.gpus))
+def with_gpu(machine: Machine, **facts: Any) -> Machine:
+    """The machine with some of the facts changed that NVML reports about its GPUs."""
+    return changed(machine, driver__nvml__gpus=tuple(replace(gpu, **facts) for gpu in machine.driver.nvml.gpus))
 
 
-# -- reserved, unlicensed, full
+# -- reserved, unlicensed, full, crashing
 
 
-def test_a_card_that_another_process_has_for_itself() -> None:
-    exclusive = gpu(healthy(), compute_mode="exclusive-process", processes=("python (4711), 3.2 GB",))
+def test_card_in_exclusive_use_by_another_process() -> None:
+    exclusive = with_gpu(healthy(), compute_mode="exclusive-process", processes=("python (4711), 3.2 GB",))
     machine = failing(exclusive, "kernel", BUSY)
     assert cause(machine) == "S05"
-    found = finding_of("S05", machine)
-    assert "in use by python (4711), 3.2 GB" in found.evidence
-    assert "$ sudo nvidia-smi -c 0" in found.fix
+    finding = finding_of("S05", machine)
+    assert "in use by python (4711), 3.2 GB" in finding.evidence
+    assert "$ sudo nvidia-smi -c 0" in finding.fix
     assert finding_of("S05", no_torch_run(exclusive)).title.startswith("probably: ")
-    assert alarms(exclusive) == []  # it is ours
+    assert alarms(exclusive) == []  # torch ran, so this process has the card
 
 
-def test_a_card_that_is_closed() -> None:
-    machine = gpu(no_torch_run(healthy()), compute_mode="prohibited")
+def test_compute_mode_excludes_this_process() -> None:
+    machine = with_gpu(no_torch_run(healthy()), compute_mode="prohibited")
     assert finding_of("S05", machine).title == "the card's compute mode excludes this process"
-    assert seen("S05", gpu(no_torch_run(healthy()), compute_mode="exclusive-process")) is None
+    assert find("S05", with_gpu(no_torch_run(healthy()), compute_mode="exclusive-process")) is None
     by_cuda = changed(failing(healthy(), "kernel", BUSY), driver__nvml__gpus=())
-    closed = tuple(replace(each, compute_mode=2) for each in by_cuda.driver.cuda.gpus)
-    assert cause(changed(by_cuda, driver__cuda__gpus=closed)) == "S05"
+    prohibited = tuple(replace(gpu, compute_mode=2) for gpu in by_cuda.driver.cuda.gpus)
+    assert cause(changed(by_cuda, driver__cuda__gpus=prohibited)) == "S05"
 
 
-def test_busy_without_a_reason_is_only_a_symptom() -> None:
+def test_busy_card_without_a_reason_is_only_a_symptom() -> None:
     assert cause(failing(healthy(), "kernel", BUSY)) == "X12"
 
 
-def test_a_virtual_gpu_without_a_licence() -> None:
-    machine = gpu(healthy(), virtualization="vgpu", licence="unlicensed")
+def test_vgpu_without_a_licence() -> None:
+    machine = with_gpu(healthy(), virtualization="vgpu", licence="unlicensed")
     assert alarms(machine) == ["S06"]
     finding_of("S06", machine, "warning")
     assert cause(failing(machine, "kernel", BUSY)) == "S06"
-    assert alarms(gpu(healthy(), virtualization="vgpu", licence="licensed")) == []
+    assert alarms(with_gpu(healthy(), virtualization="vgpu", licence="licensed")) == []
 
 
-def test_the_cards_memory_is_used_up() -> None:
-    full = gpu(healthy(), free=100 << 20, processes=("python (4711), 139 GB",))
-    machine = failing(full, "kernel", MEMORY)
+def test_gpu_memory_is_full() -> None:
+    full = with_gpu(healthy(), free=100 << 20, processes=("python (4711), 139 GB",))
+    machine = failing(full, "kernel", OUT_OF_MEMORY)
     assert cause(machine) == "X06"
     assert "python (4711), 139 GB is using NVIDIA H200" in finding_of("X06", machine).evidence
     assert finding_of("X06", machine).title == "the GPU's memory is full"
     assert alarms(full) == []
-    assert finding_of("X06", failing(healthy(), "kernel", MEMORY)).title.startswith("probably: ")
+    assert finding_of("X06", failing(healthy(), "kernel", OUT_OF_MEMORY)).title.startswith("probably: ")
 
 
-def test_no_room_for_addresses() -> None:
-    machine = changed(failing(healthy(), "kernel", MEMORY), platform__address_space=16 << 30)
+def test_out_of_memory_by_a_limit_on_the_address_space() -> None:
+    machine = changed(failing(healthy(), "kernel", OUT_OF_MEMORY), platform__address_space=16 << 30)
     assert finding_of("X06", machine).title == "a limit on the address space leaves CUDA no room"
     assert "$ ulimit -v unlimited" in finding_of("X06", machine).fix
 
 
-@each("words", ["an illegal memory access was encountered", "unspecified launch failure"])
-def test_a_small_kernel_dies(words: str) -> None:
-    machine = failing(healthy(), "kernel", f"RuntimeError: CUDA error: {words}")
+@each("error", ["an illegal memory access was encountered", "unspecified launch failure"])
+def test_small_kernel_crashes(error: str) -> None:
+    machine = failing(healthy(), "kernel", f"RuntimeError: CUDA error: {error}")
     assert cause(machine) == "X05"
-    assert seen("X05", failing(healthy(), "kernel", "RuntimeError: boom")) is None
+    assert find("X05", failing(healthy(), "kernel", "RuntimeError: boom")) is None
 
 
-def test_two_versions_of_one_library() -> None:
+def test_two_copies_of_one_library_are_loaded() -> None:
     paths = (f"{SITE}/nvidia/cudnn/lib/libcudnn_ops.so.9", "/usr/lib/libcudnn_ops.so.9", f"{LIB}/libcuda.so.580")
     broken = failing(healthy(), "convolution", "RuntimeError: boom", torch_run__libraries=paths)
     assert cause(broken) == "X07"
     assert finding_of("X07", broken).title.startswith("probably: ")
-    assert seen("X07", changed(healthy(), torch_run__libraries=paths)) is None
+    assert find("X07", changed(healthy(), torch_run__libraries=paths)) is None
     assert cause(failing(healthy(), "convolution", "RuntimeError: boom", torch_run__libraries=paths[:1])) == "X12"
 
 
 # -- symptoms
 
 
-def test_torch_sees_no_gpu_and_nobody_knows_why() -> None:
+def test_torch_sees_no_gpu_for_an_unknown_reason() -> None:
     machine = dead(healthy(), warning="CUDA initialization: CUDA unknown error - this may be due to …")
     machine = changed(machine, torch_run__libraries=("/opt/other/libcuda.so.1",))
     assert cause(machine) == "X09"
-    found = finding_of("X09", machine)
-    assert found.evidence[0] == "the driver starts and finds 1 GPU"
-    assert any(line.startswith("torch loaded /opt/other/libcuda.so.1") for line in found.evidence)
-    with_path = finding_of("X09", variables(machine, LD_LIBRARY_PATH="/opt/other"))
+    finding = finding_of("X09", machine)
+    assert finding.evidence[0] == "the driver starts and finds 1 GPU"
+    assert any(line.startswith("torch loaded /opt/other/libcuda.so.1") for line in finding.evidence)
+    with_path = finding_of("X09", with_variables(machine, LD_LIBRARY_PATH="/opt/other"))
     assert "$ unset LD_LIBRARY_PATH" in with_path.fix
 
 
 @each("machine", [refused(healthy(), 999), healthy(), no_torch_run(healthy()), bare()])
 def test_torch_is_not_blamed_for_the_driver(machine: Machine) -> None:
-    assert seen("X09", machine) is None
+    assert find("X09", machine) is None
 
 
-def test_a_rocm_build_sees_no_gpu() -> None:
+def test_rocm_build_sees_no_gpu() -> None:
     hip = replace(install("2.13.0+rocm7.2", ""), hip="7.2")
     machine = changed(amd(), torch=Torch(installs=(hip,)), torch_run__hip="7.2", torch_run__available=False)
     assert cause(machine) == "X09"
-    assert seen("X09", changed(machine, torch_run__available=True)) is None
+    assert find("X09", changed(machine, torch_run__available=True)) is None
 
 
 @each(
@@ -132,15 +132,15 @@ def test_a_rocm_build_sees_no_gpu() -> None:
         ("FileNotFoundError: [Errno 2] No such file or directory: '/x'", "pip install torch=="),
     ],
 )
-def test_torch_cannot_be_imported_and_nobody_knows_why(error: str, fix: str) -> None:
+def test_torch_cannot_be_imported_for_an_unknown_reason(error: str, fix: str) -> None:
     machine = unimportable(healthy(), error)
     assert cause(machine) == "X10"
     lines = finding_of("X10", machine).fix
     assert any(fix in line for line in lines)
-    assert not any("install somebodys" in line for line in lines)  # anybody may have registered that name
+    assert not any("install somebodys" in line for line in lines)  # anyone may have registered that name on PyPI
 
 
-def test_an_explanation_takes_the_place_of_a_symptom() -> None:
+def test_cause_mutes_the_symptom() -> None:
     error = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
     diagnosis = judge_machine(unimportable(healthy(), error))
     assert diagnosis.cause is not None
@@ -149,26 +149,26 @@ def test_an_explanation_takes_the_place_of_a_symptom() -> None:
 
 
 def test_torch_crashes_or_hangs() -> None:
-    crashed = ended(healthy(), "crashed", "SIGILL in import")
+    crashed = crashed_or_hung(healthy(), "crashed", "SIGILL in import")
     assert cause(crashed) == "X11"
     assert finding_of("X11", crashed).title == "torch crashes in import"
-    hung = ended(healthy(), "hung", "hung in kernel after 30.0 s", "kernel")
+    hung = crashed_or_hung(healthy(), "hung", "hung in kernel after 30.0 s", "kernel")
     assert finding_of("X11", hung).title == "probably: torch hangs in kernel"
-    assert seen("X10", crashed) is None
-    assert seen("X12", hung) is None
+    assert find("X10", crashed) is None
+    assert find("X12", hung) is None
 
 
 @each("step", ["kernel", "matmul", "convolution", "available"])
-def test_torch_fails_and_nobody_knows_why(step: str) -> None:
+def test_torch_fails_for_an_unknown_reason(step: str) -> None:
     assert cause(failing(healthy(), step, "RuntimeError: boom")) == "X12"
 
 
-def test_wrong_results() -> None:
+def test_gpu_computes_wrong_results() -> None:
     machine = failing(healthy(), "matmul", "ArithmeticError: the result is 1.0, not 524288")
     assert finding_of("X12", machine).title == "the GPU computes wrong results"
 
 
-def test_not_even_the_cpu() -> None:
+def test_torch_fails_even_on_the_cpu() -> None:
     steps = (Step("import", ok=True), Step("cpu", ok=False, error="RuntimeError: could not create a primitive"))
     machine = changed(bare(), torch_run__steps=steps)
     assert cause(machine) == "X12"

@@ -1,4 +1,4 @@
-"""The libraries torch loads."""
+"""Rules about the libraries that torch loads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, needed, no_torch_run, refused
-from tests.diagnose.rules.machine_rows import alarms, cause, seen
-from tests.diagnose.rules.torch_rows import ended, failing, finding_of, tried, unimportable, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, find
+from tests.diagnose.rules.torch_rows import (
+    crashed_or_hung,
+    failing,
+    finding_of,
+    unimportable,
+    with_variables,
+    works_without,
+)
 from tests.each import each
 
 from transload.machine import Machine, Resolved
@@ -20,43 +27,43 @@ NO_SYMBOL = (
     f"ImportError: {SITE}/torch/lib/../../nvidia/cu13/lib/libcusparse.so.12: undefined symbol: "
     "__nvJitLinkAddData_13_0, version libnvJitLink.so.13"
 )
-LACKING = "__nvJitLinkAddData_13_0 of libnvJitLink.so.13, needed by libcusparse.so.12"
+UNRESOLVED = "__nvJitLinkAddData_13_0 of libnvJitLink.so.13, needed by libcusparse.so.12"
 
 
 def with_libraries(machine: Machine, *libraries: Resolved, **facts: Any) -> Machine:
     return changed(machine, torch_libraries__needed=libraries, **facts)
 
 
-def taken(lib: Resolved, folder: str, via: str, version: str = "") -> Resolved:
+def loaded_from(lib: Resolved, folder: str, via: str, version: str = "") -> Resolved:
     return replace(lib, path=f"{folder}/{lib.name}", via=via, version=version)
 
 
 # -- missing
 
 
-def test_a_library_is_missing() -> None:
-    gone = replace(CUDNN, path="", via="", package="nvidia-cudnn-cu13")
-    machine = with_libraries(unimportable(healthy(), NO_CUDNN), gone)
+def test_missing_library() -> None:
+    missing = replace(CUDNN, path="", via="", package="nvidia-cudnn-cu13")
+    machine = with_libraries(unimportable(healthy(), NO_CUDNN), missing)
     assert cause(machine) == "L04"
-    found = finding_of("L04", machine)
-    assert "libcudnn.so.9, needed by libtorch_cuda.so, is not found anywhere" in found.evidence
-    assert found.fix == (
+    finding = finding_of("L04", machine)
+    assert "libcudnn.so.9, needed by libtorch_cuda.so, is not found anywhere" in finding.evidence
+    assert finding.fix == (
         "$ /opt/venv/bin/python -m pip install --force-reinstall --no-deps nvidia-cudnn-cu13==9.20.0.48",
     )
-    assert cause(with_libraries(no_torch_run(healthy()), gone)) == "L04"
-    assert seen("L04", with_libraries(healthy(), gone)) is None  # torch was imported: the search is wrong
+    assert cause(with_libraries(no_torch_run(healthy()), missing)) == "L04"
+    assert find("L04", with_libraries(healthy(), missing)) is None  # torch was imported, so the search is wrong
 
 
-def test_the_error_alone_is_enough() -> None:
+def test_import_error_alone_proves_a_missing_library() -> None:
     assert cause(unimportable(healthy(), NO_CUDNN)) == "L04"
 
 
-def test_a_missing_driver_library_is_not_torchs_fault() -> None:
+def test_missing_driver_library_is_not_blamed_on_torch() -> None:
     error = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
-    assert seen("L04", unimportable(healthy(), error)) is None
+    assert find("L04", unimportable(healthy(), error)) is None
 
 
-def test_a_library_of_the_system() -> None:
+def test_fix_for_a_missing_system_library() -> None:
     error = "ImportError: libgomp.so.1: cannot open shared object file: No such file or directory"
     assert finding_of("L04", unimportable(healthy(), error)).fix == ("$ sudo apt install libgomp1",)
     odd = "ImportError: libodd.so.3: cannot open shared object file: No such file or directory"
@@ -65,53 +72,55 @@ def test_a_library_of_the_system() -> None:
     )
 
 
-def test_a_library_that_is_cut_off() -> None:
-    cut = replace(CUDNN, problem="cut off", package="nvidia-cudnn-cu13")
-    machine = with_libraries(unimportable(healthy(), f"ImportError: {CUDNN.path}: file too short"), cut)
+def test_truncated_library() -> None:
+    truncated = replace(CUDNN, problem="cut off", package="nvidia-cudnn-cu13")
+    machine = with_libraries(unimportable(healthy(), f"ImportError: {CUDNN.path}: file too short"), truncated)
     assert cause(machine) == "L04"
     assert any("cannot be loaded: cut off" in line for line in finding_of("L04", machine).evidence)
-    crashed = with_libraries(ended(healthy(), "crashed", "SIGBUS in import"), cut)
+    crashed = with_libraries(crashed_or_hung(healthy(), "crashed", "SIGBUS in import"), truncated)
     assert cause(crashed) == "L04"
 
 
-# -- another in its place
+# -- another library in its place
 
 
-def test_an_older_library_by_ld_library_path() -> None:
-    machine = variables(with_libraries(healthy(), taken(LINK, TOOLKIT, "LD_LIBRARY_PATH")), LD_LIBRARY_PATH=TOOLKIT)
-    broken = changed(unimportable(machine, NO_SYMBOL), torch_libraries__unresolved=(LACKING,))
+def test_older_library_from_ld_library_path() -> None:
+    machine = with_variables(
+        with_libraries(healthy(), loaded_from(LINK, TOOLKIT, "LD_LIBRARY_PATH")), LD_LIBRARY_PATH=TOOLKIT
+    )
+    broken = changed(unimportable(machine, NO_SYMBOL), torch_libraries__unresolved=(UNRESOLVED,))
     assert cause(broken) == "L01"
-    found = finding_of("L01", broken)
+    finding = finding_of("L01", broken)
     assert (
         f"libnvJitLink.so.13 is taken from {TOOLKIT}/libnvJitLink.so.13, found through LD_LIBRARY_PATH"
-        in found.evidence
+        in finding.evidence
     )
-    assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
-    unrun = changed(no_torch_run(machine), torch_libraries__unresolved=(LACKING,))
-    assert cause(unrun) == "L01"
+    assert finding.fix[0] == "$ unset LD_LIBRARY_PATH"
+    not_run = changed(no_torch_run(machine), torch_libraries__unresolved=(UNRESOLVED,))
+    assert cause(not_run) == "L01"
     assert alarms(machine) == []  # torch works with it
 
 
-def test_symbols_are_missing_and_nothing_is_shadowed() -> None:
+def test_missing_symbols_without_a_shadowed_library() -> None:
     assert finding_of("L01", unimportable(healthy(), NO_SYMBOL)).title == (
         "the CUDA libraries of this environment do not match each other"
     )
-    likely = variables(unimportable(healthy(), NO_SYMBOL), LD_LIBRARY_PATH="/opt/x")
+    likely = with_variables(unimportable(healthy(), NO_SYMBOL), LD_LIBRARY_PATH="/opt/x")
     assert finding_of("L01", likely).title.startswith("probably: ")
 
 
 @each("error", ["ImportError: x.so: undefined symbol: _ZN3c10", "ImportError: boom"])
-def test_other_import_errors_are_not_cudas(error: str) -> None:
-    assert seen("L01", unimportable(healthy(), error)) is None
+def test_other_import_errors_are_not_blamed_on_cuda_libraries(error: str) -> None:
+    assert find("L01", unimportable(healthy(), error)) is None
 
 
-def test_torch_refuses_another_cudnn() -> None:
+def test_torch_rejects_another_cudnn() -> None:
     error = (
         "RuntimeError: cuDNN version incompatibility: PyTorch was compiled  against (8, 7, 0) but found runtime "
         "version (8, 2, 4)."
     )
-    other = taken(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", "9.1.0")
-    machine = variables(with_libraries(healthy(), other), LD_LIBRARY_PATH="/opt/a:/usr/lib/cudnn")
+    other = loaded_from(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", "9.1.0")
+    machine = with_variables(with_libraries(healthy(), other), LD_LIBRARY_PATH="/opt/a:/usr/lib/cudnn")
     broken = failing(machine, "convolution", error)
     assert cause(broken) == "L02"
     assert finding_of("L02", broken).fix[0] == "$ export LD_LIBRARY_PATH=/opt/a"
@@ -120,13 +129,13 @@ def test_torch_refuses_another_cudnn() -> None:
 
 
 @each(("version", "severity"), [("9.1.0", "error"), ("9.20.0", "note"), ("9.30.0", "note"), ("", "note")])
-def test_a_cudnn_that_is_too_old_is_found_without_running_torch(version: str, severity: str) -> None:
-    other = replace(taken(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", version), package="nvidia-cudnn-cu13")
-    found = finding_of("L02", with_libraries(no_torch_run(healthy()), other), severity)
-    assert found.title.startswith("probably: ") == (severity == "error")
+def test_old_cudnn_is_reported_without_running_torch(version: str, severity: str) -> None:
+    other = replace(loaded_from(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", version), package="nvidia-cudnn-cu13")
+    finding = finding_of("L02", with_libraries(no_torch_run(healthy()), other), severity)
+    assert finding.title.startswith("probably: ") == (severity == "error")
 
 
-def test_parts_of_two_cudnns() -> None:
+def test_sublibraries_of_two_cudnn_versions() -> None:
     parts = (
         "libcudnn_engines_tensor_ir.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_engines_tensor_ir.so.9, by ld.so.cache",
     )
@@ -134,28 +143,30 @@ def test_parts_of_two_cudnns() -> None:
     broken = changed(failing(healthy(), "convolution", error), torch_libraries__split_cudnn=parts)
     assert cause(broken) == "L03"
     assert any("'nvidia-cudnn-cu13>=9.21'" in line for line in finding_of("L03", broken).fix)
-    unrun = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
-    assert finding_of("L03", unrun).title.startswith("probably: ")
-    assert seen("L03", changed(healthy(), torch_libraries__split_cudnn=parts)) is None
+    not_run = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
+    assert finding_of("L03", not_run).title.startswith("probably: ")
+    assert find("L03", changed(healthy(), torch_libraries__split_cudnn=parts)) is None
 
 
-def test_parts_of_a_cudnn_on_the_path() -> None:
+def test_cudnn_sublibraries_from_ld_library_path() -> None:
     parts = ("libcudnn_ops.so.9: /opt/cudnn/libcudnn_ops.so.9, by LD_LIBRARY_PATH",)
     machine = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
-    assert finding_of("L03", variables(machine, LD_LIBRARY_PATH="/opt/cudnn")).fix[0] == "$ unset LD_LIBRARY_PATH"
+    assert finding_of("L03", with_variables(machine, LD_LIBRARY_PATH="/opt/cudnn")).fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
-def test_a_system_library_fills_the_gap() -> None:
-    machine = with_libraries(healthy(), taken(needed("libcudart.so.13", "nvidia/cu13/lib"), "/usr/lib", "ld.so.cache"))
+def test_system_library_replaces_a_missing_one() -> None:
+    machine = with_libraries(
+        healthy(), loaded_from(needed("libcudart.so.13", "nvidia/cu13/lib"), "/usr/lib", "ld.so.cache")
+    )
     assert alarms(machine) == ["L05"]
     assert f"{SITE}/nvidia/cu13/lib/libcudart.so.13 does not exist" in finding_of("L05", machine, "warning").evidence
     fine = with_libraries(
         healthy(), replace(needed("libcudart.so.13", "x"), path="/usr/lib/libcudart.so.13", expected="")
     )
-    assert alarms(fine) == []  # a torch that is meant to use the system's
+    assert alarms(fine) == []  # this torch is built to use the system's
 
 
-def test_two_packages_own_a_file() -> None:
+def test_two_packages_own_one_library() -> None:
     overlap = (f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.10.2.21, nvidia-cudnn-cu13 9.20.0.48",)
     machine = changed(healthy(), torch_libraries__overlaps=overlap)
     assert alarms(machine) == ["L06"]
@@ -165,35 +176,35 @@ def test_two_packages_own_a_file() -> None:
     assert alarms(changed(healthy(), torch_libraries__overlaps=("nvidia/__init__.py: a 1, b 2",))) == []
 
 
-def test_conda_and_pip_are_mixed() -> None:
+def test_libraries_of_conda_and_pip_are_mixed() -> None:
     machine = changed(healthy(), python__environment="conda", python__prefix="/opt/conda")
-    mixed = with_libraries(machine, taken(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))
+    mixed = with_libraries(machine, loaded_from(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))
     assert alarms(mixed) == []
     finding_of("L07", mixed, "note")
     finding_of("L07", unimportable(mixed, NO_SYMBOL))
-    assert seen("L07", with_libraries(healthy(), taken(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))) is None
+    assert find("L07", with_libraries(healthy(), loaded_from(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))) is None
 
 
 # -- the loader
 
 
-def test_a_preloaded_library_that_an_experiment_convicts() -> None:
-    machine = variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libvgpu.so")
-    assert finding_of("L08", tried(machine, "LD_PRELOAD")).title == "a preloaded library intercepts CUDA"
+def test_experiment_proves_that_a_preloaded_library_breaks_cuda() -> None:
+    machine = with_variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libvgpu.so")
+    assert finding_of("L08", works_without(machine, "LD_PRELOAD")).title == "a preloaded library intercepts CUDA"
     assert finding_of("L08", machine).title.startswith("probably: ")
 
 
-def test_what_else_is_preloaded_stays() -> None:
+def test_fix_keeps_other_preloaded_libraries() -> None:
     listed = ("/usr/lib/libjemalloc.so.2", "/opt/vgpu/libvgpu.so")
     fix = finding_of("L08", changed(refused(healthy(), 999), driver__libraries__preload=listed)).fix
     assert not any("rm " in line for line in fix)
     assert fix[0].startswith("Remove /opt/vgpu/libvgpu.so from /etc/ld.so.preload")
-    besides = changed(refused(healthy(), 999), driver__libraries__preload=listed[1:])
-    finding = finding_of("L08", variables(besides, LD_PRELOAD=listed[0]))
+    in_both_lists = changed(refused(healthy(), 999), driver__libraries__preload=listed[1:])
+    finding = finding_of("L08", with_variables(in_both_lists, LD_PRELOAD=listed[0]))
     assert (finding.evidence[0], finding.fix) == ("/etc/ld.so.preload is /opt/vgpu/libvgpu.so", fix)
 
 
-def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> None:
+def test_fix_reinstalls_the_conda_package_of_a_missing_library() -> None:
     machine = changed(
         unimportable(healthy(), NO_CUDNN),
         python__tool="conda",
@@ -206,60 +217,62 @@ def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> 
 @each(
     "machine",
     [
-        variables(healthy(), LD_PRELOAD="/usr/lib/libvgpu.so"),
-        variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
-        variables(bare(), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
+        with_variables(healthy(), LD_PRELOAD="/usr/lib/libvgpu.so"),
+        with_variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
+        with_variables(bare(), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
         refused(healthy(), 999),
     ],
 )
-def test_what_is_preloaded_is_not_to_blame(machine: Machine) -> None:
+def test_preloaded_library_is_not_blamed(machine: Machine) -> None:
     assert "L08" not in alarms(machine)
 
 
-def test_an_empty_element_of_the_path_is_only_mentioned() -> None:
+def test_empty_element_of_ld_library_path_is_a_note() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
-    machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":/usr/local/lib")
+    machine = with_variables(
+        changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":/usr/local/lib"
+    )
     assert finding_of("L09", machine, "note").fix[0] == "$ export LD_LIBRARY_PATH=/usr/local/lib"
     assert alarms(machine) == []
-    own = ("libcusparseLt.so.0: RUNPATH has an empty element",)
-    assert seen("L09", changed(healthy(), driver__libraries__cwd_searched=own)) is None
+    in_runpath = ("libcusparseLt.so.0: RUNPATH has an empty element",)
+    assert find("L09", changed(healthy(), driver__libraries__cwd_searched=in_runpath)) is None
 
 
-def test_a_relative_element_of_the_path_is_removed() -> None:
+def test_fix_removes_a_relative_element_of_ld_library_path() -> None:
     machine = changed(healthy(), driver__libraries__cwd_searched=("LD_LIBRARY_PATH has the relative element lib",))
     for value, fix in (("lib:/opt/x;/opt/y", "export LD_LIBRARY_PATH=/opt/x:/opt/y"), ("lib", "unset LD_LIBRARY_PATH")):
-        found = finding_of("L09", variables(machine, LD_LIBRARY_PATH=value), "note")
-        assert found.fix[0] == f"$ {fix}"
+        finding = finding_of("L09", with_variables(machine, LD_LIBRARY_PATH=value), "note")
+        assert finding.fix[0] == f"$ {fix}"
 
 
-def test_a_library_out_of_the_current_directory() -> None:
+def test_library_loaded_from_the_current_directory() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
-    machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")
-    found = replace(CUDNN, path="/home/user/project/libcudnn.so.9", via="LD_LIBRARY_PATH")
-    finding_of("L09", with_libraries(unimportable(machine, "ImportError: boom"), found))
-    assert alarms(with_libraries(machine, found)) == []
+    machine = with_variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")
+    library = replace(CUDNN, path="/home/user/project/libcudnn.so.9", via="LD_LIBRARY_PATH")
+    finding_of("L09", with_libraries(unimportable(machine, "ImportError: boom"), library))
+    assert alarms(with_libraries(machine, library)) == []
 
 
-def test_an_old_libstdcpp() -> None:
+def test_old_libstdcpp() -> None:
     error = "ImportError: /opt/conda/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by …/libtorch.so)"
     machine = unimportable(healthy(), error)
     assert cause(machine) == "L12"
-    dropped = finding_of("L12", variables(machine, LD_LIBRARY_PATH="/opt/conda/lib")).fix
+    dropped = finding_of("L12", with_variables(machine, LD_LIBRARY_PATH="/opt/conda/lib")).fix
     assert dropped[0] == "$ unset LD_LIBRARY_PATH"
     by_conda = changed(machine, python__environment="conda", python__prefix="")
     assert finding_of("L12", by_conda).fix == ("$ conda install -c conda-forge libstdcxx-ng",)
     lacking = ("GLIBCXX_3.4.30 of libstdc++.so.6, needed by libtorch_cpu.so",)
     assert cause(changed(no_torch_run(healthy()), torch_libraries__unresolved=lacking)) == "L12"
-    assert seen("L12", changed(healthy(), torch_libraries__unresolved=lacking)) is None
+    assert find("L12", changed(healthy(), torch_libraries__unresolved=lacking)) is None
 
 
-def test_a_newer_mkl() -> None:
+def test_mkl_newer_than_torch_supports() -> None:
     error = "ImportError: …/libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent"
     assert cause(unimportable(healthy(), error)) == "L13"
-    assert seen("L13", unimportable(healthy(), "ImportError: boom")) is None
+    assert find("L13", unimportable(healthy(), "ImportError: boom")) is None
 
 
-def test_windows_cannot_load_a_library() -> None:
+def test_windows_cannot_load_a_dll() -> None:
     error = (
         "OSError: [WinError 126] The specified module could not be found. "
         'Error loading "C:\\venv\\torch\\lib\\fbgemm.dll" or one of its dependencies.'
@@ -271,9 +284,9 @@ def test_windows_cannot_load_a_library() -> None:
     assert any("torch>=2.4.1" in line for line in finding_of("L10", old).fix)
 
 
-def test_windows_took_a_library_from_path() -> None:
+def test_windows_loaded_a_dll_from_path() -> None:
     windows = changed(failing(healthy(), "kernel", "RuntimeError: boom"), platform__system="Windows")
     other = changed(windows, torch_run__libraries=("C:\\cuda\\bin\\cudart64_12.dll",))
     assert finding_of("L11", other).title.startswith("probably: ")
-    assert seen("L11", windows) is None
-    assert seen("L11", changed(other, platform__system="Linux")) is None
+    assert find("L11", windows) is None
+    assert find("L11", changed(other, platform__system="Linux")) is None

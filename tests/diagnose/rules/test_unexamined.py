@@ -1,4 +1,4 @@
-"""Children that cannot be started, or crash in the driver's library: what is said where nobody could be asked."""
+"""Rules for child processes that cannot be started, so that CUDA and torch are unknown, or that crash in libcuda."""
 
 from __future__ import annotations
 
@@ -20,90 +20,93 @@ from transload.diagnose.report import judge_machine
 from transload.findings import Finding
 from transload.machine import Answer, Cuda, Hardware, Library, Machine, Nvml, Step, TorchRun
 
-WHY = "could not be started: /usr/bin/python3: permission denied"
-REFUSED = Answer("unasked", WHY)
-AROUND = {"host": lambda machine: machine, "docker": in_container, "slurm": in_slurm, "wsl": in_wsl}
+REASON = "could not be started: /usr/bin/python3: permission denied"
+NOT_STARTED = Answer("unasked", REASON)
+ENVIRONMENTS = {"host": lambda machine: machine, "docker": in_container, "slurm": in_slurm, "wsl": in_wsl}
 
 
-def unheard(machine: Machine) -> Machine:
+def without_answers(machine: Machine) -> Machine:
+    """The machine whose driver and torch gave no answer, since no child could be started."""
     return changed(
         machine,
-        driver__cuda=Cuda(REFUSED),
-        driver__nvml=Nvml(REFUSED),
+        driver__cuda=Cuda(NOT_STARTED),
+        driver__nvml=Nvml(NOT_STARTED),
         driver__experiments=(),
-        torch_run__answer=REFUSED,
+        torch_run__answer=NOT_STARTED,
     )
 
 
-def silenced(machine: Machine) -> Machine:
-    """The machine on which no child could be started."""
-    return changed(unheard(machine), torch_run=TorchRun(REFUSED))
+def no_child_started(machine: Machine) -> Machine:
+    """The machine on which no child could be started, and nothing is known about running torch."""
+    return changed(without_answers(machine), torch_run=TorchRun(NOT_STARTED))
 
 
-def causes(machine: Machine) -> list[str]:
-    return [found.code for found in judge_machine(machine).findings if found.severity != "note"]
+def alarms(machine: Machine) -> list[str]:
+    """Codes of all errors and warnings."""
+    return [finding.code for finding in judge_machine(machine).findings if finding.severity != "note"]
 
 
-def the(code: str, machine: Machine) -> Finding:
+def finding_of(code: str, machine: Machine) -> Finding:
+    """The finding with this code, muted or not."""
     diagnosis = judge_machine(machine)
-    found = (*diagnosis.findings, *(muted.finding for muted in diagnosis.muted))
-    return next(finding for finding in found if finding.code == code)
+    findings = (*diagnosis.findings, *(muted.finding for muted in diagnosis.muted))
+    return next(finding for finding in findings if finding.code == code)
 
 
-@each("around", AROUND)
-def test_where_nobody_could_be_asked_nothing_else_is_said(around: str) -> None:
-    diagnosis = judge_machine(AROUND[around](silenced(healthy())))
-    assert (diagnosis.status, causes(diagnosis.machine)) == ("broken", ["X13"])
+@each("environment", ENVIRONMENTS)
+def test_only_x13_is_reported_where_no_child_can_start(environment: str) -> None:
+    diagnosis = judge_machine(ENVIRONMENTS[environment](no_child_started(healthy())))
+    assert (diagnosis.status, alarms(diagnosis.machine)) == ("broken", ["X13"])
     assert diagnosis.cause is not None
-    assert diagnosis.cause.evidence == (f"the CUDA driver was not asked: {WHY}", f"torch was not run: {WHY}")
+    assert diagnosis.cause.evidence == (f"the CUDA driver was not asked: {REASON}", f"torch was not run: {REASON}")
     assert not diagnosis.cuda_usable
 
 
-def test_a_probe_of_ours_that_broke_is_no_all_clear_either() -> None:
-    machine = changed(silenced(healthy()), driver__cuda=Cuda(), problems={"cuda": "KeyError: 'capability'"})
-    assert the("X13", machine).evidence[0] == "the CUDA driver was not asked: KeyError: 'capability'"
+def test_error_in_our_own_probe_is_reported_too() -> None:
+    machine = changed(no_child_started(healthy()), driver__cuda=Cuda(), problems={"cuda": "KeyError: 'capability'"})
+    assert finding_of("X13", machine).evidence[0] == "the CUDA driver was not asked: KeyError: 'capability'"
 
 
-def test_the_report_says_that_it_does_not_know_and_why() -> None:
-    text = str(judge_machine(silenced(healthy())))
+def test_report_says_that_the_state_is_unknown_and_why() -> None:
+    text = str(judge_machine(no_child_started(healthy())))
     assert text.startswith("It is unknown whether CUDA works: the machine could not be examined  [X13]\n")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert any(line.startswith("? CUDA driver not asked: could not be started") for line in lines)
     assert any(line.startswith("? running torch not run: could not be started") for line in lines)
 
 
-def test_what_files_prove_is_still_reported() -> None:
+def test_cause_proven_by_files_is_still_reported() -> None:
     machine = changed(
-        silenced(healthy()),
+        no_child_started(healthy()),
         hardware=Hardware(pci=(card(0x2684, "nouveau"),)),
         kernel=bare().kernel,
         nodes=bare().nodes,
         driver__libraries=bare().driver.libraries,
     )
     diagnosis = judge_machine(machine)
-    assert causes(machine) == ["K04"]
+    assert alarms(machine) == ["K04"]
     assert ("X13", "K04") in [(muted.finding.code, muted.because) for muted in diagnosis.muted]
 
 
-def test_torch_that_could_not_be_run_is_a_warning_where_the_driver_answers_or_no_gpu_is() -> None:
-    for machine in (changed(healthy(), torch_run=TorchRun(REFUSED)), silenced(bare())):
+def test_torch_not_run_is_a_warning_where_the_driver_answers_or_there_is_no_gpu() -> None:
+    for machine in (changed(healthy(), torch_run=TorchRun(NOT_STARTED)), no_child_started(bare())):
         assert judge_machine(machine).status == "degraded"
-        assert the("X13", machine).title == "torch could not be run, so whether it works is unknown"
+        assert finding_of("X13", machine).title == "torch could not be run, so whether it works is unknown"
 
 
-@each("machine", [no_torch_run(healthy()), no_torch_run(bare()), unheard(bare()), Machine()])
-def test_not_to_ask_is_a_choice(machine: Machine) -> None:
-    said = changed(machine, torch_run__answer=Answer())
-    assert "X13" not in causes(said)
+@each("machine", [no_torch_run(healthy()), no_torch_run(bare()), without_answers(bare()), Machine()])
+def test_probes_that_were_not_requested_are_not_reported(machine: Machine) -> None:
+    not_requested = changed(machine, torch_run__answer=Answer())
+    assert "X13" not in alarms(not_requested)
 
 
-def test_torch_at_work_needs_no_word_of_the_driver() -> None:
-    machine = changed(healthy(), driver__cuda=Cuda(REFUSED), driver__nvml=Nvml(REFUSED))
+def test_working_torch_is_enough_without_answers_of_the_driver() -> None:
+    machine = changed(healthy(), driver__cuda=Cuda(NOT_STARTED), driver__nvml=Nvml(NOT_STARTED))
     assert judge_machine(machine).status == "ok"
 
 
 @each(
-    ("why", "advice"),
+    ("reason", "line"),
     [
         ("permission denied", "Run it as a user who may execute that interpreter."),
         ("resource temporarily unavailable", "$ ulimit -u"),
@@ -112,9 +115,9 @@ def test_torch_at_work_needs_no_word_of_the_driver() -> None:
         ("embedded null byte", "Repair what is described above, and run it again."),
     ],
 )
-def test_the_fix_fits_the_reason(why: str, advice: str) -> None:
-    machine = changed(silenced(healthy()), driver__cuda=Cuda(Answer("unasked", why)), torch_run=TorchRun())
-    assert advice in the("X13", machine).fix
+def test_fix_depends_on_the_reason(reason: str, line: str) -> None:
+    machine = changed(no_child_started(healthy()), driver__cuda=Cuda(Answer("unasked", reason)), torch_run=TorchRun())
+    assert line in finding_of("X13", machine).fix
 
 
 CRASHED = Answer("crashed", "SIGSEGV in cuInit", 0.2)
@@ -126,19 +129,19 @@ def crashing(lib: Library) -> Machine:
     return changed(bare(), driver__libraries__cuda=(lib,), driver__cuda=Cuda(CRASHED), torch_run=run)
 
 
-def test_a_driver_that_crashes_without_torch_too_is_no_reason_to_install_torch() -> None:
+def test_fix_does_not_reinstall_torch_where_the_driver_crashes_without_it() -> None:
     machine = crashing(Library("libcuda.so.1", "/opt/shim/libcuda.so.1", via="LD_LIBRARY_PATH", kind="other"))
     machine = changed(machine, variables__values={"LD_LIBRARY_PATH": "/opt/shim:/opt/x"})
-    found = the("X11", machine)
-    assert "also without torch: the CUDA driver crashed: SIGSEGV in cuInit" in found.evidence
-    assert "libcuda.so.1 is /opt/shim/libcuda.so.1, found through LD_LIBRARY_PATH" in found.evidence
-    assert "$ export LD_LIBRARY_PATH=/opt/x" in found.fix
-    assert not any("pip" in line for line in found.fix)
+    finding = finding_of("X11", machine)
+    assert "also without torch: the CUDA driver crashed: SIGSEGV in cuInit" in finding.evidence
+    assert "libcuda.so.1 is /opt/shim/libcuda.so.1, found through LD_LIBRARY_PATH" in finding.evidence
+    assert "$ export LD_LIBRARY_PATH=/opt/x" in finding.fix
+    assert not any("pip" in line for line in finding.fix)
 
 
-def test_a_preloaded_library_is_dropped_and_the_drivers_own_is_reinstalled() -> None:
+def test_fix_unsets_ld_preload_or_blames_the_drivers_library() -> None:
     preloaded = crashing(Library("libcuda.so.1", "/opt/shim/libcuda.so.1", via="LD_PRELOAD", kind="other"))
-    assert "$ unset LD_PRELOAD" in the("X11", changed(preloaded, variables__values={"LD_PRELOAD": "x"})).fix
-    own = the("X11", crashing(library("libcuda.so.1")))
-    assert own.evidence[-1] == f"libcuda.so.1 is {LIB}/libcuda.so.1, found through ld.so.cache"
-    assert own.fix[0].startswith("The driver's library crashes, not torch")
+    assert "$ unset LD_PRELOAD" in finding_of("X11", changed(preloaded, variables__values={"LD_PRELOAD": "x"})).fix
+    of_driver = finding_of("X11", crashing(library("libcuda.so.1")))
+    assert of_driver.evidence[-1] == f"libcuda.so.1 is {LIB}/libcuda.so.1, found through ld.so.cache"
+    assert of_driver.fix[0].startswith("The driver's library crashes, not torch")

@@ -1,4 +1,4 @@
-"""The rows about torch, and short ways to ask them."""
+"""Machines for the rules about torch: some without a fault, and helpers that break one part of a machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.diagnose.rules.machine_rows import finding_of as any_finding_of
 from transload.findings import Finding
 from transload.machine import Accelerator, Answer, Experiment, Machine, PciDevice, Step, Torch, TorchLibraries, TorchRun
 
-FINE: dict[str, Machine] = {
+FAULTLESS: dict[str, Machine] = {
     "healthy": healthy(),
     "healthy, torch not run": no_torch_run(healthy()),
     "container": in_container(healthy()),
@@ -51,33 +51,33 @@ FINE: dict[str, Machine] = {
 
 
 def finding_of(code: str, machine: Machine, severity: str = "error") -> Finding:
-    """What one rule finds on a machine on which it must match with that severity and a fix."""
-    found = any_finding_of(code, machine)
-    assert found.severity == severity
-    assert found.fix
-    return found
+    """The finding of one rule on a machine on which it must match, with that severity and a fix."""
+    finding = any_finding_of(code, machine)
+    assert finding.severity == severity
+    assert finding.fix
+    return finding
 
 
-def variables(machine: Machine, **values: str) -> Machine:
+def with_variables(machine: Machine, **values: str) -> Machine:
     return changed(machine, variables__values={**machine.variables.values, **values})
 
 
 def unimportable(machine: Machine, error: str) -> Machine:
-    """The machine on which the import of torch raises."""
+    """The machine on which importing torch raises."""
     run = TorchRun(ANSWERED, steps=(Step("import", ok=False, error=error),))
     return replace(machine, torch_run=run)
 
 
 def failing(machine: Machine, name: str, error: str, **facts: Any) -> Machine:
-    """The machine on which torch comes as far as one step, which raises."""
-    steps = [Step(each, ok=True) for each in STEPS[: STEPS.index(name)]]
+    """The machine on which torch passes all steps before ``name``, which raises."""
+    steps = [Step(passed, ok=True) for passed in STEPS[: STEPS.index(name)]]
     run = replace(machine.torch_run, steps=(*steps, Step(name, ok=False, error=error)))
     return changed(replace(machine, torch_run=run), **facts)
 
 
-def ended(machine: Machine, state: Any, detail: str, step: str = "import") -> Machine:
-    """The machine on which torch does not come back."""
-    steps = [Step(each, ok=True) for each in STEPS[: STEPS.index(step)]]
+def crashed_or_hung(machine: Machine, state: Any, detail: str, step: str = "import") -> Machine:
+    """The machine on which torch crashes or hangs in a step."""
+    steps = [Step(passed, ok=True) for passed in STEPS[: STEPS.index(step)]]
     run = TorchRun(Answer(state, detail), steps=(*steps, Step(step, ok=False, error=detail)))
     return replace(machine, torch_run=run)
 
@@ -91,13 +91,13 @@ def without_torch(machine: Machine) -> Machine:
     )
 
 
-def tried(machine: Machine, *left_out: str) -> Machine:
-    """The machine whose driver was seen to work without some variables."""
-    return changed(machine, driver__experiments=(Experiment(left_out, healthy().driver.cuda),))
+def works_without(machine: Machine, *variables: str) -> Machine:
+    """The machine on which an experiment showed that the driver works without some variables."""
+    return changed(machine, driver__experiments=(Experiment(variables, healthy().driver.cuda),))
 
 
 def amd(detail: str = "gfx1100", *, integrated: bool = False) -> Machine:
-    """A machine with an AMD card, its compute driver, and a torch without a GPU."""
+    """A machine with an AMD card, its compute driver, and a CPU build of torch."""
     gpu = Accelerator("rocm", "Radeon", detail, usable=True, integrated=integrated)
     card = PciDevice("0000:03:00.0", 0x1002, 0x744C, 0x030000, "amdgpu", "D0")
     return changed(bare(), accelerators=(gpu,), hardware__pci=(card,))
