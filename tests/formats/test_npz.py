@@ -1,18 +1,18 @@
-"""numpy's files: those that ``convert`` writes, and those that numpy writes."""
+"""NumPy files (.npz and .npy), written by ``convert`` and by NumPy."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
 
 import transload
 from transload.cli.main import main
 from transload.converting import convert, parts
-from transload.errors import BrokenFileError, ConvertError, FileWarning, LoadError, NotACheckpointError
+from transload.errors import BrokenFileError, ConvertError, FileWarning, LoadError, NotACheckpointError, RescueError
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -30,37 +30,39 @@ ARRAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz"])
-def test_what_numpy_has_saved(tmp_path: Path, save: Any, name: str) -> None:
+def test_convert_files_saved_by_numpy(tmp_path: Path, save: Any, name: str) -> None:
     save(tmp_path / "a.npz", **ARRAYS)
-    made = convert(tmp_path / "a.npz", tmp_path / name)
-    assert (made.format, made.tensors, made.left, made.notes) == ("npz", len(ARRAYS), (), ())
+    conversion = convert(tmp_path / "a.npz", tmp_path / name)
+    assert (conversion.format, conversion.tensors, conversion.left, conversion.notes) == ("npz", len(ARRAYS), (), ())
     convert(tmp_path / name, tmp_path / "c.npz")
-    with np.load(tmp_path / "c.npz") as back:
-        assert set(back) == set(ARRAYS)
+    with np.load(tmp_path / "c.npz") as arrays:
+        assert set(arrays) == set(ARRAYS)
         for key, array in ARRAYS.items():
-            assert back[key].dtype == array.dtype.newbyteorder("<")
-            assert np.array_equal(back[key], array)
+            assert arrays[key].dtype == array.dtype.newbyteorder("<")
+            assert np.array_equal(arrays[key], array)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
-def test_every_function_takes_an_archive(tmp_path: Path, save: Any) -> None:
+def test_every_function_accepts_an_npz_archive(tmp_path: Path, save: Any) -> None:
     path = tmp_path / "a.npz"
     save(path, **ARRAYS)
     checkpoint = transload.inspect(path, verify=True)
     assert (checkpoint.format, checkpoint.safety, checkpoint.integrity) == ("npz", "data-only", "whole")
-    assert {each.name: each.shape for each in checkpoint.tensors} == {key: each.shape for key, each in ARRAYS.items()}
+    assert {tensor.name: tensor.shape for tensor in checkpoint.tensors} == {
+        key: array.shape for key, array in ARRAYS.items()
+    }
     assert transload.verify(path).ok
     assert transload.check(path).ok
     for options in ({}, {"verify": True}, {"mmap": True}):
         state = transload.load(path, **options)
-        assert {key: each.tolist() for key, each in state.items()} == {
-            key: each.tolist() for key, each in ARRAYS.items()
+        assert {key: tensor.tolist() for key, tensor in state.items()} == {
+            key: array.tolist() for key, array in ARRAYS.items()
         }
     with transload.open(path) as handle:
         assert handle.slice("fc.weight")[1].tolist() == [3, 4, 5]
 
 
-def test_a_changed_bit_is_found() -> None:
+def test_flipped_bit_is_found_with_verify() -> None:
     stream = io.BytesIO()
     np.savez(stream, a=np.zeros(9), b=np.arange(1000.0))
     data = bytearray(stream.getvalue())
@@ -71,29 +73,69 @@ def test_a_changed_bit_is_found() -> None:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
-def test_a_damaged_array_is_named(save: Any) -> None:
+def test_verify_names_the_damaged_array(save: Any) -> None:
     stream = io.BytesIO()
     save(stream, a=np.zeros(9), b=np.random.default_rng(5).random(1000), c=np.ones(3))
     assert transload.verify(stream.getvalue()).damaged == ()
     data = bytearray(stream.getvalue())
     data[3000] ^= 1
-    assert [(each.name, each.kind) for each in transload.verify(bytes(data)).damaged] == [("b", "checksum")]
+    assert [(tensor.name, tensor.kind) for tensor in transload.verify(bytes(data)).damaged] == [("b", "checksum")]
 
 
-def test_a_cut_archive_has_what_is_left() -> None:
+def test_truncated_archive_reports_the_remaining_bytes() -> None:
     stream = io.BytesIO()
     np.savez(stream, a=np.zeros(9), b=np.arange(500.0))
-    told = transload.inspect(stream.getvalue()[:2000])
-    assert told.integrity == "damaged"
-    first, second = told.storages
+    checkpoint = transload.inspect(stream.getvalue()[:2000])
+    assert checkpoint.integrity == "damaged"
+    first, second = checkpoint.storages
     assert first.stored == first.nbytes == 72
     assert second.offset is not None
     assert (second.stored, second.nbytes) == (2000 - second.offset, 4000)
-    assert [problem.where for problem in told.problems if problem.code == "storage-cut"] == ["b"]
-    assert "b" in {each.name for each in transload.verify(stream.getvalue()[:2000]).damaged}
+    assert [problem.where for problem in checkpoint.problems if problem.code == "storage-cut"] == ["b"]
+    assert "b" in {tensor.name for tensor in transload.verify(stream.getvalue()[:2000]).damaged}
 
 
-def test_a_single_array(tmp_path: Path) -> None:
+class Unseekable(io.RawIOBase):
+    """A pipe: ``zipfile`` then writes sizes and checksums after each record."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.data += data
+        return len(data)
+
+
+@pytest.mark.parametrize("method", [ZIP_STORED, ZIP_DEFLATED], ids=["stored", "compressed"])
+@pytest.mark.parametrize("seekable", [True, False], ids=["file", "pipe"])
+def test_truncated_archive_is_damaged_unless_its_directory_has_begun(method: int, seekable: bool) -> None:
+    """Without the directory, nothing shows how many arrays there were."""
+    stream: Any = io.BytesIO() if seekable else Unseekable()
+    with ZipFile(stream, "w", method) as archive:
+        for name in "ab":
+            member = io.BytesIO()
+            np.save(member, np.random.default_rng(5).integers(0, 9, 1000))
+            archive.writestr(f"{name}.npy", member.getvalue())
+    data = bytes(stream.getvalue() if seekable else stream.data)
+    second, directory = data.index(b"PK\3\4", 4), data.index(b"PK\1\2")
+    for size in (second, second + 500, directory - 30, directory):
+        assert transload.inspect(data[:size]).integrity == "damaged", size
+    for size in (directory + 4, directory + 60, len(data) - 1):
+        checkpoint = transload.inspect(data[:size])
+        assert (checkpoint.integrity, len(checkpoint.tensors)) == ("repairable", 2)
+
+
+def test_rescue_names_the_format_of_a_truncated_archive(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    np.savez_compressed(stream, a=np.random.default_rng(5).integers(0, 9, 1000))
+    with pytest.raises(RescueError, match=r"does not accept files of this format \(numpy archive\)"):
+        transload.rescue(stream.getvalue()[:500], tmp_path / "b.npz")
+
+
+def test_npy_file(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, ARRAYS["big"])
     assert transload.inspect(path).ok
@@ -106,14 +148,14 @@ def test_a_single_array(tmp_path: Path) -> None:
         transload.load(path)
 
 
-def test_python_objects_are_not_looked_into(tmp_path: Path) -> None:
+def test_object_arrays_need_trust_and_are_not_loaded(tmp_path: Path) -> None:
     objects = np.array([None], object)
     np.save(tmp_path / "a.npy", objects)
     np.savez(tmp_path / "b.npz", w=np.ones(1), o=objects, f=np.zeros(1, [("x", object)]))
     for name in ("a.npy", "b.npz"):
         assert transload.inspect(tmp_path / name).safety == "needs-trust"
     data = (tmp_path / "a.npy").read_bytes()
-    for spelling in (b'"|O"', b"'\\x4f'", b"'i4,O'", b"'object'"):  # which numpy takes for the same
+    for spelling in (b'"|O"', b"'\\x4f'", b"'i4,O'", b"'object'"):  # numpy treats them all alike
         with ZipFile(tmp_path / "c.npz", "w") as archive:
             odd = data.replace(b"'|O'", spelling)
             archive.writestr("a.npy", odd[:8] + (len(odd) - len(data) + data[8]).to_bytes(2, "little") + odd[10:])
@@ -126,7 +168,7 @@ def test_python_objects_are_not_looked_into(tmp_path: Path) -> None:
         assert transload.load(tmp_path / "b.npz").keys() == {"w"}
 
 
-def test_names_come_back(tmp_path: Path) -> None:
+def test_tensor_names_survive_a_round_trip(tmp_path: Path) -> None:
     value = {name: torch.ones(2) for name in ("a:b", "../a", "/b", "c.npy", "%41", "50%")}
     torch.save(value, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "b.npz")
@@ -134,20 +176,20 @@ def test_names_come_back(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "c.pt", weights_only=True)) == list(value)
 
 
-def test_what_is_not_an_array_of_numbers_is_lost(tmp_path: Path) -> None:
+def test_convert_reports_what_is_not_a_numeric_array(tmp_path: Path) -> None:
     odd = {"text": np.array(["a"]), "objects": np.array([None]), "raw": np.zeros(2, "V2")}
     np.savez(tmp_path / "a.npz", w=np.ones(2), fields=np.zeros(1, [("a", "i4")]), **odd)
     with ZipFile(tmp_path / "a.npz", "a") as archive:
         archive.writestr("notes.txt", "hello")
         archive.writestr("bad.npy", "hello")
-    made = convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
-    assert not made.complete
-    assert {each.name for each in made.left} == {*odd, "fields", "notes.txt", "bad"}
-    assert made.tensors == 1
+    conversion = convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
+    assert not conversion.complete
+    assert {leftover.name for leftover in conversion.left} == {*odd, "fields", "notes.txt", "bad"}
+    assert conversion.tensors == 1
     assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "c.pt")]) == 1
 
 
-def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+def test_convert_refuses_a_damaged_archive(tmp_path: Path) -> None:
     stream = io.BytesIO()
     np.savez(stream, a=np.arange(1000.0))
     data = bytearray(stream.getvalue())
@@ -159,21 +201,21 @@ def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_array_that_claims_more_than_there_is(tmp_path: Path) -> None:
+def test_convert_reports_an_array_longer_than_its_bytes(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", w=np.ones(2))
     with ZipFile(tmp_path / "a.npz") as archive:
         text = archive.read("w.npy")
     with ZipFile(tmp_path / "b.npz", "w") as archive:
         archive.writestr("w.npy", text.replace(b"(2,), }  ", b"(200,), }"))
         archive.writestr("v.npy", text)
-    made = convert(tmp_path / "b.npz", tmp_path / "c.safetensors")
-    assert [(each.name, each.lost) for each in made.left] == [("w", True)]
+    conversion = convert(tmp_path / "b.npz", tmp_path / "c.safetensors")
+    assert [(leftover.name, leftover.lost) for leftover in conversion.left] == [("w", True)]
 
 
-def test_the_parts_of_an_archive(tmp_path: Path) -> None:
+def test_parts_are_found_by_name_prefix(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **{"model/w": np.ones(2), "other/w": np.ones(2)})
     assert [part.key for part in parts(tmp_path / "a.npz")] == ["", "model", "other"]
-    made = convert(tmp_path / "a.npz", tmp_path / "b.safetensors", key="other")
-    assert (made.tensors, made.others) == (1, 1)
+    conversion = convert(tmp_path / "a.npz", tmp_path / "b.safetensors", key="other")
+    assert (conversion.tensors, conversion.others) == (1, 1)
     np.savez(tmp_path / "c.npz", **{"model/v": np.ones(2), "model/w": np.ones(2)})
     assert [part.key for part in parts(tmp_path / "c.npz")] == ["", "model"]

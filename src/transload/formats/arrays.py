@@ -185,6 +185,12 @@ def read_npz(archive: Archive) -> Checkpoint:
         name = re.sub(_ESCAPED, lambda found: chr(int(found[1], 16)), member.removesuffix(".npy"))
         head = archive.head(record, _MAX_HEADER) if member.endswith(".npy") else b""
         _add_array(out, (name,), record, head, noted)
+    codes = {problem.code for problem in problems}
+    if archive.source is not None and "zip-walked" in codes and "zip-record-cut" not in codes:
+        # Only the directory lists all arrays. If at least its beginning follows the last one, none is missing.
+        end = max(((record.offset or 0) + record.stored for record in out.records), default=0)
+        if b"PK\1\2" not in archive.source.read(end, 64):  # a descriptor may come first
+            out.problems.add("zip-record-cut", detail="arrays after the last one that was found may be missing")
     out.problems += noted.problems()
     return out.checkpoint()
 

@@ -607,6 +607,10 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
         if not ended and reached + DESCRIPTOR.size <= source.size:
             problems.add("zip-no-descriptor", name, f"none at byte {reached}, where it should end")
         whole = present == found.stored
+        if (
+            local.method and not whole
+        ):  # its size is that before compression, which does not show that bytes are missing
+            problems.add("zip-record-cut", name, f"{present} of {found.stored} bytes are in the file")
         records[name] = Record(name, found.payload, size, present, checksum if whole else None, local.method)
         if not whole:
             break

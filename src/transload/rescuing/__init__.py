@@ -239,11 +239,13 @@ def _rescue_file(
             source, recovered = _recovered(src, path, member, stack)
         with gc_paused():
             recovered, checkpoint = completed(recovered, fill=fill is not None)
+            # An archive of arrays may have no record left that shows what it was.
+            format_ = checkpoint.format if checkpoint.format in FORMATS else read_source(source).format
+            if format_ in ("gguf", "npz", "npy"):
+                what = f"rescue does not accept files of this format ({FORMATS[format_]})"
+                raise RescueError(what, where=checkpoint.path, fix="transload.open reads the tensors that are whole.")
             if checkpoint.format not in FORMATS:
                 raise _nothing_to_rescue(checkpoint, checkpoint.path, recovered.lost_records)
-            if checkpoint.format in ("gguf", "npz", "npy"):
-                what = f"rescue does not accept files of this format ({FORMATS[checkpoint.format]})"
-                raise RescueError(what, where=checkpoint.path, fix="transload.open reads the tensors that are whole.")
             # The file keeps its format, and loaders rely on this suffix.
             if target and target.lower().endswith(".safetensors") != (checkpoint.format == "safetensors"):
                 what = f"the rescued file has the format {checkpoint.format}: rescue does not change the format"
