@@ -1,4 +1,4 @@
-"""The garbage collector, held off while a graph is built, and what becomes of a program's own garbage."""
+"""Garbage collection is paused while objects are built, without keeping the garbage of the calling program alive."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transload.formats import gc_paused
 from transload.loading import load
 
 
-class Ring:
-    """Garbage that only the collector finds."""
+class Cycle:
+    """A reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -30,28 +30,28 @@ def saved() -> bytes:
     return buffer.getvalue()
 
 
-def test_garbage_of_the_program_is_not_kept(saved: bytes) -> None:
-    """It would lie in the oldest generation, which is looked through when much has come there that was counted."""
+def test_load_does_not_move_existing_garbage_to_the_oldest_generation(saved: bytes) -> None:
+    """In the oldest generation it would stay until a full collection."""
     gc.collect()
-    ring = weakref.ref(Ring())
+    garbage = weakref.ref(Cycle())
     load(saved)
     gc.collect(1)
-    assert ring() is None
+    assert garbage() is None
 
 
-def test_objects_of_a_trusted_file_are_collected_as_any_others() -> None:
+def test_loaded_objects_are_garbage_collected_like_any_others() -> None:
     buffer = io.BytesIO()
-    torch.save(Ring(), buffer)
+    torch.save(Cycle(), buffer)
     gc.collect()
-    made = load(buffer, weights_only=False)
-    held = weakref.ref(made)
-    del made
+    loaded = load(buffer, weights_only=False)
+    reference = weakref.ref(loaded)
+    del loaded
     gc.collect(1)
-    assert held() is None
+    assert reference() is None
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_it_is_as_it_was(saved: bytes, *, before: bool) -> None:
+def test_load_restores_the_state_of_the_collector(saved: bytes, *, before: bool) -> None:
     (gc.enable if before else gc.disable)()
     try:
         load(saved)
@@ -62,17 +62,17 @@ def test_it_is_as_it_was(saved: bytes, *, before: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_child_process_collects_though_a_thread_of_its_parent_was_loading() -> None:
-    begun, done = threading.Event(), threading.Event()
+def test_gc_is_enabled_in_a_child_forked_while_another_thread_loads() -> None:
+    paused, done = threading.Event(), threading.Event()
 
-    def loading() -> None:
+    def hold_gc_paused() -> None:
         with gc_paused():
-            begun.set()
+            paused.set()
             done.wait()
 
-    thread = threading.Thread(target=loading)
+    thread = threading.Thread(target=hold_gc_paused)
     thread.start()
-    begun.wait()
+    paused.wait()
     try:
         child = os.fork()
         if not child:
@@ -84,18 +84,18 @@ def test_a_child_process_collects_though_a_thread_of_its_parent_was_loading() ->
     assert status == 0
 
 
-def test_a_file_object_that_only_reads_and_seeks(saved: bytes) -> None:
-    class Least:
+def test_load_from_a_minimal_file_object(saved: bytes) -> None:
+    class MinimalFile:
         def __init__(self, data: bytes) -> None:
-            held = io.BytesIO(data)
-            self.read, self.readline, self.seek, self.tell = held.read, held.readline, held.seek, held.tell
+            buffer = io.BytesIO(data)
+            self.read, self.readline, self.seek, self.tell = buffer.read, buffer.readline, buffer.seek, buffer.tell
 
-    file: Any = Least(saved)
+    file: Any = MinimalFile(saved)
     assert torch.equal(load(file)["a"], torch.ones(3))
 
 
-def test_a_program_that_has_frozen_its_objects_is_asked_once(saved: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python counts them one by one, which took three times as long as the reading in a program with two million."""
+def test_frozen_objects_are_counted_only_once(saved: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``gc.get_freeze_count`` counts one by one: with two million objects it took three times as long as the load."""
     counts = iter([1])
     monkeypatch.setattr("transload.formats._has_frozen", False)
     monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts))

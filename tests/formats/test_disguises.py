@@ -1,4 +1,4 @@
-"""Files that are two things at once, change under the reader, or share without end: each was once taken for sound."""
+"""Misleading files: two formats at once, arguments that change later, excessive sharing. Each was once accepted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def storage(key: str, numel: int = 4) -> bytes:
 
 
 def saved(body: bytes, **records: bytes) -> bytes:
-    """A torch.save archive whose object is the given pickle."""
+    """A ``torch.save`` archive whose object is the given pickle."""
     import zipfile
 
     out = io.BytesIO()
@@ -46,8 +46,8 @@ def saved(body: bytes, **records: bytes) -> bytes:
     return out.getvalue()
 
 
-def tar_in_a_stream(number: bytes) -> bytes:
-    """A tar archive for tarfile whose first header, read as a pickle, is the magic number of the legacy stream."""
+def tar_with_legacy_magic(number: bytes) -> bytes:
+    """A tar archive whose first header, read as a pickle, is the magic number of a legacy file."""
     magic = b"\x80\x02\x8a\n" + MAGIC.to_bytes(10, "little") + b"."
     block = bytearray(512)
     block[: len(magic)] = magic
@@ -65,34 +65,34 @@ def tar_in_a_stream(number: bytes) -> bytes:
 
 
 @each("number", [b"", b" ", b"0", b"0o0", b"+0", b"-0", b"0_0", b"\x80"], ids=repr)
-def test_what_tarfile_takes_for_a_tar_is_one(number: bytes, tmp_path: Path) -> None:
+def test_legacy_file_that_is_also_a_tar_is_dangerous(number: bytes, tmp_path: Path) -> None:
     path = tmp_path / "both.pt"
-    path.write_bytes(tar_in_a_stream(number))
+    path.write_bytes(tar_with_legacy_magic(number))
     assert tarfile.is_tarfile(path)
     assert inspect(path).safety == "dangerous"
 
 
-def test_a_zip_that_is_also_safetensors_has_two_readings() -> None:
+def test_zip_inside_a_safetensors_header_is_not_data_only() -> None:
     start = b"PK\x03\x04\x00\x00\x00\x00"  # as a header length: 67 MB
     length = int.from_bytes(start, "little")
     header = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}).encode().ljust(length)
     body = bytearray(start + header)
-    zipped = saved(HOOKS)
-    body[1000 : 1000 + len(zipped)] = zipped
+    archive = saved(HOOKS)
+    body[1000 : 1000 + len(archive)] = archive
     assert inspect(bytes(body)).safety in ("unknown", "dangerous")
 
 
-def test_a_size_that_grows_after_the_call_is_no_size() -> None:
-    grown = b"](K\x02eq\x01](K\x01eq\x02" + REBUILD + b"(" + storage("0") + b"K\0h\x01h\x02\x89" + HOOKS + b"tR"
-    assert "tensor-broken" in {problem.code for problem in inspect(saved(grown)).problems}
+def test_tensor_size_that_is_a_list_is_broken() -> None:
+    tensor = b"](K\x02eq\x01](K\x01eq\x02" + REBUILD + b"(" + storage("0") + b"K\0h\x01h\x02\x89" + HOOKS + b"tR"
+    assert "tensor-broken" in {problem.code for problem in inspect(saved(tensor)).problems}
 
 
-def test_a_dictionary_that_grows_after_the_call_is_told() -> None:
-    late = b"ccollections\nOrderedDict\n]q\x01\x85Rh\x01" + text("w") + b"N\x86a0"
-    assert "pickle-irregular" in {problem.code for problem in inspect(saved(late)).problems}
+def test_argument_that_grows_after_the_call_is_reported() -> None:
+    ordered_dict = b"ccollections\nOrderedDict\n]q\x01\x85Rh\x01" + text("w") + b"N\x86a0"
+    assert "pickle-irregular" in {problem.code for problem in inspect(saved(ordered_dict)).problems}
 
 
-def test_of_two_values_for_a_key_the_last_counts() -> None:
+def test_last_of_two_values_for_a_key_is_used() -> None:
     def tensor(key: str) -> bytes:
         return REBUILD + b"(" + storage(key) + b"K\0K\x04\x85K\x01\x85\x89" + HOOKS + b"tR"
 
@@ -100,19 +100,19 @@ def test_of_two_values_for_a_key_the_last_counts() -> None:
     assert [(t.name, t.storage) for t in inspect(data).tensors] == [("w", "1")]
 
 
-def test_danger_that_torch_does_not_read_is_not_said_to_be_refused() -> None:
-    told = inspect(saved(HOOKS, extra_pkl=b"cos\ngetcwd\n)R."))
-    assert (told.safety, told.prediction) == ("dangerous", "torch.load loads it anywhere")
+def test_dangerous_record_that_torch_ignores_does_not_change_the_prediction() -> None:
+    checkpoint = inspect(saved(HOOKS, extra_pkl=b"cos\ngetcwd\n)R."))
+    assert (checkpoint.safety, checkpoint.prediction) == ("dangerous", "torch.load loads it anywhere")
 
 
-def test_bits_that_torch_applies_later_are_told() -> None:
+def test_conj_flag_is_reported() -> None:
     out = io.BytesIO()
     torch.save({"c": torch.ones(2, dtype=torch.complex64).conj(), "p": torch.ones(2)}, out)
     assert [tensor.flags for tensor in inspect(out.getvalue()).tensors] == [("conj",), ()]
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_code_that_torch_1_1_wrote_twice_is_no_disguise() -> None:
+def test_duplicate_code_record_of_torch_1_1_is_not_reported() -> None:
     import zipfile
 
     out = io.BytesIO()
@@ -123,18 +123,18 @@ def test_code_that_torch_1_1_wrote_twice_is_no_disguise() -> None:
         archive.writestr("m/model.json", b"{}")
         archive.writestr("m/data.txt", b"a")
         archive.writestr("m/data.txt", b"a")
-    twice = [problem.where for problem in inspect(out.getvalue()).problems if problem.code == "zip-duplicate-name"]
-    assert twice == ["m/data.txt"]
+    duplicates = [problem.where for problem in inspect(out.getvalue()).problems if problem.code == "zip-duplicate-name"]
+    assert duplicates == ["m/data.txt"]
 
 
-def test_an_archive_inside_is_not_called_safe() -> None:
+def test_nested_archive_makes_safety_unknown() -> None:
     inner = io.BytesIO()
     torch.save({}, inner)
     assert inspect(saved(HOOKS)).safety == "data-only"
     assert inspect(saved(HOOKS, extra_pt=inner.getvalue())).safety == "unknown"
 
 
-SHARED: dict[str, Callable[[int], bytes]] = {
+SHARING: dict[str, Callable[[int], bytes]] = {
     "one state behind many objects": lambda n: (
         b"(}(" + b"K\1N" * n + b"uq\1c__main__\nX\nq\2" + b"h\2)Rh\1b" * n + b"t"
     ),
@@ -152,15 +152,15 @@ SHARED: dict[str, Callable[[int], bytes]] = {
 }  # fmt: skip
 
 
-@each("attack", SHARED)
-def test_what_is_shared_is_paid_for_once(attack: str) -> None:
-    """Twice the file may cost twice the work, not four times: counted in calls, since clocks lie."""
-    small, large = (calls_made(saved(SHARED[attack](n))) for n in (500, 2000))
+@each("attack", SHARING)
+def test_shared_objects_do_not_multiply_the_work(attack: str) -> None:
+    """The work may grow linearly with the file, not quadratically. Steps are counted, since times vary."""
+    small, large = (count_steps(saved(SHARING[attack](n))) for n in (500, 2000))
     assert large < 8 * small + 200_000
 
 
-def calls_made(data: bytes) -> int:
-    """Steps of the interpreter while a file is read: lines run and functions called."""
+def count_steps(data: bytes) -> int:
+    """Count the trace events of the interpreter (calls, lines, returns) while a file is inspected."""
     import sys
 
     steps = 0
@@ -179,7 +179,7 @@ def calls_made(data: bytes) -> int:
     return steps
 
 
-def test_no_dtype_or_class_speaks_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_in_names_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = b"B\x1b]0;x\x07"
     wrapper = (
         b"ctorch._utils\n_rebuild_wrapper_subclass\n(cm\n" + evil + b"\nctorch\n" + evil + b"\nK\x04\x85K\x01\x85K\0N"
@@ -192,15 +192,15 @@ def test_no_dtype_or_class_speaks_to_the_terminal(tmp_path: Path, capsys: pytest
 
 
 @needs_torch(2, 5)  # safe_globals
-def test_the_lines_to_paste_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggested_safe_globals_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "module.pt"
     torch.save(torch.nn.Sequential(*(getattr(torch.nn, n)() for n in ("ReLU", "GELU", "Tanh", "SiLU", "Mish"))), path)
     main(["inspect", str(path)])
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("import torch")
     last = lines.index("    obj = torch.load(path)")
-    made: dict[str, Any] = {"path": path}
+    namespace: dict[str, Any] = {"path": path}
     before = torch.serialization.get_safe_globals()
-    exec("\n".join(lines[first : last + 1]), made)  # noqa: S102 - what a user would do
-    assert isinstance(made["obj"], torch.nn.Sequential)
+    exec("\n".join(lines[first : last + 1]), namespace)  # noqa: S102 - as a user would
+    assert isinstance(namespace["obj"], torch.nn.Sequential)
     assert set(torch.serialization.get_safe_globals()) == set(before)

@@ -1,4 +1,4 @@
-"""Every checkpoint in tests/data against the truth recorded beside it, read where torch and numpy are absent."""
+"""Every checkpoint in tests/data against the expected values recorded beside it, read without torch and numpy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.each import each
 DATA = Path(__file__).parent.parent / "data"
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
-# Reads each file named on its input and prints what it found. The bytes of a tensor are gathered element by element
-# through storage, offset and stride, so that all of them must be right.
+# Reads each file named on stdin and prints a report. The bytes of a tensor are gathered element by element through
+# storage, offset and stride, so that all three must be right.
 READER = """
 import hashlib, itertools, json, sys
 
@@ -39,7 +39,7 @@ def gathered(tensor, storages, raw):
         out += raw[begin : begin + width]
     return hashlib.sha256(out).hexdigest()
 
-def told(path):
+def report(path):
     with open(path, "rb") as file:
         raw = file.read()
     ckpt = inspect(path, verify=True)
@@ -54,7 +54,7 @@ def told(path):
             "shared": [list(names) for names in ckpt.shared], "shown": [len(text) for text in shown],
             "problems": [problem.code for problem in ckpt.problems]}
 
-print(json.dumps({path: told(path) for path in sys.stdin.read().splitlines()}))
+print(json.dumps({path: report(path) for path in sys.stdin.read().splitlines()}))
 """
 
 
@@ -63,9 +63,9 @@ def files() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
-    """What the reader says of every fixture, from one process."""
-    done = subprocess.run(
+def reports() -> dict[str, Any]:
+    """The report of the reader for every data file, from one process."""
+    process = subprocess.run(
         [sys.executable, "-c", READER],
         input="\n".join(map(str, files())),
         capture_output=True,
@@ -74,62 +74,64 @@ def told() -> dict[str, Any]:
         timeout=300,
         env={"PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1"},
     )
-    assert done.returncode == 0, done.stderr
-    out: dict[str, Any] = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    out: dict[str, Any] = json.loads(process.stdout)
     return out
 
 
 def cases() -> list[Any]:
     out = []
     for index in sorted(DATA.glob("torch-releases/*/expected.json")):
-        for name, wanted in json.loads(index.read_text())["files"].items():
-            out.append(pytest.param(index.parent / name, wanted, id=f"{index.parent.name}/{name}"))
+        for name, expected in json.loads(index.read_text())["files"].items():
+            out.append(pytest.param(index.parent / name, expected, id=f"{index.parent.name}/{name}"))
     return out
 
 
-@each(("path", "wanted"), cases())
-def test_a_release_is_read_to_the_byte(told: dict[str, Any], path: Path, wanted: dict[str, Any]) -> None:
-    ours = told[str(path)]["tensors"]
-    assert ours.keys() == wanted["tensors"].keys()
-    for name, truth in wanted["tensors"].items():
-        mine = ours[name]
-        assert (mine["dtype"], mine["shape"]) == (truth["dtype"], truth["shape"]), name
-        assert mine["device"] == wanted["tag"], name
-        if truth["sha256"] is not None and mine["kind"] == "strided":
-            assert mine["sha256"] == truth["sha256"], name
+@each(("path", "expected"), cases())
+def test_tensors_of_every_torch_release_match(reports: dict[str, Any], path: Path, expected: dict[str, Any]) -> None:
+    tensors = reports[str(path)]["tensors"]
+    assert tensors.keys() == expected["tensors"].keys()
+    for name, expected_tensor in expected["tensors"].items():
+        tensor = tensors[name]
+        assert (tensor["dtype"], tensor["shape"]) == (expected_tensor["dtype"], expected_tensor["shape"]), name
+        assert tensor["device"] == expected["tag"], name
+        if expected_tensor["sha256"] is not None and tensor["kind"] == "strided":
+            assert tensor["sha256"] == expected_tensor["sha256"], name
 
 
-def test_every_tensor_with_a_known_digest_was_compared(told: dict[str, Any]) -> None:
-    kinds = {mine["kind"] for path in told for mine in told[path]["tensors"].values() if mine["sha256"] is None}
+def test_only_special_kinds_of_tensors_have_no_digest(reports: dict[str, Any]) -> None:
+    kinds = {
+        tensor["kind"] for path in reports for tensor in reports[path]["tensors"].values() if tensor["sha256"] is None
+    }
     assert kinds <= {"sparse_coo", "nested", "meta", "subclass", "device"}
 
 
 @each("path", files(), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_sound_file_has_no_problem(told: dict[str, Any], path: Path) -> None:
-    found = told[str(path)]
+def test_intact_file_has_no_problems(reports: dict[str, Any], path: Path) -> None:
+    report = reports[str(path)]
     zipped = path.read_bytes()[:2] == b"PK"
-    assert found["integrity"] == ("whole" if zipped else "unchecked")
-    assert not {code for code in found["problems"] if not code.endswith(("-device", "-architecture"))}
-    assert min(found["shown"]) > 100
+    assert report["integrity"] == ("whole" if zipped else "unchecked")
+    assert not {code for code in report["problems"] if not code.endswith(("-device", "-architecture"))}
+    assert min(report["shown"]) > 100
 
 
-def safety_of(path: Path) -> str:
+def expected_safety(path: Path) -> str:
     if path.name.startswith(("traced", "torchscript")) or path.suffix == ".pt2":
         return "code"
     return "needs-trust" if path.name.startswith("whole") else "data-only"
 
 
 @each("path", files(), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_sound_file_is_no_more_dangerous_than_it_is(told: dict[str, Any], path: Path) -> None:
-    assert told[str(path)]["safety"] == safety_of(path)
+def test_safety_of_every_file(reports: dict[str, Any], path: Path) -> None:
+    assert reports[str(path)]["safety"] == expected_safety(path)
 
 
 @each("path", sorted(DATA.glob("torch-releases/*/state_dict_*.pt")), ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_the_tied_weights_of_the_fixtures_are_seen(told: dict[str, Any], path: Path) -> None:
-    assert told[str(path)]["shared"] == [["fc.weight", "head.weight"]]
+def test_tied_weights_are_reported(reports: dict[str, Any], path: Path) -> None:
+    assert reports[str(path)]["shared"] == [["fc.weight", "head.weight"]]
 
 
-# The files that really came from a GPU: their format, and how many tensors are tagged with which device.
+# The files saved on a real GPU: their format, and the number of tensors per device tag.
 H200 = {
     "aoti_cuda0.pt2": ("aotinductor", None),
     "data_cuda0.pt": ("torch-zip", {"cuda:0": 2}),
@@ -146,16 +148,16 @@ H200 = {
 
 
 @each("name", H200)
-def test_a_file_from_a_gpu_names_it(told: dict[str, Any], name: str) -> None:
-    found = told[str(DATA / "h200" / name)]
-    wanted, devices = H200[name]
+def test_file_from_a_gpu_has_its_format_and_devices(reports: dict[str, Any], name: str) -> None:
+    report = reports[str(DATA / "h200" / name)]
+    expected_format, devices = H200[name]
     counts: dict[str, int] = {}
-    for tensor in found["tensors"].values():
+    for tensor in report["tensors"].values():
         counts[tensor["device"]] = counts.get(tensor["device"], 0) + 1
-    assert found["format"] == wanted
+    assert report["format"] == expected_format
     assert devices is None or counts == devices
 
 
-def test_every_fixture_is_accounted_for() -> None:
+def test_every_data_file_has_a_case() -> None:
     listed = {str(case.values[0]) for case in cases()} | {str(DATA / "h200" / name) for name in H200}
     assert {str(path) for path in files()} == listed

@@ -1,4 +1,4 @@
-"""Files that are no checkpoints: each is called what it is, with what to do about it."""
+"""Files that are not checkpoints: what each one is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def zip_of(records: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, data in records.items():
-            archive.writestr(zipfile.ZipInfo(name), data)  # of no time: some times hold a line end
+            archive.writestr(zipfile.ZipInfo(name), data)  # without a time, whose bytes may contain a line feed
     return out.getvalue()
 
 
@@ -68,7 +68,7 @@ def varint(value: int) -> bytes:
     return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + varint(value >> 7)
 
 
-def what(data: bytes, name: str = "model.pt") -> Foreign:
+def identify_bytes(data: bytes, name: str = "model.pt") -> Foreign:
     return identify(BytesSource(data, name))
 
 
@@ -82,7 +82,7 @@ AZURE = (
 )
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 267844284\n"
 
-# What, its format, a word of its title, a word of its fix.
+# The file, its format, a part of the title, a part of the fix.
 CASES: dict[str, tuple[bytes, str, str, str]] = {
     "empty": (b"", "empty", "never wrote", "again"),
     "zeros": (bytes(200_000), "zeros", "200,000 bytes of zeros", "again"),
@@ -236,51 +236,55 @@ CASES: dict[str, tuple[bytes, str, str, str]] = {
 
 
 @each("name", CASES)
-def test_each_is_called_what_it_is(name: str) -> None:
+def test_format_title_and_fix(name: str) -> None:
     data, format_, title, fix = CASES[name]
-    foreign = what(data)
+    foreign = identify_bytes(data)
     assert foreign.format == format_
     assert title in foreign.title
     assert fix in " ".join(foreign.fix)
 
 
 @each("name", CASES)
-def test_names_do_not_decide(name: str) -> None:
+def test_file_name_does_not_change_the_format(name: str) -> None:
     data = CASES[name][0]
-    assert what(data, "a.html").format == what(data, "a.gguf").format == what(data, "<bytes>").format
+    assert (
+        identify_bytes(data, "a.html").format
+        == identify_bytes(data, "a.gguf").format
+        == identify_bytes(data, "<bytes>").format
+    )
 
 
-def test_what_real_writers_write() -> None:
+def test_files_written_by_torch_and_numpy() -> None:
     torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
     out = io.BytesIO()
     torch.save({"a": torch.ones(300, 300)}, out)
-    assert what(out.getvalue()).format == "torch-zip"
-    assert what(out.getvalue().replace(b"\n", b"\r\n")).format == "crlf"
-    assert what(b"x" * 100_000 + out.getvalue()).title.endswith("starts at byte 100,000")
+    assert identify_bytes(out.getvalue()).format == "torch-zip"
+    assert identify_bytes(out.getvalue().replace(b"\n", b"\r\n")).format == "crlf"
+    assert identify_bytes(b"x" * 100_000 + out.getvalue()).title.endswith("starts at byte 100,000")
     out = io.BytesIO()
     torch.save({"a": torch.ones(3)}, out, _use_new_zipfile_serialization=False)
-    assert what(out.getvalue()).format == "torch-legacy"
+    assert identify_bytes(out.getvalue()).format == "torch-legacy"
     for writer, format_ in ((numpy.save, "npy"), (numpy.savez, "npz")):
         out = io.BytesIO()
         writer(out, numpy.ones((2, 3)))
-        assert what(out.getvalue()).format == format_
+        assert identify_bytes(out.getvalue()).format == format_
 
 
-def test_a_checkpoint_behind_too_much_is_not_searched_for() -> None:
-    assert what(b"\xa7\xb1" * SCAN + torch_zip()).format == "unknown"
+def test_checkpoint_beyond_the_scan_limit_is_not_found() -> None:
+    assert identify_bytes(b"\xa7\xb1" * SCAN + torch_zip()).format == "unknown"
 
 
-def test_text_mode_copies_can_be_asked_for_alone() -> None:
-    spoilt = mangled(View(BytesSource(torch_zip().replace(b"\n", b"\r\n"))))
-    assert spoilt is not None
-    assert spoilt.format == "crlf"
-    for whole in (torch_zip(), legacy(), b"", b"Entry not found"):
-        assert mangled(View(BytesSource(whole))) is None
+def test_mangled_reports_only_text_mode_copies() -> None:
+    copy = mangled(View(BytesSource(torch_zip().replace(b"\n", b"\r\n"))))
+    assert copy is not None
+    assert copy.format == "crlf"
+    for intact in (torch_zip(), legacy(), b"", b"Entry not found"):
+        assert mangled(View(BytesSource(intact))) is None
 
 
-def test_the_checkpoint_starts_where_it_is_said_to() -> None:
+def test_reported_start_of_a_prefixed_checkpoint_is_right() -> None:
     data = b"JUNK" * 7 + torch_zip()
-    start = int(what(data).title.rpartition("byte ")[2])
+    start = int(identify_bytes(data).title.rpartition("byte ")[2])
     assert data[start:] == torch_zip()
 
 
@@ -301,11 +305,11 @@ def test_the_checkpoint_starts_where_it_is_said_to() -> None:
         ([], "zip"),
     ],
 )
-def test_zip_archives_by_their_names(names: list[str], format_: str) -> None:
+def test_format_of_a_zip_from_its_record_names(names: list[str], format_: str) -> None:
     assert identify_zip(names).format == format_
 
 
-def test_the_checkpoint_inside_a_zip_is_named() -> None:
+def test_checkpoint_inside_a_zip_is_named() -> None:
     foreign = identify_zip(["readme.txt", "my weights/ok.pt"], "my model.zip")
     assert foreign.title == "a zip archive with a checkpoint inside: my weights/ok.pt"
     assert foreign.fix[-1] == "$ transload rescue 'my model.zip' NEW.pt"
@@ -319,32 +323,32 @@ def test_the_checkpoint_inside_a_zip_is_named() -> None:
         (["a.safetensors"], "rescue model.zip NEW.safetensors"),
         (["a.gguf"], "unzip model.zip a.gguf"),
     ],
-    ids=["one of two", "quoted", "safetensors", "what a rescue does not take"],
+    ids=["one of two", "quoted", "safetensors", "not supported by rescue"],
 )
-def test_the_command_that_takes_a_checkpoint_out_of_a_zip(names: list[str], end: str) -> None:
+def test_suggested_command_to_extract_a_checkpoint_from_a_zip(names: list[str], end: str) -> None:
     assert identify_zip(names, "model.zip").fix[-1].endswith(end)
 
 
-def test_a_member_name_cannot_become_an_option_of_a_pasted_command() -> None:
+def test_member_name_cannot_become_an_option_of_a_suggested_command() -> None:
     for name in ("--checkpoint-action=exec=sh evil.pt", "-o/tmp/x.pt", "../../x.pt", "a.pt;rm -rf ~;.pt", "`id`.pt"):
-        assert what(tar_of({name: b"x"})).fix == ("tar xf model.pt",)
+        assert identify_bytes(tar_of({name: b"x"})).fix == ("tar xf model.pt",)
         assert identify_zip([name]).fix[-1] == "$ transload rescue FILE NEW.pt"
         assert identify_zip([name, "ok.pt"]).fix == ("unzip FILE",)
 
 
-def test_a_strangers_text_cannot_move_the_cursor() -> None:
+def test_text_from_the_file_is_made_printable() -> None:
     for data in (
         b"<html><title>\x1b[2J\x07hi\x9b\xc2\x9b</title>",
         b'{"error": "\\u001b[31m\\u202e red"}',
         b"Entry \x1b[1m not found",
     ):
-        foreign = what(data)
+        foreign = identify_bytes(data)
         assert all(c.isprintable() for text in (foreign.title, *foreign.details, *foreign.fix) for c in text)
         assert "\u202e" not in foreign.title
 
 
-class Counting(Source):
-    """Ones without end, with something at the beginning, and how much of it was read."""
+class CountingSource(Source):
+    """A huge file: a head, then filler bytes. Counts the bytes that are read."""
 
     name = "huge.pt"
 
@@ -366,27 +370,27 @@ class Counting(Source):
 
 @each("head", [case[0][:HEAD] for case in CASES.values()], ids=list(CASES))
 @each("filler", [b"\xa7", b"\0"])
-def test_a_terabyte_costs_what_a_megabyte_does(head: bytes, filler: bytes) -> None:
-    source: Source = Counting(head, filler=filler)
+def test_bytes_read_do_not_grow_with_the_file(head: bytes, filler: bytes) -> None:
+    source: Source = CountingSource(head, filler=filler)
     identify(source)
-    assert isinstance(source, Counting)
+    assert isinstance(source, CountingSource)
     assert source.total < 2 * SCAN
 
 
-def test_unpacking_is_bounded() -> None:
+def test_decompression_time_is_bounded() -> None:
     zeros = bytes(64 << 20)
-    bomb = gzip.compress(zeros, 1)  # of zeros each level makes a bomb
+    bomb = gzip.compress(zeros, 1)  # zeros make a bomb at any level
     for data in (bomb, gzip.compress(bomb), lzma.compress(zeros, preset=0), bz2.compress(zeros, 1)):
         start = time.process_time()
-        what(data)
+        identify_bytes(data)
         assert time.process_time() - start < 2
 
 
-def test_packing_again_and_again_ends() -> None:
+def test_repeated_compression_is_reported() -> None:
     data = torch_zip()
     for _ in range(6):
         data = gzip.compress(data)
-    assert "again and again" in what(data).title
+    assert "again and again" in identify_bytes(data).title
 
 
 @pytest.mark.parametrize(
@@ -407,16 +411,16 @@ def test_packing_again_and_again_ends() -> None:
         b"\x08\x01" * 30_000,
     ],
 )
-def test_no_input_is_slow(data: bytes) -> None:
+def test_pathological_input_is_identified_quickly(data: bytes) -> None:
     def seconds() -> float:
         start = time.process_time()
-        what(data)
+        identify_bytes(data)
         return time.process_time() - start
 
-    assert any(seconds() < 3 for _ in range(3))  # CPU time, too, is longer on a busy machine
+    assert any(seconds() < 3 for _ in range(3))  # CPU time also grows on a busy machine
 
 
-def test_a_zip_of_a_million_records_is_quick() -> None:
+def test_zip_of_a_million_records_is_identified_quickly() -> None:
     start = time.process_time()
     assert identify_zip([f"dir/{n}.txt" for n in range(1_000_000)]).format == "zip"
     assert time.process_time() - start < 5
@@ -432,8 +436,8 @@ _HEADS = st.sampled_from(sorted({case[0][:600] for case in CASES.values()}))
         st.builds(lambda a, b, n: a[:n] + b, _HEADS, st.binary(max_size=80), st.integers(0, 600)),
     )
 )
-def test_nothing_raises_and_nothing_is_silent(data: bytes) -> None:
-    foreign = what(data)
+def test_any_bytes_get_a_printable_description(data: bytes) -> None:
+    foreign = identify_bytes(data)
     assert foreign.format
     assert foreign.title
     assert all(c.isprintable() for text in (foreign.title, *foreign.details) for c in text)
@@ -441,6 +445,6 @@ def test_nothing_raises_and_nothing_is_silent(data: bytes) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(max_size=30), max_size=8))
-def test_any_names_at_all(names: list[str]) -> None:
+def test_any_record_names_get_a_printable_description(names: list[str]) -> None:
     foreign = identify_zip(names)
     assert all(c.isprintable() for text in (foreign.title, *foreign.details, *foreign.fix) for c in text)

@@ -22,7 +22,7 @@ from transload.io.sources import BytesSource
 
 Value = tuple[str, int, bytes]
 """A key, its type, and its bytes."""
-NumberOf = {name: number for number, name in GGML.items()}
+TYPE_NUMBERS = {name: number for number, name in GGML.items()}
 
 
 def text(value: bytes, order: str = "<") -> bytes:
@@ -34,7 +34,7 @@ def number(code: str, value: float, order: str = "<") -> bytes:
 
 
 class Forged:
-    """A small file, and where its parts begin."""
+    """A small GGUF file, and the length of its header."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Forged:
         body = b""
         for name, (dtype, shape, data) in tensors.items():
             body += bytes(-len(body) % align)
-            at = (offsets or {}).get(name, len(body))
+            offset = (offsets or {}).get(name, len(body))
             sizes = shape[::-1]
             head += text(name.encode(), order) + struct.pack(f"{order}I{len(sizes)}Q", len(sizes), *sizes)
-            head += struct.pack(f"{order}IQ", NumberOf.get(dtype, 99), at)
+            head += struct.pack(f"{order}IQ", TYPE_NUMBERS.get(dtype, 99), offset)
             body += data
         self.header = len(head)
         self.data = head + bytes(-len(head) % align) + body
@@ -105,7 +105,7 @@ def test_tensors_and_values_are_read(order: str, version: int, align: int) -> No
     assert checkpoint.format == "gguf"
     assert checkpoint.ok
     assert [finding.code for finding in checkpoint.findings] == ["gguf-quantized"]
-    assert [(each.name, each.dtype, each.shape, each.nbytes) for each in checkpoint.tensors] == [
+    assert [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in checkpoint.tensors] == [
         ("blk.0.weight", "float32", (2, 3), 24),
         ("blk.0.bias", "int16", (3,), 6),
         ("blk.1.weight", "Q8_0", (2, 32), 68),
@@ -130,17 +130,17 @@ def test_tensors_and_values_are_read(order: str, version: int, align: int) -> No
             handle["blk.1.weight"]
 
 
-def test_all_values_are_shown_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tree_shows_all_metadata_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(small().data)
     assert main(["inspect", "--tree", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "  general.architecture: llama\n" in shown
-    assert "  big: -1099511627776\n" in shown
+    output = capsys.readouterr().out
+    assert "  general.architecture: llama\n" in output
+    assert "  big: -1099511627776\n" in output
 
 
 @each("order", ["<", ">"])
-def test_load_takes_what_is_not_quantized_and_names_the_rest(order: str, tmp_path: Path) -> None:
+def test_load_skips_quantized_tensors_with_a_warning(order: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(small(order).data)
     for mmap in (False, True):
@@ -152,7 +152,7 @@ def test_load_takes_what_is_not_quantized_and_names_the_rest(order: str, tmp_pat
         }
 
 
-def test_a_file_with_nothing_but_quantized_tensors_is_not_loaded(tmp_path: Path) -> None:
+def test_file_with_only_quantized_tensors_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(Forged({"w": ("Q4_0", (32,), bytes(18))}).data)
     with pytest.raises(LoadError, match="nothing in it is a tensor to torch: its quantized"):
@@ -161,13 +161,17 @@ def test_a_file_with_nothing_but_quantized_tensors_is_not_loaded(tmp_path: Path)
 
 
 @each("ending", [".safetensors", ".pt", ".npz"])
-def test_convert_writes_what_is_not_quantized_and_says_what_is_lost(ending: str, tmp_path: Path) -> None:
+def test_convert_reports_quantized_tensors_as_lost(ending: str, tmp_path: Path) -> None:
     out = tmp_path / f"out{ending}"
-    done = transload.convert(small().data, out)
-    assert not done.complete
-    assert [(each.name, each.lost) for each in done.left] == [("blk.1.weight", True)]
-    kept = json.loads(Path(done.leftovers).read_text(encoding="utf-8"))["data"]["gguf/metadata"]
-    assert (kept["general.architecture"], kept["tokens"][19], kept["nested"]) == ("llama", "token 19", [[-1, 1]])
+    conversion = transload.convert(small().data, out)
+    assert not conversion.complete
+    assert [(leftover.name, leftover.lost) for leftover in conversion.left] == [("blk.1.weight", True)]
+    metadata = json.loads(Path(conversion.leftovers).read_text(encoding="utf-8"))["data"]["gguf/metadata"]
+    assert (metadata["general.architecture"], metadata["tokens"][19], metadata["nested"]) == (
+        "llama",
+        "token 19",
+        [[-1, 1]],
+    )
     with transload.open(out) as handle:
         assert {name: handle[name].tolist() for name in handle} == {
             "blk.0.weight": [[0, 1, 2], [3, 4, 5]],
@@ -175,13 +179,15 @@ def test_convert_writes_what_is_not_quantized_and_says_what_is_lost(ending: str,
         }
 
 
-def test_a_value_may_have_the_name_of_a_tensor(tmp_path: Path) -> None:
-    done = transload.convert(Forged({"w": ("int8", (1,), b"a")}, (("w", 8, text(b"hello")),)).data, tmp_path / "a.pt")
-    assert "hello" in Path(done.leftovers).read_text(encoding="utf-8")
+def test_metadata_key_may_equal_a_tensor_name(tmp_path: Path) -> None:
+    conversion = transload.convert(
+        Forged({"w": ("int8", (1,), b"a")}, (("w", 8, text(b"hello")),)).data, tmp_path / "a.pt"
+    )
+    assert "hello" in Path(conversion.leftovers).read_text(encoding="utf-8")
 
 
-def test_every_prefix_is_read() -> None:
-    """Nothing raises, nothing that is cut is called whole, and every tensor that is whole can be read."""
+def test_every_prefix_of_a_file_is_inspected() -> None:
+    """No prefix raises an error or passes as intact, and complete tensors can still be read."""
     forged = small()
     for end in range(len(forged.data)):
         checkpoint = transload.inspect(forged.data[:end])
@@ -197,15 +203,15 @@ def test_every_prefix_is_read() -> None:
         assert handle["blk.0.bias"].tolist() == [1, -2, 3]
 
 
-def pair(kind: int, value: bytes, count: int = 1) -> bytes:
+def with_value(kind: int, value: bytes, count: int = 1) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, 0, count) + text(b"key") + number("I", kind) + value
 
 
-def bent(**offsets: int) -> bytes:
+def with_offsets(**offsets: int) -> bytes:
     return Forged({name: ("float32", (8,), bytes(32)) for name in "abc"}, offsets=offsets).data
 
 
-def shaped(dtype: str, *shape: int) -> bytes:
+def with_shape(dtype: str, *shape: int) -> bytes:
     return Forged({"a": (dtype, shape, b"")}).data
 
 
@@ -213,26 +219,26 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "more tensors than bytes": (b"GGUF" + struct.pack("<IQQ", 3, 1000, 0) + bytes(99), "gguf-header-cut"),
     "a billion tensors": (b"GGUF" + struct.pack("<IQQ", 3, 10**9, 0), "gguf-header-invalid"),
     "2**63 values": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "gguf-header-invalid"),
-    "a name of 2**62 bytes": (pair(8, struct.pack("<Q", 2**62)), "gguf-header-invalid"),
-    "an array of 2**63 bytes": (pair(9, struct.pack("<IQ", 0, 2**63)), "gguf-header-cut"),
-    "an array of 2**40 texts": (pair(9, struct.pack("<IQ", 8, 2**40)), "gguf-header-cut"),
-    "texts that end beyond the file": (
-        pair(9, struct.pack("<IQ", 8, 12) + text(b"a") * 11 + struct.pack("<Q", 500)),
+    "a name of 2**62 bytes": (with_value(8, struct.pack("<Q", 2**62)), "gguf-header-invalid"),
+    "an array of 2**63 bytes": (with_value(9, struct.pack("<IQ", 0, 2**63)), "gguf-header-cut"),
+    "an array of 2**40 strings": (with_value(9, struct.pack("<IQ", 8, 2**40)), "gguf-header-cut"),
+    "strings that end beyond the file": (
+        with_value(9, struct.pack("<IQ", 8, 12) + text(b"a") * 11 + struct.pack("<Q", 500)),
         "gguf-header-cut",
     ),
-    "arrays in arrays": (pair(9, struct.pack("<IQ", 9, 1) * 9 + bytes(12)), "gguf-header-invalid"),
-    "no such type of values": (pair(13, bytes(8)), "gguf-header-invalid"),
-    "no such type in an array": (pair(9, struct.pack("<IQ", 77, 2**40)), "gguf-header-invalid"),
-    "a value twice": (pair(0, b"\1", 2) + text(b"key") + number("I", 0) + b"\2", "gguf-duplicate-name"),
-    "five dimensions": (shaped("float32", 1, 1, 1, 1, 1), "gguf-header-invalid"),
-    "2**64 elements": (shaped("float32", 2**32, 2**32), "gguf-size-mismatch"),
-    "half a block": (shaped("Q4_0", 16), "gguf-size-mismatch"),
-    "no such type": (shaped("float3", 4), "gguf-type-unknown"),
-    "outside": (bent(c=2**40), "gguf-truncated"),
-    "a hole": (bent(c=128) + bytes(64), "gguf-hole"),
-    "not aligned": (bent(b=33, c=96) + bytes(32), "gguf-hole"),
-    "overlapping": (bent(b=0), "gguf-overlap"),
-    "a tail": (bent() + bytes(64), "gguf-trailing"),
+    "arrays in arrays": (with_value(9, struct.pack("<IQ", 9, 1) * 9 + bytes(12)), "gguf-header-invalid"),
+    "unknown type of a value": (with_value(13, bytes(8)), "gguf-header-invalid"),
+    "unknown type in an array": (with_value(9, struct.pack("<IQ", 77, 2**40)), "gguf-header-invalid"),
+    "duplicate key": (with_value(0, b"\1", 2) + text(b"key") + number("I", 0) + b"\2", "gguf-duplicate-name"),
+    "five dimensions": (with_shape("float32", 1, 1, 1, 1, 1), "gguf-header-invalid"),
+    "2**64 elements": (with_shape("float32", 2**32, 2**32), "gguf-size-mismatch"),
+    "half a block": (with_shape("Q4_0", 16), "gguf-size-mismatch"),
+    "unknown type of a tensor": (with_shape("float3", 4), "gguf-type-unknown"),
+    "outside the file": (with_offsets(c=2**40), "gguf-truncated"),
+    "a hole": (with_offsets(c=128) + bytes(64), "gguf-hole"),
+    "not aligned": (with_offsets(b=33, c=96) + bytes(32), "gguf-hole"),
+    "overlapping": (with_offsets(b=0), "gguf-overlap"),
+    "trailing bytes": (with_offsets() + bytes(64), "gguf-trailing"),
     "an alignment of 3": (
         small().data.replace(struct.pack("<2I", 4, 32), struct.pack("<2I", 4, 3)),
         "gguf-header-invalid",
@@ -240,42 +246,42 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-def test_hostile_files_get_a_clear_answer() -> None:
-    def answered(case: str) -> None:
+def test_hostile_file_is_reported_quickly() -> None:
+    def check(case: str) -> None:
         data, code = HOSTILE[case]
-        begun = time.monotonic()
+        started = time.monotonic()
         checkpoint = transload.inspect(data)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - started < 1
         assert code in {problem.code for problem in checkpoint.problems}
         assert (checkpoint.integrity == "damaged") == (code not in ("gguf-hole", "gguf-trailing"))
         if checkpoint.integrity == "damaged":
             with pytest.raises(LoadError):
                 transload.load(data)
 
-    for_each(HOSTILE, answered)
+    for_each(HOSTILE, check)
 
 
-def test_tensors_of_one_name() -> None:
+def test_duplicate_tensor_name_is_reported() -> None:
     data = Forged({"a": ("int8", (4,), b"abcd"), "b": ("int8", (4,), b"efgh")}).data.replace(text(b"b"), text(b"a"))
     assert codes(data) >= {"gguf-duplicate-name"}
 
 
-def test_a_name_that_is_not_utf8() -> None:
+def test_tensor_name_that_is_not_utf8_is_escaped() -> None:
     data = Forged({"a": ("int8", (1,), b"a")}).data.replace(text(b"a"), text(b"\xff"))
     assert read(data).tensors[0].name == "\\xff"
 
 
-def test_a_large_vocabulary_is_passed_over_quickly() -> None:
+def test_large_vocabulary_is_skipped_quickly() -> None:
     data = Forged({}, (("tokens", 9, vocabulary(100_000)), ("last", 0, b"\5"))).data
-    begun = time.process_time()
+    started = time.process_time()
     checkpoint = read(data)
-    assert time.process_time() - begun < 0.5
+    assert time.process_time() - started < 0.5
     assert checkpoint.leaves[0].text.endswith("(100,000 in all)")
     assert checkpoint.leaves[1].text == "5"
     assert len(header_values(BytesSource(data))["tokens"]) == 100_000
 
 
-def test_a_rescue_and_a_retag_say_that_they_do_not_take_it(tmp_path: Path) -> None:
+def test_rescue_and_retag_reject_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(small().data)
     with pytest.raises(RescueError, match="GGUF"):
@@ -284,21 +290,21 @@ def test_a_rescue_and_a_retag_say_that_they_do_not_take_it(tmp_path: Path) -> No
         transload.retag(path, "cpu")
 
 
-def test_quantized_bytes_are_hashed(tmp_path: Path) -> None:
+def test_verify_hashes_quantized_tensors(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(small().data)
-    hashes = {each.name: each.sha256 for each in transload.verify(path, hashes=True).tensors}
+    hashes = {tensor.name: tensor.sha256 for tensor in transload.verify(path, hashes=True).tensors}
     assert all(hashes.values())
     path.write_bytes(small().data[:-1] + b"\0")
-    changed = {each.name: each.sha256 for each in transload.verify(path, hashes=True).tensors}
+    changed = {tensor.name: tensor.sha256 for tensor in transload.verify(path, hashes=True).tensors}
     assert {name for name in hashes if hashes[name] != changed[name]} == {"blk.1.weight"}
 
 
-# -- against the package
+# -- against the gguf package
 
 
 def write(gguf: Any, path: Path, *, big: bool) -> dict[str, Any]:
-    """A file of the package's own writer, and its arrays."""
+    """Write a file with the package, and return its arrays."""
     import numpy as np
 
     endian = gguf.GGUFEndian.BIG if big else gguf.GGUFEndian.LITTLE
@@ -308,12 +314,12 @@ def write(gguf: Any, path: Path, *, big: bool) -> dict[str, Any]:
     writer.add_array("x.words", ["a", "b", "ü"])
     arrays = {
         name: np.arange(-7, 8).reshape(3, 5).astype(name)
-        for name in NumberOf
+        for name in TYPE_NUMBERS
         if name in ITEMSIZE and name != "bfloat16"
     }
     for name, array in arrays.items():
-        writer.add_tensor(name, array.copy())  # which it turns round in place
-    if not big:  # of these it writes the same bytes in both orders
+        writer.add_tensor(name, array.copy())  # the writer swaps its bytes in place
+    if not big:  # the writer does not swap the bytes of these
         wide = np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256)
         for kind in (gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q6_K):
             try:
@@ -330,17 +336,17 @@ def write(gguf: Any, path: Path, *, big: bool) -> dict[str, Any]:
 
 
 @each("big", [False, True])
-def test_files_of_the_package_are_read_as_it_reads_them(big: bool, tmp_path: Path) -> None:
+def test_reader_agrees_with_the_gguf_package(big: bool, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "model.gguf"
     arrays = write(gguf, path, big=big)
-    theirs = gguf.GGUFReader(path)
+    reference = gguf.GGUFReader(path)
     checkpoint = transload.inspect(path)
     assert checkpoint.ok
-    assert [each.name for each in checkpoint.tensors] == [each.name for each in theirs.tensors]
-    for ours, other in zip(checkpoint.tensors, theirs.tensors, strict=True):
-        assert (ours.shape, ours.nbytes) == (tuple(other.shape.tolist()[::-1]), other.n_bytes)
-        assert ours.file_offset == other.data_offset
+    assert [tensor.name for tensor in checkpoint.tensors] == [tensor.name for tensor in reference.tensors]
+    for ours, expected in zip(checkpoint.tensors, reference.tensors, strict=True):
+        assert (ours.shape, ours.nbytes) == (tuple(expected.shape.tolist()[::-1]), expected.n_bytes)
+        assert ours.file_offset == expected.data_offset
     with transload.open(path, device="cpu") as handle:
         for name, array in arrays.items():
             assert handle[name].tolist() == array.tolist()
@@ -348,7 +354,7 @@ def test_files_of_the_package_are_read_as_it_reads_them(big: bool, tmp_path: Pat
         assert (handle.metadata["general.name"], handle.metadata["x.float"]) == ("tiny", 1.5)
 
 
-def test_the_types_are_those_of_the_package() -> None:
+def test_tensor_types_match_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     ours = {number: BLOCKS.get(name) or (1, ITEMSIZE[name]) for number, name in GGML.items()}
     assert ours == {kind.value: gguf.GGML_QUANT_SIZES[kind] for kind in gguf.GGMLQuantizationType}

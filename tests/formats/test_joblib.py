@@ -1,4 +1,4 @@
-"""Files of joblib: the bytes of an array lie between the opcodes, and the whole of it may be compressed."""
+"""joblib files: array bytes are stored between pickle opcodes, and the file may be compressed."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ VALUE: dict[str, Any] = {
     "the same twice": [np.arange(3)] * 2,
     "epoch": 3,
 }
-PACKED = ["zlib", "gzip", "bz2", "lzma", "xz"]
+COMPRESSIONS = ["zlib", "gzip", "bz2", "lzma", "xz"]
 
 
 def dumped(value: Any, *, tag: str = "cuda:0", **options: Any) -> bytes:
-    held = io.BytesIO()
+    buffer = io.BytesIO()
     with tagged(tag), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        joblib.dump(value, held, **options)
-    return held.getvalue()
+        joblib.dump(value, buffer, **options)
+    return buffer.getvalue()
 
 
 def loaded(data: bytes, **options: Any) -> Any:
@@ -57,11 +57,11 @@ def loaded(data: bytes, **options: Any) -> Any:
 EXPECTED = joblib.load(io.BytesIO(dumped(VALUE, tag="cpu")))
 
 
-def check(data: bytes) -> None:
-    told = inspect(data)
-    assert (told.format, told.safety, told.integrity) == ("pickle", "needs-trust", "unchecked")
-    assert [tensor.name for tensor in told.tensors] == ["w", "half"]
-    assert {use.full_name for use in told.globals if use.verdict != "data"} <= {
+def check_inspect_and_load(data: bytes) -> None:
+    checkpoint = inspect(data)
+    assert (checkpoint.format, checkpoint.safety, checkpoint.integrity) == ("pickle", "needs-trust", "unchecked")
+    assert [tensor.name for tensor in checkpoint.tensors] == ["w", "half"]
+    assert {use.full_name for use in checkpoint.globals if use.verdict != "data"} <= {
         "numpy.dtype",
         "numpy.ndarray",
         "numpy._core.multiarray.scalar",
@@ -71,27 +71,27 @@ def check(data: bytes) -> None:
         same(EXPECTED, loaded(data, weights_only=not trusted))
 
 
-def test_arrays_and_tensors_of_every_protocol() -> None:
-    for_each(range(6), lambda protocol: check(dumped(VALUE, protocol=protocol)))
+def test_arrays_and_tensors_in_every_protocol() -> None:
+    for_each(range(6), lambda protocol: check_inspect_and_load(dumped(VALUE, protocol=protocol)))
 
 
-@each("kind", PACKED)
+@each("kind", COMPRESSIONS)
 def test_compressed_files(kind: str) -> None:
     data = dumped(VALUE, compress=(kind, 1))
-    check(data)
-    told = inspect(data)
-    assert dict(told.facts)["compression"] == kind.replace("bz2", "bzip2")
-    assert told.nbytes == len(data)
+    check_inspect_and_load(data)
+    checkpoint = inspect(data)
+    assert dict(checkpoint.facts)["compression"] == kind.replace("bz2", "bzip2")
+    assert checkpoint.nbytes == len(data)
 
 
-def test_tensors_alone_are_only_data() -> None:
+def test_file_with_only_tensors_is_data_only() -> None:
     for compress in (0, 3):
         data = dumped({"w": VALUE["w"]}, compress=compress)
         assert inspect(data).safety == "data-only"
         same({"w": EXPECTED["w"]}, loaded(data))
 
 
-def test_arrays_alone_are_read() -> None:
+def test_file_with_only_arrays_is_loaded() -> None:
     arrays = {"a": VALUE["matrix"], "b": VALUE["large"]}
     same(arrays, loaded(dumped(arrays)))
     big = loaded(dumped({"b": np.arange(3, dtype=">i4")}))["b"]
@@ -99,7 +99,7 @@ def test_arrays_alone_are_read() -> None:
 
 
 @each("compress", [0, 3])
-def test_it_is_opened_and_converted(compress: int, tmp_path: Path) -> None:
+def test_open_and_convert(compress: int, tmp_path: Path) -> None:
     path = tmp_path / "model.joblib"
     path.write_bytes(
         dumped({key: VALUE[key] for key in ("w", "matrix", "column by column", "epoch")}, compress=compress)
@@ -108,10 +108,10 @@ def test_it_is_opened_and_converted(compress: int, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         assert torch.equal(opened["w"][1:], VALUE["w"][1:])
     transload.convert(path, tmp_path / "new.pt")
-    made = torch.load(tmp_path / "new.pt", map_location="cpu")
-    assert made["epoch"] == 3
+    converted = torch.load(tmp_path / "new.pt", map_location="cpu")
+    assert converted["epoch"] == 3
     for key in ("w", "matrix", "column by column"):
-        assert torch.equal(made[key], torch.as_tensor(VALUE[key]))
+        assert torch.equal(converted[key], torch.as_tensor(VALUE[key]))
 
 
 class Outer:
@@ -119,40 +119,40 @@ class Outer:
         pass
 
 
-def test_an_object_of_a_nested_class() -> None:
-    kept = loaded(dumped({"of": Outer.Inner(), "a": np.arange(3)}), weights_only=False)
-    assert type(kept["of"]) is Outer.Inner
+def test_object_of_a_nested_class() -> None:
+    value = loaded(dumped({"of": Outer.Inner(), "a": np.arange(3)}), weights_only=False)
+    assert type(value["of"]) is Outer.Inner
 
 
-def test_what_lz4_packed_is_named() -> None:
+def test_lz4_compression_is_named_in_the_error() -> None:
     with pytest.raises(NotACheckpointError, match="compressed with lz4"):
         loaded(b"\x04\x22\x4d\x18" + bytes(40))
 
 
-def test_a_file_that_is_cut_anywhere_is_damaged() -> None:
-    whole = dumped({"w": torch.ones(40), "a": np.arange(40), "b": np.arange(3)})
-    for length in range(whole.index(b"_load_from_bytes") + 40, len(whole), 37):
-        told = inspect(whole[:length])
-        assert (told.format, told.integrity) == ("pickle", "damaged"), length
-        assert told.safety != "dangerous", length
+def test_truncated_file_is_damaged() -> None:
+    data = dumped({"w": torch.ones(40), "a": np.arange(40), "b": np.arange(3)})
+    for length in range(data.index(b"_load_from_bytes") + 40, len(data), 37):
+        checkpoint = inspect(data[:length])
+        assert (checkpoint.format, checkpoint.integrity) == ("pickle", "damaged"), length
+        assert checkpoint.safety != "dangerous", length
         with pytest.raises(BrokenFileError):
-            loaded(whole[:length])
-    packed = dumped(VALUE, compress=("gzip", 1))
-    assert inspect(packed[:-400]).integrity == "damaged"
+            loaded(data[:length])
+    compressed = dumped(VALUE, compress=("gzip", 1))
+    assert inspect(compressed[:-400]).integrity == "damaged"
 
 
-# -- what may hold more than data
+# -- arrays that may hold code
 
 
-def test_arrays_of_objects_are_read_for_their_names_and_refused() -> None:
+def test_object_arrays_are_inspected_and_need_trust() -> None:
     for value in (np.array([1, None], dtype=object), np.array([io.BytesIO], dtype=object)):
         data = dumped({"w": torch.ones(2), "value": value})
-        told = inspect(data)
-        assert told.safety == "needs-trust"
+        checkpoint = inspect(data)
+        assert checkpoint.safety == "needs-trust"
         with pytest.raises(UnsafeError):
             loaded(data)
         assert loaded(data, weights_only=False)["value"].tolist() == value.tolist()
-    assert "_io.BytesIO" in [use.full_name for use in told.globals]
+    assert "_io.BytesIO" in [use.full_name for use in checkpoint.globals]
 
 
 @each(
@@ -160,7 +160,7 @@ def test_arrays_of_objects_are_read_for_their_names_and_refused() -> None:
     [np.zeros(2, dtype=[("a", "f4")]), np.array(["2020-01-01"], dtype="M8[D]")],
     ids=["records", "dates"],
 )
-def test_other_arrays_are_refused(value: Any) -> None:
+def test_structured_and_date_arrays_need_trust(value: Any) -> None:
     data = dumped({"w": torch.ones(2), "value": value, "behind": np.arange(3)})
     assert inspect(data).safety == "needs-trust"
     with pytest.raises(UnsafeError):
@@ -177,28 +177,28 @@ def dtype(code: str, size: int = -1, flags: int = 0) -> bytes:
 
 
 def wrapped(content: bytes, kind: bytes = b"", more: bytes = b"", order: str = "C") -> bytes:
-    """A wrapper of sixteen bytes as joblib writes it, and what follows."""
+    """The wrapper of an array of four elements, as joblib pickles it, followed by the bytes of the array."""
     state = [text("subclass"), name("numpy", "ndarray"), text("shape"), b"K\x04\x85", text("order"), text(order)]
     state += [text("dtype"), kind or dtype("f4"), more]
     return WRAPPER + b")\x81}(" + b"".join(state) + b"ub" + content
 
 
 NUMBERS = struct.pack("<4f", 1, 2, 3, 4)
-RUNS = b"cos\ngetcwd\n)R"  # a harmless stand-in
+CALL = b"cos\ngetcwd\n)R"  # harmless stand-in for an attack
 
 
-def test_one_by_hand() -> None:
+def test_handwritten_array_wrapper_is_loaded() -> None:
     data = pickled(listing(wrapped(NUMBERS), text("behind")), 3)
     assert inspect(data).safety == "needs-trust"
-    found, behind = loaded(data)
-    assert (found.tolist(), behind) == ([1, 2, 3, 4], "behind")
+    array, after = loaded(data)
+    assert (array.tolist(), after) == ([1, 2, 3, 4], "behind")
     assert (
         loaded(pickled(wrapped(b"\x02\xff\xff" + NUMBERS, more=text("numpy_array_alignment_bytes") + b"K\x10"), 3)).size
         == 4
     )
 
 
-def test_the_frame_ends_where_an_array_begins() -> None:
+def test_frame_that_extends_into_an_array_is_dangerous() -> None:
     for inside in (0, 5):
         body = wrapped(b"")
         framed = b"\x80\x04\x95" + struct.pack("<Q", len(body) + inside) + body + NUMBERS + b"."
@@ -210,48 +210,48 @@ def padded(opcodes: bytes) -> bytes:
 
 
 HOSTILE = {
-    "opcodes for pickle": wrapped(padded(b"0" + RUNS)),
-    "a stop for pickle": wrapped(padded(b"0" + RUNS + b".")),
-    "an extension": wrapped(padded(b"\x82\x01")),
-    "behind an array": b"(" + wrapped(NUMBERS) + RUNS + b"t",
-    "objects that are calls": wrapped(pickled(RUNS), dtype("O8", flags=63)),
-    "objects by the flags alone": wrapped(pickled(RUNS), dtype("f4", flags=63)),
-    "the wrapper elsewhere": b"(" + wrapped(NUMBERS) + WRAPPER + b"t",
-    "a call of a loader that was read": b"(" + WRAPPER + b"0" + wrapped(padded(b"0ctorch.load\nx\n)R")) + b"t",
+    "array bytes that are opcodes": wrapped(padded(b"0" + CALL)),
+    "array bytes that end the pickle": wrapped(padded(b"0" + CALL + b".")),
+    "array bytes that are an extension opcode": wrapped(padded(b"\x82\x01")),
+    "a call after an array": b"(" + wrapped(NUMBERS) + CALL + b"t",
+    "an object array that calls": wrapped(pickled(CALL), dtype("O8", flags=63)),
+    "an object array by its flags only": wrapped(pickled(CALL), dtype("f4", flags=63)),
+    "the wrapper class as a value": b"(" + wrapped(NUMBERS) + WRAPPER + b"t",
+    "array bytes that call a loader": b"(" + WRAPPER + b"0" + wrapped(padded(b"0ctorch.load\nx\n)R")) + b"t",
 }
 
 
 @each("body", HOSTILE.values(), ids=list(HOSTILE))
-def test_both_readings_of_a_file_count(body: bytes) -> None:
+def test_hostile_file_is_dangerous_and_not_loaded(body: bytes) -> None:
     data = pickled(body, 3)
     assert inspect(data).safety == "dangerous"
     with pytest.raises(transload.TransloadError):
         loaded(data)
 
 
-ODD = {
+MALFORMED = {
     "a state that numpy ignores": wrapped(pickled(b"N"), dtype("f4", flags=63).replace(b"\x89\x88", b"\x89\x89")),
     "a class that is not numpy's": wrapped(NUMBERS).replace(name("numpy", "ndarray"), name("torch", "Tensor")),
-    "another size by the state": wrapped(NUMBERS, dtype("V4", 8)),
-    "an attribute of its own": wrapped(NUMBERS, more=text("read") + name("builtins", "print")),
+    "another size in the state of the dtype": wrapped(NUMBERS, dtype("V4", 8)),
+    "an extra attribute": wrapped(NUMBERS, more=text("read") + name("builtins", "print")),
     "no shape": WRAPPER + b")\x81}b" + NUMBERS,
-    "another order": wrapped(NUMBERS, order="K"),
+    "an unknown order": wrapped(NUMBERS, order="K"),
     "a second state": wrapped(NUMBERS)[: -len(NUMBERS)] + b"}b",
-    "a call": call(WRAPPER) + b"}b",
+    "a wrapper made by a call": call(WRAPPER) + b"}b",
     "an alignment that is not a number": wrapped(NUMBERS, more=text("numpy_array_alignment_bytes") + text("x")),
     "a dtype that is a name": wrapped(NUMBERS, name("numpy", "float32")),
 }
 
 
-@each("body", ODD.values(), ids=list(ODD))
-def test_what_joblib_does_not_write_is_not_loaded(body: bytes) -> None:
+@each("body", MALFORMED.values(), ids=list(MALFORMED))
+def test_malformed_wrapper_is_not_loaded(body: bytes) -> None:
     data = pickled(body, 3)
     assert not inspect(data).ok
     with pytest.raises(transload.TransloadError):
         loaded(data)
 
 
-def test_more_than_there_is_is_not_believed() -> None:
+def test_impossible_shape_and_decompression_bomb_are_rejected() -> None:
     shape = b"J\xff\xff\xff\x7f" * 2 + b"\x86"
     data = pickled(wrapped(NUMBERS).replace(b"K\x04\x85", shape), 3)
     assert inspect(data).integrity in ("damaged", "not-a-checkpoint")

@@ -1,4 +1,4 @@
-"""Arguments, storage ids and header entries, one odd thing at a time."""
+"""Tensor arguments and storage ids, each with one odd value."""
 
 from __future__ import annotations
 
@@ -22,70 +22,78 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "scalar": (9, (), (), False),
     "empty": (10, (0, 3), (3, 1), False),
     "expanded": (1, (1 << 40,), (0,), False),
-    "too many": (1, (1 << 62, 4), (0, 0), False),
-    "one too far": (1, (2, 5), (5, 1), False),
-    "exactly": (1, (3, 3), (3, 1), False),
-    "offset below zero": (-1, (2,), (1,), False),
-    "offset no number": ("0", (2,), (1,), False),
-    "offset a flag": (True, (2,), (1,), False),
-    "a size below zero": (0, (-2,), (1,), False),
-    "a size that is a flag": (0, (True,), (1,), False),
-    "a stride below zero": (0, (2,), (-1,), False),
-    "an absurd stride": (0, (1,), (1 << 63,), False),
-    "an absurd size": (0, (1 << 63,), (0,), False),
+    "too many elements": (1, (1 << 62, 4), (0, 0), False),
+    "one element too far": (1, (2, 5), (5, 1), False),
+    "exact fit": (1, (3, 3), (3, 1), False),
+    "negative offset": (-1, (2,), (1,), False),
+    "offset is not a number": ("0", (2,), (1,), False),
+    "offset is a bool": (True, (2,), (1,), False),
+    "negative size": (0, (-2,), (1,), False),
+    "size is a bool": (0, (True,), (1,), False),
+    "negative stride": (0, (2,), (-1,), False),
+    "huge stride": (0, (1,), (1 << 63,), False),
+    "huge size": (0, (1 << 63,), (0,), False),
     "ranks differ": (0, (2, 5), (1,), False),
     "many dimensions": (0, (1,) * 9, (1,) * 9, False),
     "lists": (0, [2, 5], [5, 1], False),
     "torch.Size": (0, Call(Global("torch", "Size", 0), ((2, 5),), "reduce", 0), (5, 1), False),
-    "gradients": (0, (2, 5), (5, 1), True),
-    "an odd flag": (0, (2, 5), (5, 1), 1),
+    "requires_grad": (0, (2, 5), (5, 1), True),
+    "requires_grad is not a bool": (0, (2, 5), (5, 1), 1),
 }
 STORAGES: dict[str, Any] = {
     "half": ("storage", HALF, "0", "cpu", 10),
     "as bytes": (b"storage", HALF, "0", "cpu", 10),
     "packed": ("storage", PACKED, "0", "cuda:1", 10),
-    "numbered": ("storage", HALF, 0, "cpu", 10),
+    "number as key": ("storage", HALF, 0, "cpu", 10),
     "a view": ("storage", HALF, "0", "cpu", 10, ("1", 2, 8)),
-    "below zero": ("storage", HALF, "0", "cpu", -10),
-    "absurd": ("storage", HALF, "0", "cpu", 1 << 70),
-    "no class": ("storage", "HalfStorage", "0", "cpu", 10),
+    "negative length": ("storage", HALF, "0", "cpu", -10),
+    "huge length": ("storage", HALF, "0", "cpu", 1 << 70),
+    "class is a string": ("storage", "HalfStorage", "0", "cpu", 10),
     "another class": ("storage", Global("torch", "Half", 0), "0", "cpu", 10),
-    "no id": "storage",
+    "not a tuple": "storage",
 }
 
 
 def tree_of(pid: Any, args: tuple[Any, ...], times: int = 2) -> tensors.Tree:
     hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
-    held = [Persistent(pid, 0), Persistent(pid, 9), Persistent(("storage", HALF, "0", "cpu", 11), 9)]
-    calls = [Call(V2, (node, *args, hooks), "reduce", 0) for node in held]
+    ids = [Persistent(pid, 0), Persistent(pid, 9), Persistent(("storage", HALF, "0", "cpu", 11), 9)]
+    calls = [Call(V2, (node, *args, hooks), "reduce", 0) for node in ids]
     items: list[Any] = [part for index, call in enumerate(calls * times) for part in (f"name{index}", call)]
     table = StorageTable(lambda key, nbytes: Record(f"data/{key}", 64, nbytes, nbytes, 7))
-    table.enter(held)
+    table.enter(ids)
     return tensors.find_tensors(Dict([*items, "sub", Dict(items)]), table)
 
 
 BROKEN = {
-    "too many": "has more elements than torch can count",
-    "one too far": "it needs 22 bytes of a storage of 20",
-    "offset below zero": "its offset -1 is not a position",
-    "offset no number": "its offset 0 is not a position",
-    "offset a flag": "its offset True is not a position",
-    "a size below zero": "contains something that is not a size",
-    "a size that is a flag": "contains something that is not a size",
-    "a stride below zero": "contains something that is not a size",
-    "an absurd stride": "contains something that is not a size",
-    "an absurd size": "contains something that is not a size",
+    "too many elements": "has more elements than torch can count",
+    "one element too far": "it needs 22 bytes of a storage of 20",
+    "negative offset": "its offset -1 is not a position",
+    "offset is not a number": "its offset 0 is not a position",
+    "offset is a bool": "its offset True is not a position",
+    "negative size": "contains something that is not a size",
+    "size is a bool": "contains something that is not a size",
+    "negative stride": "contains something that is not a size",
+    "huge stride": "contains something that is not a size",
+    "huge size": "contains something that is not a size",
     "ranks differ": "it has 2 sizes and 1 strides",
     "lists": "its size is not a tuple of numbers",
 }
-"""What is wrong with the arguments; with all others nothing is."""
+"""The problem reported for these arguments. All others are valid."""
 
-LEFT = {"half": 12, "as bytes": 12, "numbered": 12, "packed": 8, "a view": 4, "below zero": 0, "absurd": 0}
-"""How many of the twelve tensors a storage leaves. One that cannot be named leaves those over the third id."""
+TENSORS_READ = {
+    "half": 12,
+    "as bytes": 12,
+    "number as key": 12,
+    "packed": 8,
+    "a view": 4,
+    "negative length": 0,
+    "huge length": 0,
+}
+"""How many of the twelve tensors are read with a storage id. With an invalid id, those of the third id are."""
 
 
 @each("arguments", list(ARGUMENTS))
-def test_a_tensor_is_read_or_what_is_wrong_with_it(arguments: str) -> None:
+def test_tensor_is_read_or_its_problem_reported(arguments: str) -> None:
     tree = tree_of(STORAGES["half"], ARGUMENTS[arguments])
     broken = [problem.detail for problem in tree.problems if problem.code == "tensor-broken"]
     if arguments in BROKEN:
@@ -105,14 +113,14 @@ def test_a_tensor_is_read_or_what_is_wrong_with_it(arguments: str) -> None:
 
 
 @each("storage", list(STORAGES))
-def test_a_storage_holds_its_tensors(storage: str) -> None:
+def test_storage_lists_its_tensors(storage: str) -> None:
     tree = tree_of(STORAGES[storage], FULL)
-    assert len(tree.tensors) == LEFT.get(storage, 4)
-    (entered,) = tree.storages
-    assert entered.tensors == tuple(tensor.name for tensor in tree.tensors)
-    assert entered.device == ("cuda:1" if storage == "packed" else "cpu")
-    expected = {"packed": 10, "below zero": 0, "absurd": 0}
-    assert entered.nbytes == expected.get(storage, 20 if storage in LEFT else 22)
+    assert len(tree.tensors) == TENSORS_READ.get(storage, 4)
+    (listed,) = tree.storages
+    assert listed.tensors == tuple(tensor.name for tensor in tree.tensors)
+    assert listed.device == ("cuda:1" if storage == "packed" else "cpu")
+    expected = {"packed": 10, "negative length": 0, "huge length": 0}
+    assert listed.nbytes == expected.get(storage, 20 if storage in TENSORS_READ else 22)
 
 
 @pytest.mark.parametrize(("names", "repeats"), [(9, 50_000), (1 << 20, 3), (40, 3)])

@@ -1,7 +1,7 @@
-"""The pickle machine gives what ``pickle`` would have made, as inert nodes, and no stream can hurt it.
+"""The pickle machine builds the structure that ``pickle`` would, from inert nodes, and withstands hostile streams.
 
-That it misses no name a loader would ask for is in ``test_pickle_machine_soundness.py``. Ids such as P5 and CVE numbers
-are known attacks on other scanners.
+``test_pickle_machine_soundness.py`` tests that it lists every name a loader would request. Ids such as P5 and CVE
+numbers are known attacks on other scanners.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PROTOCOLS = range(6)
 
 # -- the same structure as pickle.loads --------------------------------------------------------------------------------
 
-# What these make is data; anything else in a test is a mistake of the test.
-REAL: dict[str, Callable[..., Any]] = {
+# These create only data; any other name is an error in the test.
+CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": str.encode,
     "__builtin__.bytearray": bytearray,
     "__builtin__.bytes": bytes,
@@ -59,40 +59,40 @@ REAL: dict[str, Callable[..., Any]] = {
 
 
 class Rebuilder:
-    """Turns nodes back into the objects they describe."""
+    """Builds the objects that nodes describe."""
 
     def __init__(self) -> None:
-        self.made: dict[int, Any] = {}
+        self.objects: dict[int, Any] = {}
 
     def __call__(self, node: Any) -> Any:
-        if id(node) not in self.made:
-            self.made[id(node)] = self._made(node)
-        return self.made[id(node)]
+        if id(node) not in self.objects:
+            self.objects[id(node)] = self._build(node)
+        return self.objects[id(node)]
 
-    def _made(self, node: Any) -> Any:
+    def _build(self, node: Any) -> Any:
         if type(node) is list:
             out: list[Any] = []
-            self.made[id(node)] = out
+            self.objects[id(node)] = out
             out += map(self, node)
             return out
         if type(node) is Dict:
-            return self._filled(node, {}, node.items)
+            return self._fill(node, {}, node.items)
         if type(node) is Set:
             return (frozenset if node.frozen else set)(map(self, node.items))
         if type(node) is tuple:
             return tuple(map(self, node))
         if type(node) is Call:
             assert type(node.callee) is Global
-            made = REAL[node.callee.full_name](*map(self, node.args))  # type: ignore[call-overload]
-            made.extend(map(self, node.appended)) if node.appended else None
-            return self._filled(node, made, node.items or [])
+            value = CONSTRUCTORS[node.callee.full_name](*map(self, node.args))  # type: ignore[call-overload]
+            value.extend(map(self, node.appended)) if node.appended else None
+            return self._fill(node, value, node.items or [])
         return node
 
-    def _filled(self, node: object, made: Any, items: list[Any]) -> Any:
-        self.made[id(node)] = made
+    def _fill(self, node: object, target: Any, items: list[Any]) -> Any:
+        self.objects[id(node)] = target
         for key, value in zip(items[::2], items[1::2], strict=True):
-            made[self(key)] = self(value)
-        return made
+            target[self(key)] = self(value)
+        return target
 
 
 scalars = st.one_of(
@@ -128,21 +128,23 @@ def python_dumps(value: object, protocol: int) -> bytes:
 
 @settings(max_examples=150 * FUZZ, derandomize=FUZZ == 1)
 @given(values, st.sampled_from(PROTOCOLS), st.sampled_from([pickle.dumps, python_dumps]))
-def test_data_comes_out_as_it_went_in(value: object, protocol: int, dumps: Callable[[object, int], bytes]) -> None:
+def test_structure_equals_that_of_pickle_loads(
+    value: object, protocol: int, dumps: Callable[[object, int], bytes]
+) -> None:
     data = dumps(value, protocol)
-    found = run(data)
-    assert (found.broken, found.irregular, found.ambiguous, found.end) == ("", [], [], len(data))
-    assert Rebuilder()(found.root) == pickle.loads(data) == value
+    result = run(data)
+    assert (result.broken, result.irregular, result.ambiguous, result.end) == ("", [], [], len(data))
+    assert Rebuilder()(result.root) == pickle.loads(data) == value
 
 
 @each("protocol", PROTOCOLS)
-def test_zeros_infinities_and_nan_keep_their_bits(protocol: int) -> None:
+def test_special_floats_and_booleans_are_preserved(protocol: int) -> None:
     root = run(pickle.dumps([0.0, -0.0, math.inf, -math.inf, math.nan, True, 1], protocol)).root
     assert repr(root) == "[0.0, -0.0, inf, -inf, nan, True, 1]"
 
 
 @each("protocol", PROTOCOLS)
-def test_sharing_and_cycles_are_kept(protocol: int) -> None:
+def test_sharing_and_cycles_are_preserved(protocol: int) -> None:
     shared = ["x"]
     value: dict[str, Any] = {"first": shared, "second": shared}
     value["itself"] = value
@@ -155,7 +157,7 @@ def test_sharing_and_cycles_are_kept(protocol: int) -> None:
 
 
 @each("protocol", PROTOCOLS)
-def test_a_tuple_that_contains_itself(protocol: int) -> None:
+def test_tuple_that_contains_itself(protocol: int) -> None:
     inner: list[Any] = []
     value = (inner,)
     inner.append(value)
@@ -163,7 +165,7 @@ def test_a_tuple_that_contains_itself(protocol: int) -> None:
     assert root[0][0] is root
 
 
-def test_the_machine_facts_written_by_python_2(data: Path) -> None:
+def test_header_pickles_of_a_file_from_python_2(data: Path) -> None:
     raw = (data / "torch-releases" / "torch-1.0.0-py2.7.18" / "train_cuda0.ckpt").read_bytes()
     file = io.BytesIO(raw)
     pickles = run_all(raw)
@@ -173,10 +175,10 @@ def test_the_machine_facts_written_by_python_2(data: Path) -> None:
     assert pickles[2].python2
 
 
-def test_text_of_python_2_is_text_where_it_can_be() -> None:
-    found = run(b"(S'caf\\xc3\\xa9'\nU\x01aT\x01\x00\x00\x00\xfft.")
-    assert found.root == ("café", "a", b"\xff")
-    assert found.python2
+def test_python_2_strings_are_decoded_if_they_are_utf8() -> None:
+    result = run(b"(S'caf\\xc3\\xa9'\nU\x01aT\x01\x00\x00\x00\xfft.")
+    assert result.root == ("café", "a", b"\xff")
+    assert result.python2
 
 
 class Slotted:
@@ -188,7 +190,7 @@ class Slotted:
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
         return (), {"value": self.value}
 
-    def __new__(cls, value: int = 0) -> Self:  # noqa: ARG004 - what __getnewargs_ex__ is for
+    def __new__(cls, value: int = 0) -> Self:  # noqa: ARG004 - passed by __getnewargs_ex__
         return object.__new__(cls)
 
 
@@ -202,7 +204,7 @@ def test_objects_are_calls_with_their_state(protocol: int) -> None:
     assert root.states[0][1].pairs() == [("value", 7)]
 
 
-def test_a_buffer_outside_the_stream_is_named_as_such() -> None:
+def test_out_of_band_buffer_is_irregular() -> None:
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(pickle.PickleBuffer(b"x"), 5, buffer_callback=buffers.append)
     assert type(run(data).root) is OutOfBand
@@ -210,14 +212,14 @@ def test_a_buffer_outside_the_stream_is_named_as_such() -> None:
 
 
 @pytest.mark.parametrize("kind", [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"], ids=["EXT1", "EXT2", "EXT4"])
-def test_p9_an_extension_is_a_name_that_is_not_in_the_file(kind: bytes) -> None:
-    found = run(kind + b")R.")
-    assert type(found.root) is Call
-    assert type(found.root.callee) is Extension
-    assert [extension.code for extension in found.extensions] == [1]
+def test_p9_extension_code_is_listed(kind: bytes) -> None:
+    result = run(kind + b")R.")
+    assert type(result.root) is Call
+    assert type(result.root.callee) is Extension
+    assert [extension.code for extension in result.extensions] == [1]
 
 
-# -- calls are events --------------------------------------------------------------------------------------------------
+# -- names and calls are listed ----------------------------------------------------------------------------------------
 
 CALLS = {
     "reduce": b"cos\ngetcwd\n)R",
@@ -230,59 +232,59 @@ CALLS = {
 
 @each("kind", CALLS)
 @each("after", [b".", b"0N.", b"", b"\xff", b"0."], ids=["kept", "popped", "no STOP", "broken", "underflow"])
-def test_p3_p5_p10_a_call_counts_in_every_form_whatever_comes_after_it(kind: str, after: bytes) -> None:
+def test_p3_p5_p10_call_is_listed_whatever_follows_it(kind: str, after: bytes) -> None:
     """GHSA-mxhj-88fx-4pcv: the result is popped. GHSA-9gvj-pp9x-gcfr: the stream breaks after the call."""
-    found = run(CALLS[kind] + after)
-    assert [(call.kind, repr(call.callee)) for call in found.calls] == [(kind, "Global(os.getcwd)")]
-    assert bool(found.broken) == (after not in (b".", b"0N."))
+    result = run(CALLS[kind] + after)
+    assert [(call.kind, repr(call.callee)) for call in result.calls] == [(kind, "Global(os.getcwd)")]
+    assert bool(result.broken) == (after not in (b".", b"0N."))
 
 
-def test_p1_the_memo_is_a_memo() -> None:
-    """picklescan#14: a name that was PUT, not the one that stands before STACK_GLOBAL."""
+def test_p1_stack_global_takes_strings_from_the_memo() -> None:
+    """picklescan#14: STACK_GLOBAL takes the strings from the memo, not those written just before it."""
     decoy = b"\x8c\x0bcollections\x8c\x0bOrderedDict"
-    found = run(b"\x8c\x02os\x94\x8c\x06getcwd\x94" + decoy + b"00h\x00h\x01\x93)R.")
-    assert list(found.globals) == [("os", "getcwd")]
+    result = run(b"\x8c\x02os\x94\x8c\x06getcwd\x94" + decoy + b"00h\x00h\x01\x93)R.")
+    assert list(result.globals) == [("os", "getcwd")]
 
 
-def test_p1_memoize_counts_what_is_there_and_put_may_have_numbered_otherwise() -> None:
-    found = run(b"\x8c\x02osr\x01\x00\x00\x00\x8c\x06getcwd\x94h\x01\x8c\x06getcwd\x93.")
-    assert list(found.globals) == [("getcwd", "getcwd")]
+def test_p1_memoize_may_overwrite_an_entry_of_put() -> None:
+    result = run(b"\x8c\x02osr\x01\x00\x00\x00\x8c\x06getcwd\x94h\x01\x8c\x06getcwd\x93.")
+    assert list(result.globals) == [("getcwd", "getcwd")]
 
 
 @each("operand", [b"K\x01", b"C\x02os", b"\x96\x02\x00\x00\x00\x00\x00\x00\x00os", b"N", b")"])
-def test_p2_an_operand_that_is_no_text_breaks_the_stream_and_findings_stay(operand: bytes) -> None:
+def test_p2_operand_that_is_not_text_breaks_the_stream_but_names_are_kept(operand: bytes) -> None:
     """picklescan#52, modelscan#338."""
-    found = run(CALLS["reduce"] + operand + b"\x8c\x01x\x93.")
-    assert found.broken.startswith("STACK_GLOBAL needs two texts")
-    assert list(found.globals) == [("os", "getcwd")]
+    result = run(CALLS["reduce"] + operand + b"\x8c\x01x\x93.")
+    assert result.broken.startswith("STACK_GLOBAL needs two texts")
+    assert list(result.globals) == [("os", "getcwd")]
 
 
 @each("operand", [b"cstring\nhexdigits\n", b"cbuiltins\nstr\n)R", b"NQ", b"U\x01\xff", b"\x82\x01"])
-def test_p2_an_operand_that_may_turn_out_to_be_text_does_not_hide_what_follows(operand: bytes) -> None:
-    found = run(operand + b"\x8c\x01x\x93" + CALLS["reduce"] + b".")
-    assert ("os", "getcwd") in found.globals
-    assert [call.kind for call in found.calls][-2:] == ["stack_global", "reduce"]
-    assert found.irregular
+def test_p2_operand_that_may_be_text_does_not_hide_what_follows(operand: bytes) -> None:
+    result = run(operand + b"\x8c\x01x\x93" + CALLS["reduce"] + b".")
+    assert ("os", "getcwd") in result.globals
+    assert [call.kind for call in result.calls][-2:] == ["stack_global", "reduce"]
+    assert result.irregular
 
 
-def test_p2_a_missing_memo_entry_breaks_the_stream_and_findings_stay() -> None:
-    found = run(CALLS["reduce"] + b"h\x07.")
-    assert found.broken == "it reads memo entry 7, which was never written, at byte 14"
-    assert len(found.calls) == 1
+def test_p2_missing_memo_entry_breaks_the_stream_but_calls_are_kept() -> None:
+    result = run(CALLS["reduce"] + b"h\x07.")
+    assert result.broken == "it reads memo entry 7, which was never written, at byte 14"
+    assert len(result.calls) == 1
 
 
 def test_p4_every_pickle_of_a_stream_is_read() -> None:
-    found = run_all(b"N." * 3 + CALLS["reduce"] + b".")
-    assert [list(pickle.globals) for pickle in found] == [[], [], [], [("os", "getcwd")]]
+    result = run_all(b"N." * 3 + CALLS["reduce"] + b".")
+    assert [list(pickle.globals) for pickle in result] == [[], [], [], [("os", "getcwd")]]
 
 
-def test_p4_no_number_of_pickles_hides_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p4_pickles_beyond_the_limit_are_listed_with_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transload.formats.pickle_streams.MAX_KEPT", 10)
-    found = run_all(b"N." * 50 + CALLS["reduce"] + b"." + CALLS["inst"] + b".\xff")
-    assert len(found) == 10
-    assert list(found[-1].globals) == [("os", "getcwd")]
-    assert [call.kind for call in found[-1].calls] == ["reduce", "inst"]
-    assert found[-1].broken.startswith("byte 0xff is not a pickle opcode")
+    result = run_all(b"N." * 50 + CALLS["reduce"] + b"." + CALLS["inst"] + b".\xff")
+    assert len(result) == 10
+    assert list(result[-1].globals) == [("os", "getcwd")]
+    assert [call.kind for call in result[-1].calls] == ["reduce", "inst"]
+    assert result[-1].broken.startswith("byte 0xff is not a pickle opcode")
 
 
 FRAMED = b"\x8c\x02os\x94."
@@ -310,9 +312,9 @@ def test_p6_frames_that_loaders_read_differently_are_ambiguous(case: str) -> Non
         pickle.dumps(["x" * 70_000, b"y" * 70_000], 4),
     ],
 )
-def test_p6_frames_as_they_are_written_are_not(data: bytes) -> None:
-    found = run(data)
-    assert (found.broken, found.ambiguous, found.irregular) == ("", [], [])
+def test_p6_regular_frames_are_not_ambiguous(data: bytes) -> None:
+    result = run(data)
+    assert (result.broken, result.ambiguous, result.irregular) == ("", [], [])
 
 
 NUMBERS = {
@@ -333,29 +335,29 @@ NUMBERS = {
 
 
 @each("text", NUMBERS)
-def test_p7_numbers_are_read_as_any_loader_reads_them(text: bytes) -> None:
+def test_p7_numbers_in_unusual_notation_are_read(text: bytes) -> None:
     """python/cpython#126992, #135241."""
     assert run(text + b".").root == NUMBERS[text]
     assert type(run(text + b".").root) is type(NUMBERS[text])
 
 
-@pytest.mark.parametrize("data", [b"NN.", b"(N.", b"NN(N."], ids=["an item", "a MARK", "both"])
-def test_p7_what_is_left_at_stop_is_noted(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"NN.", b"(N.", b"NN(N."], ids=["a value", "a MARK", "both"])
+def test_p7_values_left_on_the_stack_at_stop_are_irregular(data: bytes) -> None:
     """python/cpython#127079."""
-    found = run(data)
-    assert found.broken == ""
-    assert found.irregular == [(len(data), "values are left on the stack at STOP")]
+    result = run(data)
+    assert result.broken == ""
+    assert result.irregular == [(len(data), "values are left on the stack at STOP")]
 
 
 @pytest.mark.parametrize("data", [b"T\xff\xff\xff\xffx", b"\x8b\xff\xff\xff\xffx"], ids=["BINSTRING", "LONG4"])
-def test_p7_a_negative_length_breaks_the_stream(data: bytes) -> None:
+def test_p7_negative_length_breaks_the_stream(data: bytes) -> None:
     """python/cpython#135321."""
-    found = run(data)
-    assert found.broken.startswith("a length of -1 bytes")
-    assert not found.cut
+    result = run(data)
+    assert result.broken.startswith("a length of -1 bytes")
+    assert not result.cut
 
 
-def test_p8_a_byte_that_is_no_opcode_breaks_the_stream() -> None:
+def test_p8_unknown_opcode_breaks_the_stream() -> None:
     known = {code for code in range(256) if not run(bytes([code])).broken.startswith("byte 0x")}
     assert len(known) == 68
 
@@ -365,15 +367,15 @@ def test_p8_a_byte_that_is_no_opcode_breaks_the_stream() -> None:
     [b"K\x00Ns", b"(K\x00Nu", b"Na", b"(Ne", b"(N\x90"],
     ids=["SETITEM", "SETITEMS", "APPEND", "APPENDS", "ADDITEMS"],
 )
-def test_p13_items_put_into_a_global_are_a_change_of_it(put: bytes) -> None:
-    """Kin of CVE-2026-24747 and of BUILD on a global: ``some.module.TABLE[key] = value``."""
-    found = run(b"cm\nTABLE\n" + put + b".")
-    assert [repr(target) for target, _ in found.built] == ["Global(m.TABLE)"]
+def test_p13_setting_items_of_a_global_is_recorded(put: bytes) -> None:
+    """Related to CVE-2026-24747 and to BUILD on a global: ``some.module.TABLE[key] = value``."""
+    result = run(b"cm\nTABLE\n" + put + b".")
+    assert [repr(target) for target, _ in result.built] == ["Global(m.TABLE)"]
 
 
 @each("put", [b"K\x00Ns", b"(K\x00Nu"], ids=["SETITEM", "SETITEMS"])
 @each("target", [b"]", b")", b"K\x01", b"\x8f", b"NQ"], ids=["list", "tuple", "int", "set", "persistent"])
-def test_p13_items_put_into_what_is_no_dictionary_are_noted(target: bytes, put: bytes) -> None:
+def test_p13_setting_items_of_a_non_dictionary_is_irregular(target: bytes, put: bytes) -> None:
     """CVE-2026-24747: torch up to 2.9.1 set items on tensors."""
     assert run(target + put + b".").irregular
 
@@ -382,42 +384,42 @@ UNHASHABLE = [b"]", b"}", b"\x8f", b"]\x85", b"]\x85N\x86", b"\x96" + bytes(8), 
 
 
 @each("key", UNHASHABLE)
-def test_keys_that_no_loader_can_use_are_noted(key: bytes) -> None:
+def test_unhashable_keys_are_irregular(key: bytes) -> None:
     assert run(b"}" + key + b"Ns.").irregular
     assert run(b"}(" + key + b"Nu.").irregular
     assert run(b"(" + key + b"Nd.").irregular
 
 
 @each("key", [b"N", b")", b"(\x91", b"(\x91\x85", b"cm\nn\n", b"cm\nn\n)R", b"K\x01\x85", b"C\x00"])
-def test_keys_that_loaders_can_use_are_not(key: bytes) -> None:
+def test_hashable_keys_are_not_irregular(key: bytes) -> None:
     assert run(b"}" + key + b"Ns.").irregular == []
 
 
 @pytest.mark.parametrize("escape", [rb"'\q\8'", rb"'\x6fs\157\\\'\n\t\a'", rb"'\777'"])
-def test_escapes_are_those_of_python_2(escape: bytes, recwarn: pytest.WarningsRecorder) -> None:
+def test_string_escapes_are_those_of_python_2(escape: bytes, recwarn: pytest.WarningsRecorder) -> None:
     import codecs
 
-    mine = run(b"S" + escape + b"\n.").root
+    result = run(b"S" + escape + b"\n.").root
     assert len(recwarn) == 0
-    theirs = codecs.escape_decode(escape[1:-1])[0]
-    assert mine == (theirs.decode() if theirs.isascii() else theirs)
+    expected = codecs.escape_decode(escape[1:-1])[0]
+    assert result == (expected.decode() if expected.isascii() else expected)
 
 
 @each("text", [b"'\\x6'", b"'\\'", b"'", b"'a", b"a", b"'a'b"])
-def test_a_text_with_broken_quotes_or_escapes_breaks_the_stream(text: bytes) -> None:
+def test_string_with_broken_quotes_or_escapes_breaks_the_stream(text: bytes) -> None:
     assert run(b"S" + text + b"\n.").broken.startswith("a text with")
 
 
-def test_positions_and_codes_of_opcodes() -> None:
+def test_opcodes_match_pickletools() -> None:
     for protocol in PROTOCOLS:
         data = pickle.dumps({"a": [1, 2.5, "x" * 300, b"y", {3}], "b": OSError}, protocol)
         import pickletools
 
-        theirs = [(position, ord(opcode.code)) for opcode, _, position in pickletools.genops(data)]
-        assert list(opcodes(data)) == theirs
+        expected = [(position, ord(opcode.code)) for opcode, _, position in pickletools.genops(data)]
+        assert list(opcodes(data)) == expected
 
 
-# -- no stream can hurt it ---------------------------------------------------------------------------------------------
+# -- hostile streams ---------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300 * FUZZ, derandomize=FUZZ == 1)
@@ -425,25 +427,25 @@ def test_positions_and_codes_of_opcodes() -> None:
     st.one_of(st.binary(), st.lists(st.sampled_from([bytes([code]) for code in range(256)]), max_size=60).map(b"".join))
 )
 def test_any_bytes_are_read_to_an_end(data: bytes) -> None:
-    found = run_all(data)
-    assert all(pickle.start < pickle.end <= len(data) for pickle in found)
-    assert not data or found[-1].broken or found[-1].end == len(data)
+    result = run_all(data)
+    assert all(pickle.start < pickle.end <= len(data) for pickle in result)
+    assert not data or result[-1].broken or result[-1].end == len(data)
 
 
-def test_a_checkpoint_cut_anywhere_says_that_it_is_cut(data: Path) -> None:
+def test_every_prefix_of_a_pickle_is_reported_as_cut(data: Path) -> None:
     raw = (data / "torch-releases" / "torch-2.13.0-py3.11.7" / "whole_custom_cuda0.pt").read_bytes()
     start = raw.index(b"\x80\x02c__main__")
-    whole = raw[start : start + run(raw, start).end - start]
-    for cut in range(len(whole)):
-        found = run(whole[:cut])
-        assert found.cut, cut
-        assert found.broken, cut
+    complete = raw[start : start + run(raw, start).end - start]
+    for cut in range(len(complete)):
+        result = run(complete[:cut])
+        assert result.cut, cut
+        assert result.broken, cut
 
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 N = 10_000
 NAME = b"cm\nn\nq\x00"
-STORMS: dict[str, Callable[[int], bytes]] = {
+HEAVY_STREAMS: dict[str, Callable[[int], bytes]] = {
     "nested tuples": lambda n: b"N" + b"\x85" * n + b".",
     "nested lists": lambda n: b"]" * n + b"a" * (n - 1) + b".",
     "nested dictionaries": lambda n: b"}N" * n + b"N" + b"s" * n + b".",
@@ -453,29 +455,29 @@ STORMS: dict[str, Callable[[int], bytes]] = {
     "calls with calls": lambda n: NAME + b"h\x00" * n + b")" + b"\x85R" * n + b".",
     "states with states": lambda n: NAME + b")R" + b"h\x00)R" * n + b"b" * n + b".",
     "keywords with keywords": lambda n: NAME + b"h\x00)" * n + b"N" + b"\x92" * n + b".",
-    "ids of ids": lambda n: b"N" + b"Q" * n + b".",
+    "nested persistent ids": lambda n: b"N" + b"Q" * n + b".",
     "DUP": lambda n: b"]" + b"2" * n + b"(" + b"2" * 0 + b"t.",
     "DUP and APPEND": lambda n: b"]" + b"2a" * n + b".",
     "GET": lambda n: b"Nq\x00" + b"h\x00" * n + b".",
     "MEMOIZE": lambda n: b"N" + b"\x94" * n + b".",
-    "PUT far apart": lambda n: (
+    "PUT with distant indexes": lambda n: (
         b"N" + b"".join(b"r" + (i * 4001 % 2**32).to_bytes(4, "little") for i in range(n)) + b"."
     ),
     "names": lambda n: b"".join(b"cm\nn%d\n" % i for i in range(n)) + b".",
     "one name": lambda n: b"cm\nn\n" * n + b".",
     "extensions": lambda n: b"\x82\x01" * n + b".",
     "frames": lambda n: (b"\x95" + b"\xff" * 8) * n + b"N.",
-    "frames of nothing": lambda n: (b"\x95" + bytes(8)) * n + b"N.",
-    "oddities": lambda n: b"N" * n + b"(" * 0 + b"Na" * 0 + b"K\x01" + b"Na" * n + b".",
+    "empty frames": lambda n: (b"\x95" + bytes(8)) * n + b"N.",
+    "irregularities": lambda n: b"N" * n + b"(" * 0 + b"Na" * 0 + b"K\x01" + b"Na" * n + b".",
     "keys that cannot be hashed": lambda n: b"}(" + b"]N" * n + b"u.",
     "pickles": lambda n: b"N." * n,
     "shared pairs": lambda n: b"N" + b"2\x86" * n + b".",
-    "texts": lambda n: b"U\x01a" * n + b".",
+    "strings": lambda n: b"U\x01a" * n + b".",
 }
 
 
 def count_instructions(work: Callable[[], object]) -> int:
-    """Bytecode instructions, which unlike seconds are the same on every machine."""
+    """Count bytecode instructions, which, unlike seconds, are the same on every machine."""
     count = 0
 
     def call(frame: FrameType, *_: object) -> Any:
@@ -485,7 +487,7 @@ def count_instructions(work: Callable[[], object]) -> int:
 
     def instruction(*_: object) -> Any:
         nonlocal count
-        count += 1  # a return counts, too
+        count += 1  # returns count as well
         return instruction
 
     before = sys.gettrace()
@@ -497,51 +499,58 @@ def count_instructions(work: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("storm", STORMS)
-def test_work_grows_with_the_stream_and_no_faster(storm: str) -> None:
-    small, large = STORMS[storm](N // 50), STORMS[storm](N // 5)
+@pytest.mark.parametrize("case", HEAVY_STREAMS)
+def test_work_grows_at_most_linearly_with_the_stream(case: str) -> None:
+    small, large = HEAVY_STREAMS[case](N // 50), HEAVY_STREAMS[case](N // 5)
     ratio = len(large) / len(small)
     assert count_instructions(lambda: run_all(large)) <= 1.2 * ratio * count_instructions(lambda: run_all(small))
 
 
-@pytest.mark.parametrize("storm", STORMS)
-def test_memory_grows_with_the_stream_and_no_faster(storm: str) -> None:
-    data = STORMS[storm](N)
+@pytest.mark.parametrize("case", HEAVY_STREAMS)
+def test_memory_grows_at_most_linearly_with_the_stream(case: str) -> None:
+    data = HEAVY_STREAMS[case](N)
     tracemalloc.start()
     try:
-        found = run_all(data)
+        result = run_all(data)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # The dearest byte makes a node with its list: a dictionary, a call, a MARK. Pickles come at two bytes each.
+    # The most expensive byte creates a node with its list: a dictionary, a call, a MARK. A pickle takes two bytes.
     assert peak < (1 << 20) + 260 * len(data)
-    assert found
+    assert result
 
 
-NESTINGS = ["nested tuples", "nested lists", "nested dictionaries", "calls of calls", "calls with calls", "ids of ids"]
+NESTED = [
+    "nested tuples",
+    "nested lists",
+    "nested dictionaries",
+    "calls of calls",
+    "calls with calls",
+    "nested persistent ids",
+]
 
 
-@pytest.mark.parametrize("storm", [*NESTINGS, "states with states"])
-def test_two_hundred_thousand_levels_come_and_go(storm: str) -> None:
-    """Freeing what is nested must not recurse: a stack that overflows there takes the interpreter down."""
+@pytest.mark.parametrize("case", [*NESTED, "states with states"])
+def test_two_hundred_thousand_nested_nodes_are_freed_without_a_crash(case: str) -> None:
+    """Freeing nested nodes must not recurse: a stack overflow there would crash the interpreter."""
     script = """
 import gc, sys
 from transload.formats.pickle_machine import run
 gc.disable()
-found = run(sys.stdin.buffer.read())
+result = run(sys.stdin.buffer.read())
 gc.collect()
-root = found.root
-found.calls.clear()  # so that only the nesting itself holds the nodes
-found.persistent.clear()
-del found
+root = result.root
+result.calls.clear()  # so that only the nesting itself holds the nodes
+result.persistent.clear()
+del result
 del root
 print("done")
 """
-    stream = STORMS[storm](200_000)
-    done = subprocess.run(
+    stream = HEAVY_STREAMS[case](200_000)
+    process = subprocess.run(
         [sys.executable, "-c", script], input=stream, capture_output=True, check=False, timeout=300, env=ENV
     )
-    assert (done.returncode, done.stdout) == (0, b"done\n"), done.stderr
+    assert (process.returncode, process.stdout) == (0, b"done\n"), process.stderr
 
 
 LENGTHS = {
@@ -557,15 +566,15 @@ LENGTHS = {
 
 
 @each("opcode", LENGTHS)
-def test_a_length_is_not_believed(opcode: str) -> None:
+def test_claimed_length_is_not_allocated(opcode: str) -> None:
     tracemalloc.start()
     try:
-        found = run(LENGTHS[opcode])
+        result = run(LENGTHS[opcode])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found.broken
-    assert found.cut
+    assert result.broken
+    assert result.cut
     assert peak < 1 << 16
 
 
@@ -574,37 +583,37 @@ def test_a_length_is_not_believed(opcode: str) -> None:
     [b"\x8b\x00\x00\x10\x00" + b"\x7f" * (1 << 20), b"I" + b"7" * (1 << 20) + b"\n", b"L" + b"7" * (1 << 20) + b"L\n"],
     ids=["LONG4", "INT", "LONG"],
 )
-def test_a_megabyte_of_integer_is_not_computed(data: bytes) -> None:
+def test_integer_of_a_megabyte_is_not_computed(data: bytes) -> None:
     root = run(data + b".").root
     assert type(root) is Big
     assert root.nbytes == 1 << 20
 
 
-def test_an_integer_is_computed_up_to_the_limit() -> None:
+def test_integer_is_computed_up_to_the_limit() -> None:
     value = 1 << 8 * MAX_INT_BYTES - 2
     assert run(pickle.dumps(value, 2)).root == value
     assert type(run(pickle.dumps(value << 8, 2)).root) is Big
 
 
 @pytest.mark.parametrize("text", [b"L0x%sL\n", b"I0x%s\n"], ids=["LONG", "INT"])
-def test_an_integer_in_hexadecimal_has_the_same_limit(text: bytes) -> None:
-    """It has fewer digits than the number that is printed, and Python refuses to print one of over 4300."""
+def test_hexadecimal_integer_has_the_same_limit(text: bytes) -> None:
+    """Python refuses to print more than 4300 decimal digits, and fewer hexadecimal digits give as many."""
     assert run(text % (b"f" * 2 * MAX_INT_BYTES) + b".").root == (1 << 8 * MAX_INT_BYTES) - 1
     assert type(run(text % (b"f" * 4290) + b".").root) is Big
 
 
-def test_memo_indexes_may_be_anything() -> None:
-    """CVE-2018-20406: the C unpickler made its array as large as the index."""
-    far = 2**32 - 1
-    found = run(
+def test_huge_memo_indexes_are_read() -> None:
+    """CVE-2018-20406: the C unpickler allocated an array as large as the index."""
+    huge = 2**32 - 1
+    result = run(
         b"]r"
-        + far.to_bytes(4, "little")
+        + huge.to_bytes(4, "little")
         + b"p123456789012345678901234567890\nq\x01"
-        + b"g%d\n" % far
+        + b"g%d\n" % huge
         + b"j\x01\x00\x00\x00\x86."
     )
-    assert found.broken == ""
-    root: Any = found.root
+    assert result.broken == ""
+    root: Any = result.root
     assert root[0] is root[1]
 
 
@@ -612,8 +621,8 @@ def put_all(indexes: list[int]) -> bytes:
     return b"N" + b"".join(b"p%d\n" % index for index in indexes) + b"."
 
 
-def test_memo_indexes_that_collide_cost_no_more_than_others() -> None:
-    """All multiples of 2**61 - 1 have the same hash: a plain dictionary would compare each with all before it."""
+def test_memo_indexes_with_colliding_hashes_are_not_slow() -> None:
+    """All multiples of 2**61 - 1 have the same hash: a plain dictionary would compare each with all previous ones."""
 
     def seconds(data: bytes) -> float:
         start = time.process_time()
@@ -627,25 +636,25 @@ def test_memo_indexes_that_collide_cost_no_more_than_others() -> None:
 
 
 def test_nothing_is_imported_called_or_opened() -> None:
-    """An audit hook cannot be removed, so a child process gets it."""
+    """An audit hook cannot be removed, so it is installed in a child process."""
     script = """
 import sys
-import transload.formats.rare_opcodes  # which the machine imports when it meets one
+import transload.formats.rare_opcodes  # the machine imports it on demand
 from transload.formats.pickle_machine import run
 data = b"cthis\\ns\\n)R\\x8c\\x0bantigravity\\x8c\\x03fly\\x93)R(iturtle\\nTurtle\\n\\x82\\x01P0\\n."
 before = set(sys.modules)
 seen = []
 sys.addaudithook(lambda event, args: seen.append(event))
-found = run(data)
-print(len(found.globals), *seen, *set(sys.modules) - before)
+result = run(data)
+print(len(result.globals), *seen, *set(sys.modules) - before)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300, env=ENV
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "3\n", "")
 
 
-def test_persistent_ids_are_kept_as_they_are() -> None:
-    found = run(b"Pabc\n(Vstorage\nK\x01tQ\x86.")
-    assert [type(node) for node in found.persistent] == [Persistent, Persistent]
-    assert [node.id for node in found.persistent] == ["abc", ("storage", 1)]
+def test_persistent_ids_are_listed() -> None:
+    result = run(b"Pabc\n(Vstorage\nK\x01tQ\x86.")
+    assert [type(node) for node in result.persistent] == [Persistent, Persistent]
+    assert [node.id for node in result.persistent] == ["abc", ("storage", 1)]

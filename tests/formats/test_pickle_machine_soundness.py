@@ -1,12 +1,12 @@
-"""The one promise of the pickle machine: whatever name any loader would ask for, it has listed.
+"""The guarantee of the pickle machine: it lists every name that any loader would request.
 
 Three loaders are the oracles: CPython's C unpickler (over a file with ``peek``, which reads as ``pickle.loads`` does,
-and over one without), its Python twin, and torch's ``weights_only`` unpickler. Each runs with lookups replaced:
-requests are recorded and answered by inert stubs that accept anything, so nothing is imported and the loader gets as
-far as it can.
+and over one without), its pure Python unpickler, and torch's ``weights_only`` unpickler. Each runs with lookups
+replaced: requests are recorded and answered by inert stubs that accept anything, so nothing is imported and the loader
+gets as far as it can.
 
 ``TRANSLOAD_FUZZ=100 pytest tests/formats/test_pickle_machine_soundness.py`` tries a hundred times as many streams,
-other ones each time.
+different ones each time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fuzz(examples: int) -> settings:
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """The C unpickler's memo is an array: an index of 2**30 would make it fill 16 GiB."""
+    """Limit the memory: the memo of the C unpickler is an array, and an index of 2**30 would take 16 GiB."""
     if sys.platform != "linux":
         pytest.skip("needs an enforced memory limit")
     import resource
@@ -62,13 +62,13 @@ def bounded_memory() -> Iterator[None]:
 
 
 class Meta(type):
-    """So that a stub class, too, takes items."""
+    """Lets a stub class accept items as well."""
 
     def __setitem__(cls, key: object, value: object) -> None: ...
 
 
 class Stub(metaclass=Meta):
-    """Stands for any class, function or object: takes every call, state and item."""
+    """Stands for any class, function or object: accepts every call, state and item."""
 
     def __new__(cls, *_: object, **__: object) -> Any:
         return object.__new__(cls)
@@ -89,8 +89,8 @@ class Stub(metaclass=Meta):
 COMPUTED = "computed by the file"
 
 
-class Speaker(Stub):
-    """Stands for a callable that returns text, such as ``str``: STACK_GLOBAL takes that for a name."""
+class TextStub(Stub):
+    """Stands for a callable that returns text, such as ``str``, which STACK_GLOBAL accepts as a name."""
 
     def __new__(cls, *_: object, **__: object) -> Any:
         return COMPUTED
@@ -100,7 +100,7 @@ Names = set[tuple[str, str]]
 
 
 class Outcome(NamedTuple):
-    asked: Names
+    requested: Names
     end: int | None  # where the loader stopped reading; None after an error
 
 
@@ -108,38 +108,38 @@ Oracle = Callable[[bytes], Outcome]
 
 
 class PeekFile(io.BytesIO):
-    """Shows all that is left, so that the C unpickler works on one buffer as ``pickle.loads`` does."""
+    """``peek`` returns all remaining bytes, so that the C unpickler works on one buffer as in ``pickle.loads``."""
 
     def peek(self, _: int = 0) -> bytes:
         return self.getvalue()[self.tell() :]
 
 
-def ask(unpickler: type[Any], file: io.BytesIO, stub: type[Stub]) -> Outcome:
-    asked: Names = set()
+def run_unpickler(unpickler: type[Any], file: io.BytesIO, stub: type[Stub]) -> Outcome:
+    requested: Names = set()
 
     class Recorder(unpickler):
         def find_class(self, module: str, name: str) -> type[Stub]:
-            asked.add((module, name))
+            requested.add((module, name))
             return stub
 
         def persistent_load(self, _: object) -> Any:
             return stub if stub is Stub else stub()
 
-    return Outcome(asked, file.tell() if finishes(Recorder(file, encoding="utf-8").load) else None)
+    return Outcome(requested, file.tell() if succeeds(Recorder(file, encoding="utf-8").load) else None)
 
 
-def finishes(load: Callable[[], object]) -> bool:
+def succeeds(load: Callable[[], object]) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             load()
-        except Exception:  # noqa: BLE001 - the loaders leak whatever they meet
+        except Exception:  # noqa: BLE001 - loaders raise errors of many types
             return False
     return True
 
 
-class Everything(dict[str, Any]):
-    """torch's table of allowed names, with everything in it."""
+class AllNames(dict[str, Any]):
+    """Replaces torch's table of allowed names, and contains every name."""
 
     def __contains__(self, _: object) -> bool:
         return True
@@ -151,49 +151,49 @@ class Everything(dict[str, Any]):
         return self
 
 
-def ask_torch(data: bytes) -> Outcome:
-    asked: Names = set()
+def run_torch_unpickler(data: bytes) -> Outcome:
+    requested: Names = set()
     read_name = weights_only._read_global_instruction
 
-    def note(readline: Callable[..., Any]) -> tuple[str, str]:
+    def record(readline: Callable[..., Any]) -> tuple[str, str]:
         name: tuple[str, str] = read_name(readline)
-        asked.add(name)
+        requested.add(name)
         return name
 
     file = io.BytesIO(data)
     unpickler = weights_only.Unpickler(file, encoding="utf-8")
     unpickler.persistent_load = lambda _: Stub
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights_only, "_read_global_instruction", note)
-        patch.setattr(weights_only, "_get_allowed_globals", Everything)
-        patch.setattr(weights_only, "_get_user_allowed_globals", Everything)
+        patch.setattr(weights_only, "_read_global_instruction", record)
+        patch.setattr(weights_only, "_get_allowed_globals", AllNames)
+        patch.setattr(weights_only, "_get_user_allowed_globals", AllNames)
         patch.setattr(weights_only, "_blocklisted_modules", [])
-        done = finishes(unpickler.load)
-    return Outcome(asked, file.tell() if done else None)
+        loaded = succeeds(unpickler.load)
+    return Outcome(requested, file.tell() if loaded else None)
 
 
-def torch_listed(data: bytes) -> Names:
-    """What ``get_unsafe_globals_in_checkpoint`` is made of: it walks over the stream without running it."""
+def names_listed_by_torch(data: bytes) -> Names:
+    """The names that ``get_unsafe_globals_in_checkpoint`` reports; it scans the stream without running it."""
     try:
-        found = weights_only.get_globals_in_pkl(io.BytesIO(data))
-    except Exception:  # noqa: BLE001 - it knows half of the opcodes
+        names = weights_only.get_globals_in_pkl(io.BytesIO(data))
+    except Exception:  # noqa: BLE001 - it supports half of the opcodes
         return set()
-    return {(name, "") for name in found}
+    return {(name, "") for name in names}
 
 
 PYTHON = pickle._Unpickler
 ORACLES: dict[str, Oracle] = {
-    "C": lambda data: ask(pickle.Unpickler, PeekFile(data), Stub),
-    "Python": lambda data: ask(PYTHON, io.BytesIO(data), Stub),
-    "C, calls give text": lambda data: ask(pickle.Unpickler, PeekFile(data), Speaker),
-    "Python, calls give text": lambda data: ask(PYTHON, io.BytesIO(data), Speaker),
-    "C without peek": lambda data: ask(pickle.Unpickler, io.BytesIO(data), Stub),
-    **({"torch": ask_torch} if hasattr(weights_only, "_read_global_instruction") else {}),  # from torch 2.6 on
+    "C": lambda data: run_unpickler(pickle.Unpickler, PeekFile(data), Stub),
+    "Python": lambda data: run_unpickler(PYTHON, io.BytesIO(data), Stub),
+    "C, calls return text": lambda data: run_unpickler(pickle.Unpickler, PeekFile(data), TextStub),
+    "Python, calls return text": lambda data: run_unpickler(PYTHON, io.BytesIO(data), TextStub),
+    "C without peek": lambda data: run_unpickler(pickle.Unpickler, io.BytesIO(data), Stub),
+    **({"torch": run_torch_unpickler} if hasattr(weights_only, "_read_global_instruction") else {}),  # since torch 2.6
 }
 
 
-def spelled(pickle: Pickle, oracle: str) -> Names:
-    """Our list, as the oracle says names: torch has already translated those of Python 2."""
+def listed_names(pickle: Pickle, oracle: str) -> Names:
+    """The names that we list, as the oracle spells them: torch translates Python 2 names first."""
     if oracle != "torch":
         return set(pickle.globals)
     out = set()
@@ -204,29 +204,29 @@ def spelled(pickle: Pickle, oracle: str) -> Names:
 
 
 def check(data: bytes) -> None:
-    for found in run_all(data):
-        rest = data[found.start :]
+    for result in run_all(data):
+        rest = data[result.start :]
         for name, oracle in ORACLES.items():
-            if name == "C without peek" and found.ambiguous:
-                continue  # it loses bytes where an opcode crosses the end of a frame: that is what ambiguous means
+            if name == "C without peek" and result.ambiguous:
+                continue  # it loses bytes where an opcode crosses the end of a frame, hence ambiguous
             outcome = oracle(rest)
-            asked = {pair for pair in outcome.asked if COMPUTED not in pair}
-            assert asked <= spelled(found, name), f"{name} asks for a name that is not listed"
+            requested = {pair for pair in outcome.requested if COMPUTED not in pair}
+            assert requested <= listed_names(result, name), f"{name} requests a name that is not listed"
             if outcome.end is not None:
-                assert found.broken == "", f"{name} loads it"
-                assert found.ambiguous or outcome.end == found.end - found.start, f"{name} reads on elsewhere"
+                assert result.broken == "", f"{name} loads a stream that we call broken"
+                assert result.ambiguous or outcome.end == result.end - result.start, f"{name} stops at another byte"
         if "torch" in ORACLES:
-            dotted = {(".".join(pair), "") for pair in spelled(found, "torch")}
-            assert torch_listed(rest) <= dotted or found.broken
+            dotted = {(".".join(pair), "") for pair in listed_names(result, "torch")}
+            assert names_listed_by_torch(rest) <= dotted or result.broken
 
 
-# -- streams made of opcodes -------------------------------------------------------------------------------------------
+# -- generated streams of opcodes --------------------------------------------------------------------------------------
 
 Op = tuple[str, str, Callable[[Random], bytes]]
-"""What an opcode wants on the stack (top last), what it leaves there, and how it is written.
+"""What an opcode needs on the stack (top last), what it leaves there, and a function that writes it.
 
 ``s`` text, ``t`` tuple, ``l`` list, ``d`` dictionary, ``e`` set, ``g`` a class or an object made of one, ``b`` bytes,
-``o`` anything; ``m`` is a MARK with whatever lies above it, ``p`` one with pairs above it, ``f`` one with a class above
+``o`` anything; ``m`` is a MARK with anything above it, ``p`` one with pairs above it, ``f`` one with a class above
 it. It may leave ``(`` a MARK, ``=`` what was there, ``2`` the same twice.
 """
 
@@ -260,7 +260,7 @@ def encoded(names: list[str], codec: str = "utf-8") -> list[bytes]:
     return [name.encode(codec, "surrogatepass") for name in names]
 
 
-# Opcodes as a writer could have written them.
+# Opcodes as a pickler could write them.
 GOOD: list[Op] = [
     *(("", "o", just(code)) for code in "N\x88\x89"),
     *(("", kind, just(code)) for code, kind in [(")", "t"), ("]", "l"), ("}", "d"), ("\x8f", "e")]),
@@ -324,15 +324,15 @@ LENGTHS = [0, 1, 2, 5, 9, 30, 100, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2*
 COUNTED = {"U": 1, "T": 4, "X": 4, "\x8c": 1, "\x8d": 8, "C": 1, "B": 4, "\x8e": 8, "\x96": 8, "\x8a": 1, "\x8b": 4}
 
 
-def lie(rng: Random) -> bytes:
-    """An opcode with a length that is not that of what follows."""
+def wrong_length(rng: Random) -> bytes:
+    """An opcode with a wrong length."""
     code = rng.choice(list(COUNTED))
     return sized(code, COUNTED[code], rng.choice(encoded(TEXTS)), rng.choice(LENGTHS))
 
 
-# Opcodes as nobody writes them: some loaders read on, some do not.
+# Opcodes that no pickler writes: some loaders accept them, some do not.
 ODD: list[Op] = [
-    ("", "o", lie),
+    ("", "o", wrong_length),
     *[("", "o", counted(code, width, NAMES)) for code, width in COUNTED.items()],
     *[("", "o", lines(code, NUMBERS)) for code in "ILFg"],
     ("o", "=", lines("p", NUMBERS)),
@@ -350,7 +350,7 @@ ODD: list[Op] = [
     ("", "g", packed("\x84", "<i", [-1, 0, 1])),
     ("", "o", just("\x97")),
     ("o", "", just(".")),
-    *[(wants, "o", just(code)) for code in "\x93RboaseuQ\x81\x92" for wants in ("o", "oo")],
+    *[(needs, "o", just(code)) for code in "\x93RboaseuQ\x81\x92" for needs in ("o", "oo")],
     *[("", "o", just(code)) for code in "0123dlotbRQ\x91\x90\x93\x94\x98\xff"],
 ]
 
@@ -368,7 +368,7 @@ PUSH |= {"m": b"(", "p": b"(", "f": b"(" + PUSH["g"]}
 
 
 class Assembler:
-    """Puts opcodes one after another and pushes the operands they lack first."""
+    """Appends opcodes, each after the operands that it lacks."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -376,10 +376,10 @@ class Assembler:
         self.stack: list[str] = []
         self.memo: list[tuple[int, str]] = []
 
-    def operands(self, wants: str) -> int | None:
-        """Where the operands begin on the stack; ``None`` if they are not there."""
+    def operands(self, needs: str) -> int | None:
+        """The position on the stack where the operands begin, or ``None`` if they are not there."""
         at = len(self.stack)
-        for kind in reversed(wants):
+        for kind in reversed(needs):
             above = at
             while kind in "mpf" and at and self.stack[at - 1] != "(":
                 at -= 1
@@ -392,23 +392,23 @@ class Assembler:
         return at
 
     def add(self, op: Op) -> None:
-        wants, leaves, write = op
-        if self.operands(wants) is None:
-            for kind in wants:
+        needs, leaves, write = op
+        if self.operands(needs) is None:
+            for kind in needs:
                 self.out += PUSH[kind]
                 self.stack += {"m": "(", "p": "(", "f": "(g"}.get(kind, kind)
-        at = self.operands(wants)
+        at = self.operands(needs)
         taken = self.stack[at:]
         del self.stack[at:]
         code = write(self.rng)
         if leaves == "=":
-            self.note(code, taken)
+            self.remember(code, taken)
         elif leaves == "?":
             code, leaves = self.get()
         self.out += code
         self.stack += {"=": taken, "2": taken * 2}.get(leaves, list(leaves))
 
-    def note(self, code: bytes, taken: list[str]) -> None:
+    def remember(self, code: bytes, taken: list[str]) -> None:
         index = {b"q": lambda: code[1], b"r": lambda: code[1] + 256 * code[2], b"\x94": lambda: len(dict(self.memo))}
         if code[:1] in index and taken[0] != "(":
             self.memo.append((index[code[:1]](), taken[0]))
@@ -428,14 +428,14 @@ def one_pickle(rng: Random) -> bytes:
         assembler.add(rng.choice(ODD if rng.randrange(100) < oddity else GOOD))
     if assembler.stack[-1:] in ([], ["("]):
         assembler.out += b"N"
-    if rng.randrange(12) == 0:  # in a frame, as protocol 4 would, or nearly
+    if rng.randrange(12) == 0:  # in a frame as in protocol 4, sometimes of a wrong length
         length = len(assembler.out) + rng.choice([1, 1, 1, 0, 2, -3])
         return b"\x80\x04" + sized("\x95", 8, b"", max(length, 0)) + assembler.out + b"."
     return bytes(assembler.out) + b"."
 
 
 def stream(rng: Random) -> bytes:
-    """One to three pickles, now and then with the end cut off."""
+    """One to three pickles, sometimes truncated."""
     out = b"".join(one_pickle(rng) for _ in range(rng.choice([1, 1, 1, 2, 3])))
     return out[: -rng.randrange(1, 12)] if rng.randrange(8) == 0 else out
 
@@ -446,19 +446,19 @@ def test_no_name_is_missed_in_any_stream_of_opcodes(rng: Random) -> None:
     check(stream(rng))
 
 
-def test_the_generator_makes_every_opcode_and_streams_that_load() -> None:
-    """The test above shows nothing about opcodes it never makes, or if no loader gets far."""
-    made = [stream(Random(seed)) for seed in range(300)]  # noqa: S311 - streams, not secrets
-    met = {code for data in made for found in run_all(data) for _, code in opcodes(data, found.start)}
-    assert {ord(opcode.code) for opcode in pickletools.opcodes} <= met
+def test_generator_covers_every_opcode_and_makes_streams_that_load() -> None:
+    """The test above proves nothing about opcodes that are never generated, or if no loader gets far."""
+    streams = [stream(Random(seed)) for seed in range(300)]  # noqa: S311 - streams, not secrets
+    covered = {code for data in streams for result in run_all(data) for _, code in opcodes(data, result.start)}
+    assert {ord(opcode.code) for opcode in pickletools.opcodes} <= covered
     assert len(pickletools.opcodes) == 68
-    outcomes = {name: [oracle(data) for data in made] for name, oracle in ORACLES.items()}
-    enough = {"C": 100, "Python": 100, "C without peek": 100, "torch": 10}
-    for name, least in enough.items():
+    outcomes = {name: [oracle(data) for data in streams] for name, oracle in ORACLES.items()}
+    minimums = {"C": 100, "Python": 100, "C without peek": 100, "torch": 10}
+    for name, minimum in minimums.items():
         if name not in ORACLES:
             continue
-        assert sum(outcome.end is not None for outcome in outcomes[name]) > least, name
-        assert sum(len(outcome.asked) for outcome in outcomes[name]) > 3 * least, name
+        assert sum(outcome.end is not None for outcome in outcomes[name]) > minimum, name
+        assert sum(len(outcome.requested) for outcome in outcomes[name]) > 3 * minimum, name
 
 
 # -- real pickles, damaged ---------------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def test_the_generator_makes_every_opcode_and_streams_that_load() -> None:
 
 @functools.cache
 def seeds() -> list[bytes]:
-    """The pickles of real checkpoints of every format, and two of the newer protocols."""
+    """The pickles of real checkpoints of every format, and a small one in every protocol."""
     out = []
     for path in sorted((Path(__file__).parent.parent / "data" / "torch-releases").glob("*/*")):
         if path.suffix not in (".pt", ".ckpt"):
@@ -476,8 +476,8 @@ def seeds() -> list[bytes]:
             with zipfile.ZipFile(io.BytesIO(raw)) as archive:
                 out += [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
         else:
-            pickles = [found for found in run_all(raw) if not found.broken]
-            out += [raw[found.start : found.end] for found in pickles]
+            pickles = [result for result in run_all(raw) if not result.broken]
+            out += [raw[result.start : result.end] for result in pickles]
             out.append(raw[: pickles[-1].end])
     out += [pickle.dumps({"a": [1.5, {2}, b"x", OSError], "b": "text"}, protocol) for protocol in range(6)]
     return sorted(set(out), key=len)
@@ -518,15 +518,15 @@ def test_no_name_is_missed_in_a_damaged_checkpoint(rng: Random) -> None:
 
 @fuzz(150)
 @given(st.randoms(use_true_random=False))
-def test_no_name_is_missed_in_a_checkpoint_with_foreign_opcodes(rng: Random) -> None:
+def test_no_name_is_missed_in_a_checkpoint_with_inserted_opcodes(rng: Random) -> None:
     data = rng.choice(seeds())
     at = rng.choice([start for start, _ in opcodes(data)])
     check(data[:at] + one_pickle(rng)[:-1] + data[at:])
 
 
-@each("which", range(len(seeds())))
-def test_no_name_is_missed_in_a_real_checkpoint(which: int) -> None:
-    data = seeds()[which]
+@each("index", range(len(seeds())))
+def test_no_name_is_missed_in_a_real_checkpoint(index: int) -> None:
+    data = seeds()[index]
     check(data)
     assert run(data).broken == ""
-    assert ORACLES["C"](data).asked == set(run(data).globals)
+    assert ORACLES["C"](data).requested == set(run(data).globals)

@@ -1,4 +1,4 @@
-"""Tensors that pickle.dump wrote: each storage is a checkpoint inside the pickle, and is read like any other."""
+"""Tensors written by ``pickle.dump``: each storage is a legacy checkpoint inside the pickle."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def trained() -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": adam.state_dict(), "epoch": 3}
 
 
-def kinds() -> dict[str, Any]:
-    held: dict[str, Any] = {
+def kinds_of_tensors() -> dict[str, Any]:
+    tensors: dict[str, Any] = {
         str(dtype): torch.arange(6).to(dtype)
         for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
     }
     return {
-        **held,
+        **tensors,
         "none": torch.zeros(0, 3),
         "number": torch.tensor(3.0),
         "turned": torch.arange(12.0).view(3, 4).t(),
         "part": torch.arange(100)[7:19:3],
         "parameter": torch.nn.Parameter(torch.ones(2)),
-        "large": torch.arange(100_000.0),  # beyond what a frame takes
+        "large": torch.arange(100_000.0),  # larger than a frame
         "sparse": torch.eye(3).to_sparse(),
     }
 
@@ -66,60 +66,60 @@ def loaded(data: bytes, **options: Any) -> Any:
         return transload.load(io.BytesIO(data), **options)
 
 
-def again(value: object) -> Any:
+def round_trip(value: object) -> Any:
     return pickle.loads(dumped(value))
 
 
-def codes(told: Checkpoint) -> list[str]:
-    return [problem.code for problem in told.problems]
+def codes(checkpoint: Checkpoint) -> list[str]:
+    return [problem.code for problem in checkpoint.problems]
 
 
 @each("protocol", PROTOCOLS)
-@each("make", [trained, kinds])
-def test_a_pickle_of_tensors_is_a_checkpoint(make: Any, protocol: int) -> None:
+@each("make", [trained, kinds_of_tensors])
+def test_pickle_of_tensors_is_inspected_and_loaded(make: Any, protocol: int) -> None:
     value = make()
     data = dumped(value, protocol)
-    told = inspect(data)
-    assert (told.format, told.safety, told.integrity, codes(told)) == (
+    checkpoint = inspect(data)
+    assert (checkpoint.format, checkpoint.safety, checkpoint.integrity, codes(checkpoint)) == (
         "pickle",
         "data-only",
         "unchecked",
         ["plain-pickle"],
     )
-    assert [use.device for use in told.devices] == ["cpu"]
-    loader = next(use for use in told.globals if use.full_name == "torch.storage._load_from_bytes")
-    assert (loader.verdict, loader.called) == ("data", len(told.storages))
-    assert all(storage.stored == storage.nbytes for storage in told.storages)
+    assert [use.device for use in checkpoint.devices] == ["cpu"]
+    loader = next(use for use in checkpoint.globals if use.full_name == "torch.storage._load_from_bytes")
+    assert (loader.verdict, loader.called) == ("data", len(checkpoint.storages))
+    assert all(storage.stored == storage.nbytes for storage in checkpoint.storages)
     for trusted in (False, True):
         same(loaded(data, weights_only=not trusted), pickle.loads(data))
 
 
 @each("protocol", PROTOCOLS)
-def test_a_file_from_a_gpu_loads_without_one(protocol: int) -> None:
+def test_file_from_a_gpu_loads_without_a_gpu(protocol: int) -> None:
     value = trained()
     data = dumped(value, protocol, "cuda:0")
-    told = inspect(data)
-    assert {use.device for use in told.devices} == {"cuda:0"}
+    checkpoint = inspect(data)
+    assert {use.device for use in checkpoint.devices} == {"cuda:0"}
     with pytest.warns(transload.LandingWarning):
         transload.load(io.BytesIO(data))
     for options in ({}, {"map_location": "cpu"}, {"weights_only": False}):
-        made = loaded(data, **options)
-        same(made, again(value))
+        result = loaded(data, **options)
+        same(result, round_trip(value))
 
 
-def test_tensors_lie_where_they_are_said_to() -> None:
-    value = kinds()
+def test_file_offsets_of_tensors_are_right() -> None:
+    value = kinds_of_tensors()
     data = dumped(value)
-    told = inspect(data)
+    checkpoint = inspect(data)
     for title in ("large", "torch.bfloat16", "parameter"):
-        mine = told.tensor(title)
-        assert mine.file_offset is not None
+        tensor = checkpoint.tensor(title)
+        assert tensor.file_offset is not None
         raw = value[title].detach().contiguous().view(torch.uint8).numpy().tobytes()
-        assert data[mine.file_offset : mine.file_offset + mine.nbytes] == raw
+        assert data[tensor.file_offset : tensor.file_offset + tensor.nbytes] == raw
 
 
 @each("protocol", (2, 5))
-def test_it_is_opened_converted_and_verified(protocol: int, tmp_path: Path) -> None:
+def test_open_convert_and_verify(protocol: int, tmp_path: Path) -> None:
     path = tmp_path / "old.pkl"
     value = {**trained(), "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}
     path.write_bytes(dumped(value, protocol, "cuda:0"))
@@ -127,38 +127,38 @@ def test_it_is_opened_converted_and_verified(protocol: int, tmp_path: Path) -> N
         warnings.simplefilter("ignore")
         assert torch.equal(opened["model/0.weight"][1:3], value["model"]["0.weight"][1:3])
     transload.convert(path, tmp_path / "new.pt")
-    same(dict(torch.load(tmp_path / "new.pt")["model"]), dict(again(value["model"])))
+    same(dict(torch.load(tmp_path / "new.pt")["model"]), dict(round_trip(value["model"])))
     assert transload.verify(path).integrity == "unchecked"
     with pytest.raises(RescueError, match="plain pickle"):
         transload.rescue(path, tmp_path / "rescued.pkl")
 
 
-def test_a_pickled_module_needs_trust() -> None:
+def test_pickled_module_needs_trust() -> None:
     data = dumped(torch.nn.Linear(2, 3), 4, "cuda:0")
-    told = inspect(data)
-    assert (told.safety, told.integrity) == ("needs-trust", "unchecked")
-    assert [tensor.name for tensor in told.tensors] == ["weight", "bias"]
+    checkpoint = inspect(data)
+    assert (checkpoint.safety, checkpoint.integrity) == ("needs-trust", "unchecked")
+    assert [tensor.name for tensor in checkpoint.tensors] == ["weight", "bias"]
     with pytest.raises(UnsafeError, match="Linear"):
         loaded(data)
     assert type(loaded(data, weights_only=False)) is torch.nn.Linear
 
 
-def test_of_several_pickles_the_first_is_loaded() -> None:
-    told = inspect(dumped(torch.ones(3)) + dumped({"b": torch.zeros(2)}))
-    assert (told.safety, [tensor.name for tensor in told.tensors]) == ("data-only", [""])
+def test_first_of_several_pickles_is_inspected() -> None:
+    checkpoint = inspect(dumped(torch.ones(3)) + dumped({"b": torch.zeros(2)}))
+    assert (checkpoint.safety, [tensor.name for tensor in checkpoint.tensors]) == ("data-only", [""])
 
 
-# -- streams put together by hand
+# -- handwritten streams
 
 
 def stream(**parts: Any) -> bytes:
-    """What ``_load_from_bytes`` is given for four floats."""
-    held: dict[str, Any] = {
+    """The argument of ``_load_from_bytes`` for four floats."""
+    defaults: dict[str, Any] = {
         "object": pickled(storage_id("7", 4, "FloatStorage", "cpu", None)),
         "keys": pickled(listing("7")),
         "storages": (struct.pack("<q", 4) + FLOATS,),
     }
-    return legacy(**{**held, **parts})
+    return legacy(**{**defaults, **parts})
 
 
 def as_bytes(data: bytes) -> bytes:
@@ -179,21 +179,21 @@ def plain(data: bytes, write: Any = as_bytes) -> bytes:
 
 
 @each("write", [as_bytes, as_text])
-def test_a_stream_by_hand(write: Any) -> None:
-    told = inspect(plain(stream(), write))
-    assert (told.safety, codes(told)) == ("data-only", ["plain-pickle"])
+def test_handwritten_stream_is_loaded(write: Any) -> None:
+    checkpoint = inspect(plain(stream(), write))
+    assert (checkpoint.safety, codes(checkpoint)) == ("data-only", ["plain-pickle"])
     assert loaded(plain(stream(), write)).numpy().tobytes() == FLOATS
 
 
 HOSTILE = {
     "not a stream": pickled(DANGEROUS),
-    "a call for the object": stream(object=pickled(DANGEROUS)),
+    "a call as the object": stream(object=pickled(DANGEROUS)),
     "a call beside the storage": stream(
         object=pickled(DANGEROUS + b"0" + storage_id("7", 4, "FloatStorage", "cpu", None))
     ),
     "a call in the list of keys": stream(keys=pickled(call(name("builtins", "print")))),
-    "a call among the facts": stream(facts=pickled(DANGEROUS)),
-    "a call for the protocol": stream(protocol=pickled(DANGEROUS)),
+    "a call in the system facts": stream(facts=pickled(DANGEROUS)),
+    "a call as the protocol": stream(protocol=pickled(DANGEROUS)),
     "a name beside the storage": stream(
         object=pickled(name("os", "getcwd") + b"0" + storage_id("7", 4, "FloatStorage", "cpu", None))
     ),
@@ -201,19 +201,19 @@ HOSTILE = {
     "two keys": stream(keys=pickled(listing("7", "8"))),
     "another key": stream(keys=pickled(listing("8"))),
     "another count": stream(storages=(struct.pack("<q", 5) + FLOATS,)),
-    "bytes behind it": stream() + b"\0",
+    "trailing bytes": stream() + b"\0",
     "an archive": b"PK\x03\x04",
     "a dictionary": stream(object=pickled(b"}")),
     "nothing": b"",
-    "a cut in its pickles": stream()[:40],
+    "truncated in the pickles": stream()[:40],
 }
 
 
 @each("write", [as_bytes, as_text])
 @each("data", HOSTILE.values(), ids=list(HOSTILE))
-def test_anything_else_stays_dangerous(data: bytes, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    told = inspect(plain(data, write))
-    assert (told.safety, told.integrity) == ("dangerous", "not-a-checkpoint")
+def test_invalid_storage_bytes_are_dangerous(data: bytes, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = inspect(plain(data, write))
+    assert (checkpoint.safety, checkpoint.integrity) == ("dangerous", "not-a-checkpoint")
     with pytest.raises(transload.TransloadError):
         loaded(plain(data, write))
     assert capsys.readouterr().out == ""
@@ -223,22 +223,22 @@ GOOD = call(LOADER, as_bytes(stream()))
 OTHER_USES = {
     "the function as a value": listing(GOOD, LOADER),
     "the function as an argument": listing(GOOD, call(name("functools", "partial"), LOADER)),
-    "one that is none": listing(GOOD, call(LOADER, as_bytes(b"x"))),
+    "a second call with invalid bytes": listing(GOOD, call(LOADER, as_bytes(b"x"))),
     "two arguments": call(LOADER, as_bytes(stream()), b"N"),
     "the same bytes again": LOADER + b"q\x01" + as_bytes(stream()) + b"q\x02\x85R0h\x01h\x02\x85R",
     "another codec": call(LOADER, call(name("_codecs", "encode"), text(stream().decode("latin-1")), text("utf-8"))),
     "a persistent id": listing(GOOD, storage_id("0", 4, "FloatStorage", "cpu")),
     "attributes of the function": listing(GOOD, LOADER + b"}" + text("a") + b"Nsb"),
-    "thrown away": GOOD + b"0" + call(LOADER, as_bytes(b"x")) + b"0N",
+    "a discarded call with invalid bytes": GOOD + b"0" + call(LOADER, as_bytes(b"x")) + b"0N",
 }
 
 
 @each("body", OTHER_USES.values(), ids=list(OTHER_USES))
-def test_another_use_of_the_loader_is_dangerous(body: bytes) -> None:
+def test_other_use_of_load_from_bytes_is_dangerous(body: bytes) -> None:
     assert inspect(pickled(body, 3)).safety == "dangerous"
 
 
-def test_attributes_and_items_of_a_storage_are_odd() -> None:
+def test_attributes_and_items_of_a_storage_are_rejected() -> None:
     for change in (b"}b", b"NNs", b"Na"):
         data = pickled(GOOD + change, 3)
         assert inspect(data).safety != "data-only"
@@ -247,40 +247,40 @@ def test_attributes_and_items_of_a_storage_are_odd() -> None:
 
 
 @each("write", [as_bytes, as_text])
-def test_a_storage_that_is_cut_is_damage(write: Any) -> None:
-    whole = stream()
-    for left in (1, len(FLOATS) - 1, len(FLOATS) + 3):
-        data = plain(whole[:-left], write)
-        told = inspect(data)
-        assert (told.integrity, "storage-cut" in codes(told)) == ("damaged", True), left
+def test_truncated_storage_is_damage(write: Any) -> None:
+    complete = stream()
+    for missing in (1, len(FLOATS) - 1, len(FLOATS) + 3):
+        data = plain(complete[:-missing], write)
+        checkpoint = inspect(data)
+        assert (checkpoint.integrity, "storage-cut" in codes(checkpoint)) == ("damaged", True), missing
         with pytest.raises(BrokenFileError):
             loaded(data)
 
 
 @each("protocol", PROTOCOLS[2:])
-def test_a_file_that_is_cut_anywhere_is_damaged(protocol: int, tmp_path: Path) -> None:
-    whole = dumped({"a": torch.ones(40), "b": torch.ones(3)}, protocol)
-    begin = whole.index(b"_load_from_bytes") + 40
-    for length in range(begin, len(whole), 7):
-        told = inspect(whole[:length])
-        assert (told.format, told.integrity) == ("pickle", "damaged"), length
-        assert told.safety != "dangerous", length
+def test_truncated_file_is_damaged(protocol: int, tmp_path: Path) -> None:
+    complete = dumped({"a": torch.ones(40), "b": torch.ones(3)}, protocol)
+    begin = complete.index(b"_load_from_bytes") + 40
+    for length in range(begin, len(complete), 7):
+        checkpoint = inspect(complete[:length])
+        assert (checkpoint.format, checkpoint.integrity) == ("pickle", "damaged"), length
+        assert checkpoint.safety != "dangerous", length
         with pytest.raises(BrokenFileError):
-            loaded(whole[:length])
+            loaded(complete[:length])
     path = tmp_path / "cut.pkl"
-    path.write_bytes(whole[:-50])
+    path.write_bytes(complete[:-50])
     with pytest.raises(RescueError):
         transload.rescue(path, tmp_path / "new.pt")
 
 
-def test_a_large_one_is_read_beyond_the_first_window(tmp_path: Path) -> None:
+def test_large_file_is_loaded(tmp_path: Path) -> None:
     value = {"a": torch.arange(5_000_000), "b": torch.ones(3)}
     path = tmp_path / "large.pkl"
     path.write_bytes(dumped(value))
-    same(transload.load(path), again(value))
+    same(transload.load(path), round_trip(value))
 
 
-def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
+def test_inspect_does_not_import_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.pkl"
     path.write_bytes(dumped({"a": torch.ones(3)}))
     program = f"import sys, transload; print(len(transload.inspect({str(path)!r}).tensors), 'torch' in sys.modules)"
@@ -289,7 +289,7 @@ def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::transload.LandingWarning")
 @pytest.mark.parametrize("package", ["cloudpickle", "dill"])
-def test_other_packages_that_pickle(package: str, tmp_path: Path) -> None:
+def test_files_of_cloudpickle_and_dill(package: str, tmp_path: Path) -> None:
     module = pytest.importorskip(package)
     weights = torch.nn.Linear(3, 2).state_dict()
     path = tmp_path / "model.pkl"
@@ -300,11 +300,11 @@ def test_other_packages_that_pickle(package: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], weights[key]) for key in weights)
 
 
-def test_advice_names_the_function_that_reads_it() -> None:
+def test_advice_for_a_plain_pickle_names_transload_load() -> None:
     values = {"w": torch.ones(2), "anchors": np.arange(3, dtype=np.float32)}
-    told = {finding.code: finding for finding in inspect(pickle.dumps(values)).findings}["needs-trust"]
-    assert told.title.startswith("it asks for ")
-    assert not told.fix
-    told = {f.code: f for f in inspect(pickle.dumps({**values, "layer": torch.nn.ReLU()})).findings}["needs-trust"]
-    assert told.title.startswith("transload.load refuses ")
-    assert "    obj = transload.load(path)" in told.fix
+    finding = {finding.code: finding for finding in inspect(pickle.dumps(values)).findings}["needs-trust"]
+    assert finding.title.startswith("it asks for ")
+    assert not finding.fix
+    finding = {f.code: f for f in inspect(pickle.dumps({**values, "layer": torch.nn.ReLU()})).findings}["needs-trust"]
+    assert finding.title.startswith("transload.load refuses ")
+    assert "    obj = transload.load(path)" in finding.fix

@@ -1,4 +1,4 @@
-"""The record of a file's origin, from us and from people who mean no good."""
+"""The origin record of a file: written by transload, malformed, or hostile."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ def read(value: Any) -> dict[str, str]:
     return dict(read_recorded(json.dumps(value).encode()))
 
 
-def test_all_of_it_is_told() -> None:
-    found = read(FULL)
-    assert found["torch"] == "2.13.0+cu130"
-    assert found["gpus"] == "2 × NVIDIA H200 (9.0)"
-    assert found["saved from"] == "cuda:1 (5 storages), cpu (1 storage)"
-    assert (found["run"], found["note"]) == ("7", "ü")
+def test_all_fields_are_read() -> None:
+    recorded = read(FULL)
+    assert recorded["torch"] == "2.13.0+cu130"
+    assert recorded["gpus"] == "2 × NVIDIA H200 (9.0)"
+    assert recorded["saved from"] == "cuda:1 (5 storages), cpu (1 storage)"
+    assert (recorded["run"], recorded["note"]) == ("7", "ü")
 
 
 @each(
     "data",
     [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"[1]", b'"x"', b'{"schema": "1"}', b" " * (MAX_RECORD + 1)],
-    ids=["empty", "no text", "deep", "no schema", "list", "text", "wrong schema", "long"],
+    ids=["empty", "not text", "deep", "no schema", "list", "text", "wrong schema", "long"],
 )
-def test_what_is_not_ours_is_nothing(data: bytes) -> None:
+def test_invalid_record_is_ignored(data: bytes) -> None:
     assert read_recorded(data) == ()
 
 
 @each("name", list(FULL))
 @each("value", [None, 3, "x", [], [3], [[]], [["x"]], [["x", "y"]], {}, {"a": []}, [{}], [{"name": 3}]], ids=str)
-def test_a_value_of_another_kind_is_left_out(name: str, value: Any) -> None:
-    found = read({**FULL, name: value})
-    assert all(isinstance(each, str) for pair in found.items() for each in pair)
+def test_fields_of_any_type_give_only_strings(name: str, value: Any) -> None:
+    recorded = read({**FULL, name: value})
+    assert all(isinstance(text, str) for pair in recorded.items() for text in pair)
 
 
-def test_what_is_shown_is_bounded() -> None:
+def test_long_record_is_shortened() -> None:
     many = {
         **FULL,
         "entries": {str(n): "x" * 10_000 for n in range(50)},
         "storages": [[f"d{n}", 1] for n in range(9999)],
     }
-    found = read(many)
-    assert found["saved from"].count("1 storage") == 64
-    assert max(len(found[str(n)]) for n in range(50)) <= 201
+    recorded = read(many)
+    assert recorded["saved from"].count("1 storage") == 64
+    assert max(len(recorded[str(n)]) for n in range(50)) <= 201
 
 
-def test_it_reads_what_is_saved() -> None:
+def test_record_written_by_save_is_read() -> None:
     torch = pytest.importorskip("torch")
     from transload.saving import save
 
-    held = io.BytesIO()
-    save([torch.rand(3)], held, origin={"run": [1, 2]})
-    with zipfile.ZipFile(held) as archive:
-        found = dict(read_recorded(archive.read(f"archive/{RECORD}")))
-    assert found["run"] == "[1, 2]"
-    assert found["saved from"] == "cpu (1 storage)"
-    assert found["torch"] == str(torch.__version__)
+    buffer = io.BytesIO()
+    save([torch.rand(3)], buffer, origin={"run": [1, 2]})
+    with zipfile.ZipFile(buffer) as archive:
+        recorded = dict(read_recorded(archive.read(f"archive/{RECORD}")))
+    assert recorded["run"] == "[1, 2]"
+    assert recorded["saved from"] == "cpu (1 storage)"
+    assert recorded["torch"] == str(torch.__version__)

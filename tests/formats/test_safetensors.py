@@ -1,4 +1,4 @@
-"""The safetensors reader against the ``safetensors`` package: the same reading, or a problem."""
+"""The safetensors reader against the ``safetensors`` package: it reads the same, or reports a problem."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def torch_shape(dtype: str, shape: list[int]) -> tuple[int, ...]:
 
 
 def check_against_reference(data: bytes) -> bool:
-    """The property that matters; gives back whether the reference opened the file."""
+    """Check that we read what the reference reads, or report a problem. Returns whether the reference opens it."""
     ours = read(data)
     try:
         theirs = safetensors.deserialize(data)
@@ -67,25 +67,29 @@ def check_against_reference(data: bytes) -> bool:
     return True
 
 
-def test_what_torch_saves_is_read_to_the_byte() -> None:
+def test_file_saved_by_torch_is_read_like_the_reference() -> None:
     torch = pytest.importorskip("torch")
     save = pytest.importorskip("safetensors.torch").save
     names = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint16",
              "uint32", "uint64", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")  # fmt: skip
     known = [name for name in names if hasattr(torch, name)]  # an older torch has fewer
-    wanted = {name: torch.zeros(3, 2, dtype=torch.float32).to(getattr(torch, name)) for name in known}
-    wanted["empty"], wanted["scalar"] = torch.empty(3, 0), torch.tensor(1.5)
-    data = save(wanted, metadata={"format": "pt"})
+    expected = {name: torch.zeros(3, 2, dtype=torch.float32).to(getattr(torch, name)) for name in known}
+    expected["empty"], expected["scalar"] = torch.empty(3, 0), torch.tensor(1.5)
+    data = save(expected, metadata={"format": "pt"})
     ours = read(data)
     assert ours.problems == ()
     assert ours.format == "safetensors"
     assert not ours.checksummed
     assert ("metadata.format", "pt") in ours.facts
-    assert set(wanted) == {tensor.name for tensor in ours.tensors}
-    for name, tensor in wanted.items():
-        mine = ours.tensor(name)
-        assert (mine.dtype, mine.shape, mine.stride) == (str(tensor.dtype)[6:], tuple(tensor.shape), tensor.stride())
-        assert (mine.device, mine.nbytes) == ("cpu", tensor.nbytes)
+    assert set(expected) == {tensor.name for tensor in ours.tensors}
+    for name, tensor in expected.items():
+        actual = ours.tensor(name)
+        assert (actual.dtype, actual.shape, actual.stride) == (
+            str(tensor.dtype)[6:],
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+        assert (actual.device, actual.nbytes) == ("cpu", tensor.nbytes)
     assert check_against_reference(data)
 
 
@@ -102,18 +106,18 @@ def test_four_bit_floats_count_pairs_as_torch_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "shape", "nbytes"), [("F6_E2M3", (4,), 3), ("F6_E3M2", (8,), 6), ("F4", (2, 1), 1)])
-def test_types_that_torch_lacks_are_listed_and_said(dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+def test_dtypes_missing_in_torch_are_listed_and_reported(dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
     data = blob({"a": entry(dtype, shape, (0, nbytes))}, bytes(nbytes))
     assert codes(data) == {"safetensors-dtype-not-in-torch"}
     assert read(data).tensor("a").dtype == dtype
     assert check_against_reference(data)
 
 
-# Files, the code of the problem, and whether the reference opens it all the same.
-ODD: dict[str, tuple[bytes, str, bool]] = {
+# The file, the code of the problem, and whether the reference opens the file anyway.
+MALFORMED: dict[str, tuple[bytes, str, bool]] = {
     "trailing bytes": (blob({"a": entry()}, b"12345"), "safetensors-trailing", False),
     "trailing bytes, no tensor": (blob({}, b"1"), "safetensors-trailing", False),
-    "short": (blob({"a": entry()}, b"123"), "safetensors-truncated", False),
+    "too short": (blob({"a": entry()}, b"123"), "safetensors-truncated", False),
     "hole": (blob({"a": entry(at=(4, 8))}, bytes(8)), "safetensors-hole", False),
     "overlap": (blob({"a": entry(), "b": entry()}, bytes(4)), "safetensors-overlap", False),
     "empty tensor inside another": (
@@ -141,7 +145,7 @@ ODD: dict[str, tuple[bytes, str, bool]] = {
     "beyond 64 bits": (blob({"a": entry(at=(0, 1 << 64))}, bytes(4)), "safetensors-entry-invalid", False),
     "three offsets": (blob({"a": entry(at=(0, 4, 4))}, bytes(4)), "safetensors-entry-invalid", False),
     "no shape": (blob({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, bytes(4)), "safetensors-entry-invalid", False),
-    "text for an entry": (blob({"a": "F32"}), "safetensors-entry-invalid", False),
+    "entry is a string": (blob({"a": "F32"}), "safetensors-entry-invalid", False),
     "unknown dtype": (blob({"a": entry("F128", at=(0, 16))}, bytes(16)), "safetensors-dtype-unknown", False),
     "lower-case dtype": (blob({"a": entry("f32")}, bytes(4)), "safetensors-dtype-unknown", False),
     "metadata of numbers": (blob({"__metadata__": {"a": 1}}), "safetensors-metadata-invalid", False),
@@ -160,35 +164,35 @@ ODD: dict[str, tuple[bytes, str, bool]] = {
         "safetensors-header-invalid",
         False,
     ),
-    "a list": (blob(b"[]"), "safetensors-header-invalid", False),
-    "deep": (blob(b'{"a":' + b"[" * 100_000), "safetensors-header-invalid", False),
+    "header is a list": (blob(b"[]"), "safetensors-header-invalid", False),
+    "deeply nested": (blob(b'{"a":' + b"[" * 100_000), "safetensors-header-invalid", False),
     "many digits": (blob(b'{"a":' + b"9" * 5000 + b"}"), "safetensors-header-invalid", False),
     "padded with NUL": (blob(b"{}\0"), "safetensors-header-invalid", False),
     "no header": (blob(b""), "safetensors-header-invalid", False),
     "length beyond the file": (blob(b"{}", length=50), "safetensors-header-cut", False),
     "length beyond the limit": (blob(b"{}", length=MAX_HEADER + 1), "safetensors-header-too-large", False),
     "seven bytes": (b"1234567", "safetensors-header-too-large", False),
-    "space in front": (blob(b" {}"), "safetensors-odd-header", True),
-    "a field too many": (blob({"a": entry(extra=1)}, bytes(4)), "safetensors-odd-header", True),
+    "leading space": (blob(b" {}"), "safetensors-odd-header", True),
+    "extra field": (blob({"a": entry(extra=1)}, bytes(4)), "safetensors-odd-header", True),
     "entry as a list": (blob(b'{"a":["F32",[1],[0,4]]}', bytes(4)), "safetensors-odd-header", True),
     "dtype as an object": (blob({"a": {**entry(), "dtype": {"F32": None}}}, bytes(4)), "safetensors-odd-header", True),
-    "twice, the same": (
+    "duplicate entry": (
         blob(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)),
         "safetensors-duplicate-key",
         True,
     ),
-    "field twice": (
+    "duplicate field": (
         blob(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
         "safetensors-duplicate-key",
         False,
     ),
-    "metadata twice": (blob(b'{"__metadata__":{},"__metadata__":{}}'), "safetensors-duplicate-key", False),
+    "duplicate metadata": (blob(b'{"__metadata__":{},"__metadata__":{}}'), "safetensors-duplicate-key", False),
 }
 
 
-@each("name", ODD)
-def test_what_is_odd_is_told_and_no_more(name: str) -> None:
-    data, code, opens = ODD[name]
+@each("name", MALFORMED)
+def test_malformed_file_is_reported(name: str) -> None:
+    data, code, opens = MALFORMED[name]
     assert code in codes(data)
     assert check_against_reference(data) is opens
 
@@ -206,16 +210,16 @@ def test_what_is_odd_is_told_and_no_more(name: str) -> None:
         blob(b'{"\\ud83d\\ude00-0":' + json.dumps(entry()).encode() + b"}", bytes(4)),
     ],
 )
-def test_what_is_unusual_but_right_has_no_problem(data: bytes) -> None:
+def test_unusual_but_valid_file_has_no_problems(data: bytes) -> None:
     assert codes(data) == set()
     assert check_against_reference(data)
     assert looks_like_safetensors(BytesSource(data))
 
 
-def test_a_file_cut_short_lists_what_is_whole() -> None:
+def test_truncated_file_lists_the_bytes_left_of_each_tensor() -> None:
     header = {name: entry(shape=(2,), at=(8 * n, 8 * n + 8)) for n, name in enumerate("abc")}
-    whole = blob(header, bytes(24))
-    cut = read(whole[:-12])
+    complete = blob(header, bytes(24))
+    cut = read(complete[:-12])
     assert [storage.stored for storage in cut.storages] == [8, 4, 0]
     assert [storage.offset is None for storage in cut.storages] == [False, False, True]
     (problem,) = cut.problems
@@ -224,14 +228,14 @@ def test_a_file_cut_short_lists_what_is_whole() -> None:
     assert "1 of 3 tensors" in problem.detail
 
 
-def test_a_tensor_whose_size_is_wrong_has_no_bytes_to_trust() -> None:
+def test_tensor_of_wrong_size_has_no_storage() -> None:
     checkpoint = read(blob({"a": entry(shape=(2,)), "b": entry(at=(4, 8))}, bytes(8)))
     assert checkpoint.tensor("a").storage is None
     assert checkpoint.tensor("a").file_offset is None
     assert [storage.id for storage in checkpoint.storages] == ["b"]
 
 
-def test_metadata_is_shown_in_bounds() -> None:
+def test_long_metadata_is_shortened() -> None:
     facts = read(blob({"__metadata__": {f"k{n}": "x" * 10_000 for n in range(1000)}})).facts
     assert ("metadata", "1,000 entries") in facts
     assert ("metadata", "1 entry") in read(blob({"__metadata__": {"format": "pt"}})).facts
@@ -240,7 +244,7 @@ def test_metadata_is_shown_in_bounds() -> None:
 
 
 @each(
-    ("data", "answer"),
+    ("data", "expected"),
     [
         (b"", False),
         (b"PK\x03\x04" + bytes(100), False),
@@ -254,32 +258,32 @@ def test_metadata_is_shown_in_bounds() -> None:
         (blob(b"[1]"), False),
     ],
 )
-def test_recognition(data: bytes, answer: bool) -> None:
-    assert looks_like_safetensors(BytesSource(data)) is answer
+def test_looks_like_safetensors(data: bytes, expected: bool) -> None:
+    assert looks_like_safetensors(BytesSource(data)) is expected
 
 
-class _Watched(BytesSource):
-    most = 0
+class _RecordingSource(BytesSource):
+    largest = 0
 
     def read(self, offset: int, count: int) -> bytes:
-        self.most = max(self.most, count)
+        self.largest = max(self.largest, count)
         return super().read(offset, count)
 
 
-def test_a_claimed_length_is_never_asked_for() -> None:
+def test_claimed_header_length_is_not_read() -> None:
     for length in (MAX_HEADER + 1, 1 << 63, MAX_HEADER):
-        source = _Watched(blob(b"{}", length=length))
+        source = _RecordingSource(blob(b"{}", length=length))
         read_safetensors(source)
-        assert source.most <= 100
+        assert source.largest <= 100
 
 
-def test_a_million_wrong_entries_make_a_short_report() -> None:
+def test_thousands_of_wrong_entries_are_summarised() -> None:
     checkpoint = read(blob({str(n): entry(at=(4, 8)) for n in range(2000)}, bytes(8)))
     assert len(checkpoint.problems) < 100
     assert any("more like this" in problem.detail for problem in checkpoint.problems)
 
 
-def test_many_dimensions_do_not_multiply_out() -> None:
+def test_shape_with_many_dimensions_is_read_quickly() -> None:
     huge = blob(
         {"a": entry(shape=[1 << 63] * 200_000, at=(0, 0)), "b": entry(shape=[0] + [1 << 63] * 200_000, at=(0, 0))}
     )
@@ -288,34 +292,34 @@ def test_many_dimensions_do_not_multiply_out() -> None:
     assert time.process_time() - start < 5
 
 
-def test_twenty_thousand_tensors_are_quick() -> None:
+def test_twenty_thousand_tensors_are_read_quickly() -> None:
     header = {f"model.layers.{n}.weight": entry(shape=(4, 5), at=(80 * n, 80 * n + 80)) for n in range(20_000)}
     data = blob(header, bytes(80 * 20_000))
 
-    def taken(work: Callable[[], object]) -> float:
+    def seconds(work: Callable[[], object]) -> float:
         start = time.process_time()
         work()
         return time.process_time() - start
 
-    # Machines differ, their own JSON parser is the measure; about six times it is usual.
-    parse = min(taken(lambda: json.loads(json.dumps(header))) for _ in range(3))
-    assert any(taken(lambda: read(data)) < max(0.2, 15 * parse) for _ in range(3))
+    # Compared with the JSON parser, since machines differ; about six times its time is usual.
+    parse = min(seconds(lambda: json.loads(json.dumps(header))) for _ in range(3))
+    assert any(seconds(lambda: read(data)) < max(0.2, 15 * parse) for _ in range(3))
 
 
 def _mutations() -> st.SearchStrategy[bytes]:
-    """Headers near to right ones: each field may be replaced by something that some parser would take."""
+    """Almost valid headers: each field may be replaced by a value that some parser would accept."""
     count = st.one_of(st.integers(0, 8), st.sampled_from([-1, 1 << 63, 1 << 64, 1.0, True, None, "1", [1]]))
     dtype = st.one_of(st.sampled_from(sorted(BITS)), st.sampled_from(["F128", "f32", "", None, 1, {"F32": None}]))
     offsets = st.one_of(st.tuples(st.integers(0, 16), st.integers(0, 16)).map(list), st.lists(count, max_size=3))
     fields = st.fixed_dictionaries(
         {}, optional={"dtype": dtype, "shape": st.lists(count, max_size=3), "data_offsets": offsets}
     )
-    right = st.builds(
+    valid = st.builds(
         lambda dtype, n: entry(dtype, (8,), (8 * n, 8 * n + BITS[dtype])),
         st.sampled_from(sorted(BITS)),
         st.integers(0, 2),
     )
-    value: st.SearchStrategy[Any] = st.one_of(fields, right, st.none(), st.lists(count, max_size=4))
+    value: st.SearchStrategy[Any] = st.one_of(fields, valid, st.none(), st.lists(count, max_size=4))
     names = st.one_of(st.sampled_from(["a", "b", "__metadata__", ""]), st.text(max_size=3))
     header = st.dictionaries(names, value, max_size=3).map(lambda h: json.dumps(h).encode())
     return st.builds(blob, header, st.binary(max_size=24))
@@ -324,13 +328,13 @@ def _mutations() -> st.SearchStrategy[bytes]:
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_mutations())
 @example(blob({"a": entry("F4", (2, 1), (0, 1))}, b"1"))
-def test_same_reading_as_the_reference_or_a_problem(data: bytes) -> None:
+def test_almost_valid_file_is_read_like_the_reference_or_reported(data: bytes) -> None:
     check_against_reference(data)
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_damage_to_a_right_file_is_never_missed(data: st.DataObject) -> None:
+def test_damaged_file_is_read_like_the_reference_or_reported(data: st.DataObject) -> None:
     good = blob(
         {"a": entry(shape=(2,), at=(0, 8)), "b.w-0": entry("F16", (2, 2), (8, 16)), "__metadata__": {"k": "v"}},
         bytes(range(16)),
@@ -349,6 +353,6 @@ def test_damage_to_a_right_file_is_never_missed(data: st.DataObject) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
-def test_nothing_raises(data: bytes) -> None:
+def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
     looks_like_safetensors(BytesSource(data))
     read(data)

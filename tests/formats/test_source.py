@@ -1,4 +1,4 @@
-"""Sources: the same bytes, whichever way they are read."""
+"""Sources: files, bytes, file objects, slices and deflated data all give the same bytes."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ KINDS = ["file", "bytes", "object", "slice", "deflated"]
 
 
 @each("kind", KINDS)
-@each(("offset", "room"), [(0, 3), (2, 4), (5, 9), (6, 4), (99, 4), (0, 0), (0, 6)])
-def test_readinto_fills_as_much_as_there_is(kind: str, offset: int, room: int, tmp_path: Path) -> None:
+@each(("offset", "length"), [(0, 3), (2, 4), (5, 9), (6, 4), (99, 4), (0, 0), (0, 6)])
+def test_readinto_reads_no_more_than_is_available(kind: str, offset: int, length: int, tmp_path: Path) -> None:
     data = b"abcdef"
     source = source_of(kind, data, tmp_path)
-    buffer = bytearray(b"." * room)
+    buffer = bytearray(b"." * length)
     count = source.readinto(offset, memoryview(buffer))
-    assert count == len(data[offset : offset + room])
-    assert bytes(buffer) == data[offset : offset + room].ljust(room, b".")
+    assert count == len(data[offset : offset + length])
+    assert bytes(buffer) == data[offset : offset + length].ljust(length, b".")
     source.close()
 
 
 @each("kind", KINDS)
-def test_there_is_nothing_before_the_beginning(kind: str, tmp_path: Path) -> None:
+def test_negative_offset_reads_nothing(kind: str, tmp_path: Path) -> None:
     source = source_of(kind, b"abcdef", tmp_path)
     buffer = bytearray(4)
     assert (source.read(-2, 4), source.readinto(-2, memoryview(buffer)), bytes(buffer)) == (b"", 0, bytes(4))
     source.close()
 
 
-class Plain:
-    """What torch asks of a file object, and no more; its ``seek`` returns nothing, as that of ``mmap`` did."""
+class MinimalFile:
+    """Only the methods that torch needs of a file object; ``seek`` returns ``None``, as that of ``mmap`` once did."""
 
     def __init__(self, data: bytes) -> None:
         self._file = io.BytesIO(data)
@@ -86,26 +86,26 @@ OBJECTS: dict[str, Callable[[Path], Any]] = {
     "FileIO": lambda path: path.open("rb", buffering=0),
     "gzip": lambda path: gzip.GzipFile(fileobj=io.BytesIO(gzip.compress(path.read_bytes()))),
     "mmap": mapped,
-    "nothing more": lambda path: Plain(path.read_bytes()),
+    "minimal": lambda path: MinimalFile(path.read_bytes()),
     "spooled": lambda path: spooled(path.read_bytes()),
 }
 
 
 @each("kind", OBJECTS)
-def test_objects_that_torch_takes(kind: str, tmp_path: Path) -> None:
+def test_file_objects_that_torch_accepts(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.arange(3)}, path)
-    for ask in (torch.load, transload.load):
+    for load in (torch.load, transload.load):
         file = OBJECTS[kind](path)
-        assert ask(file)["w"].tolist() == [0, 1, 2]
+        assert load(file)["w"].tolist() == [0, 1, 2]
         getattr(file, "close", bool)()
-    for look in (transload.inspect, transload.verify):
+    for check in (transload.inspect, transload.verify):
         file = OBJECTS[kind](path)
-        assert look(file).ok
+        assert check(file).ok
         getattr(file, "close", bool)()
 
 
-class Unbuffered(io.RawIOBase):
+class ShortReads(io.RawIOBase):
     """Returns a few bytes at a time, as a raw stream may."""
 
     def __init__(self, path: Path) -> None:
@@ -122,40 +122,40 @@ class Unbuffered(io.RawIOBase):
         self._file.close()
 
 
-def test_an_object_that_returns_fewer_bytes_than_it_has(tmp_path: Path) -> None:
+def test_file_object_with_short_reads(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.arange(3000)}, path)
-    with Unbuffered(path) as opened:
+    with ShortReads(path) as opened:
         file: Any = opened
         assert transload.inspect(file).problems == ()
         assert transload.load(file)["w"].tolist() == [*range(3000)]
 
 
-@each("ask", ["inspect", "load", "open", "verify"])
-def test_a_file_that_is_open_as_text(ask: str) -> None:
+@each("function", ["inspect", "load", "open", "verify"])
+def test_file_opened_as_text_is_rejected(function: str) -> None:
     with pytest.raises(transload.UsageError, match="returns text"):
-        getattr(transload, ask)(io.StringIO("abc"))
+        getattr(transload, function)(io.StringIO("abc"))
 
 
-@each("ask", ["inspect", "load", "open", "verify"])
-@each("given", [7, None, []])
-def test_what_is_not_a_file(ask: str, given: Any) -> None:
+@each("function", ["inspect", "load", "open", "verify"])
+@each("argument", [7, None, []])
+def test_argument_that_is_not_a_file_is_rejected(function: str, argument: Any) -> None:
     with pytest.raises(AttributeError):
-        torch.load(given)
+        torch.load(argument)
     with pytest.raises(transload.NotAFileError, match=r"not (int|NoneType|list)") as caught:
-        getattr(transload, ask)(given)
+        getattr(transload, function)(argument)
     assert isinstance(caught.value, AttributeError)
 
 
-@each("ask", ["inspect", "load", "open", "verify"])
-def test_bytes_with_gaps_between_them(ask: str) -> None:
+@each("function", ["inspect", "load", "open", "verify"])
+def test_non_contiguous_memoryview_is_rejected(function: str) -> None:
     with pytest.raises(transload.NotAFileError, match="not a plain sequence of bytes") as caught:
-        getattr(transload, ask)(memoryview(b"abcd")[::2])
+        getattr(transload, function)(memoryview(b"abcd")[::2])
     assert caught.value.fix == "Pass a copy: bytes(view)."
 
 
-def test_a_handle_that_is_left_open_at_the_end_says_nothing(tmp_path: Path) -> None:
-    """Modules may have lost their names when it is closed."""
+def test_source_left_open_at_exit_prints_nothing(tmp_path: Path) -> None:
+    """The globals of its module may already be ``None`` when it is closed."""
     path = tmp_path / "a.pt"
     torch.save({"w": torch.arange(3)}, path)
     program = """
@@ -165,5 +165,5 @@ source = FileSource(sys.argv[1])
 sys.modules["transload.io.sources"].os = None
 del source
 """
-    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    process = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    assert process.stderr == ""

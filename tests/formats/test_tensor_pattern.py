@@ -1,4 +1,4 @@
-"""The tensor pattern makes the very graph that the machine makes opcode by opcode, of any stream, sound or not."""
+"""The tensor pattern builds the same graph as the machine does opcode by opcode, for intact and damaged streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pickle_in(value: object, **options: Any) -> bytes:
 
 
 def weights(count: int = 60) -> dict[str, torch.Tensor]:
-    """As a model has them: layers alike, of several ranks and dtypes."""
+    """Similar layers, as in a model, with tensors of several ranks and dtypes."""
     shapes = ((3, 300), (300,), (), (2, 1, 3, 2), (2, 2, 2), (0, 3), (70000,))
     kinds = (torch.float32, torch.float32, torch.int64, torch.float16)
     return {
@@ -59,15 +59,15 @@ def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(i % 5 + 1, 2)) for i in range(60)]
 
 
-def graded() -> list[torch.Tensor]:
+def with_gradients() -> list[torch.Tensor]:
     return [torch.zeros(2, requires_grad=i % 3 == 0) for i in range(60)]
 
 
-def old_form() -> bytes:
-    """The stream of the older format holding the object: its ids have a sixth part."""
+def legacy_pickle() -> bytes:
+    """The pickle of the object in the legacy format, whose storage ids have a sixth item."""
     data = pickle_in(weights(), _use_new_zipfile_serialization=False)
     position = 0
-    for _ in range(3):  # magic number, protocol and system come before
+    for _ in range(3):  # after the magic number, the protocol and the system facts
         position = run(data, position).end
     return data[position : run(data, position).end]
 
@@ -77,8 +77,8 @@ STREAMS: dict[str, Callable[[], bytes]] = {
     "shared": lambda: pickle_in(shared()),
     "trained": lambda: pickle_in(trained()),
     "parameters": lambda: pickle_in(parameters()),
-    "graded": lambda: pickle_in(graded()),
-    "legacy": old_form,
+    "gradients": lambda: pickle_in(with_gradients()),
+    "legacy": legacy_pickle,
     "protocol 4": lambda: pickle_in(weights(), pickle_protocol=4),
 }
 
@@ -89,25 +89,25 @@ def stream(request: pytest.FixtureRequest) -> bytes:
 
 
 @pytest.fixture
-def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Pickle]:
-    """The machine without the pattern."""
+def run_without_pattern(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Pickle]:
+    """Run the machine without the pattern."""
 
-    def slow(data: bytes) -> Pickle:
+    def run_slowly(data: bytes) -> Pickle:
         with monkeypatch.context() as patch:
             patch.setattr(TensorPattern, "read", lambda *_: 0)
             return run(data)
 
-    return slow
+    return run_slowly
 
 
-class Portrait:
-    """A graph as text that is equal only for graphs of the same nodes, values, positions and sharing."""
+class GraphText:
+    """A graph as text, which is equal only for graphs with the same nodes, values, positions and sharing."""
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
         self.lines: list[str] = []
         self.waiting: list[Any] = []
-        self.kept: list[Any] = []  # or another would get its number
+        self.kept: list[Any] = []  # alive, so that no id is reused
 
     def number(self, node: Any) -> str:
         if node is None or type(node) in (bool, int, float, str, bytes) or node == ():
@@ -131,35 +131,39 @@ class Portrait:
             self.lines.append(f"{self.numbers[id(node)]}: {type(node).__name__} {' '.join(parts)}")
 
 
-def portrait(pickle: Pickle) -> list[str]:
-    drawn = Portrait()
+def graph_text(pickle: Pickle) -> list[str]:
+    text = GraphText()
     for slot in vars(Pickle("")):
         value = getattr(pickle, slot)
-        drawn.add(list(value.items()) if slot in ("globals", "rare") else value)
-    return drawn.lines
+        text.add(list(value.items()) if slot in ("globals", "rare") else value)
+    return text.lines
 
 
-def test_the_pattern_reads_nearly_all_tensors_of_ordinary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+def test_pattern_reads_nearly_all_tensors_of_ordinary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
     read = TensorPattern.read
 
     def counting(self: TensorPattern, *args: Any) -> int:
-        taken.append(read(self, *args))
-        return taken[-1]
+        ends.append(read(self, *args))
+        return ends[-1]
 
     monkeypatch.setattr(TensorPattern, "read", counting)
-    for data in (pickle_in(weights(400)), pickle_in(shared()), pickle_in(trained()), old_form()):
+    for data in (pickle_in(weights(400)), pickle_in(shared()), pickle_in(trained()), legacy_pickle()):
         run(data)
-    assert sum(end > 0 for end in taken) > 500
-    assert sum(end > 0 for end in taken) > 0.95 * len(taken)
+    assert sum(end > 0 for end in ends) > 500
+    assert sum(end > 0 for end in ends) > 0.95 * len(ends)
 
 
-def test_the_graph_is_the_same_with_the_pattern_and_without(stream: bytes, slowly: Callable[[bytes], Pickle]) -> None:
-    assert portrait(run(stream)) == portrait(slowly(stream))
+def test_graph_is_the_same_with_and_without_the_pattern(
+    stream: bytes, run_without_pattern: Callable[[bytes], Pickle]
+) -> None:
+    assert graph_text(run(stream)) == graph_text(run_without_pattern(stream))
 
 
 @each("path", sorted(DATA.glob("torch-releases/**/*.pt*")), ids=lambda path: path.name)
-def test_the_graph_of_a_file_of_some_release_is_the_same(path: Path, slowly: Callable[[bytes], Pickle]) -> None:
+def test_graph_of_files_of_torch_releases_is_the_same(
+    path: Path, run_without_pattern: Callable[[bytes], Pickle]
+) -> None:
     data = path.read_bytes()
     if data[:2] == b"PK":
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -167,11 +171,11 @@ def test_the_graph_of_a_file_of_some_release_is_the_same(path: Path, slowly: Cal
     else:
         streams = [data]
     for stream in streams:
-        assert portrait(run(stream)) == portrait(slowly(stream))
+        assert graph_text(run(stream)) == graph_text(run_without_pattern(stream))
 
 
-def mutilated(data: bytes, random: Random) -> bytes:
-    """A stream with a few bytes changed, taken out or repeated, most of them where tensors are."""
+def damaged(data: bytes, random: Random) -> bytes:
+    """A stream with a few bytes changed, removed or repeated, mostly within the tensors."""
     raw = bytearray(data)
     for _ in range(random.randrange(1, 4)):
         at = random.randrange(len(raw) // 4, len(raw))
@@ -191,16 +195,16 @@ def mutilated(data: bytes, random: Random) -> bytes:
 
 
 @each("seed", range(6 * FUZZ))
-def test_the_graph_of_a_mutilated_stream_is_the_same(
-    stream: bytes, slowly: Callable[[bytes], Pickle], seed: int
+def test_graph_of_a_damaged_stream_is_the_same(
+    stream: bytes, run_without_pattern: Callable[[bytes], Pickle], seed: int
 ) -> None:
-    random = Random(seed if FUZZ == 1 else None)  # noqa: S311 - bytes to try, not secrets
+    random = Random(seed if FUZZ == 1 else None)  # noqa: S311 - test data, not secrets
     for _ in range(12):
-        data = mutilated(stream, random)
-        assert portrait(run(data)) == portrait(slowly(data)), data
+        data = damaged(stream, random)
+        assert graph_text(run(data)) == graph_text(run_without_pattern(data)), data
 
 
-# -- what a mutilation hardly ever hits --------------------------------------------------------------------------------
+# -- cases that random damage hardly ever hits -------------------------------------------------------------------------
 
 
 def put(index: int) -> bytes:
@@ -210,7 +214,7 @@ def put(index: int) -> bytes:
 def tensor(first: int, key: bytes = b"7", location: bytes = b"h\x02", **changed: int) -> bytes:
     """A call as torch writes it; memo entries 0 to 4 are the function, ``'storage'`` … ``OrderedDict``."""
     names = ("key", "pid", "size", "stride", "hooks", "args", "call")
-    index = {name: first + place for place, name in enumerate(names)} | changed
+    index = {name: first + position for position, name in enumerate(names)} | changed
     text = b"X" + struct.pack("<I", len(key)) + key + put(index["key"])
     pid = b"(h\x01h\x03" + text + location + b"K@t" + put(index["pid"]) + b"Q"
     sizes = b"K\x00K@\x85" + put(index["size"]) + b"K\x01\x85" + put(index["stride"])
@@ -218,8 +222,8 @@ def tensor(first: int, key: bytes = b"7", location: bytes = b"h\x02", **changed:
     return b"(" + pid + sizes + end
 
 
-def around(*calls: bytes) -> bytes:
-    """A list of calls; their memo begins at 5."""
+def list_of_calls(*calls: bytes) -> bytes:
+    """The pickle of a list of calls, whose memo indexes begin at 5."""
     names = (
         b"ctorch._utils\n_rebuild_tensor_v2\nq\x00X\x07\0\0\0storageq\x01X\x03\0\0\0cpuq\x02"
         b"ctorch\nFloatStorage\nq\x03ccollections\nOrderedDict\nq\x04"
@@ -228,37 +232,39 @@ def around(*calls: bytes) -> bytes:
 
 
 CASES: dict[str, bytes] = {
-    "plain": around(tensor(5), tensor(12), tensor(19)),
-    "a key with letters": around(tensor(5), tensor(12, b"x"), tensor(19)),
-    "a key that is no text": around(tensor(5), tensor(12, b"\xff"), tensor(19)),
-    "a longer key": around(tensor(5), tensor(12, b"12"), tensor(19)),
-    "a memo with a gap": around(tensor(5), tensor(13), tensor(20)),
-    "a memo far apart": around(tensor(5), tensor(5000), tensor(5007)),
-    "a memo entry out of order": around(tensor(5), tensor(12, size=15, stride=14), tensor(19)),
-    "a memo entry twice": around(tensor(5), tensor(12, args=16), tensor(19)),
-    "the location is rewritten": around(
+    "plain": list_of_calls(tensor(5), tensor(12), tensor(19)),
+    "a key with letters": list_of_calls(tensor(5), tensor(12, b"x"), tensor(19)),
+    "a key that is not text": list_of_calls(tensor(5), tensor(12, b"\xff"), tensor(19)),
+    "a longer key": list_of_calls(tensor(5), tensor(12, b"12"), tensor(19)),
+    "a gap in the memo indexes": list_of_calls(tensor(5), tensor(13), tensor(20)),
+    "distant memo indexes": list_of_calls(tensor(5), tensor(5000), tensor(5007)),
+    "memo indexes out of order": list_of_calls(tensor(5), tensor(12, size=15, stride=14), tensor(19)),
+    "a duplicate memo index": list_of_calls(tensor(5), tensor(12, args=16), tensor(19)),
+    "the location is rewritten": list_of_calls(
         tensor(5), tensor(12), b"X\x04\0\0\0metaq\x020" + tensor(19), b"h\x02" + put(19) + b"0" + tensor(26)
     ),
-    "the function is rewritten": around(tensor(5), b"h\x04q\x000" + tensor(12), tensor(19)),
-    "the location is the key": around(tensor(5), tensor(12, location=b"h\x0c"), tensor(19, location=b"h\x0c")),
-    "a location that comes later": around(tensor(5), tensor(12, location=b"h\x20"), tensor(19)),
-    "entries are read later": around(tensor(5), tensor(12), b"0" + bytes(b for i in range(19) for b in (0x68, i))),
-    "nothing is called later": around(*(tensor(i) for i in (5, 12, 19, 26)), b"((" + tensor(33)),
+    "the function is rewritten": list_of_calls(tensor(5), b"h\x04q\x000" + tensor(12), tensor(19)),
+    "the location is the key": list_of_calls(tensor(5), tensor(12, location=b"h\x0c"), tensor(19, location=b"h\x0c")),
+    "a location that comes later": list_of_calls(tensor(5), tensor(12, location=b"h\x20"), tensor(19)),
+    "entries are read later": list_of_calls(
+        tensor(5), tensor(12), b"0" + bytes(b for i in range(19) for b in (0x68, i))
+    ),
+    "nothing is called later": list_of_calls(*(tensor(i) for i in (5, 12, 19, 26)), b"((" + tensor(33)),
     "nothing is called": b"\x80\x02" + tensor(0) + b".",
-    "cut short": around(tensor(5), tensor(12), tensor(19))[:-30],
-    "cut at the last index": around(tensor(5), tensor(12))[:-3],
-    "two sizes for one": around(tensor(5), tensor(12).replace(b"K@\x85", b"K@K@\x85"), tensor(19)),
-    "one size for two": around(tensor(5), tensor(12).replace(b"K@\x85", b"K@\x86"), tensor(19)),
-    "a state for a tensor": around(tensor(5), tensor(12) + b"}b", tensor(19) + b"h\x10}b0"),
+    "cut short": list_of_calls(tensor(5), tensor(12), tensor(19))[:-30],
+    "cut at the last index": list_of_calls(tensor(5), tensor(12))[:-3],
+    "two sizes for one": list_of_calls(tensor(5), tensor(12).replace(b"K@\x85", b"K@K@\x85"), tensor(19)),
+    "one size for two": list_of_calls(tensor(5), tensor(12).replace(b"K@\x85", b"K@\x86"), tensor(19)),
+    "a tensor with a state": list_of_calls(tensor(5), tensor(12) + b"}b", tensor(19) + b"h\x10}b0"),
 }
 
 
 @each("name", list(CASES))
-def test_the_graph_of_an_odd_stream_is_the_same(name: str, slowly: Callable[[bytes], Pickle]) -> None:
-    assert portrait(run(CASES[name])) == portrait(slowly(CASES[name]))
+def test_graph_of_an_odd_stream_is_the_same(name: str, run_without_pattern: Callable[[bytes], Pickle]) -> None:
+    assert graph_text(run(CASES[name])) == graph_text(run_without_pattern(CASES[name]))
 
 
 def test_tensors_do_not_share_their_sizes() -> None:
     calls = [call for call in run(CASES["plain"]).calls if call.callee.name == "_rebuild_tensor_v2"]  # type: ignore[attr-defined]
-    sizes: list[Any] = [call.args[place] for call in calls for place in (2, 3)]  # type: ignore[index]
+    sizes: list[Any] = [call.args[position] for call in calls for position in (2, 3)]  # type: ignore[index]
     assert len({id(size) for size in sizes}) == 6

@@ -35,13 +35,13 @@ def loaded(data: bytes, *, trust: bool = False) -> Any:
     return torch.load(io.BytesIO(data), weights_only=not trust)
 
 
-def only(told: Checkpoint) -> Tensor:
-    (found,) = told.tensors
-    return found
+def only_tensor(checkpoint: Checkpoint) -> Tensor:
+    (result,) = checkpoint.tensors
+    return result
 
 
-def facts(theirs: Any) -> tuple[object, ...]:
-    """What torch says of a tensor, in our words."""
+def torch_facts(theirs: Any) -> tuple[object, ...]:
+    """The properties of a torch tensor, as ``read_facts`` gives them."""
     return (
         str(theirs.dtype).removeprefix("torch."),
         tuple(theirs.shape),
@@ -52,7 +52,7 @@ def facts(theirs: Any) -> tuple[object, ...]:
     )
 
 
-def said(ours: Tensor) -> tuple[object, ...]:
+def read_facts(ours: Tensor) -> tuple[object, ...]:
     return (ours.dtype, ours.shape, ours.stride, ours.offset, ours.requires_grad, ours.device)
 
 
@@ -100,42 +100,45 @@ STRIDED: dict[str, Any] = {
 
 @FORMATS
 @each("kind", STRIDED)
-def test_a_tensor_is_what_torch_makes_of_it(kind: str, zipped: bool) -> None:
+def test_tensor_matches_what_torch_loads(kind: str, zipped: bool) -> None:
     data = saved(STRIDED[kind], zipped=zipped)
-    told = inspect(data, verify=True)
-    trust = RELEASE < (2, 6) and STRIDED[kind].is_quantized  # which weights_only=True does not allow there
-    assert said(only(told)) == facts(loaded(data, trust=trust))
-    assert (told.safety, told.problems) == ("data-only", ())
+    checkpoint = inspect(data, verify=True)
+    trust = RELEASE < (2, 6) and STRIDED[kind].is_quantized  # not allowed by weights_only=True there
+    assert read_facts(only_tensor(checkpoint)) == torch_facts(loaded(data, trust=trust))
+    assert (checkpoint.safety, checkpoint.problems) == ("data-only", ())
 
 
 @pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="needs a newer torch")
 @each("dtype", NEW_DTYPES)
-def test_a_newer_dtype_lies_in_a_storage_without_one(dtype: str) -> None:
+def test_newer_dtype_in_an_untyped_storage(dtype: str) -> None:
     data = saved(torch.zeros(8, dtype=torch.uint8).view(getattr(torch, dtype))[1:3])
-    told = inspect(data, verify=True)
-    assert said(only(told)) == facts(loaded(data))
-    assert (told.safety, told.problems) == ("data-only", ())
-    assert told.storages[0].nbytes == 8
+    checkpoint = inspect(data, verify=True)
+    assert read_facts(only_tensor(checkpoint)) == torch_facts(loaded(data))
+    assert (checkpoint.safety, checkpoint.problems) == ("data-only", ())
+    assert checkpoint.storages[0].nbytes == 8
 
 
 @pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="needs a newer torch")
 @pytest.mark.parametrize("dtype", ["uint16", "float8_e5m2"])
-def test_torch_writes_newer_dtypes_into_the_old_format_and_cannot_read_them(dtype: str) -> None:
+def test_newer_dtype_in_the_legacy_format_is_repairable_but_torch_fails(dtype: str) -> None:
     data = saved(torch.zeros(4, dtype=torch.uint8).view(getattr(torch, dtype)), zipped=False)
-    told = inspect(data)
-    assert (told.integrity, [problem.code for problem in told.problems]) == ("repairable", ["legacy-untyped"])
+    checkpoint = inspect(data)
+    assert (checkpoint.integrity, [problem.code for problem in checkpoint.problems]) == (
+        "repairable",
+        ["legacy-untyped"],
+    )
     with pytest.raises(AttributeError):
         loaded(data, trust=True)
 
 
 @FORMATS
-def test_quantizer_parameters_are_storages_of_their_own(zipped: bool) -> None:
-    told = inspect(saved(STRIDED["per channel"], zipped=zipped))
-    assert len(told.storages) == 3
-    assert told.tensors[0].kind == "quantized"
+def test_quantizer_parameters_have_their_own_storages(zipped: bool) -> None:
+    checkpoint = inspect(saved(STRIDED["per channel"], zipped=zipped))
+    assert len(checkpoint.storages) == 3
+    assert checkpoint.tensors[0].kind == "quantized"
 
 
-# -- tensors made of tensors -------------------------------------------------------------------------------------------
+# -- tensors that consist of tensors -----------------------------------------------------------------------------------
 
 EYE = torch.eye(4)
 SPARSE: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -149,10 +152,10 @@ SPARSE: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 @FORMATS
 @each("layout", SPARSE)
-def test_a_sparse_tensor_is_its_parts(layout: str, zipped: bool) -> None:
+def test_sparse_tensor_lists_its_parts(layout: str, zipped: bool) -> None:
     value, methods = SPARSE[layout]
     data = saved({"s": value}, zipped=zipped)
-    ours, theirs = only(inspect(data)), loaded(data)["s"]
+    ours, theirs = only_tensor(inspect(data)), loaded(data)["s"]
     assert (ours.kind, ours.dtype, ours.shape) == (layout, "float32", tuple(theirs.shape))
     assert [part.shape for part in ours.parts] == [
         tuple(getattr(theirs, f"_{m}" if layout == "sparse_coo" else m)().shape) for m in methods
@@ -163,36 +166,36 @@ def test_a_sparse_tensor_is_its_parts(layout: str, zipped: bool) -> None:
 
 @needs_torch(2, 2)  # torch 2.1 cannot save one
 @FORMATS
-def test_a_nested_tensor_is_its_parts(zipped: bool) -> None:
+def test_nested_tensor_lists_its_parts(zipped: bool) -> None:
     value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
-    told = inspect(saved(value, zipped=zipped))
-    assert (only(told).kind, [part.name for part in only(told).parts]) == (
+    checkpoint = inspect(saved(value, zipped=zipped))
+    assert (only_tensor(checkpoint).kind, [part.name for part in only_tensor(checkpoint).parts]) == (
         "nested",
         ["buffer", "sizes", "strides", "offsets"],
     )
-    assert only(told).parts[0].shape == (18,)
-    assert told.safety == "data-only"
+    assert only_tensor(checkpoint).parts[0].shape == (18,)
+    assert checkpoint.safety == "data-only"
 
 
 @pytest.mark.skipif(not hasattr(torch, "jagged"), reason="needs a newer torch")
 @FORMATS
-def test_a_jagged_tensor_holds_values_and_offsets_and_is_no_alarm(zipped: bool) -> None:
+def test_jagged_tensor_lists_values_and_offsets_and_is_not_dangerous(zipped: bool) -> None:
     value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
-    told = inspect(saved(value, zipped=zipped))
-    ours = only(told)
+    checkpoint = inspect(saved(value, zipped=zipped))
+    ours = only_tensor(checkpoint)
     assert (ours.kind, ours.cls) == ("nested", "NestedTensor")
     assert {part.name: part.shape for part in ours.parts if part.numel} == {"values": (6, 3), "offsets": (3,)}
-    # torch 2.15 writes nothing but data; before, there are classes of the compiler's symbols in it.
-    known = all(use.verdict == "data" for use in told.globals)
-    assert told.safety == ("data-only" if known else "needs-trust")
+    # torch 2.15 writes only data; earlier releases also write classes of the compiler's symbols.
+    known = all(use.verdict == "data" for use in checkpoint.globals)
+    assert checkpoint.safety == ("data-only" if known else "needs-trust")
 
 
 @FORMATS
-def test_a_meta_tensor_has_no_bytes(zipped: bool) -> None:
+def test_meta_tensor_has_no_bytes(zipped: bool) -> None:
     data = saved(torch.empty_strided((3, 4), (4, 1), device="meta", dtype=torch.float16), zipped=zipped)
-    told = inspect(data)
-    assert said(only(told)) == facts(loaded(data))
-    assert (only(told).kind, only(told).nbytes, told.storages) == ("meta", 0, ())
+    checkpoint = inspect(data)
+    assert read_facts(only_tensor(checkpoint)) == torch_facts(loaded(data))
+    assert (only_tensor(checkpoint).kind, only_tensor(checkpoint).nbytes, checkpoint.storages) == ("meta", 0, ())
 
 
 class Named(torch.Tensor):
@@ -217,23 +220,27 @@ class Wrapper(torch.Tensor):
 
 
 @FORMATS
-def test_a_subclass_keeps_its_name(zipped: bool) -> None:
-    told = inspect(saved(torch.ones(3).as_subclass(Named), zipped=zipped))
-    assert (only(told).cls, only(told).shape, told.safety) == ("Named", (3,), "needs-trust")
+def test_tensor_subclass_keeps_its_name(zipped: bool) -> None:
+    checkpoint = inspect(saved(torch.ones(3).as_subclass(Named), zipped=zipped))
+    assert (only_tensor(checkpoint).cls, only_tensor(checkpoint).shape, checkpoint.safety) == (
+        "Named",
+        (3,),
+        "needs-trust",
+    )
 
 
 @FORMATS
-def test_a_wrapper_holds_the_tensors_in_its_state(zipped: bool) -> None:
-    told = inspect(saved({"w": Wrapper(torch.ones(3, 2))}, zipped=zipped))
-    ours = told.tensor("w")
+def test_wrapper_subclass_lists_the_tensors_in_its_state(zipped: bool) -> None:
+    checkpoint = inspect(saved({"w": Wrapper(torch.ones(3, 2))}, zipped=zipped))
+    ours = checkpoint.tensor("w")
     assert (ours.kind, ours.cls, ours.shape, ours.storage) == ("subclass", "Wrapper", (3, 2), None)
     assert [(part.name, part.shape) for part in ours.parts] == [("w/inner", (3, 2))]
-    assert told.storages[0].tensors == ("w/inner",)
-    assert told.safety == "needs-trust"
+    assert checkpoint.storages[0].tensors == ("w/inner",)
+    assert checkpoint.safety == "needs-trust"
 
 
 @needs_torch(2, 5)  # torch.distributed.tensor
-def test_a_distributed_tensor_is_its_local_part() -> None:
+def test_dtensor_lists_its_local_part() -> None:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available():
         pytest.skip("torch was built without distributed")
@@ -246,48 +253,48 @@ def test_a_distributed_tensor_is_its_local_part() -> None:
         data = saved({"d": DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])})
     finally:
         distributed.destroy_process_group()
-    told = inspect(data)
-    ours = told.tensor("d")
+    checkpoint = inspect(data)
+    ours = checkpoint.tensor("d")
     assert (ours.kind, ours.cls, ours.dtype, ours.shape) == ("subclass", "DTensor", "float32", (6, 4))
     assert ours.parts[0].shape == (3, 4)
-    assert told.safety == "needs-trust"
+    assert checkpoint.safety == "needs-trust"
 
 
-def test_tensors_that_others_carry_as_attributes_are_found() -> None:
+def test_tensor_in_an_attribute_of_a_parameter_is_listed() -> None:
     value = nn.Parameter(torch.ones(3))
     value.scale = torch.ones(2)
-    told = inspect(saved({"p": value}))
-    assert [(t.name, t.shape, t.cls) for t in told.tensors] == [("p", (3,), "Parameter"), ("p/scale", (2,), "")]
-    assert all(storage.tensors for storage in told.storages)
+    checkpoint = inspect(saved({"p": value}))
+    assert [(t.name, t.shape, t.cls) for t in checkpoint.tensors] == [("p", (3,), "Parameter"), ("p/scale", (2,), "")]
+    assert all(storage.tensors for storage in checkpoint.storages)
 
 
-def test_a_plain_tensor_with_an_attribute_stays_plain() -> None:
+def test_tensor_with_an_attribute_is_read_as_a_plain_tensor() -> None:
     value = torch.ones(3)
     value.note = "hello"
     data = saved(value)
-    assert said(only(inspect(data))) == facts(loaded(data))
+    assert read_facts(only_tensor(inspect(data))) == torch_facts(loaded(data))
     assert inspect(data).safety == "data-only"
 
 
 @pytest.mark.parametrize("typed", [True, False])
-def test_a_storage_saved_by_itself_is_a_value(typed: bool) -> None:
+def test_storage_saved_by_itself_is_listed_as_a_value(typed: bool) -> None:
     storage = torch.ones(3).storage() if typed else torch.ones(3).untyped_storage()
-    told = inspect(saved({"s": storage}), verify=True)
-    assert [(s.nbytes, s.stored, s.tensors) for s in told.storages] == [(12, 12, ())]
-    assert [(leaf.name, leaf.kind) for leaf in told.leaves] == [("s", "storage")]
-    assert (told.safety, told.integrity, told.tensors) == ("data-only", "whole", ())
+    checkpoint = inspect(saved({"s": storage}), verify=True)
+    assert [(s.nbytes, s.stored, s.tensors) for s in checkpoint.storages] == [(12, 12, ())]
+    assert [(leaf.name, leaf.kind) for leaf in checkpoint.leaves] == [("s", "storage")]
+    assert (checkpoint.safety, checkpoint.integrity, checkpoint.tensors) == ("data-only", "whole", ())
 
 
-# -- devices without storages of their own, which no machine here has --------------------------------------------------
+# -- tensors on devices that have no storages, forged without such a device --------------------------------------------
 
 
 def read(body: bytes, **storages: bytes) -> Checkpoint:
     return inspect(forge.checkpoint(pickled(ordered({"w": body})), storages))
 
 
-def test_a_tensor_rebuilt_on_another_device_names_it() -> None:
+def test_tensor_rebuilt_on_another_device_has_that_device() -> None:
     body = rebuilt("_rebuild_device_tensor_from_cpu_tensor", tensor("0"), name("torch", "float16"), "xla:1", True)
-    ours = only(read(body, **{"0": bytes(16)}))
+    ours = only_tensor(read(body, **{"0": bytes(16)}))
     assert (ours.kind, ours.device, ours.dtype, ours.shape, ours.requires_grad) == (
         "device",
         "xla:1",
@@ -298,11 +305,11 @@ def test_a_tensor_rebuilt_on_another_device_names_it() -> None:
     assert [(part.device, part.dtype) for part in ours.parts] == [("cpu", "float32")]
 
 
-def test_a_tensor_rebuilt_from_numpy_has_its_shape() -> None:
+def test_tensor_rebuilt_from_numpy_has_the_shape_of_the_array() -> None:
     array = call(name("numpy._core.multiarray", "_reconstruct"), name("numpy", "ndarray"), tuple_of(0), forge.text("b"))
     state = tuple_of(1, tuple_of(2, 3), call(name("numpy", "dtype"), "f4", False, True), False, forge.text("x" * 24))
     body = rebuilt("_rebuild_device_tensor_from_numpy", array + state + b"b", name("torch", "float32"), "maia:0", False)
-    ours = only(read(body))
+    ours = only_tensor(read(body))
     assert (ours.kind, ours.device, ours.dtype, ours.shape, ours.stride) == (
         "device",
         "maia:0",
@@ -312,30 +319,30 @@ def test_a_tensor_rebuilt_from_numpy_has_its_shape() -> None:
     )
 
 
-def test_the_oldest_call_of_all_is_read() -> None:
-    ours = only(read(rebuilt("_rebuild_tensor", storage_id("0", 4), 1, (3,), (1,)), **{"0": bytes(16)}))
-    assert said(ours) == ("float32", (3,), (1,), 1, False, "cpu")
+def test_oldest_rebuild_function_is_read() -> None:
+    ours = only_tensor(read(rebuilt("_rebuild_tensor", storage_id("0", 4), 1, (3,), (1,)), **{"0": bytes(16)}))
+    assert read_facts(ours) == ("float32", (3,), (1,), 1, False, "cpu")
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------
 
 
 @FORMATS
-def test_shared_storages_are_shared(zipped: bool) -> None:
+def test_storages_are_shared_as_in_torch(zipped: bool) -> None:
     weight = torch.ones(4, 4)
     data = saved({"a": weight, "b": weight, "row": weight[1], "c": weight.clone()}, zipped=zipped)
-    told, theirs = inspect(data), loaded(data)
-    assert told.shared == (("a", "b", "row"),)
+    checkpoint, theirs = inspect(data), loaded(data)
+    assert checkpoint.shared == (("a", "b", "row"),)
     for one in theirs:
         for other in theirs:
             same = theirs[one].untyped_storage().data_ptr() == theirs[other].untyped_storage().data_ptr()
-            assert (told.tensor(one).storage == told.tensor(other).storage) is same
+            assert (checkpoint.tensor(one).storage == checkpoint.tensor(other).storage) is same
 
 
 @FORMATS
-def test_a_view_of_a_large_storage_drags_all_of_it_along(zipped: bool) -> None:
-    told = inspect(saved(torch.ones(1000)[:10], zipped=zipped))
-    assert (told.tensor_nbytes, told.dead_nbytes) == (4000, 3960)
+def test_bytes_that_no_view_uses_are_counted_as_dead(zipped: bool) -> None:
+    checkpoint = inspect(saved(torch.ones(1000)[:10], zipped=zipped))
+    assert (checkpoint.tensor_nbytes, checkpoint.dead_nbytes) == (4000, 3960)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -382,82 +389,82 @@ MODULES: dict[str, Any] = {
 @FORMATS
 @pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
 @each("kind", MODULES)
-def test_a_pickled_module_has_the_names_of_its_state_dict(kind: str, zipped: bool) -> None:
+def test_pickled_module_has_the_names_of_its_state_dict(kind: str, zipped: bool) -> None:
     module = MODULES[kind]()
-    told = inspect(saved(module, zipped=zipped))
-    wanted = module.state_dict(keep_vars=True)
-    ours = {t.name: t for t in told.tensors if t.name in wanted}
-    assert list(ours) == list(wanted)
-    for title, theirs in wanted.items():
-        assert said(ours[title]) == facts(theirs)
-    assert told.safety == "needs-trust"
+    checkpoint = inspect(saved(module, zipped=zipped))
+    expected = module.state_dict(keep_vars=True)
+    ours = {t.name: t for t in checkpoint.tensors if t.name in expected}
+    assert list(ours) == list(expected)
+    for title, theirs in expected.items():
+        assert read_facts(ours[title]) == torch_facts(theirs)
+    assert checkpoint.safety == "needs-trust"
 
 
 @pytest.mark.parametrize("zipped", [True])
-def test_what_a_module_does_not_save_is_listed_under_other_names(zipped: bool) -> None:
-    told = inspect(saved(Net(), zipped=zipped))
-    others = {t.name for t in told.tensors} - set(Net().state_dict())
+def test_tensors_outside_the_state_dict_are_listed_under_other_names(zipped: bool) -> None:
+    checkpoint = inspect(saved(Net(), zipped=zipped))
+    others = {t.name for t in checkpoint.tensors} - set(Net().state_dict())
     assert "blocks.0._buffers/hidden" in others
-    tied = next(storage.tensors for storage in told.storages if "tied.weight" in storage.tensors)
+    tied = next(storage.tensors for storage in checkpoint.storages if "tied.weight" in storage.tensors)
     assert set(tied) == {"first.weight", "again.weight", "tied.weight"}
 
 
-def test_modules_inside_a_dictionary_keep_its_key() -> None:
-    told = inspect(saved({"model": nn.Linear(2, 2), "ema": {"model": nn.Linear(2, 2)}}))
-    assert [t.name for t in told.tensors] == ["model/weight", "model/bias", "ema/model/weight", "ema/model/bias"]
+def test_module_in_a_dictionary_has_the_key_in_its_names() -> None:
+    checkpoint = inspect(saved({"model": nn.Linear(2, 2), "ema": {"model": nn.Linear(2, 2)}}))
+    assert [t.name for t in checkpoint.tensors] == ["model/weight", "model/bias", "ema/model/weight", "ema/model/bias"]
 
 
-def test_an_optimizer_state_is_read_by_its_keys() -> None:
+def test_optimizer_state_is_named_by_its_keys() -> None:
     module = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    told = inspect(saved(optimizer.state_dict()))
-    assert {t.name for t in told.tensors} == {
+    checkpoint = inspect(saved(optimizer.state_dict()))
+    assert {t.name for t in checkpoint.tensors} == {
         f"state/{i}/{k}" for i in (0, 1) for k in ("step", "exp_avg", "exp_avg_sq")
     }
-    assert ("param_groups/0/lr", "0.001") in {(leaf.name, leaf.text) for leaf in told.leaves}
+    assert ("param_groups/0/lr", "0.001") in {(leaf.name, leaf.text) for leaf in checkpoint.leaves}
 
 
-# -- what is not in the table, and what cannot be ----------------------------------------------------------------------
+# -- unknown and broken tensors ----------------------------------------------------------------------------------------
 
 
-def test_an_unknown_rebuild_function_is_an_object_with_tensors_inside() -> None:
-    told = read(rebuilt("_rebuild_tensor_v9", tensor("0"), "more"), **{"0": bytes(16)})
-    assert [t.name for t in told.tensors] == ["w/0"]
-    assert told.safety == "needs-trust"
+def test_tensor_argument_of_an_unknown_rebuild_function_is_listed() -> None:
+    checkpoint = read(rebuilt("_rebuild_tensor_v9", tensor("0"), "more"), **{"0": bytes(16)})
+    assert [t.name for t in checkpoint.tensors] == ["w/0"]
+    assert checkpoint.safety == "needs-trust"
 
 
-def unusual(storage: object = None, offset: object = 0, shape: object = (4,), stride: object = (1,)) -> bytes:
-    held = storage_id("0", 4) if storage is None else storage
-    return call(name("torch._utils", "_rebuild_tensor_v2"), held, offset, shape, stride, False, ordered())
+def rebuilt_v2(storage: object = None, offset: object = 0, shape: object = (4,), stride: object = (1,)) -> bytes:
+    stored = storage_id("0", 4) if storage is None else storage
+    return call(name("torch._utils", "_rebuild_tensor_v2"), stored, offset, shape, stride, False, ordered())
 
 
 AFFINE = name("torch", "per_tensor_affine")
 BROKEN: dict[str, bytes] = {
-    "negative size": unusual(shape=(-4,)),
-    "negative stride": unusual(stride=(-1,)),
-    "negative offset": unusual(offset=-1),
-    "beyond its storage": unusual(shape=(5,)),
-    "beyond its storage by its offset": unusual(offset=1),
-    "beyond its storage by its stride (pytorch#184652)": unusual(shape=(2,), stride=(4,)),
-    "more sizes than strides": unusual(shape=(2, 2)),
-    "a huge size": unusual(shape=(1 << 64,)),
-    "a huge stride": unusual(shape=(1,), stride=(1 << 64,)),
-    "a huge offset": unusual(offset=1 << 64),
-    "a text for a size": unusual(shape=("4",)),
-    "a flag for a size": unusual(shape=(True,)),
-    "a number for sizes": unusual(shape=number(4)),
-    "no storage": unusual(storage=number(4)),
-    "a tensor for a storage": unusual(storage=tensor("0")),
+    "negative size": rebuilt_v2(shape=(-4,)),
+    "negative stride": rebuilt_v2(stride=(-1,)),
+    "negative offset": rebuilt_v2(offset=-1),
+    "beyond its storage": rebuilt_v2(shape=(5,)),
+    "beyond its storage by its offset": rebuilt_v2(offset=1),
+    "beyond its storage by its stride (pytorch#184652)": rebuilt_v2(shape=(2,), stride=(4,)),
+    "more sizes than strides": rebuilt_v2(shape=(2, 2)),
+    "a huge size": rebuilt_v2(shape=(1 << 64,)),
+    "a huge stride": rebuilt_v2(shape=(1,), stride=(1 << 64,)),
+    "a huge offset": rebuilt_v2(offset=1 << 64),
+    "a string as a size": rebuilt_v2(shape=("4",)),
+    "a bool as a size": rebuilt_v2(shape=(True,)),
+    "a number as the shape": rebuilt_v2(shape=number(4)),
+    "no storage": rebuilt_v2(storage=number(4)),
+    "a tensor as the storage": rebuilt_v2(storage=tensor("0")),
     "too few arguments": rebuilt("_rebuild_tensor_v2", storage_id("0", 4)),
     "too many arguments": rebuilt("_rebuild_tensor", storage_id("0", 4), 0, (4,), (1,), 5, 6),
     "arguments that are not a tuple": name("torch._utils", "_rebuild_tensor_v2") + b"]R",
-    "a parameter of nothing": rebuilt("_rebuild_parameter", None, True, ordered()),
-    "a parameter of a parameter of nothing": rebuilt(
+    "a parameter of None": rebuilt("_rebuild_parameter", None, True, ordered()),
+    "a parameter of a parameter of a number": rebuilt(
         "_rebuild_parameter", rebuilt("_rebuild_parameter", 4, True, ordered()), True, ordered()
     ),
-    "sparse parts that are none": rebuilt(
+    "sparse parts that are not tensors": rebuilt(
         "_rebuild_sparse_tensor", call(name("torch.serialization", "_get_layout"), "torch.sparse_coo"), (1, 2, (3,))
     ),
     "a quantized tensor beyond its storage": rebuilt(
@@ -467,16 +474,16 @@ BROKEN: dict[str, bytes] = {
 
 
 @each("kind", BROKEN)
-def test_a_tensor_that_cannot_be_is_named_and_left_out(kind: str) -> None:
-    told = read(BROKEN[kind], **{"0": bytes(16)})
-    assert told.tensors == ()
-    assert [(p.code, p.where) for p in told.problems if p.code == "tensor-broken"] == [("tensor-broken", "w")]
-    assert (told.safety, told.integrity) == ("unknown", "damaged")
+def test_broken_tensor_is_reported_and_left_out(kind: str) -> None:
+    checkpoint = read(BROKEN[kind], **{"0": bytes(16)})
+    assert checkpoint.tensors == ()
+    assert [(p.code, p.where) for p in checkpoint.problems if p.code == "tensor-broken"] == [("tensor-broken", "w")]
+    assert (checkpoint.safety, checkpoint.integrity) == ("unknown", "damaged")
 
 
 @pytest.mark.parametrize("kind", ["a wrapper", "attributes"])
-def test_a_broken_tensor_inside_a_tensor_is_seen(kind: str) -> None:
-    inner = unusual(shape=(5,))
+def test_broken_tensor_inside_a_tensor_is_damage(kind: str) -> None:
+    inner = rebuilt_v2(shape=(5,))
     state = b"}" + forge.text("inner") + inner + b"s"
     plain = call(
         name("torch._tensor", "_rebuild_from_type_v2"),
@@ -492,60 +499,60 @@ def test_a_broken_tensor_inside_a_tensor_is_seen(kind: str) -> None:
         tuple_of(name("m", "Wrapper"), name("torch", "float32"), (4,), (1,), 0, None, "cpu", False),
         state,
     )
-    told = read(wrapper if kind == "a wrapper" else plain, **{"0": bytes(16)})
-    assert told.integrity == "damaged"
+    checkpoint = read(wrapper if kind == "a wrapper" else plain, **{"0": bytes(16)})
+    assert checkpoint.integrity == "damaged"
 
 
 @each("view", [("9", -1, 3), ("9", 0, 5), ("9", 4, 1), ("9", 1), "9"], ids=str)
-def test_a_view_beyond_its_storage_is_refused(view: object) -> None:
+def test_storage_view_beyond_its_storage_is_damage(view: object) -> None:
     pid = tuple_of("storage", name("torch", "FloatStorage"), "0", "cpu", 4, view) + b"Q"
-    told = inspect(forge.legacy(object=pickled(ordered({"w": unusual(storage=pid, shape=(1,))}))))
-    assert told.integrity == "damaged"
+    checkpoint = inspect(forge.legacy(object=pickled(ordered({"w": rebuilt_v2(storage=pid, shape=(1,))}))))
+    assert checkpoint.integrity == "damaged"
 
 
-def test_one_storage_read_as_two_types_is_a_conflict() -> None:
-    """torch keeps to the type it met first; no torch writes such a file."""
-    two = pickled(ordered({"f": tensor("0"), "i": unusual(storage=storage_id("0", 4, "IntStorage"))}))
-    told = inspect(forge.checkpoint(two, {"0": bytes(16)}))
-    assert told.safety == "unknown"
-    assert "storage-conflict" in {problem.code for problem in told.problems}
+def test_storage_with_two_dtypes_is_a_conflict() -> None:
+    """torch uses the type it meets first. No release of torch writes such a file."""
+    two = pickled(ordered({"f": tensor("0"), "i": rebuilt_v2(storage=storage_id("0", 4, "IntStorage"))}))
+    checkpoint = inspect(forge.checkpoint(two, {"0": bytes(16)}))
+    assert checkpoint.safety == "unknown"
+    assert "storage-conflict" in {problem.code for problem in checkpoint.problems}
 
 
-def test_names_of_every_kind_of_key_are_text() -> None:
-    held: dict[Any, Any] = {
+def test_keys_of_every_type_become_names() -> None:
+    state: dict[Any, Any] = {
         1: torch.ones(1),
         "a": torch.ones(1),
         (1, 2): torch.ones(1),
         None: torch.ones(1),
         1.5: torch.ones(1),
     }
-    told = inspect(saved(OrderedDict(held)))
-    assert [t.name for t in told.tensors] == ["1", "a", "(1, 2)", "None", "1.5"]
-    assert all(isinstance(step, (str, int)) for t in told.tensors for step in t.path)
+    checkpoint = inspect(saved(OrderedDict(state)))
+    assert [t.name for t in checkpoint.tensors] == ["1", "a", "(1, 2)", "None", "1.5"]
+    assert all(isinstance(step, (str, int)) for t in checkpoint.tensors for step in t.path)
 
 
-def test_an_object_that_is_its_own_state() -> None:
-    made = call(name("somebody", "Thing"))
-    own = forge.dictionary({"a": made + b"q\x00h\x00b", "b": made + forge.dictionary({"c": 1}) + b"b"})
-    chain = made * 5000 + b"b" * 4999
-    for body, path, found in ((own, ("a", "x"), None), (own, ("b", "c"), 1), (chain, ("x",), None)):
-        assert walks.node_at(run(pickled(body)).root, path) == found
+def test_node_at_ends_on_cyclic_and_long_chains_of_states() -> None:
+    thing = call(name("somebody", "Thing"))
+    cyclic = forge.dictionary({"a": thing + b"q\x00h\x00b", "b": thing + forge.dictionary({"c": 1}) + b"b"})
+    chain = thing * 5000 + b"b" * 4999
+    for body, path, expected in ((cyclic, ("a", "x"), None), (cyclic, ("b", "c"), 1), (chain, ("x",), None)):
+        assert walks.node_at(run(pickled(body)).root, path) == expected
 
 
-def test_attributes_in_slots_are_found() -> None:
+def test_node_at_finds_attributes_in_slots() -> None:
     slots = forge.dictionary({"a": 1}) + forge.dictionary({"b": 2}) + b"\x86"
-    made = run(pickled(call(name("somebody", "Thing")) + slots + b"b")).root
-    assert [walks.node_at(made, (key,)) for key in "ab"] == [1, 2]
+    root = run(pickled(call(name("somebody", "Thing")) + slots + b"b")).root
+    assert [walks.node_at(root, (key,)) for key in "ab"] == [1, 2]
 
 
 def test_tensors_in_the_argument_of_an_ordered_dict_are_found() -> None:
-    """No Python pickles one like this, but torch loads it."""
-    made = call(name("collections", "OrderedDict"), forge.dictionary({"a": tensor("0")}))
-    data = forge.checkpoint(pickled(made), {"0": bytes(16)})
-    assert [found.name for found in inspect(data).tensors] == list(loaded(data)) == ["a"]
+    """Python never pickles one like this, but torch loads it."""
+    mapping = call(name("collections", "OrderedDict"), forge.dictionary({"a": tensor("0")}))
+    data = forge.checkpoint(pickled(mapping), {"0": bytes(16)})
+    assert [listed.name for listed in inspect(data).tensors] == list(loaded(data)) == ["a"]
 
 
-def test_the_shortcut_for_ordinary_tensors_agrees_with_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_path_for_ordinary_tensors_agrees_with_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(5)  # noqa: S311 - the same cases each time
     odd = [0, -1, True, 2.0, None, 1 << 40, 1 << 62, 1 << 63, "x"]
 
@@ -553,7 +560,7 @@ def test_the_shortcut_for_ordinary_tensors_agrees_with_the_general_way(monkeypat
         some = [draw.choice(odd if draw.random() < 0.1 else [1, 2, 4]) for _ in range(rank)]
         return some if draw.random() < 0.05 else tuple(some)
 
-    def found(node: Call) -> tuple[Any, ...]:
+    def walk(node: Call) -> tuple[Any, ...]:
         table = walks.StorageTable(lambda _key, nbytes: Record("data/0", 100, nbytes, nbytes, 1))
         tree = walks.find_tensors([node], table)
         return [repr(tensor) for tensor in tree.tensors], tree.storages, tree.problems
@@ -562,16 +569,16 @@ def test_the_shortcut_for_ordinary_tensors_agrees_with_the_general_way(monkeypat
     for _ in range(2000):
         kind = Global("torch", draw.choice(["FloatStorage", "HalfStorage", "QUInt8Storage", "QUInt4x2Storage"]), 0)
         view = draw.choice([(), (), (None,), (("v", 2, 4),), (("v", 99, 1),)])
-        held = Persistent(("storage", kind, "0", "cpu", draw.choice([0, 1, 64, 4096]), *view), 0)
+        storage = Persistent(("storage", kind, "0", "cpu", draw.choice([0, 1, 64, 4096]), *view), 0)
         offset, grad = draw.choice([0, 0, 1, 5, *odd[:3]]), draw.choice([False, False, True, None])
         rank = draw.randrange(4)
         shape, stride = sizes(rank), sizes(rank if draw.random() < 0.9 else 9)
         hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
-        args = (held, offset, shape, stride, grad, hooks)[: draw.choice([6, 6, 6, 5])]
+        args = (storage, offset, shape, stride, grad, hooks)[: draw.choice([6, 6, 6, 5])]
         nodes.append(Call(Global("torch._utils", "_rebuild_tensor_v2", 0), args, "reduce", 0))
     huge = ((1 << 40, 1 << 40), (0, 0))  # more elements than torch can count, all of them the same one
-    nodes.append(Call(nodes[0].callee, (held, 0, *huge, False, hooks), "reduce", 0))
-    quick = [found(node) for node in nodes]
-    assert sum(bool(tensors) for tensors, *_ in quick) > 100
+    nodes.append(Call(nodes[0].callee, (storage, 0, *huge, False, hooks), "reduce", 0))
+    fast = [walk(node) for node in nodes]
+    assert sum(bool(tensors) for tensors, *_ in fast) > 100
     monkeypatch.setattr(walks._Walk, "_ordinary", lambda *_: None)
-    assert quick == [found(node) for node in nodes]
+    assert fast == [walk(node) for node in nodes]

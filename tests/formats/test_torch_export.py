@@ -1,4 +1,4 @@
-"""Exported programs against torch: today's form as torch writes it, the older ones put together as they were."""
+"""Exported programs against torch: the current layout as torch writes it, and older layouts rebuilt by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transload.dtypes import SCALAR_TYPES
 from transload.formats import read
 from transload.formats.programs import graph_problems
 
-# torch warns of views that do not cover their storage, and saves them all the same.
+# torch warns about views that do not cover their storage, and saves them anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:No complete tensor found in the group:UserWarning")
 
 
@@ -36,8 +36,8 @@ class Net(torch.nn.Module):
         self.register_buffer("passing", torch.full((2,), 3.0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros(2, device=torch.device("cpu")) + torch.tensor([1.0, 2.0])
-        return self.fc(x) + self.tied(x) + self.view + self.narrow + self.passing + made
+        constant = torch.zeros(2, device=torch.device("cpu")) + torch.tensor([1.0, 2.0])
+        return self.fc(x) + self.tied(x) + self.view + self.narrow + self.passing + constant
 
 
 def saved(program: Any, **more: Any) -> bytes:
@@ -60,17 +60,20 @@ def content(blob: bytes, tensor: Tensor, checkpoint: Checkpoint) -> Any:
     return flat.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
 
-def assert_holds(blob: bytes, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
-    """Names, dtypes, shapes, strides and bytes are those of ``truth``, and there is nothing else."""
-    assert {tensor.name for tensor in checkpoint.tensors} == set(truth)
+def assert_tensors_equal(blob: bytes, checkpoint: Checkpoint, expected: dict[str, Any]) -> None:
+    """Names, dtypes, shapes, strides and bytes are those of ``expected``, and there are no other tensors."""
+    assert {tensor.name for tensor in checkpoint.tensors} == set(expected)
     for tensor in checkpoint.tensors:
-        real = truth[tensor.name]
-        assert (tensor.dtype, tensor.shape) == (str(real.dtype).removeprefix("torch."), tuple(real.shape))
-        assert (tensor.stride, tensor.offset) == (real.stride(), real.storage_offset())
-        assert torch.equal(content(blob, tensor, checkpoint), real)
+        expected_tensor = expected[tensor.name]
+        assert (tensor.dtype, tensor.shape) == (
+            str(expected_tensor.dtype).removeprefix("torch."),
+            tuple(expected_tensor.shape),
+        )
+        assert (tensor.stride, tensor.offset) == (expected_tensor.stride(), expected_tensor.storage_offset())
+        assert torch.equal(content(blob, tensor, checkpoint), expected_tensor)
 
 
-def held(program: Any) -> dict[str, Any]:
+def expected_tensors(program: Any) -> dict[str, Any]:
     return {**program.state_dict, **{f"constants/{name}": value for name, value in program.constants.items()}}
 
 
@@ -84,10 +87,10 @@ def blob(program: Any) -> bytes:
     return saved(program, extra_files={"notes.txt": "hello"})
 
 
-# -- what torch writes
+# -- the current layout
 
 
-def test_a_gpu_program(data: Path) -> None:
+def test_program_exported_on_a_gpu(data: Path) -> None:
     path = data / "h200" / "export_cuda0.pt2"
     checkpoint = read(path)
     assert checkpoint.format == "torch-export"
@@ -103,16 +106,16 @@ def test_a_gpu_program(data: Path) -> None:
     assert codes(checkpoint) == []
 
 
-def test_weights_are_those_of_the_state_dict_in_the_same_machine(data: Path) -> None:
+def test_exported_weights_match_the_saved_state_dict(data: Path) -> None:
     export, state = read(data / "h200" / "export_cuda0.pt2"), read(data / "h200" / "state_dict_cuda0.pt")
     assert {(t.name, t.dtype, t.shape, t.stride) for t in export.tensors} == {
         (t.name, t.dtype, t.shape, t.stride) for t in state.tensors
     }
 
 
-def test_today_s_form(program: Any, blob: bytes) -> None:
+def test_current_layout(program: Any, blob: bytes) -> None:
     checkpoint = read(blob)
-    assert_holds(blob, checkpoint, held(program))
+    assert_tensors_equal(blob, checkpoint, expected_tensors(program))
     assert checkpoint.written_by.recorded == (("torch", torch.__version__),)
     assert {t.name for t in checkpoint.tensors if t.cls == "Parameter"} == {
         "fc.weight",
@@ -125,7 +128,7 @@ def test_today_s_form(program: Any, blob: bytes) -> None:
     assert [pickle_.name for pickle_ in checkpoint.pickles] == ["data/sample_inputs/model.pt › data.pkl"]
 
 
-def test_devices_in_the_graph_are_told(blob: bytes) -> None:
+def test_devices_in_the_graph_are_reported(blob: bytes) -> None:
     checkpoint = read(blob)
     assert codes(checkpoint) == ["export-device"]
     assert "cpu in torch.ops.aten.zeros.default 1×" in checkpoint.problems[0].detail
@@ -136,11 +139,13 @@ def test_several_programs_in_one_archive(program: Any) -> None:
     buffer = io.BytesIO()
     _package.package_pt2(buffer, exported_programs={"one": program, "two": program})
     checkpoint = read(buffer.getvalue())
-    truth = {f"{model}/{name}": value for model in ("one", "two") for name, value in held(program).items()}
-    assert_holds(buffer.getvalue(), checkpoint, truth)
+    expected = {
+        f"{model}/{name}": value for model in ("one", "two") for name, value in expected_tensors(program).items()
+    }
+    assert_tensors_equal(buffer.getvalue(), checkpoint, expected)
 
 
-def test_every_dtype_the_schema_has() -> None:
+def test_every_dtype_of_the_schema() -> None:
     from torch._export.serde.schema import ScalarType
 
     names = {SCALAR_TYPES[number] for number in ScalarType if number in SCALAR_TYPES}  # an older torch has fewer
@@ -160,7 +165,7 @@ def test_every_dtype_the_schema_has() -> None:
     assert codes(checkpoint) == []
 
 
-# -- what torch wrote before
+# -- older layouts
 
 
 def records(blob: bytes) -> dict[str, bytes]:
@@ -168,7 +173,7 @@ def records(blob: bytes) -> dict[str, bytes]:
         return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
 
 
-def packed(content: dict[str, bytes], root: str = "m/") -> bytes:
+def zipped(content: dict[str, bytes], root: str = "m/") -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, record in content.items():
@@ -183,8 +188,8 @@ def torch_saved(value: object) -> bytes:
 
 
 @pytest.mark.parametrize("ending", ["pt", "json"])
-def test_the_form_up_to_2_7(program: Any, blob: bytes, ending: str) -> None:
-    old = packed(
+def test_layout_up_to_torch_2_7(program: Any, blob: bytes, ending: str) -> None:
+    old = zipped(
         {
             "serialized_exported_program.json": records(blob)["models/model.json"],
             f"serialized_state_dict.{ending}": torch_saved(dict(program.state_dict)),
@@ -197,25 +202,25 @@ def test_the_form_up_to_2_7(program: Any, blob: bytes, ending: str) -> None:
     )
     checkpoint = read(old)
     assert checkpoint.format == "torch-export"
-    assert_holds(old, checkpoint, held(program))
+    assert_tensors_equal(old, checkpoint, expected_tensors(program))
     assert set(codes(checkpoint)) == {"export-device"}
     assert "sample inputs" in [part.kind for part in checkpoint.parts]
 
 
-def test_the_form_of_2_8(program: Any, blob: bytes) -> None:
-    now = records(blob)
-    kept = {name: now[name] for name in ("models/model.json", "data/sample_inputs/model.pt", "archive_format")}
+def test_layout_of_torch_2_8(program: Any, blob: bytes) -> None:
+    current = records(blob)
+    kept = {name: current[name] for name in ("models/model.json", "data/sample_inputs/model.pt", "archive_format")}
     weights, constants = torch_saved(dict(program.state_dict)), torch_saved(dict(program.constants))
-    old = packed({**kept, "data/weights/model.pt": weights, "data/constants/model.pt": constants})
+    old = zipped({**kept, "data/weights/model.pt": weights, "data/constants/model.pt": constants})
     checkpoint = read(old)
-    assert_holds(old, checkpoint, held(program))
+    assert_tensors_equal(old, checkpoint, expected_tensors(program))
     assert set(codes(checkpoint)) == {"export-device"}
 
 
-# -- pickles in it
+# -- pickles
 
 
-def test_pickled_tensors_and_objects_are_judged(blob: bytes) -> None:
+def test_pickled_tensors_and_objects_are_listed(blob: bytes) -> None:
     content = records(blob)
     table = {
         "config": {
@@ -226,7 +231,7 @@ def test_pickled_tensors_and_objects_are_judged(blob: bytes) -> None:
     content["data/constants/model_constants_config.json"] = json.dumps(table).encode()
     content["data/constants/tensor_9"] = torch_saved(torch.arange(3))
     content["data/constants/opaque_obj_0"] = pickle.dumps(os.getcwd, protocol=2)
-    new = packed(content)
+    new = zipped(content)
     checkpoint = read(new)
     inner = checkpoint.tensor("constants/sub")
     assert content_of(new, checkpoint, inner) == [0, 1, 2]
@@ -237,9 +242,9 @@ def content_of(blob: bytes, checkpoint: Checkpoint, tensor: Tensor) -> Any:
     return content(blob, tensor, checkpoint).tolist()
 
 
-def test_a_pickle_nobody_mentions_is_judged(blob: bytes) -> None:
+def test_unreferenced_pickle_is_listed(blob: bytes) -> None:
     for name in ("data/weights/weight_99", "hidden.pkl"):
-        new = packed({**records(blob), name: pickle.dumps(os.getcwd, protocol=2)})
+        new = zipped({**records(blob), name: pickle.dumps(os.getcwd, protocol=2)})
         assert any(name == "getcwd" for pickle_ in read(new).pickles for _, name in pickle_.globals)
 
 
@@ -250,20 +255,20 @@ def test_a_pickle_nobody_mentions_is_judged(blob: bytes) -> None:
     "target",
     ["torch.os.system", "torch.ops.aten.save.default", "os.system", "_operator.methodcaller", "torch.hub.load"],
 )
-def test_targets_no_exporter_writes(target: str) -> None:
-    found = graph_problems("g", {"graph_module": {"graph": {"nodes": [{"target": target, "inputs": []}]}}})
-    assert [problem.code for problem in found] == ["export-dangerous-op"]
-    assert target in found[0].detail
+def test_dangerous_target_in_the_graph_is_reported(target: str) -> None:
+    problems = graph_problems("g", {"graph_module": {"graph": {"nodes": [{"target": target, "inputs": []}]}}})
+    assert [problem.code for problem in problems] == ["export-dangerous-op"]
+    assert target in problems[0].detail
 
 
 @pytest.mark.parametrize("key", ["expr_str", "guards_code"])
-def test_expressions_are_no_place_for_python(key: str) -> None:
+def test_python_code_in_an_expression_is_reported(key: str) -> None:
     evil = "__import__('os').getcwd()"
     assert [p.code for p in graph_problems("g", {key: [evil]})] == ["export-dangerous-op"]
     assert graph_problems("g", {key: ["Max(1, s0 + 2*s1)"]}) == []
 
 
-def test_a_dynamic_program_is_no_alarm() -> None:
+def test_dynamic_program_has_no_problems() -> None:
     pytest.importorskip("torch.export.pt2_archive", reason="this torch writes an older format")
 
     class Dynamic(torch.nn.Module):
@@ -275,29 +280,29 @@ def test_a_dynamic_program_is_no_alarm() -> None:
     assert codes(read(saved(program))) == []
 
 
-# -- damage
+# -- damaged archives
 
 
-def test_a_weight_cut_short_is_told(blob: bytes) -> None:
+def test_truncated_or_missing_weight_is_reported(blob: bytes) -> None:
     content = records(blob)
     content["data/weights/weight_0"] = content["data/weights/weight_0"][:-4]
-    assert "tensor-broken" in codes(read(packed(content)))
+    assert "tensor-broken" in codes(read(zipped(content)))
     del content["data/weights/weight_0"]
-    assert "storage-missing" in codes(read(packed(content)))
+    assert "storage-missing" in codes(read(zipped(content)))
 
 
-def test_records_without_bytes_become_zeros(blob: bytes) -> None:
+def test_weight_record_without_bytes_is_reported(blob: bytes) -> None:
     content = records(blob)
     content["data/weights/weight_0"] = b""
-    checkpoint = read(packed(content))
+    checkpoint = read(zipped(content))
     assert "export-no-bytes" in codes(checkpoint)
     assert "fc.weight" in [tensor.name for tensor in checkpoint.tensors]
 
 
-def test_a_program_without_weights_is_told(blob: bytes) -> None:
+def test_program_without_weights_is_reported(blob: bytes) -> None:
     content = {name: record for name, record in records(blob).items() if not name.startswith("data/weights/")}
-    assert "export-no-program" in codes(read(packed(content)))
-    assert "export-no-program" in codes(read(packed({"archive_format": b"pt2"})))
+    assert "export-no-program" in codes(read(zipped(content)))
+    assert "export-no-program" in codes(read(zipped({"archive_format": b"pt2"})))
 
 
 _KEYS = (
@@ -314,7 +319,7 @@ values = st.recursive(
 @given(table=values, graph=values)
 @example(table={"config": {"w": {"path_name": "w", "tensor_meta": {"sizes": [1 << 62] * 8}}}}, graph=[])
 @example(table={"config": {"w": {"path_name": "../../data", "use_pickle": True}}}, graph={"torch_version": ["x"]})
-def test_no_json_raises(table: object, graph: object) -> None:
+def test_arbitrary_json_records_do_not_raise(table: object, graph: object) -> None:
     content = {
         "archive_format": b"pt2",
         "models/model.json": json.dumps(graph).encode(),
@@ -322,24 +327,24 @@ def test_no_json_raises(table: object, graph: object) -> None:
         "data/constants/model_constants_config.json": json.dumps(table).encode(),
         "data/weights/w": bytes(64),
     }
-    read(packed(content))
+    read(zipped(content))
 
 
 @settings(max_examples=60)
 @given(at=st.integers(0, 30_000), byte=st.integers(0, 255))
-def test_no_damage_raises(data: Path, at: int, byte: int) -> None:
+def test_damaged_byte_does_not_raise(data: Path, at: int, byte: int) -> None:
     blob = bytearray((data / "h200" / "export_cuda0.pt2").read_bytes())
     blob[at % len(blob)] = byte
     read(bytes(blob))
 
 
-def test_json_nested_without_end_is_a_problem(blob: bytes) -> None:
+def test_deeply_nested_json_is_reported(blob: bytes) -> None:
     content = {**records(blob), "models/model.json": b'{"a":' * 200_000}
-    assert "json-broken" in codes(read(packed(content)))
+    assert "json-broken" in codes(read(zipped(content)))
 
 
-def test_archives_within_archives_are_opened_once() -> None:
-    inner = packed({"data.pkl": b"\x80\x02N.", "version": b"3"})
+def test_deeply_nested_archives_do_not_raise() -> None:
+    inner = zipped({"data.pkl": b"\x80\x02N.", "version": b"3"})
     for _ in range(50):
-        inner = packed({"archive_format": b"pt2", "data/weights/model.pt": inner})
+        inner = zipped({"archive_format": b"pt2", "data/weights/model.pt": inner})
     assert read(inner).tensors == ()

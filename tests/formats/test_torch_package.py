@@ -1,4 +1,4 @@
-"""Packages of code and data against torch's own importer."""
+"""``torch.package`` archives against torch's own importer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Packaged(torch.nn.Module):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A model whose class lives in a module of its own, as a user's would."""
+    """A model whose class is defined in a separate module, as a user's would be."""
     (tmp_path / "packaged_model.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     import packaged_model  # type: ignore[import-not-found]
@@ -66,7 +66,7 @@ def values(blob: bytes, checkpoint: Checkpoint, tensor: Tensor) -> Any:
     return flat.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
 
-def test_every_pickle_gives_its_tensors(module: Any) -> None:
+def test_tensors_of_every_pickle_match_the_importer(module: Any) -> None:
     state = {"model": module.state_dict(), "step": torch.arange(6).view(2, 3).t()}
 
     def fill(exporter: Any) -> None:
@@ -80,19 +80,19 @@ def test_every_pickle_gives_its_tensors(module: Any) -> None:
     assert codes(checkpoint) == []
     importer = PackageImporter(io.BytesIO(blob))
     loaded = importer.load_pickle("model", "model.pkl").state_dict()
-    again = importer.load_pickle("model", "state")
-    truth = {f"model/model.pkl/{name}": value for name, value in loaded.items()}
-    truth |= {f"model/state/model/{name}": value for name, value in again["model"].items()}
-    truth["model/state/step"] = again["step"]
-    assert {tensor.name for tensor in checkpoint.tensors} == set(truth)
+    loaded_state = importer.load_pickle("model", "state")
+    expected = {f"model/model.pkl/{name}": value for name, value in loaded.items()}
+    expected |= {f"model/state/model/{name}": value for name, value in loaded_state["model"].items()}
+    expected["model/state/step"] = loaded_state["step"]
+    assert {tensor.name for tensor in checkpoint.tensors} == set(expected)
     for tensor in checkpoint.tensors:
-        assert tensor.stride == truth[tensor.name].stride()
-        assert torch.equal(values(blob, checkpoint, tensor), truth[tensor.name])
+        assert tensor.stride == expected[tensor.name].stride()
+        assert torch.equal(values(blob, checkpoint, tensor), expected[tensor.name])
     parts = {(part.name, part.kind) for part in checkpoint.parts}
     assert {("conf/notes.txt", "resource"), ("packaged_model.py", "source")} <= parts
 
 
-def test_who_made_it_and_what_it_needs(module: Any) -> None:
+def test_python_version_and_extern_modules_are_listed(module: Any) -> None:
     checkpoint = read(exported(lambda exporter: exporter.save_pickle("model", "model.pkl", module)))
     assert checkpoint.written_by.recorded == (("python", platform.python_version()),)
     assert "torch.nn.modules.linear" in dict(checkpoint.facts)["extern modules"]
@@ -100,7 +100,7 @@ def test_who_made_it_and_what_it_needs(module: Any) -> None:
     assert ("packaged_model", "Packaged") in checkpoint.pickles[0].globals
 
 
-def test_a_traced_module_is_found_through_its_package_call(module: Any) -> None:
+def test_traced_module_is_found_through_its_package_call(module: Any) -> None:
     graph = torch.fx.symbolic_trace(module)
     blob = exported(lambda exporter: exporter.save_pickle("model", "model.pkl", graph))
     checkpoint = read(blob)
@@ -110,14 +110,14 @@ def test_a_traced_module_is_found_through_its_package_call(module: Any) -> None:
     assert "reduce_package_graph_module" in called
 
 
-def test_package_calls_deeper_in(module: Any) -> None:
+def test_package_call_inside_a_dictionary(module: Any) -> None:
     graph = torch.fx.symbolic_trace(module)
     blob = exported(lambda exporter: exporter.save_pickle("model", "all.pkl", {"net": graph}))
     names = [tensor.name for tensor in read(blob).tensors]
     assert names == ["model/all.pkl/reduce_package 0/fc.weight", "model/all.pkl/reduce_package 0/fc.bias"]
 
 
-def test_torchscript_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchscript_module_inside_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.package.package_exporter._gate_torchscript_serialization", False)
     scripted = torch.jit.script(torch.nn.Linear(2, 2))
 
@@ -134,7 +134,7 @@ def test_torchscript_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(part.name.startswith(".data/ts_code/code/") for part in checkpoint.parts)
 
 
-def packed(records: dict[str, bytes]) -> bytes:
+def zipped(records: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, record in {".data/extern_modules": b"torch\n", ".data/version": b"6\n", **records}.items():
@@ -154,23 +154,23 @@ def short(text: str) -> bytes:
 CALL = (short("reduce_package"), b"K\x07", b"cos\ngetcwd\n", b")")
 
 
-@pytest.mark.parametrize("fields", [CALL, (CALL[0], *CALL[2:])], ids=["with an id", "without"])
-def test_a_hidden_call_is_seen(fields: tuple[bytes, ...]) -> None:
-    checkpoint = read(packed({"a/b.pkl": persistent(*fields)}))
+@pytest.mark.parametrize("fields", [CALL, (CALL[0], *CALL[2:])], ids=["with an id", "without an id"])
+def test_call_in_a_persistent_id_is_listed(fields: tuple[bytes, ...]) -> None:
+    checkpoint = read(zipped({"a/b.pkl": persistent(*fields)}))
     assert codes(checkpoint) == []
     assert [repr(call) for call in checkpoint.pickles[0].calls] == ["Call(Global(os.getcwd), reduce)"]
 
 
-def test_other_ids_are_odd() -> None:
-    assert codes(read(packed({"a/b.pkl": persistent(short("thing"), b"K\x01")}))) == ["pickle-odd-id"]
+def test_unknown_persistent_id_is_reported() -> None:
+    assert codes(read(zipped({"a/b.pkl": persistent(short("thing"), b"K\x01")}))) == ["pickle-odd-id"]
 
 
-def test_a_pickle_by_any_name_is_judged() -> None:
-    checkpoint = read(packed({"a/weights.bin": b"\x80\x04cos\ngetcwd\n."}))
+def test_pickle_under_any_name_is_listed() -> None:
+    checkpoint = read(zipped({"a/weights.bin": b"\x80\x04cos\ngetcwd\n."}))
     assert ("os", "getcwd") in checkpoint.pickles[0].globals
 
 
-def test_a_lost_storage_is_told(module: Any) -> None:
+def test_missing_storage_is_reported(module: Any) -> None:
     blob = exported(lambda exporter: exporter.save_pickle("model", "model.pkl", module))
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(blob)) as old, zipfile.ZipFile(out, "w") as new:
@@ -182,5 +182,5 @@ def test_a_lost_storage_is_told(module: Any) -> None:
 
 @settings(max_examples=100)
 @given(st.binary(max_size=60))
-def test_no_pickle_raises(tail: bytes) -> None:
-    read(packed({"a/b.pkl": persistent(short("reduce_package"), tail), ".data/ts_code/0/data.pkl": b"\x80\x02" + tail}))
+def test_arbitrary_pickles_do_not_raise(tail: bytes) -> None:
+    read(zipped({"a/b.pkl": persistent(short("reduce_package"), tail), ".data/ts_code/0/data.pkl": b"\x80\x02" + tail}))

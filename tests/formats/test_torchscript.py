@@ -1,4 +1,4 @@
-"""TorchScript archives against torch: the same tensors, byte for byte; and the code in them looked at, not run."""
+"""TorchScript archives against torch: the same tensors, byte for byte, and the code is scanned without running it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def codes(checkpoint: Checkpoint) -> list[str]:
     return [problem.code for problem in checkpoint.problems]
 
 
-def rebuilt(blob: bytes, checkpoint: Checkpoint, tensor: Tensor) -> Any:
-    """A tensor out of the bytes the checkpoint points at."""
+def tensor_from_bytes(blob: bytes, checkpoint: Checkpoint, tensor: Tensor) -> Any:
+    """A torch tensor from the bytes that the checkpoint points at."""
     storage = next(s for s in checkpoint.storages if s.id == tensor.storage)
     assert storage.offset is not None
     flat = torch.frombuffer(bytearray(blob[storage.offset : storage.offset + storage.nbytes]), dtype=torch.uint8)
@@ -62,16 +62,16 @@ def script(module: Any, *, extra: dict[str, bytes] | None = None) -> bytes:
 
 
 def changed(blob: bytes, change: Callable[[str, bytes], bytes | None], more: dict[str, bytes] | None = None) -> bytes:
-    """The archive with every record put through ``change``; those it gives ``None`` for are left out."""
+    """The archive with ``change`` applied to every record; records for which it returns ``None`` are left out."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(blob)) as old, zipfile.ZipFile(out, "w") as new:
-        root = old.namelist()[0].partition("/")[0]
-        for name in old.namelist():
-            record = change(name.partition("/")[2], old.read(name))
+    with zipfile.ZipFile(io.BytesIO(blob)) as source, zipfile.ZipFile(out, "w") as target:
+        root = source.namelist()[0].partition("/")[0]
+        for name in source.namelist():
+            record = change(name.partition("/")[2], source.read(name))
             if record is not None:
-                new.writestr(name, record)
+                target.writestr(name, record)
         for name, record in (more or {}).items():
-            new.writestr(f"{root}/{name}", record)
+            target.writestr(f"{root}/{name}", record)
     return out.getvalue()
 
 
@@ -113,29 +113,29 @@ class Zoo(torch.nn.Module):
         return self.a(x) + torch.zeros(3, device="cuda:0")
 
 
-# -- what torch wrote
+# -- archives written by torch
 
 
 @each("release", RELEASES)
-def test_every_release_gives_its_tensors(data: Path, release: str) -> None:
+def test_tensors_of_every_torch_release_match(data: Path, release: str) -> None:
     folder = data / "torch-releases" / release
-    truth = json.loads((folder / "expected.json").read_text())["files"]["traced_cpu.pt"]["tensors"]
+    expected = json.loads((folder / "expected.json").read_text())["files"]["traced_cpu.pt"]["tensors"]
     blob = (folder / "traced_cpu.pt").read_bytes()
     checkpoint = read(blob)
     assert checkpoint.format == "torchscript"
     assert codes(checkpoint) == []
-    seen = {
+    actual = {
         f"/{tensor.name}": {
             "dtype": f"torch.{tensor.dtype}",
             "shape": list(tensor.shape),
-            "sha256": hashlib.sha256(raw(rebuilt(blob, checkpoint, tensor))).hexdigest(),
+            "sha256": hashlib.sha256(raw(tensor_from_bytes(blob, checkpoint, tensor))).hexdigest(),
         }
         for tensor in checkpoint.tensors
     }
-    assert seen == truth
+    assert actual == expected
 
 
-def test_gpu_tags_and_sharing(data: Path) -> None:
+def test_device_tags_and_shared_weights(data: Path) -> None:
     checkpoint = read(data / "h200" / "torchscript_cuda0.pt")
     assert {tensor.device for tensor in checkpoint.tensors} == {"cuda:0"}
     assert checkpoint.shared == (("fc.weight", "head.weight"),)
@@ -150,27 +150,27 @@ def zoo() -> bytes:
     return script(Zoo(), extra={"notes.txt": b"hello"})
 
 
-def test_tensors_are_those_of_state_dict(zoo: bytes) -> None:
+def test_tensors_match_the_state_dict(zoo: bytes) -> None:
     checkpoint = read(zoo)
     state = torch.jit.load(io.BytesIO(zoo)).state_dict()
-    held = {tensor.name: tensor for tensor in checkpoint.tensors}
-    assert set(state) <= set(held)
+    listed = {tensor.name: tensor for tensor in checkpoint.tensors}
+    assert set(state) <= set(listed)
     for name, tensor in state.items():
-        mine = held[name]
-        assert (mine.dtype, mine.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        assert (mine.stride, mine.offset) == (tensor.stride(), tensor.storage_offset())
-        assert raw(rebuilt(zoo, checkpoint, mine)) == raw(tensor.detach())
-    assert {"attribute", "listed/0", "listed/1", "named/k"} == set(held) - set(state)
+        actual = listed[name]
+        assert (actual.dtype, actual.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        assert (actual.stride, actual.offset) == (tensor.stride(), tensor.storage_offset())
+        assert raw(tensor_from_bytes(zoo, checkpoint, actual)) == raw(tensor.detach())
+    assert {"attribute", "listed/0", "listed/1", "named/k"} == set(listed) - set(state)
     assert ("a.w", "same.w") in checkpoint.shared
 
 
-def test_a_storage_has_the_dtype_of_its_tensors(zoo: bytes) -> None:
+def test_storage_has_the_dtype_of_its_tensors(zoo: bytes) -> None:
     checkpoint = read(zoo)
     assert {s.dtype for s in checkpoint.storages if "x_float8_e4m3fn" in s.tensors} == {"float8_e4m3fn"}
     assert all(storage.stored == storage.nbytes for storage in checkpoint.storages)
 
 
-def test_extra_files_and_devices_are_told(zoo: bytes) -> None:
+def test_extra_files_and_devices_are_reported(zoo: bytes) -> None:
     checkpoint = read(zoo)
     assert [(part.name, part.nbytes) for part in checkpoint.parts if part.kind == "extra file"] == [
         ("extra/notes.txt", 5)
@@ -196,7 +196,7 @@ def test_sparse_and_quantized_attributes() -> None:
     assert codes(checkpoint) == []
 
 
-def test_constants_are_named_as_the_code_names_them() -> None:
+def test_constants_are_named_as_in_the_code() -> None:
     class Frozen(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,12 +211,12 @@ def test_constants_are_named_as_the_code_names_them() -> None:
     checkpoint = read(buffer.getvalue())
     assert [tensor.name for tensor in checkpoint.tensors] == ["CONSTANTS.c0", "CONSTANTS.c1"]
     assert [storage.id for storage in checkpoint.storages] == ["constants/0", "constants/1"]
-    weight = rebuilt(buffer.getvalue(), checkpoint, checkpoint.tensors[0])
+    weight = tensor_from_bytes(buffer.getvalue(), checkpoint, checkpoint.tensors[0])
     assert torch.equal(weight, module.fc.weight)
     assert codes(checkpoint) == []
 
 
-def test_lite_interpreter_programs_are_named_and_searched(tmp_path: Path) -> None:
+def test_lite_interpreter_bytecode_is_scanned(tmp_path: Path) -> None:
     class Writes(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -228,18 +228,18 @@ def test_lite_interpreter_programs_are_named_and_searched(tmp_path: Path) -> Non
 
     path = tmp_path / "model.ptl"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer releases say that it is deprecated
+        warnings.simplefilter("ignore")  # deprecated in newer releases
         torch.jit.freeze(torch.jit.script(Writes().eval()))._save_for_lite_interpreter(str(path))
     checkpoint = read(path)
     assert dict(checkpoint.facts)["lite interpreter"].startswith("bytecode version ")
-    found = [p.where for p in checkpoint.problems if p.code == "script-dangerous-op"]
-    assert "bytecode.pkl" in found
-    assert len(found) == 2
+    places = [p.where for p in checkpoint.problems if p.code == "script-dangerous-op"]
+    assert "bytecode.pkl" in places
+    assert len(places) == 2
     assert [tensor.shape for tensor in checkpoint.tensors] == [(2, 3), (2,)]
     assert set(codes(checkpoint)) == {"script-dangerous-op"}
 
 
-# -- the code
+# -- code
 
 CALLS = {
     "plain": "torch.save(x, {0})",
@@ -258,7 +258,9 @@ CALLS = {
 
 
 @each("call", CALLS.values(), ids=list(CALLS))
-def test_no_spelling_that_torch_runs_goes_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_every_spelling_of_a_dangerous_call_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     @torch.jit.script
@@ -274,7 +276,7 @@ def test_no_spelling_that_torch_runs_goes_unseen(tmp_path: Path, monkeypatch: py
     blob = script(Calls())
     hidden = with_code(blob, lambda code: code.replace('torch.save(x, "FILE")', call.format(f'"{target}"')))
     torch.jit.load(io.BytesIO(hidden))(torch.ones(1))
-    assert target.exists(), "torch must take this spelling, or the test proves nothing"
+    assert target.exists(), "torch must accept this spelling, or the test proves nothing"
     assert "script-dangerous-op" in codes(read(hidden))
 
 
@@ -291,41 +293,41 @@ def test_no_spelling_that_torch_runs_goes_unseen(tmp_path: Path, monkeypatch: py
         "return ops.prim.unchecked_unwrap_optional(x)",
     ],
 )
-def test_what_torch_writes_is_no_alarm(code: str) -> None:
+def test_harmless_code_has_no_problems(code: str) -> None:
     assert code_problems("a.py", code) == []
 
 
-def test_an_open_quote_hides_nothing() -> None:
+def test_unclosed_quote_does_not_hide_a_call() -> None:
     assert code_problems("a.py", 's = "a\n"; torch.save(x, "f")')
 
 
-def test_a_program_of_many_quotes_takes_no_time() -> None:
+def test_code_with_many_quotes_has_no_problems() -> None:
     assert code_problems("a.py", "\"'" * 200_000 + '"""' + "\\" * 100_000) == []
 
 
-# -- the pickles beside the main one
+# -- other pickles
 
 
-def test_debug_information_is_judged(zoo: bytes) -> None:
+def test_pickles_of_debug_information_are_listed(zoo: bytes) -> None:
     evil = b"\x80\x02cos\ngetcwd\n)R."
     blob = changed(zoo, lambda name, record: evil if name.endswith(".debug_pkl") else record)
-    seen = {name for pickle_ in read(blob).pickles for name in pickle_.globals}
-    assert ("os", "getcwd") in seen
+    names = {name for pickle_ in read(blob).pickles for name in pickle_.globals}
+    assert ("os", "getcwd") in names
 
 
-def test_any_other_pickle_is_judged_too(zoo: bytes) -> None:
+def test_unknown_pickle_is_listed(zoo: bytes) -> None:
     blob = changed(zoo, lambda _, record: record, {"other.pkl": pickle.dumps(os.getcwd)})
     assert any(module in ("posix", "nt") for pickle_ in read(blob).pickles for module, _ in pickle_.globals)
 
 
-def test_the_main_pickle_stays_as_the_file_has_it(zoo: bytes) -> None:
+def test_main_pickle_is_listed_unchanged(zoo: bytes) -> None:
     main = next(pickle_ for pickle_ in read(zoo).pickles if pickle_.main)
     assert main.name == "data.pkl"
     assert ("torch.jit._pickle", "build_tensorlist") in main.globals
     assert all(call.args for call in main.calls if getattr(call.callee, "name", "") == "build_tensorlist")
 
 
-def test_a_state_dict_that_poses_as_a_program(data: Path) -> None:
+def test_state_dict_disguised_as_a_program(data: Path) -> None:
     plain = (data / "h200" / "state_dict_cuda0.pt").read_bytes()
     checkpoint = read(changed(plain, lambda _, record: record, {"constants.pkl": b"\x80\x02)."}))
     assert checkpoint.format == "torchscript"
@@ -333,10 +335,10 @@ def test_a_state_dict_that_poses_as_a_program(data: Path) -> None:
     assert [t.name for t in checkpoint.tensors] == [t.name for t in read(plain).tensors]
 
 
-# -- 1.0 to 1.2
+# -- torch 1.0 to 1.2
 
 
-def old(model: object, records: dict[str, bytes]) -> bytes:
+def old_archive(model: object, records: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, record in {"version": b"1\n", **records, "model.json": json.dumps(model).encode()}.items():
@@ -345,8 +347,8 @@ def old(model: object, records: dict[str, bytes]) -> bytes:
 
 
 def entry(key: str, dims: list[str], strides: list[str], offset: str = "0", kind: str = "FLOAT") -> dict[str, Any]:
-    where = {"data": {"key": key}, "device": "cuda:0", "requiresGrad": kind == "FLOAT"}
-    return {"dims": dims, "strides": strides, "offset": offset, "dataType": kind, **where}
+    location = {"data": {"key": key}, "device": "cuda:0", "requiresGrad": kind == "FLOAT"}
+    return {"dims": dims, "strides": strides, "offset": offset, "dataType": kind, **location}
 
 
 # [build_tensor_from_id(1), build_tensorlist([build_tensor_from_id(2)]), "words"], as 1.2 writes it
@@ -356,7 +358,7 @@ ATTRIBUTES = (
 )
 
 
-def test_attributes_of_1_2_are_found_by_number() -> None:
+def test_attributes_of_torch_1_2_are_found_by_number() -> None:
     floats = struct.pack("<8f", *range(8))
     inner = {"name": "fc", "parameters": [{"name": "weight", "tensorId": "0", "isBuffer": False}]}
     attributes = [{"name": name, "id": str(i)} for i, name in enumerate(["buf", "list", "word"])]
@@ -368,7 +370,7 @@ def test_attributes_of_1_2_are_found_by_number() -> None:
             entry("tensors/0", ["2"], ["1"]),
         ],
     }
-    blob = old(model, {"tensors/0": floats, "tensors/1": bytes(32), "attributes.pkl": ATTRIBUTES})
+    blob = old_archive(model, {"tensors/0": floats, "tensors/1": bytes(32), "attributes.pkl": ATTRIBUTES})
     checkpoint = read(blob)
     assert codes(checkpoint) == []
     assert [(t.name, t.dtype, t.shape, t.offset, t.device) for t in checkpoint.tensors] == [
@@ -376,22 +378,22 @@ def test_attributes_of_1_2_are_found_by_number() -> None:
         ("list/0", "float32", (2,), 0, "cuda:0"),
         ("fc.weight", "float32", (2, 3), 0, "cuda:0"),
     ]
-    assert rebuilt(blob, checkpoint, checkpoint.tensors[2]).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensor_from_bytes(blob, checkpoint, checkpoint.tensors[2]).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert checkpoint.shared == (("list/0", "fc.weight"),)
     assert ("word", "words") in [(leaf.name, leaf.text) for leaf in checkpoint.leaves]
 
 
-def test_a_described_tensor_must_fit() -> None:
+def test_tensor_that_does_not_fit_its_storage_is_broken() -> None:
     model = {
         "mainModule": {"parameters": [{"name": "w", "tensorId": "0"}, {"name": "lost", "tensorId": "1"}]},
         "tensors": [entry("tensors/0", ["100"], ["1"]), entry("tensors/7", ["2"], ["1"])],
     }
-    assert codes(read(old(model, {"tensors/0": bytes(16)}))) == ["tensor-broken", "storage-missing"]
+    assert codes(read(old_archive(model, {"tensors/0": bytes(16)}))) == ["tensor-broken", "storage-missing"]
 
 
 @each("model", [b"[", b"\xff", b"", b'{"mainModule":' + b'{"submodules":[' * 100_000, b"9" * 5000])
-def test_json_that_cannot_be_read_is_a_problem(model: bytes) -> None:
-    blob = changed(old({}, {}), lambda name, record: model if name == "model.json" else record)
+def test_unreadable_model_json_is_reported(model: bytes) -> None:
+    blob = changed(old_archive({}, {}), lambda name, record: model if name == "model.json" else record)
     assert codes(read(blob)) == ["json-broken"]
 
 
@@ -407,32 +409,32 @@ json_values = st.recursive(
 
 @given(json_values)
 @example({"mainModule": {"parameters": [{"tensorId": 0}]}, "tensors": [{"dims": [1 << 70], "strides": [1]}]})
-def test_no_model_json_raises(model: object) -> None:
-    read(old(model, {"attributes.pkl": ATTRIBUTES}))
+def test_arbitrary_model_json_does_not_raise(model: object) -> None:
+    read(old_archive(model, {"attributes.pkl": ATTRIBUTES}))
 
 
-# -- damage
+# -- damaged archives
 
 
 @settings(max_examples=60)
 @given(at=st.integers(0, 10_000), byte=st.integers(0, 255))
-def test_no_damage_raises(data: Path, at: int, byte: int) -> None:
+def test_damaged_byte_does_not_raise(data: Path, at: int, byte: int) -> None:
     blob = bytearray((data / "torch-releases" / RELEASES[-1] / "traced_cpu.pt").read_bytes())
     blob[at % len(blob)] = byte
     read(bytes(blob))
 
 
 @each("cut", range(0, 3000, 271))
-def test_no_cut_raises(data: Path, cut: int) -> None:
+def test_truncation_does_not_raise(data: Path, cut: int) -> None:
     read((data / "h200" / "torchscript_cuda0.pt").read_bytes()[: -cut or None])
 
 
-def test_a_missing_storage_is_told(zoo: bytes) -> None:
+def test_missing_storage_is_reported(zoo: bytes) -> None:
     checkpoint = read(changed(zoo, lambda name, record: None if name == "data/0" else record))
     assert "storage-missing" in codes(checkpoint)
 
 
-def test_bombs_are_not_unpacked(zoo: bytes) -> None:
+def test_decompression_is_limited(zoo: bytes) -> None:
     out = io.BytesIO(zoo)
     with zipfile.ZipFile(out, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         root = archive.namelist()[0].partition("/")[0]

@@ -1,7 +1,7 @@
-"""The container: tricks that show two readers two files, archives beyond four gigabytes, agreement of the readers.
+"""Zip archives: tricks that make two readers see two files, archives beyond four gigabytes, agreement of readers.
 
-What each trick does to torch and to ``zipfile`` is shown beside what we say of it, so that a trick that stops working,
-or never worked, is seen. C1 to C27 number the tricks that are in use; those without a number were found here.
+For many tricks, the tests also show what torch and ``zipfile`` read, so that a trick that does not work is noticed. C1
+to C27 are tricks in use by attackers; those without a number were found in this project.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PLAIN = entries()
 
 
 def by_torch(data: bytes, name: str) -> bytes:
-    """A record as torch reads it."""
+    """Read a record with torch."""
     return bytes(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record(name))
 
 
 def by_zipfile(data: bytes, name: str) -> bytes:
-    """A record as ``zipfile`` reads it."""
+    """Read a record with ``zipfile``."""
     with zipfile.ZipFile(io.BytesIO(data)) as opened:
         return opened.read(name)
 
@@ -47,12 +47,12 @@ def by_zipfile(data: bytes, name: str) -> bytes:
 def attempt(read: Callable[[bytes, str], bytes], data: bytes, name: str) -> bytes | None:
     try:
         return read(data, name)
-    except Exception:  # noqa: BLE001 - both readers raise whatever they meet
+    except Exception:  # noqa: BLE001 - readers raise errors of many types
         return None
 
 
 def both(data: bytes, name: str = "data.pkl", root: str = "archive") -> tuple[bytes | None, bytes | None]:
-    """The same record by torch and by ``zipfile``; ``None`` where one refuses."""
+    """The same record as read by torch and by ``zipfile``, or ``None`` on an error."""
     return attempt(by_torch, data, name), attempt(by_zipfile, data, f"{root}/{name}")
 
 
@@ -65,12 +65,12 @@ def renamed(old: bytes, new: bytes) -> list[Entry]:
 
 
 def shifted() -> bytes:
-    """Two archives of one layout back to back: the second one's end record leads into the first."""
+    """Two archives of the same layout in a row: the end record of the second points into the first."""
     return archive(entries(OTHER)) + archive(entries(forge.state_dict()))
 
 
 def unicode_path(name: bytes, other: bytes) -> bytes:
-    """The extra field 0x7075, in which zipfile (3.12 and later) finds another name."""
+    """The extra field 0x7075, from which ``zipfile`` (Python 3.12 and later) takes another name."""
     return struct.pack("<2HBL", 0x7075, 5 + len(other), 1, zlib.crc32(name)) + other
 
 
@@ -82,7 +82,7 @@ def macosx() -> Entry:
     return Entry(b"__MACOSX/archive/._data.pkl", b"\0\5\x16\7")
 
 
-# What is wrong with the file, what we say of its safety and of its integrity, and the code of the reason.
+# The file, its safety, its integrity, and the code of the finding.
 TRICKS: dict[str, tuple[bytes, str, str, str]] = {
     "C1 wrong checksum (CVE-2025-10156)": (with_pickle(OTHER, crc32=1), "data-only", "damaged", "crc-mismatch"),
     "C1 wrong checksum, hostile": (with_pickle(HOSTILE, crc32=1), "dangerous", "damaged", "crc-mismatch"),
@@ -90,13 +90,13 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
     "C2 two names (CVE-2025-1944)": (
         with_pickle(OTHER, local_name=b"archive/data.txt"), "dangerous", "damaged", "zip-names-differ",
     ),
-    "C3 encrypted, says only the header (CVE-2025-1945)": (
+    "C3 encrypted only in the local header (CVE-2025-1945)": (
         with_pickle(OTHER, local_flags=0x809), "dangerous", "damaged", "zip-headers-differ",
     ),
-    "C3 patch data, says only the header": (
+    "C3 patch data only in the local header": (
         with_pickle(OTHER, local_flags=0x828), "dangerous", "damaged", "zip-headers-differ",
     ),
-    "C3 strongly encrypted, says only the header": (
+    "C3 strongly encrypted only in the local header": (
         with_pickle(OTHER, local_flags=0x848), "dangerous", "damaged", "zip-headers-differ",
     ),
     "C3 encrypted": (with_pickle(OTHER, flags=0x809), "unknown", "damaged", "zip-unreadable-entry"),
@@ -123,7 +123,7 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
         with_pickle(HOSTILE, name=b"archive/Data.Pkl"), "dangerous", "repairable", "zip-name-case",
     ),
     "C8 shifted directory": (shifted(), "dangerous", "damaged", "zip-shifted"),
-    "C8 directory said to be elsewhere": (
+    "C8 directory at another offset": (
         archive(PLAIN, Tail(start=1)), "unknown", "damaged", "zip-misplaced",
     ),
     "C10 NUL in a name": (
@@ -177,36 +177,36 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
         with_pickle(OTHER, extra=unicode_path(b"archive/data.pkl", b"archive/data.txt")),
         "dangerous", "damaged", "zip-names-differ",
     ),
-    "a version of zip there is not": (with_pickle(OTHER, needed=99), "data-only", "repairable", "zip-one-reader"),
+    "an unknown version of zip": (with_pickle(OTHER, needed=99), "data-only", "repairable", "zip-one-reader"),
     "a name that is not UTF-8": (
         archive(renamed(b"archive", b"arch\xffve")), "data-only", "repairable", "zip-name-encoding",
     ),
     "one payload under two names (CVE-2024-0450)": (
         archive([*PLAIN, Entry(b"archive/data/2", in_file=False, header=0)]), "dangerous", "damaged", "zip-overlap",
     ),
-    "a record that reaches into the directory": (
+    "a record that overlaps the directory": (
         archive(remade(PLAIN, "serialization_id", stored=200, size=200)), "dangerous", "damaged", "zip-overlap",
     ),
     "zip64: two counts": (
         archive(PLAIN, Tail(zip64=True, wide_count=3)), "dangerous", "damaged", "zip-two-sizes",
     ),
-    "zip64: another end record where the locator says": (
+    "zip64: a wrong locator": (
         archive(PLAIN, Tail(zip64=True, locator=3), gap=b""), "dangerous", "damaged", "zip-shifted",
     ),
-    "zip64: the locator leads out of the file": (
+    "zip64: a locator beyond the file": (
         archive(PLAIN, Tail(zip64=True, locator=1 << 40)), "dangerous", "damaged", "zip-shifted",
     ),
-    "zip64: the end record is none": (
+    "zip64: invalid end record": (
         archive(PLAIN, Tail(zip64=True, wide_signature=b"PK\6\5", start=1)), "unknown", "damaged", "zip-misplaced",
     ),
     "zip64: several disks": (archive(PLAIN, Tail(zip64=True, disks=2)), "unknown", "damaged", "zip-multi-disk"),
-    "zip64: an end record too short": (
+    "zip64: an end record that is too short": (
         archive(PLAIN, Tail(zip64=True, wide_length=4)), "unknown", "damaged", "zip-multi-disk",
     ),
     "zip64: four billion entries": (
         archive(PLAIN, Tail(zip64=True, count=0xFFFF, wide_count=1 << 32)), "unknown", "damaged", "zip-count",
     ),
-    "zip64: a size that is nowhere": (
+    "zip64: a missing size": (
         with_pickle(OTHER, stored=forge.ALL32, size=forge.ALL32, extra=forge.sized(9)[:12]),
         "dangerous", "damaged", "zip-headers-differ",
     ),
@@ -218,32 +218,32 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
 
 
 @each("trick", TRICKS)
-def test_a_trick_is_named_for_what_it_is(trick: str) -> None:
+def test_trick_is_reported(trick: str) -> None:
     data, safety, integrity, code = TRICKS[trick]
-    told = inspect(data, verify=True)
-    assert (told.safety, told.integrity) == (safety, integrity)
-    assert code in {finding.code for finding in told.findings}
+    checkpoint = inspect(data, verify=True)
+    assert (checkpoint.safety, checkpoint.integrity) == (safety, integrity)
+    assert code in {finding.code for finding in checkpoint.findings}
 
 
-@each("trick", [trick for trick, told in TRICKS.items() if told[1] == "dangerous"])
-def test_what_is_dangerous_without_checksums_stays_so_with_them(trick: str) -> None:
+@each("trick", [trick for trick, checkpoint in TRICKS.items() if checkpoint[1] == "dangerous"])
+def test_dangerous_trick_is_dangerous_without_verify(trick: str) -> None:
     assert inspect(TRICKS[trick][0]).safety == "dangerous"
 
 
-def test_no_trick_no_finding() -> None:
-    told = inspect(archive(PLAIN), verify=True)
-    assert (told.safety, told.integrity, told.problems) == ("data-only", "whole", ())
+def test_ordinary_archive_has_no_problems() -> None:
+    checkpoint = inspect(archive(PLAIN), verify=True)
+    assert (checkpoint.safety, checkpoint.integrity, checkpoint.problems) == ("data-only", "whole", ())
     assert both(archive(PLAIN)) == (forge.state_dict(),) * 2
 
 
-# -- the tricks are real -----------------------------------------------------------------------------------------------
+# -- what torch and zipfile read ---------------------------------------------------------------------------------------
 
 
 def test_c8_torch_and_zipfile_read_two_different_indexes() -> None:
     assert both(shifted()) == (OTHER, forge.state_dict())
 
 
-def test_c5_which_of_two_records_torch_takes_is_chance() -> None:
+def test_c5_torch_reads_either_of_two_records_of_one_name() -> None:
     def winner(fillers: int) -> bytes:
         more = [Entry(b"archive/filler%d" % i) for i in range(fillers)]
         return by_torch(archive([*PLAIN, replace(PLAIN[0], data=OTHER), *more]), "data.pkl")
@@ -252,60 +252,60 @@ def test_c5_which_of_two_records_torch_takes_is_chance() -> None:
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "DATA.PKL", "dAtA.pKl"])
-def test_c6_c7_torch_does_not_look_at_case(name: str) -> None:
+def test_c6_c7_torch_ignores_the_case_of_names(name: str) -> None:
     assert by_torch(archive(renamed(b"data.pkl", b"DATA.PKL")), name) == forge.state_dict()
 
 
 @each(
-    ("trick", "seen"),
+    ("trick", "expected"),
     [
         ("C1 wrong checksum (CVE-2025-10156)", (OTHER, None)),
         ("C2 two names (CVE-2025-1944)", (OTHER, None)),
-        ("C3 encrypted, says only the header (CVE-2025-1945)", (OTHER, OTHER)),
+        ("C3 encrypted only in the local header (CVE-2025-1945)", (OTHER, OTHER)),
         ("C4 two methods", (OTHER, OTHER)),
         ("C12 count too small", (None, forge.state_dict())),
         ("C13 several disks", (None, forge.state_dict())),
-        ("a version of zip there is not", (OTHER, None)),
-        ("zip64: another end record where the locator says", (forge.state_dict(), forge.state_dict())),
-        ("zip64: the locator leads out of the file", (None, forge.state_dict())),
+        ("an unknown version of zip", (OTHER, None)),
+        ("zip64: a wrong locator", (forge.state_dict(), forge.state_dict())),
+        ("zip64: a locator beyond the file", (None, forge.state_dict())),
         ("zip64: two counts", (None, forge.state_dict())),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_torch_and_zipfile_make_of_it(trick: str, seen: tuple[bytes | None, bytes | None]) -> None:
-    loaded, read = both(TRICKS[trick][0])
-    assert loaded == seen[0]
-    assert read in (seen[1], None)  # newer ones refuse more
+def test_torch_and_zipfile_on_the_tricks(trick: str, expected: tuple[bytes | None, bytes | None]) -> None:
+    torch_read, zipfile_read = both(TRICKS[trick][0])
+    assert torch_read == expected[0]
+    assert zipfile_read in (expected[1], None)  # newer versions refuse more
 
 
-def test_a_storage_marked_as_a_folder_is_memory_to_torch() -> None:
-    numel = 10 << 20  # so much that it comes fresh from the system, and not from what was freed before
+def test_torch_does_not_read_a_storage_marked_as_a_folder() -> None:
+    numel = 10 << 20  # large enough for fresh memory from the system instead of reused memory
     weights = struct.pack("<f", 1.5) * numel
-    whole = entries(pickled(ordered({"w": tensor("0", (numel,), (1,), numel=numel)})), {"0": weights})
-    data = archive(remade(whole, "data/0", attributes=0x10))
+    records = entries(pickled(ordered({"w": tensor("0", (numel,), (1,), numel=numel)})), {"0": weights})
+    data = archive(remade(records, "data/0", attributes=0x10))
     assert by_zipfile(data, "archive/data/0") == weights
     assert not torch.load(io.BytesIO(data))["w"].eq(1.5).any()
 
 
 def test_torch_reads_a_stored_record_by_its_size_and_zipfile_by_its_stored_size() -> None:
-    loaded, read = both(TRICKS["stored in fewer bytes than it has"][0], "data/0")
-    assert loaded is not None
-    assert read is not None
-    assert (len(loaded), len(read)) == (16, 4)
+    torch_read, zipfile_read = both(TRICKS["stored in fewer bytes than it has"][0], "data/0")
+    assert torch_read is not None
+    assert zipfile_read is not None
+    assert (len(torch_read), len(zipfile_read)) == (16, 4)
 
 
-@pytest.mark.parametrize(("after", "found"), [(69_000, True), (70_000, False)])
-def test_torch_finds_an_end_record_further_from_the_end_than_zipfile(after: int, found: bool) -> None:
+@pytest.mark.parametrize(("after", "ok"), [(69_000, True), (70_000, False)])
+def test_torch_finds_an_end_record_further_from_the_end_than_zipfile(after: int, ok: bool) -> None:
     padded = entries(storages={"0": bytes(16), "1": bytes(16), "2": bytes(100_000)})
     data = archive(padded, Tail(after=b"x" * after))
-    assert both(data) == (forge.state_dict() if found else None, None)
-    assert read_index(BytesSource(data)).ok is found
+    assert both(data) == (forge.state_dict() if ok else None, None)
+    assert read_index(BytesSource(data)).ok is ok
 
 
-# -- containers around containers, and polyglots -----------------------------------------------------------------------
+# -- nested containers and polyglots -----------------------------------------------------------------------------------
 
 CONTAINERS: dict[str, tuple[bytes, set[str]]] = {
-    "C9 a zip that does not begin like one": (b"PK\7\x08" + forge.checkpoint(HOSTILE), {"unknown", "dangerous"}),
+    "C9 a zip with another first signature": (b"PK\7\x08" + forge.checkpoint(HOSTILE), {"unknown", "dangerous"}),
     "C16 a checkpoint in a zip": (archive([Entry(b"a/model.pt", forge.checkpoint(HOSTILE))]), {"unknown", "dangerous"}),
     "C16 a checkpoint in a checkpoint": (
         forge.checkpoint(extra={"inner.pt": forge.checkpoint(HOSTILE)}),
@@ -328,18 +328,18 @@ CONTAINERS: dict[str, tuple[bytes, set[str]]] = {
 
 
 @each("trick", CONTAINERS)
-def test_a_container_is_never_safer_than_what_it_holds(trick: str) -> None:
+def test_safety_of_containers_and_polyglots(trick: str) -> None:
     data, verdicts = CONTAINERS[trick]
     assert inspect(data).safety in verdicts
 
 
 @pytest.mark.parametrize("trick", [trick for trick in CONTAINERS if "behind it" in trick])
-def test_an_archive_behind_something_else_is_one_to_zipfile(trick: str) -> None:
+def test_zipfile_reads_an_archive_behind_another_format(trick: str) -> None:
     assert by_zipfile(CONTAINERS[trick][0], "archive/data.pkl") in (HOSTILE, forge.state_dict())
 
 
 @each("suffix", [".bin", ".pt", ".txt", ".safetensors", ".ckpt", ""])
-def test_c15_the_name_of_a_file_says_nothing(tmp_path: Path, suffix: str) -> None:
+def test_c15_file_suffix_does_not_change_the_safety(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model{suffix}"
     path.write_bytes(forge.checkpoint(HOSTILE))
     assert inspect(path).safety == "dangerous"
@@ -350,7 +350,7 @@ def test_c15_the_name_of_a_file_says_nothing(tmp_path: Path, suffix: str) -> Non
 # -- the directory -----------------------------------------------------------------------------------------------------
 
 
-def test_the_records_of_a_real_file_are_where_zipfile_finds_them(data: Path) -> None:
+def test_record_offsets_of_real_files_agree_with_zipfile(data: Path) -> None:
     for path in sorted(data.glob("torch-releases/*/state_dict_cpu.pt")):
         raw = path.read_bytes()
         index = read_index(BytesSource(raw))
@@ -364,7 +364,7 @@ def test_the_records_of_a_real_file_are_where_zipfile_finds_them(data: Path) -> 
 
 
 @pytest.mark.parametrize("deflated", [False, True], ids=["stored", "deflated"])
-def test_nothing_is_wrong_with_a_rezipped_archive(deflated: bool) -> None:
+def test_rezipped_archive_has_no_problems(deflated: bool) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED) as out:
         for entry in PLAIN:
@@ -373,19 +373,19 @@ def test_nothing_is_wrong_with_a_rezipped_archive(deflated: bool) -> None:
     assert index.problems == ()
 
 
-def test_checksums_that_were_never_written_are_not_wrong() -> None:
+def test_archive_without_checksums_is_unchecked() -> None:
     data = archive([replace(entry, crc32=0) for entry in PLAIN])
-    told = inspect(data, verify=True)
-    assert (told.safety, told.integrity) == ("data-only", "unchecked")
-    assert [finding.code for finding in told.findings] == ["no-checksums"]
+    checkpoint = inspect(data, verify=True)
+    assert (checkpoint.safety, checkpoint.integrity) == ("data-only", "unchecked")
+    assert [finding.code for finding in checkpoint.findings] == ["no-checksums"]
     assert [finding.code for finding in inspect(data).findings] == ["no-checksums"]
 
 
 @pytest.mark.parametrize("order", ["little", "big"])
 def test_byte_order_is_read_from_its_record(order: str) -> None:
-    told = inspect(archive(remade(PLAIN, "byteorder", data=order.encode())))
-    assert {storage.big_endian for storage in told.storages} == {order == "big"}
-    assert told.integrity == "unchecked"
+    checkpoint = inspect(archive(remade(PLAIN, "byteorder", data=order.encode())))
+    assert {storage.big_endian for storage in checkpoint.storages} == {order == "big"}
+    assert checkpoint.integrity == "unchecked"
 
 
 # -- beyond four gigabytes ---------------------------------------------------------------------------------------------
@@ -395,13 +395,13 @@ FAR_CRC = 0x8E9B8BF4  # of that many zeros
 
 
 def big_pickle() -> bytes:
-    held = {"far": tensor("1"), "big": tensor(storage=forge.storage_id("0", FAR, "ByteStorage"), shape=(FAR,))}
-    return pickled(ordered(held))
+    state = {"far": tensor("1"), "big": tensor(storage=forge.storage_id("0", FAR, "ByteStorage"), shape=(FAR,))}
+    return pickled(ordered(state))
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 4.3 GiB which takes a few kilobytes on the disk."""
+    """A sparse checkpoint of 4.3 GiB, which takes a few kilobytes on the disk."""
     path: Path = tmp_path_factory.mktemp("big") / "big.pt"
     forge.sparse_archive(path, FAR, FAR_CRC, big_pickle())
     if not forge.is_sparse(path):
@@ -409,10 +409,10 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_storage_beyond_four_gigabytes_is_found(big: Path) -> None:
-    told = inspect(big)
-    assert (told.safety, told.integrity) == ("data-only", "unchecked")
-    storage = next(storage for storage in told.storages if storage.key == "1")
+def test_storage_beyond_four_gigabytes_is_found(big: Path) -> None:
+    checkpoint = inspect(big)
+    assert (checkpoint.safety, checkpoint.integrity) == ("data-only", "unchecked")
+    storage = next(storage for storage in checkpoint.storages if storage.key == "1")
     assert storage.offset is not None
     assert storage.offset > FAR
     with big.open("rb") as file:
@@ -420,7 +420,7 @@ def test_a_storage_beyond_four_gigabytes_is_found(big: Path) -> None:
         assert struct.unpack("<4f", file.read(16)) == (1, 2, 3, 4)
 
 
-def test_torch_and_zipfile_find_it_there_too(big: Path) -> None:
+def test_records_beyond_four_gigabytes_agree_with_torch_and_zipfile(big: Path) -> None:
     reader = torch._C.PyTorchFileReader(str(big))
     with zipfile.ZipFile(big) as opened:
         for record in inspect(big).records:
@@ -429,37 +429,37 @@ def test_torch_and_zipfile_find_it_there_too(big: Path) -> None:
         assert opened.read("archive/data/1") == reader.get_record("data/1")
 
 
-def test_it_is_found_without_the_directory_too(big: Path, tmp_path: Path) -> None:
-    whole = {record.name: record for record in inspect(big).records}
+def test_records_beyond_four_gigabytes_are_found_without_the_directory(big: Path, tmp_path: Path) -> None:
+    complete = {record.name: record for record in inspect(big).records}
     cut = tmp_path / "cut.pt"
     forge.sparse_archive(cut, FAR, FAR_CRC, big_pickle())
     with cut.open("r+b") as file:
         file.truncate(cut.stat().st_size - 22)
-    told = inspect(cut)
-    assert told.integrity == "repairable"
-    places = {record.name: (record.offset, record.size, record.stored) for record in told.records}
-    assert places == {name: (record.offset, record.size, record.stored) for name, record in whole.items()}
+    checkpoint = inspect(cut)
+    assert checkpoint.integrity == "repairable"
+    extents = {record.name: (record.offset, record.size, record.stored) for record in checkpoint.records}
+    assert extents == {name: (record.offset, record.size, record.stored) for name, record in complete.items()}
 
 
-# -- agreement ---------------------------------------------------------------------------------------------------------
+# -- agreement of readers ----------------------------------------------------------------------------------------------
 
 
 def every_record(data: bytes) -> tuple[dict[str, bytes | None], dict[str, bytes | None]]:
-    """All records by torch and by ``zipfile``, under their names below the folder; ``None`` where one is refused."""
-    theirs: dict[str, bytes | None] = {}
+    """All records as read by torch and by ``zipfile``, without the root folder in their names; ``None`` on an error."""
+    torch_records: dict[str, bytes | None] = {}
     try:
         names = torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records()
-        theirs = {name: attempt(by_torch, data, name) for name in names}
-    except Exception:  # noqa: BLE001 - it raises whatever it meets
-        theirs = {}
+        torch_records = {name: attempt(by_torch, data, name) for name in names}
+    except Exception:  # noqa: BLE001 - as above
+        torch_records = {}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as opened:
             names = opened.namelist()
-    except Exception:  # noqa: BLE001 - the same
+    except Exception:  # noqa: BLE001 - as above
         names = []
     root = names[0].partition("/")[0] if names else ""
-    ours = {name.removeprefix(f"{root}/"): attempt(by_zipfile, data, name) for name in names}
-    return theirs, ours
+    zipfile_records = {name.removeprefix(f"{root}/"): attempt(by_zipfile, data, name) for name in names}
+    return torch_records, zipfile_records
 
 
 NUMBERS = st.sampled_from([0, 1, 3, 4, 12, 16, 17, 64, 0xFFFF, forge.ALL32])
@@ -513,29 +513,31 @@ TAILS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def forged(draw: st.DrawFn) -> bytes:
-    """An archive with a few fields of its headers changed, records repeated or dropped, bytes before or between."""
-    held = list(PLAIN)
+    """An archive with changed header fields, repeated or missing records, and extra bytes before or between."""
+    records = list(PLAIN)
     for _ in range(draw(st.integers(0, 3))):
-        at = draw(st.integers(0, len(held) - 1))
+        at = draw(st.integers(0, len(records) - 1))
         keys = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=3, unique=True))
-        changed = replace(held[at], **{key: draw(FIELDS[key]) for key in keys})
-        held[at : at + draw(st.integers(0, 1))] = [changed]
+        changed = replace(records[at], **{key: draw(FIELDS[key]) for key in keys})
+        records[at : at + draw(st.integers(0, 1))] = [changed]
     keys = draw(st.lists(st.sampled_from(sorted(TAILS)), max_size=3, unique=True))
     tail = Tail(**{key: draw(TAILS[key]) for key in keys})
     before = draw(st.sampled_from([b"", b"", b"", b"PK\3\4", bytes(8)]))
     gap = draw(st.sampled_from([b"", b"", b"x", forge.central_entry(PLAIN[0], 0)]))
-    return archive(held, tail, before=before, gap=gap)
+    return archive(records, tail, before=before, gap=gap)
 
 
 @settings(max_examples=400 * forge.FUZZ, suppress_health_check=[HealthCheck.too_slow])
 @given(forged())
-def test_what_we_call_data_only_has_one_reading(data: bytes) -> None:
-    told = inspect(data, verify=True)
-    if told.safety != "data-only":
+def test_readers_agree_on_any_archive_that_is_data_only(data: bytes) -> None:
+    checkpoint = inspect(data, verify=True)
+    if checkpoint.safety != "data-only":
         return
-    theirs, ours = every_record(data)
-    for name in theirs.keys() & ours.keys():
-        assert theirs[name] is None or ours[name] is None or theirs[name] == ours[name], name
-    if told.integrity == "whole":
-        assert theirs == ours
-        assert None not in theirs.values()
+    torch_records, zipfile_records = every_record(data)
+    for name in torch_records.keys() & zipfile_records.keys():
+        assert (
+            torch_records[name] is None or zipfile_records[name] is None or torch_records[name] == zipfile_records[name]
+        ), name
+    if checkpoint.integrity == "whole":
+        assert torch_records == zipfile_records
+        assert None not in torch_records.values()
