@@ -1,4 +1,4 @@
-"""Every command that a fix prints: on all machines that the tests know, and with each tool, shell and distribution."""
+"""All commands in fixes: of every machine in the tests, for each package manager, shell and distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transload.machine import Extension, Machine, Step, Torch, Unknown
 
 
 class Fix(NamedTuple):
-    """The commands of one finding, in order, without the dollar."""
+    """The commands in the fix of one finding, in order, without the leading ``$``."""
 
     code: str
     machine: Machine
@@ -35,13 +35,13 @@ class Fix(NamedTuple):
 
 
 FIRED: set[str] = set()
-"""The codes of all findings, once ``fixes`` was called."""
+"""The codes of all findings; empty until ``fixes`` is called."""
 
 
 @cache
 def fixes() -> tuple[Fix, ...]:
-    """Each different one once."""
-    found: dict[tuple[str, ...], Fix] = {}
+    """The distinct fixes of all machines."""
+    distinct: dict[tuple[str, ...], Fix] = {}
     for machine in (*map(machine_from, machines().values()), *variants()):
         diagnosis = judge_machine(machine)
         for finding in (*diagnosis.findings, *(muted.finding for muted in diagnosis.muted)):
@@ -49,15 +49,15 @@ def fixes() -> tuple[Fix, ...]:
             commands = tuple(line[2:] for line in finding.fix if line.startswith("$ "))
             if commands:
                 key = (machine.platform.system, machine.platform.machine, *commands)
-                found.setdefault(key, Fix(finding.code, machine, commands))
-    return tuple(found.values())
+                distinct.setdefault(key, Fix(finding.code, machine, commands))
+    return tuple(distinct.values())
 
 
 def variants() -> Iterator[Machine]:
-    """Faults whose commands depend on the tool, the shell or the distribution, with each of these."""
-    for machine in (*broken(), *without_gpu()):
+    """Machines with faults whose fix depends on the package manager, the shell or the distribution, one for each."""
+    for machine in (*broken_packages(), *without_gpu()):
         for tool, project in (("uv", False), ("uv", True), ("poetry", True), ("pdm", True), ("conda", False)):
-            installs = tuple(replace(each, installer=tool) for each in machine.torch.installs or ())
+            installs = tuple(replace(entry, installer=tool) for entry in machine.torch.installs or ())
             yield changed(machine, python__tool=tool, python__project=project, torch__installs=installs)
         yield changed(machine, python__tool="pixi", python__environment="pixi")
         yield changed(machine, python__externally_managed=True)
@@ -71,23 +71,23 @@ def variants() -> Iterator[Machine]:
     yield from (lxc, *(changed(in_container(refused(healthy(), 100), kind), nodes__found=absent) for kind in kinds))
     mps = {"kernel__daemons": ("nvidia-cuda-mps-control",), "variables__values": {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/x"}}  # noqa: S108
     yield changed(refused(healthy(), 805), **mps)
-    of_conda = replace(needed("libcudart.so.13", "nvidia/cu13/lib"), path="/opt/venv/lib/libcudart.so.13")
-    pixi = {"python__environment": "pixi", "python__tool": "pixi", "torch_libraries__needed": (of_conda,)}
+    conda_library = replace(needed("libcudart.so.13", "nvidia/cu13/lib"), path="/opt/venv/lib/libcudart.so.13")
+    pixi = {"python__environment": "pixi", "python__tool": "pixi", "torch_libraries__needed": (conda_library,)}
     yield changed(healthy(), **pixi)
-    path = {"LD_LIBRARY_PATH": "/opt/x", "CUDA_VISIBLE_DEVICES": "-1"}
-    hidden = changed(refused(healthy(), 100), variables__values=path)
+    variables = {"LD_LIBRARY_PATH": "/opt/x", "CUDA_VISIBLE_DEVICES": "-1"}
+    hidden = changed(refused(healthy(), 100), variables__values=variables)
     for shell in ("fish", "tcsh"):
         yield changed(hidden, platform__shell=shell)
         yield changed(healthy(), platform__shell=shell, platform__laptop=True, variables__values={"LD_PRELOAD": "x"})
     yield changed(hidden, platform__system="Windows")
-    old = changed(refused(healthy(), 35), driver__cuda__version=12020, driver__nvml__cuda=12020)
-    gone = changed(refused(healthy(), 100), kernel__loaded=False, kernel__built_for=(), driver__libraries__cuda=())
+    old_driver = changed(refused(healthy(), 35), driver__cuda__version=12020, driver__nvml__cuda=12020)
+    no_driver = changed(refused(healthy(), 100), kernel__loaded=False, kernel__built_for=(), driver__libraries__cuda=())
     for name, manager in (
         *(("ubuntu", "apt"), ("debian", "apt"), ("fedora", "dnf"), ("rhel", "dnf"), ("arch", "pacman")),
         *(("opensuse", "zypper"), ("nixos", "nix"), ("alpine", "apk")),
     ):
-        lacks = fails(healthy(), "OSError: libgomp.so.1: cannot open shared object file")
-        for machine in (old, gone, lacks, changed(gone, hardware__pci=(card(0x1B80),))):
+        missing_library = import_fails(healthy(), "OSError: libgomp.so.1: cannot open shared object file")
+        for machine in (old_driver, no_driver, missing_library, changed(no_driver, hardware__pci=(card(0x1B80),))):
             yield changed(
                 machine,
                 platform__distribution=name,
@@ -97,17 +97,22 @@ def variants() -> Iterator[Machine]:
             )
 
 
-def broken() -> Iterator[Machine]:
-    """A machine with a GPU and something wrong with its packages."""
+def broken_packages() -> Iterator[Machine]:
+    """Machines with a GPU and a fault in their Python packages."""
     cpu = (install("2.13.0+cpu", ""),)
     machine = healthy()
     yield changed(dead(machine), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
-    older = changed(machine, driver__cuda__version=12020, driver__nvml__cuda=12020, driver__nvml__driver="535.54.03")
-    yield changed(dead(older), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
+    old_driver = changed(
+        machine, driver__cuda__version=12020, driver__nvml__cuda=12020, driver__nvml__driver="535.54.03"
+    )
+    yield changed(dead(old_driver), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
     yield changed(machine, torch=Torch(()), torch_run__steps=(), torch_run__version="")
-    lost = replace(install(), missing=("lib/libtorch_cuda.so: absent",))
-    yield changed(fails(machine, "OSError: libtorch_cuda.so: cannot open shared object file"), torch__installs=(lost,))
-    yield fails(machine, "ModuleNotFoundError: No module named 'typing_extensions'")
+    incomplete = replace(install(), missing=("lib/libtorch_cuda.so: absent",))
+    yield changed(
+        import_fails(machine, "OSError: libtorch_cuda.so: cannot open shared object file"),
+        torch__installs=(incomplete,),
+    )
+    yield import_fails(machine, "ModuleNotFoundError: No module named 'typing_extensions'")
     for names in (("torchvision",), ("bitsandbytes",), ("flash-attn", "torchaudio", "torchvision", "detectron2")):
         extensions = tuple(Extension(name, "0.1", undefined=("_ZN3c10",)) for name in names)
         packages = {**machine.python.packages, **dict.fromkeys(names, "0.1")}
@@ -115,19 +120,21 @@ def broken() -> Iterator[Machine]:
 
 
 def without_gpu() -> Iterator[Machine]:
-    """A machine without a GPU whose torch, of either build, is broken, absent, or beside a package of another build."""
+    """Machines without a GPU whose torch is absent, broken, or installed beside a package for another build."""
     machine = bare()
     yield changed(machine, torch=Torch(()), torch_run__steps=(), torch_run__version="")
     for version, cuda in (("2.13.0+cpu", ""), ("2.13.0+cu130", "13.0")):
-        lost = replace(install(version, cuda), missing=("lib/libtorch.so: absent",))
-        failed = fails(machine, "OSError: libtorch.so: cannot open shared object file")
-        yield changed(failed, torch__installs=(lost,), python__packages={"torchvision": "0.28.0"})
-    yield changed(fails(machine, "ImportError: no"), torch=Torch((), dangling=("/opt/x/torch-2.13.0.dist-info",)))
-    beside = Extension("torchvision", "0.28.0+cu130", missing=("libcudart.so.13",), local="cu130")
-    yield changed(machine, extensions=(beside,), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
+        incomplete = replace(install(version, cuda), missing=("lib/libtorch.so: absent",))
+        failed = import_fails(machine, "OSError: libtorch.so: cannot open shared object file")
+        yield changed(failed, torch__installs=(incomplete,), python__packages={"torchvision": "0.28.0"})
+    yield changed(
+        import_fails(machine, "ImportError: no"), torch=Torch((), dangling=("/opt/x/torch-2.13.0.dist-info",))
+    )
+    other_build = Extension("torchvision", "0.28.0+cu130", missing=("libcudart.so.13",), local="cu130")
+    yield changed(machine, extensions=(other_build,), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
 
 
-def fails(machine: Machine, error: str) -> Machine:
-    """The machine whose torch cannot be imported."""
+def import_fails(machine: Machine, error: str) -> Machine:
+    """The machine with a torch whose import raises ``error``."""
     step = Step("import", ok=False, error=error)
     return changed(machine, torch_run__steps=(step,), torch_run__available=Unknown(error), torch_run__version="")

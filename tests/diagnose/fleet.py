@@ -1,4 +1,4 @@
-"""Machines of a cluster: alike, and each way in which one of them may be odd."""
+"""The machines of a cluster, and every way in which one of them can differ from the others."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ OLD = "570.86.15"
 
 
 def server(gpus: int = 8) -> Machine:
-    """A healthy machine with several cards, all linked."""
+    """A healthy machine with several GPUs, all connected by NVLink."""
     cards = tuple(
-        replace(nvml_gpu(number), ecc="enabled", nvlinks=18, peers=gpus - 1, fabric="completed")
-        for number in range(gpus)
+        replace(nvml_gpu(index), ecc="enabled", nvlinks=18, peers=gpus - 1, fabric="completed") for index in range(gpus)
     )
     return changed(
         healthy(),
@@ -33,12 +32,12 @@ def server(gpus: int = 8) -> Machine:
     )
 
 
-def card(place: int, **facts: Any) -> Callable[[Machine], Machine]:
-    """One of the cards with other facts."""
+def gpu_with(index: int, **facts: Any) -> Callable[[Machine], Machine]:
+    """A change of facts about one GPU."""
 
     def change(machine: Machine) -> Machine:
         cards = [*machine.driver.nvml.gpus]
-        cards[place] = replace(cards[place], **facts)
+        cards[index] = replace(cards[index], **facts)
         return changed(machine, driver__nvml__gpus=tuple(cards))
 
     return change
@@ -49,7 +48,7 @@ def variable(name: str, value: str, machine: Machine) -> Machine:
 
 
 def other_driver(machine: Machine) -> Machine:
-    """The whole driver in another release, kernel module and libraries."""
+    """Another release of the driver, both the kernel module and the libraries."""
     machine = changed(machine, driver__nvml__driver=OLD, kernel__version=OLD)
     return changed(machine, driver__libraries__cuda=(library("libcuda.so.1", OLD),))
 
@@ -64,31 +63,31 @@ def other_build(machine: Machine) -> Machine:
     return changed(machine, torch__installs=(install,), torch_run__version="2.13.0+cu126", torch_run__cuda="12.6")
 
 
-def other_name(machine: Machine) -> Machine:
+def other_model(machine: Machine) -> Machine:
     cards = tuple(replace(gpu, name="NVIDIA H100 80GB HBM3") for gpu in machine.driver.nvml.gpus)
     return changed(machine, driver__nvml__gpus=cards)
 
 
-def one_card_less(machine: Machine) -> Machine:
+def one_gpu_less(machine: Machine) -> Machine:
     cards = tuple(replace(gpu, peers=6) for gpu in machine.driver.nvml.gpus[:-1])
-    found = {"driver__nvml__gpus": cards, "driver__nvml__count": 7, "driver__cuda__count": 7}
-    return changed(machine, **found, driver__cuda__gpus=machine.driver.cuda.gpus[:-1])
+    facts = {"driver__nvml__gpus": cards, "driver__nvml__count": 7, "driver__cuda__count": 7}
+    return changed(machine, **facts, driver__cuda__gpus=machine.driver.cuda.gpus[:-1])
 
 
 ODDITIES: dict[str, Callable[[Machine], Machine]] = {
-    "GPUs": one_card_less,
-    "GPU model": other_name,
+    "GPUs": one_gpu_less,
+    "GPU model": other_model,
     "torch": other_torch,
     "build of torch": other_build,
     "NCCL": partial(changed, torch_run__nccl="2.21.5"),
     "driver": other_driver,
     "kernel module": partial(changed, kernel__flavour="proprietary"),
-    "MIG": card(3, mig="enabled"),
-    "NVLink": card(5, nvlinks=17),
-    "P2P": card(0, peers=0),
-    "NVLink fabric": card(1, fabric="in-progress"),
-    "ECC": card(2, ecc="disabled"),
-    "compute mode": card(4, compute_mode="exclusive-process"),
+    "MIG": gpu_with(3, mig="enabled"),
+    "NVLink": gpu_with(5, nvlinks=17),
+    "P2P": gpu_with(0, peers=0),
+    "NVLink fabric": gpu_with(1, fabric="in-progress"),
+    "ECC": gpu_with(2, ecc="disabled"),
+    "compute mode": gpu_with(4, compute_mode="exclusive-process"),
     "Python": partial(changed, python__version="3.10.14"),
     "cuDNN": partial(changed, torch_run__cudnn="9.1.0"),
     "kernel": partial(changed, platform__kernel="6.8.0-31-generic"),
@@ -102,17 +101,20 @@ ODDITIES: dict[str, Callable[[Machine], Machine]] = {
     "CUDA_LAUNCH_BLOCKING": partial(variable, "CUDA_LAUNCH_BLOCKING", "1"),
     "package nvidia-cudnn-cu13": partial(changed, python__packages={"torch": "2.13.0"}),
 }
-"""What a comparison calls it, and how it comes about. The first two come first: others change cards."""
+"""The name of each difference in a comparison, and the change that causes it.
+
+The first two must stay first: later ones change single GPUs.
+"""
 
 
-def node(*odd: str) -> Machine:
-    """A machine of the cluster that is odd in these things."""
+def node(*differing: str) -> Machine:
+    """A machine of the cluster that differs in these facts."""
     machine = server()
     for fact, change in ODDITIES.items():
-        machine = change(machine) if fact in odd else machine
+        machine = change(machine) if fact in differing else machine
     return machine
 
 
 def document(machine: Machine) -> dict[str, Any]:
-    """Its report, as far as it is read."""
+    """The report of the machine, with only the fields that are read."""
     return {"schema": 1, "machine": machine.to_dict()}

@@ -1,4 +1,4 @@
-"""Machines for tests: a healthy one for each kind of host, and a way to break one fact of it."""
+"""Machines for tests: a healthy one, its variants on each kind of host, and helpers that change single facts."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ STEPS = ("import", "available", "init", "kernel", "matmul", "convolution")
 
 
 def changed(machine: Machine, **facts: Any) -> Machine:
-    """The machine with some facts changed; ``__`` in a name goes a level down: ``driver__cuda__init=999``."""
+    """The machine with some facts changed; ``__`` in a name descends one level: ``driver__cuda__init=999``."""
     for path, value in facts.items():
         machine = _changed(machine, path.split("__"), value)
     return machine
 
 
-def _changed(thing: Any, path: list[str], value: Any) -> Any:
+def _changed(record: Any, path: list[str], value: Any) -> Any:
     head, *rest = path
-    return replace(thing, **{head: _changed(getattr(thing, head), rest, value) if rest else value})
+    return replace(record, **{head: _changed(getattr(record, head), rest, value) if rest else value})
 
 
 def healthy() -> Machine:
-    """An Ubuntu server with one H200, torch 2.13.0+cu130 in a venv, and everything at work."""
+    """An Ubuntu server with one H200 and torch 2.13.0+cu130 in a venv, on which everything works."""
     return Machine(
         transload="0",
         platform=Platform(
@@ -142,12 +142,12 @@ def healthy() -> Machine:
 
 
 def no_torch_run(machine: Machine) -> Machine:
-    """As with ``--no-torch``."""
+    """The machine as reported with ``--no-torch``: torch was not run."""
     return replace(machine, torch_run=TorchRun())
 
 
 def dead(machine: Machine, *, available: bool = False, warning: str = "", error: str = "") -> Machine:
-    """The machine where torch imports and CUDA does not come up."""
+    """The machine with a torch that can be imported but cannot initialize CUDA."""
     text = error or "RuntimeError: No CUDA GPUs are available"
     steps = (Step("import", ok=True), Step("available", ok=True), Step("init", ok=False, error=text))
     run = replace(
@@ -157,13 +157,13 @@ def dead(machine: Machine, *, available: bool = False, warning: str = "", error:
 
 
 def refused(machine: Machine, code: int) -> Machine:
-    """The machine whose driver answers ``cuInit`` with a code, and whose torch fails accordingly."""
+    """The machine whose ``cuInit`` returns ``code``, and whose torch fails accordingly."""
     cuda = replace(machine.driver.cuda, init=code, count=-1, count_code=3, gpus=())
     return dead(replace(machine, driver=replace(machine.driver, cuda=cuda)))
 
 
 def bare() -> Machine:
-    """A laptop without an NVIDIA card, with a CPU build of torch at work."""
+    """A laptop without an NVIDIA GPU, with a working CPU build of torch."""
     machine = healthy()
     steps = (Step("import", ok=True), Step("available", ok=True), Step("cpu", ok=True))
     return replace(
@@ -183,28 +183,30 @@ def bare() -> Machine:
 
 
 def in_container(machine: Machine, kind: str = "docker") -> Machine:
-    """The machine seen from inside a container that was given its GPU."""
-    around = Surroundings(container=kind, evidence=("/.dockerenv exists",))
+    """The machine seen from inside a container that has access to the GPU."""
+    inside = Surroundings(container=kind, evidence=("/.dockerenv exists",))
     return replace(
         machine,
-        surroundings=around,
+        surroundings=inside,
         platform=replace(machine.platform, root=True, shell="bash"),
         kernel=replace(machine.kernel, built_for=Unknown("/lib/modules does not exist")),
     )
 
 
 def in_slurm(machine: Machine) -> Machine:
-    """The machine seen from inside a Slurm job that was given its GPU."""
+    """The machine seen from inside a Slurm job to which the GPU is allocated."""
     values = {"SLURM_JOB_ID": "4711", "SLURM_JOB_GPUS": "0", "SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}
     return changed(machine, surroundings=Surroundings(slurm=True), variables__values=values)
 
 
 def in_wsl(machine: Machine) -> Machine:
-    """A Windows machine with the card of ``machine``, seen from WSL 2."""
+    """A Windows machine with the GPU of ``machine``, seen from WSL 2."""
     lib = "/usr/lib/wsl/lib"
-    there = Library("libcuda.so.1", f"{lib}/libcuda.so.1", f"{lib}/libcuda.so.1", "ld.so.cache", "", "wsl")
-    nvml = replace(there, name="libnvidia-ml.so.1", path=f"{lib}/libnvidia-ml.so.1", target=f"{lib}/libnvidia-ml.so.1")
-    libraries = replace(machine.driver.libraries, cuda=(there,), nvml=(nvml,), smi=f"{lib}/nvidia-smi")
+    libcuda = Library("libcuda.so.1", f"{lib}/libcuda.so.1", f"{lib}/libcuda.so.1", "ld.so.cache", "", "wsl")
+    nvml = replace(
+        libcuda, name="libnvidia-ml.so.1", path=f"{lib}/libnvidia-ml.so.1", target=f"{lib}/libnvidia-ml.so.1"
+    )
+    libraries = replace(machine.driver.libraries, cuda=(libcuda,), nvml=(nvml,), smi=f"{lib}/nvidia-smi")
     return replace(
         machine,
         surroundings=Surroundings(wsl=2),
@@ -218,7 +220,7 @@ def in_wsl(machine: Machine) -> Machine:
             machine.driver,
             libraries=libraries,
             nvml=replace(machine.driver.nvml, library=nvml.path),
-            cuda=replace(machine.driver.cuda, library=there.path),
+            cuda=replace(machine.driver.cuda, library=libcuda.path),
         ),
     )
 

@@ -1,6 +1,7 @@
-"""Run pip commands one after the other, each in a fork of one process: importing pip takes most of its time.
+"""Run pip commands one after the other, each in a fork of one process, because importing pip takes most of the time.
 
-Started by the interpreter of a scratch environment, with a file of runs: what is there before, and the commands.
+Started by the interpreter of a scratch environment, with a file of runs: the packages installed before, and the
+commands.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import shutil
 import sys
 from pathlib import Path
 
-WARM = ["install", "--quiet", "--dry-run", "--find-links", ".", "pip"]
-"""Has pip import all that it needs. Before Python 3.11 it would also remember what is installed."""
+WARM_UP = ["install", "--quiet", "--dry-run", "--find-links", ".", "pip"]
+"""Makes pip import all its modules. Before Python 3.11 it would also cache the list of installed packages."""
 
 
-def begin(site: Path, before: dict[str, tuple[str, str]]) -> None:
-    """Leave nothing but pip in ``site``, and these packages: their version, and what their version.py says."""
+def reset(site: Path, before: dict[str, tuple[str, str]]) -> None:
+    """Reset ``site`` to pip and the packages ``before``: their version, and the content of their version.py."""
     for path in site.iterdir():
         if not path.name.startswith("pip"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, (version, text) in before.items():
         module = name.replace("-", "_")
         info = site / f"{module}-{version}.dist-info"
-        for path, words in (
+        for path, content in (
             (site / module / "__init__.py", ""),
             (site / module / "version.py", text),
             (info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"),
@@ -37,40 +38,40 @@ def begin(site: Path, before: dict[str, tuple[str, str]]) -> None:
             ),
         ):
             path.parent.mkdir(exist_ok=True)
-            path.write_text(words)
+            path.write_text(content)
 
 
-def run(arguments: list[str], environ: dict[str, str], out: str) -> int:
-    child = os.fork()
-    if not child:
+def run(arguments: list[str], environ: dict[str, str], log: str) -> int:
+    pid = os.fork()
+    if not pid:
         code = 99
         try:
             os.environ.update(environ)
-            file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, 1)
             os.dup2(file, 2)
             code = pip(arguments)
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def pip(arguments: list[str]) -> int:
-    from pip._internal.cli.main import main  # not where the module is only looked at for doctests
+    from pip._internal.cli.main import main  # not when pytest imports this module to look for doctests
 
     return main(arguments)
 
 
 if __name__ == "__main__":
     if sys.version_info >= (3, 11):
-        pip(WARM)
-    site, told = Path(sys.argv[1]), []
-    for each in json.loads(Path(sys.argv[2]).read_text()):
-        begin(site, each["before"])
+        pip(WARM_UP)
+    site, results = Path(sys.argv[1]), []
+    for case in json.loads(Path(sys.argv[2]).read_text()):
+        reset(site, case["before"])
         failed = ""
-        for arguments, environ in each["commands"]:
+        for arguments, environ in case["commands"]:
             if run(arguments, environ, sys.argv[2] + ".out"):
                 failed = failed or f"{arguments}: {Path(sys.argv[2] + '.out').read_text()}"
         versions = {path.parent.name: path.read_text() for path in site.glob("*/version.py")}
-        told.append([failed, versions])
-    sys.stdout.write(json.dumps(told))
+        results.append([failed, versions])
+    sys.stdout.write(json.dumps(results))

@@ -1,4 +1,4 @@
-"""Many machines compared: what is found, what is not invented, and how it is told."""
+"""Comparison of many machines: which differences are reported, which are not, and how."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     import pytest
 
 
-def fleet(*odd: Machine, alike: int = 4) -> dict[str, Machine]:
-    """Alike machines and then odd ones: gpu1, gpu2 …"""
-    return {f"gpu{number}": machine for number, machine in enumerate([*[server()] * alike, *odd], 1)}
+def fleet(*differing: Machine, alike: int = 4) -> dict[str, Machine]:
+    """Identical machines and then differing ones, named gpu1, gpu2 …"""
+    return {f"gpu{number}": machine for number, machine in enumerate([*[server()] * alike, *differing], 1)}
 
 
-def compared(machines: dict[str, Machine]) -> Comparison:
+def compare_machines(machines: dict[str, Machine]) -> Comparison:
     return compare({name: judge_machine(machine) for name, machine in machines.items()})
 
 
-def shown(comparison: Comparison) -> dict[str, tuple[str, ...]]:
+def reported(comparison: Comparison) -> dict[str, tuple[str, ...]]:
     return {
-        each.fact: tuple(name for group in each.odd for name in group.nodes)
-        for each in comparison.differences
-        if not each.follows
+        difference.fact: tuple(name for group in difference.odd for name in group.nodes)
+        for difference in comparison.differences
+        if not difference.follows
     }
 
 
@@ -45,72 +45,72 @@ def first_line(comparison: Comparison) -> str:
     return " ".join(as_text(report(comparison)).partition("\n\n")[0].split())
 
 
-def test_alike() -> None:
-    found = compared(fleet())
-    assert found.ok
-    assert not found.differences
-    assert not found.faults
-    assert first_line(found) == "All 4 nodes are alike and healthy: 8 × NVIDIA H200"
-    assert found.alike["NCCL"] == "2.27.5"
+def test_identical_machines_have_no_differences() -> None:
+    comparison = compare_machines(fleet())
+    assert comparison.ok
+    assert not comparison.differences
+    assert not comparison.faults
+    assert first_line(comparison) == "All 4 nodes are alike and healthy: 8 × NVIDIA H200"
+    assert comparison.alike["NCCL"] == "2.27.5"
 
 
 @each("fact", ODDITIES)
-def test_an_oddity_is_found_and_nothing_is_invented(fact: str) -> None:
-    assert shown(compared(fleet(node(fact)))) == {fact: ("gpu5",)}
+def test_only_the_fact_that_differs_is_reported(fact: str) -> None:
+    assert reported(compare_machines(fleet(node(fact)))) == {fact: ("gpu5",)}
 
 
-def test_several_in_several_things() -> None:
-    found = compared(fleet(node("NCCL", "driver"), node("NCCL"), alike=9))
-    assert shown(found) == {"NCCL": ("gpu10", "gpu11"), "driver": ("gpu10",)}
-    assert first_line(found) == (
+def test_several_machines_differ_in_several_facts() -> None:
+    comparison = compare_machines(fleet(node("NCCL", "driver"), node("NCCL"), alike=9))
+    assert reported(comparison) == {"NCCL": ("gpu10", "gpu11"), "driver": ("gpu10",)}
+    assert first_line(comparison) == (
         "gpu[10-11] differ from the other 9 in NCCL and driver; no failure was found that this explains"
     )
-    hidden = {each.fact: each.follows for each in found.differences if each.follows}
-    assert hidden == {"kernel module": "driver", "libcuda": "driver"}
+    consequences = {difference.fact: difference.follows for difference in comparison.differences if difference.follows}
+    assert consequences == {"kernel module": "driver", "libcuda": "driver"}
 
 
-def test_a_fact_that_follows_on_one_machine_is_shown_for_another() -> None:
-    assert shown(compared(fleet(node("driver"), node("kernel module")))) == {
+def test_consequence_on_one_machine_is_still_reported_for_another() -> None:
+    assert reported(compare_machines(fleet(node("driver"), node("kernel module")))) == {
         "driver": ("gpu5",),
         "kernel module": ("gpu6",),
     }
 
 
-def test_a_difference_explains_a_failure() -> None:
+def test_difference_explains_a_fault() -> None:
     broken = refused(other_driver(server()), 803)
-    found = compared(fleet(broken, node("NCCL")))
-    (fault,) = found.faults
+    comparison = compare_machines(fleet(broken, node("NCCL")))
+    (fault,) = comparison.faults
     assert (fault.nodes, fault.because) == (("gpu5",), ("driver",))
-    assert "; the difference in driver explains what is wrong on gpu5: " in first_line(found)
-    assert found.without_cuda == ("gpu5",)
+    assert "; the difference in driver explains what is wrong on gpu5: " in first_line(comparison)
+    assert comparison.without_cuda == ("gpu5",)
 
 
-def test_a_fault_is_as_bad_as_on_the_machine_where_it_is_worst() -> None:
+def test_fault_has_the_worst_severity_of_its_machines() -> None:
     lost = with_gpu(server(), code=15)
-    (fault,) = compared(fleet(lost, refused(lost, 100))).faults
+    (fault,) = compare_machines(fleet(lost, refused(lost, 100))).faults
     assert (fault.code, fault.severity, fault.nodes) == ("H02", "error", ("gpu5", "gpu6"))
 
 
-def test_a_difference_that_healthy_machines_share_explains_nothing() -> None:
-    found = compared(fleet(refused(other_driver(server()), 803), other_driver(server())))
-    assert [fault.because for fault in found.faults] == [()]
-    assert "; no difference explains what is wrong on gpu5: " in first_line(found)
+def test_difference_shared_with_a_healthy_machine_explains_nothing() -> None:
+    comparison = compare_machines(fleet(refused(other_driver(server()), 803), other_driver(server())))
+    assert [fault.because for fault in comparison.faults] == [()]
+    assert "; no difference explains what is wrong on gpu5: " in first_line(comparison)
 
 
-def test_all_have_the_same_problem() -> None:
-    found = compared({f"gpu{number}": refused(server(), 803) for number in range(3)})
-    assert first_line(found).startswith("All 3 nodes are alike, and have a problem: ")
-    assert not found.ok
+def test_same_fault_on_all_machines() -> None:
+    comparison = compare_machines({f"gpu{number}": refused(server(), 803) for number in range(3)})
+    assert first_line(comparison).startswith("All 3 nodes are alike, and have a problem: ")
+    assert not comparison.ok
 
 
 def test_two_machines_have_no_majority() -> None:
-    found = compared(fleet(node("NCCL"), alike=1))
-    (difference,) = found.differences
+    comparison = compare_machines(fleet(node("NCCL"), alike=1))
+    (difference,) = comparison.differences
     assert (difference.usual, [group.nodes for group in difference.odd]) == (None, [("gpu1",), ("gpu2",)])
-    assert first_line(found).startswith("The 2 nodes differ in NCCL; ")
+    assert first_line(comparison).startswith("The 2 nodes differ in NCCL; ")
 
 
-def test_what_is_unknown_does_not_differ() -> None:
+def test_unknown_facts_are_not_differences() -> None:
     unknown = changed(
         server(),
         torch_run__nccl="",
@@ -120,40 +120,46 @@ def test_what_is_unknown_does_not_differ() -> None:
         kernel__flavour="",
         driver__nvml__gpus=tuple(replace(gpu, nvlinks=-1, ecc="") for gpu in server().driver.nvml.gpus),
     )
-    assert shown(compared(fleet(unknown))) == {}
+    assert reported(compare_machines(fleet(unknown))) == {}
 
 
-def test_a_machine_without_a_gpu_is_odd_in_that_alone() -> None:
+def test_machine_without_a_gpu_differs_only_in_gpu_model() -> None:
     machine = changed(bare(), python=server().python, variables=server().variables, taken=server().taken)
-    same = changed(machine, torch=server().torch, torch_run__version="2.13.0+cu130", torch_run__cuda="13.0")
-    assert shown(compared(fleet(same))) == {"GPU model": ("gpu5",)}
+    same_torch = changed(machine, torch=server().torch, torch_run__version="2.13.0+cu130", torch_run__cuda="13.0")
+    assert reported(compare_machines(fleet(same_torch))) == {"GPU model": ("gpu5",)}
 
 
-def test_facts_of_cards_are_compared_between_the_same_cards() -> None:
-    few = changed(server(4), driver__nvml__gpus=tuple(replace(gpu, nvlinks=4) for gpu in server(4).driver.nvml.gpus))
-    assert shown(compared(fleet(few, few))) == {"GPUs": ("gpu5", "gpu6")}
+def test_gpu_facts_are_not_compared_if_the_gpu_count_differs() -> None:
+    four_gpus = changed(
+        server(4), driver__nvml__gpus=tuple(replace(gpu, nvlinks=4) for gpu in server(4).driver.nvml.gpus)
+    )
+    assert reported(compare_machines(fleet(four_gpus, four_gpus))) == {"GPUs": ("gpu5", "gpu6")}
 
 
-def test_a_variable_that_each_machine_has_for_itself_is_only_noted() -> None:
+def test_variable_with_a_different_value_on_every_machine_is_a_note() -> None:
     machines = [variable("NCCL_TOPO_FILE", f"/scratch/{number}.xml", server()) for number in range(5)]
-    found = compared(fleet(*machines, alike=0))
-    assert [(each.fact, each.level) for each in found.differences] == [("NCCL_TOPO_FILE", "note")]
-    assert found.ok
+    comparison = compare_machines(fleet(*machines, alike=0))
+    assert [(difference.fact, difference.level) for difference in comparison.differences] == [
+        ("NCCL_TOPO_FILE", "note")
+    ]
+    assert comparison.ok
 
 
-def test_which_cards_a_rank_has_may_differ_but_not_how_many() -> None:
-    given = partial(variable, "CUDA_VISIBLE_DEVICES")
-    machines = [given(str(number), server()) for number in range(4)]
-    assert shown(compared(fleet(*machines, alike=0))) == {}
-    assert shown(compared(fleet(*machines, given("0,1", server()), alike=0))) == {"CUDA_VISIBLE_DEVICES": ("gpu5",)}
+def test_visible_devices_may_differ_but_not_their_number() -> None:
+    with_devices = partial(variable, "CUDA_VISIBLE_DEVICES")
+    machines = [with_devices(str(number), server()) for number in range(4)]
+    assert reported(compare_machines(fleet(*machines, alike=0))) == {}
+    assert reported(compare_machines(fleet(*machines, with_devices("0,1", server()), alike=0))) == {
+        "CUDA_VISIBLE_DEVICES": ("gpu5",)
+    }
 
 
-def test_reports_of_different_days_say_nothing_of_clocks() -> None:
+def test_clocks_are_not_compared_between_reports_of_different_days() -> None:
     machines = [changed(server(), taken=f"2026-11-{day:02}T12:00:00Z") for day in range(1, 6)]
-    assert shown(compared(fleet(*machines, alike=0))) == {}
+    assert reported(compare_machines(fleet(*machines, alike=0))) == {}
 
 
-def test_every_layer_that_a_fact_names_exists() -> None:
+def test_layers_named_by_facts_exist() -> None:
     from transload.diagnose.case import LAYERS
 
     assert {layer for fact in FACTS for layer in fact.layers.split()} <= LAYERS.keys()
@@ -171,17 +177,17 @@ def test_every_layer_that_a_fact_names_exists() -> None:
         ((), ""),
     ],
 )
-def test_names_are_folded(names: tuple[str, ...], text: str) -> None:
+def test_node_names_are_folded(names: tuple[str, ...], text: str) -> None:
     assert folded(names) == text
 
 
-# -- streams
+# -- reports in a stream
 
 RANK_0, RANK_1 = ("rank 0", 1), ("rank 1", None)
 
 
 @each(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ('{"schema": 1}{"schema": 2}\n\n{"a": 3}', [("", 1), ("", 2), ("", None)]),
         ('[{"schema": 1}, {"schema": 2}]', [("", 1), ("", 2)]),
@@ -197,55 +203,57 @@ RANK_0, RANK_1 = ("rank 0", 1), ("rank 1", None)
         ("[" * 100_000, [("", ValueError)]),
     ],
 )
-def test_reports_in_a_stream(text: str, found: list[tuple[str, object]]) -> None:
-    told = [(name, each.get("schema") if isinstance(each, dict) else type(each)) for name, each in reports_in(text)]
-    assert told == found
+def test_reports_in_a_stream_are_separated_and_named(text: str, expected: list[tuple[str, object]]) -> None:
+    reports = [(name, read.get("schema") if isinstance(read, dict) else type(read)) for name, read in reports_in(text)]
+    assert reports == expected
 
 
-# -- the command
+# -- command line
 
 
 def write(path: Path, machine: Machine) -> None:
     path.write_text(json.dumps(document(machine)), encoding="utf-8")
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def run_compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     code = main(["doctor", "--compare", *arguments])
     return code, capsys.readouterr().out
 
 
-def test_files_and_their_exit_codes(
+def test_exit_codes_for_files_and_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("n1", "n2", "n3"):
         write(tmp_path / f"{name}.json", server())
-    assert asked(capsys, ".")[0] == 0
-    assert asked(capsys, "n*.json")[0] == 0  # as from a shell that leaves it alone
+    assert run_compare(capsys, ".")[0] == 0
+    assert run_compare(capsys, "n*.json")[0] == 0  # a pattern that the shell has not expanded
     write(tmp_path / "n4.json", node("Python"))
-    code, text = asked(capsys, str(tmp_path))
+    code, text = run_compare(capsys, str(tmp_path))
     assert (code, text.partition(" in ")[0]) == (1, "n4 differs from the other 3")
     (tmp_path / "n5.json").touch()
     (tmp_path / "n6.json").write_text('{"schema": 1', encoding="utf-8")
-    code, text = asked(capsys, ".", "gone.json", "--json")
-    told = json.loads(text)
-    assert (code, told["nodes"], told["silent"]) == (2, ["n1", "n2", "n3", "n4"], ["n5"])
-    assert list(told["unreadable"]) == ["n6", "gone"]
-    assert [each["fact"] for each in told["differences"]] == ["Python", "Python release"]
+    code, text = run_compare(capsys, ".", "gone.json", "--json")
+    result = json.loads(text)
+    assert (code, result["nodes"], result["silent"]) == (2, ["n1", "n2", "n3", "n4"], ["n5"])
+    assert list(result["unreadable"]) == ["n6", "gone"]
+    assert [difference["fact"] for difference in result["differences"]] == ["Python", "Python release"]
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert asked(capsys, str(empty))[0] == 2
+    assert run_compare(capsys, str(empty))[0] == 2
 
 
-def test_folders_name_the_machines_where_files_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_are_named_after_folders_if_file_names_are_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, machine in enumerate([server(), server(), node("ECC")]):
         (tmp_path / str(number)).mkdir()
         write(tmp_path / str(number) / "stdout.log", machine)
-    code, text = asked(capsys, str(tmp_path / "*" / "stdout.log"))
+    code, text = run_compare(capsys, str(tmp_path / "*" / "stdout.log"))
     assert (code, text.partition(" ")[0]) == (1, "2")
 
 
-def test_cuda_can_be_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_require_cuda_fails_if_cuda_is_not_usable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("n1", "n2"):
         write(tmp_path / f"{name}.json", bare())
     assert main(["doctor", "--compare", str(tmp_path)]) == 0
@@ -253,11 +261,11 @@ def test_cuda_can_be_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "CUDA is required but not usable on n[1-2]" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_does_not_replace_a_report(
+def test_unreadable_file_does_not_replace_the_report_of_the_same_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labelled = (f"gpu{number}: {json.dumps(document(server()))}" for number in (1, 2))
     (tmp_path / "all.txt").write_text("\n".join(labelled), encoding="utf-8")
     assert main(["doctor", "--json", "--compare", str(tmp_path / "all.txt"), str(tmp_path / "gpu2.json")]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert (told["nodes"], list(told["unreadable"])) == (["gpu1", "gpu2"], ["gpu2 (2)"])
+    result = json.loads(capsys.readouterr().out)
+    assert (result["nodes"], list(result["unreadable"])) == (["gpu1", "gpu2"], ["gpu2 (2)"])

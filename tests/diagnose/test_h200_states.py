@@ -1,4 +1,4 @@
-"""States of a real H200, recorded word for word: what the driver, NVML and torch said, and the cause we name for it."""
+"""Recorded states of a real H200: the output of the driver, NVML and torch, and the cause that the doctor names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from transload.diagnose.report import judge_machine
 from transload.machine import Cuda, Experiment, Machine, Node, Nvml, Step, Variables
 
 DATA = Path(__file__).parent.parent / "data" / "doctor"
-BAD_HIDES = {"cvd_empty": "", "cvd_minus1": "-1", "cvd_7": "7", "cvd_garbage": "gpu0", "cvd_baduuid": "GPU-deadbeef"}
-# What each state was made by, as the facts of the machine, and the causes that are true of it.
+HIDING_VALUES = {
+    "cvd_empty": "",
+    "cvd_minus1": "-1",
+    "cvd_7": "7",
+    "cvd_garbage": "gpu0",
+    "cvd_baduuid": "GPU-deadbeef",
+}
+# How each state was produced, as facts of the machine, and the correct causes.
 STATES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "healthy": ({}, set()),
     "cvd_empty": ({}, {"E01"}),
@@ -57,22 +63,22 @@ def sections(name: str) -> Iterator[tuple[str, str]]:
 
 
 def numbers(pattern: str, text: str) -> list[int]:
-    found = re.search(pattern, text)
-    return [int(number) for number in found.groups()] if found else []
+    match = re.search(pattern, text)
+    return [int(number) for number in match.groups()] if match else []
 
 
 def machine_of(body: str, facts: dict[str, Any]) -> Machine:
-    """The healthy machine with the answers and the words that were recorded."""
+    """The healthy machine with the recorded results and messages."""
     machine = healthy()
     init, count_code, count, version = numbers(r"cuInit (\d+) count (\d+) (-?\d+) drv (\d+)", body)
-    start, nvml_code, nvml_count = numbers(r"nvmlInit (\d+) count (\d+) (\d+)", body)
+    nvml_init, nvml_code, nvml_count = numbers(r"nvmlInit (\d+) count (\d+) (\d+)", body)
     gpus = machine.driver.cuda.gpus if init == 0 else ()
     cuda = Cuda(ANSWERED, f"{LIB}/libcuda.so.1", init, version, count, count_code, gpus)
-    seen = machine.driver.nvml.gpus[:nvml_count] if start == 0 else ()
-    nvml = Nvml(ANSWERED, f"{LIB}/libnvidia-ml.so.1", start, "580.159.04", 13000, nvml_count, nvml_code, seen)
+    nvml_gpus = machine.driver.nvml.gpus[:nvml_count] if nvml_init == 0 else ()
+    nvml = Nvml(ANSWERED, f"{LIB}/libnvidia-ml.so.1", nvml_init, "580.159.04", 13000, nvml_count, nvml_code, nvml_gpus)
     machine = changed(machine, driver__cuda=cuda, driver__nvml=nvml, torch_run=recorded_run(machine, body))
     if isinstance(facts.get("nodes"), str):
-        facts = {**facts, "nodes": replaced_by_null(machine, facts["nodes"])}
+        facts = {**facts, "nodes": with_null_device(machine, facts["nodes"])}
     return changed(machine, **facts)
 
 
@@ -86,18 +92,18 @@ def recorded_run(machine: Machine, body: str) -> Any:
     return replace(machine.torch_run, available=available, steps=steps, warnings=warnings)
 
 
-def replaced_by_null(machine: Machine, path: str) -> Any:
-    """The nodes with one of them being /dev/null."""
+def with_null_device(machine: Machine, path: str) -> Any:
+    """The device nodes, with one of them replaced by /dev/null."""
     null = Node(path, major=1, minor=3)
     return replace(machine.nodes, found=tuple(null if n.path == path else n for n in machine.nodes.found))
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_cause_of_each_recorded_state_is_named(name: str) -> None:
+def test_cause_of_each_recorded_state_is_named(name: str) -> None:
     body = dict(sections("h200-states.txt"))[name]
     facts, causes = STATES[name]
-    if name in BAD_HIDES:
-        facts = {"variables": Variables({"CUDA_VISIBLE_DEVICES": BAD_HIDES[name]})}
+    if name in HIDING_VALUES:
+        facts = {"variables": Variables({"CUDA_VISIBLE_DEVICES": HIDING_VALUES[name]})}
     diagnosis = judge_machine(machine_of(body, facts))
     named = {finding.code for finding in diagnosis.findings if finding.severity == "error"}
     assert len(named) == (1 if causes else 0)
@@ -105,22 +111,22 @@ def test_the_cause_of_each_recorded_state_is_named(name: str) -> None:
     assert diagnosis.status in (("broken",) if causes else ("ok", "degraded"))
 
 
-@pytest.mark.parametrize("name", sorted(BAD_HIDES))
-def test_what_was_tried_is_the_proof(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(HIDING_VALUES))
+def test_experiment_without_the_variable_is_evidence(name: str) -> None:
     machine = machine_of(dict(sections("h200-states.txt"))[name], {})
-    tried = Experiment(("CUDA_VISIBLE_DEVICES",), healthy().driver.cuda)
-    variables = Variables({"CUDA_VISIBLE_DEVICES": BAD_HIDES[name]})
-    diagnosis = judge_machine(changed(machine, variables=variables, driver__experiments=(tried,)))
+    experiment = Experiment(("CUDA_VISIBLE_DEVICES",), healthy().driver.cuda)
+    variables = Variables({"CUDA_VISIBLE_DEVICES": HIDING_VALUES[name]})
+    diagnosis = judge_machine(changed(machine, variables=variables, driver__experiments=(experiment,)))
     assert diagnosis.cause is not None
     assert any("without CUDA_VISIBLE_DEVICES" in line for line in diagnosis.cause.evidence)
 
 
-def test_every_recorded_state_that_is_about_the_machine_is_judged() -> None:
+def test_every_state_recorded_with_cuinit_is_judged() -> None:
     recorded = {name for name, body in sections("h200-states.txt") if "cuInit" in body}
     assert recorded == set(STATES)
 
 
-# -- device nodes: as root a missing node is made again by the library, as a user it is not
+# -- device nodes: the library creates a missing node again for root, but not for other users
 
 
 def node_states() -> list[Any]:
@@ -132,16 +138,16 @@ def node_states() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "body"), node_states())
-def test_each_recorded_state_of_the_device_nodes(name: str, body: str) -> None:
+def test_cause_of_each_recorded_state_of_device_nodes_is_named(name: str, body: str) -> None:
     machine = no_torch_run(healthy())
-    broken = name.rsplit(maxsplit=1)[-1] if "as nobody" not in name else name.split()[2]
+    node_name = name.rsplit(maxsplit=1)[-1] if "as nobody" not in name else name.split()[2]
     init, _, count = numbers(r"cuInit (\d+) count rc (\d+) (-?\d+)", body)
-    start, _, seen = numbers(r"nvmlInit (\d+) count rc (\d+) (\d+)", body)
-    error = re.search(rf"^{re.escape(broken)} (\w+)$", body, re.MULTILINE)
+    nvml_init, _, nvml_count = numbers(r"nvmlInit (\d+) count rc (\d+) (\d+)", body)
+    error = re.search(rf"^{re.escape(node_name)} (\w+)$", body, re.MULTILINE)
     assert error is not None
     mode = 0o600 if "0600" in name else 0o666
     missing = error.group(1) == "ENOENT"
-    path = f"/dev/{broken}"
+    path = f"/dev/{node_name}"
     node = replace(
         machine.nodes.at(path), exists=not missing, mode=mode, error=error.group(1), nodev=name.startswith("nodev")
     )
@@ -152,7 +158,9 @@ def test_each_recorded_state_of_the_device_nodes(name: str, body: str) -> None:
         driver__cuda=replace(
             machine.driver.cuda, init=init, count=count, gpus=machine.driver.cuda.gpus if count > 0 else ()
         ),
-        driver__nvml=replace(machine.driver.nvml, init=start, count=seen, gpus=machine.driver.nvml.gpus[:seen]),
+        driver__nvml=replace(
+            machine.driver.nvml, init=nvml_init, count=nvml_count, gpus=machine.driver.nvml.gpus[:nvml_count]
+        ),
     )
     diagnosis = judge_machine(machine)
     assert [f.code for f in diagnosis.findings if f.severity == "error"] == ([] if init == 0 else ["D03"])

@@ -1,7 +1,7 @@
-"""No false alarm: every torch, on every card it has code for, with the oldest driver that will do, everywhere.
+"""No false alarms: every torch, on every GPU it has code for, with the oldest driver that works, on each kind of host.
 
-The machines are judged without the torch child, which would be an observation that overrules any rule: here the rules
-must hold their peace by themselves.
+The machines are judged without a run of torch, whose success would overrule every rule: the rules themselves must not
+raise an alarm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AROUND = {"host": lambda machine: machine, "docker": in_container, "slurm": in_s
 
 @cache
 def cards() -> dict[tuple[int, ...], int]:
-    """A PCI device id for each compute capability of the table."""
+    """A PCI device ID for each compute capability in the table."""
     chips = ((device, chip_of(device)) for device in range(0x0FC0, 0x3500))
     return {chip.capability: device for device, chip in chips if chip and chip.capability}
 
@@ -55,21 +55,21 @@ def builds(platform: str) -> Iterator[Build]:
         yield from (build for build in index_builds(release, platform) if build.cuda)
 
 
-def floor(build: Build, capability: tuple[int, ...]) -> str:
-    """The oldest driver that runs the build on the card."""
-    least = driver_floor(build.cuda)
+def oldest_driver(build: Build, capability: tuple[int, ...]) -> str:
+    """The oldest driver that runs the build on the GPU."""
+    minimum = driver_floor(build.cuda)
     first = branches(capability)[0]
-    return least if numbers_of(least)[0] >= first else f"{first}.10"
+    return minimum if numbers_of(minimum)[0] >= first else f"{first}.10"
 
 
 def machine_with(build: Build, platform: str, capability: tuple[int, ...], driver: str) -> Machine:
     name = f"a card of {capability}"
     branch = int(driver.partition(".")[0])
-    told = next((row["cuda"] for row in table("drivers")["branches"] if row["branch"] == branch), build.cuda)
-    announced = numbers_of(told)
+    announced_text = next((row["cuda"] for row in table("drivers")["branches"] if row["branch"] == branch), build.cuda)
+    announced = numbers_of(announced_text)
     version = announced[0] * 1000 + announced[1] * 10
     chip = chip_of(cards()[capability])
-    kind = generation(chip.generation) if chip else None
+    chip_generation = generation(chip.generation) if chip else None
     local = f"{build.torch}+{build.build}"
     python = ".".join(map(str, build.python[1]))
     return no_torch_run(
@@ -78,7 +78,9 @@ def machine_with(build: Build, platform: str, capability: tuple[int, ...], drive
             platform__machine=PLATFORMS[platform],
             hardware__pci=(card(cards()[capability]),),
             kernel__version=driver,
-            kernel__flavour="proprietary" if kind is None or kind.open_module == "impossible" else "open",
+            kernel__flavour="proprietary"
+            if chip_generation is None or chip_generation.open_module == "impossible"
+            else "open",
             driver__libraries__cuda=(library("libcuda.so.1", driver),),
             driver__libraries__nvml=(library("libnvidia-ml.so.1", driver),),
             driver__nvml__driver=driver,
@@ -98,7 +100,7 @@ def machine_with(build: Build, platform: str, capability: tuple[int, ...], drive
 def combinations() -> dict[str, Machine]:
     return {
         f"{build.torch}+{build.build} on {platform}, {capability}": machine_with(
-            build, platform, capability, floor(build, capability)
+            build, platform, capability, oldest_driver(build, capability)
         )
         for platform in PLATFORMS
         for build in builds(platform)
@@ -107,16 +109,16 @@ def combinations() -> dict[str, Machine]:
     }
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_no_false_alarm_with_the_oldest_driver_that_will_do(around: str) -> None:
+@pytest.mark.parametrize("host_kind", AROUND)
+def test_no_false_alarm_with_the_oldest_driver_that_works(host_kind: str) -> None:
     for label, machine in combinations().items():
-        diagnosis = judge_machine(AROUND[around](machine))
-        told = [(found.code, found.title) for found in diagnosis.findings if found.severity != "note"]
-        assert (diagnosis.status, told) == ("ok", []), label
+        diagnosis = judge_machine(AROUND[host_kind](machine))
+        findings = [(finding.code, finding.title) for finding in diagnosis.findings if finding.severity != "note"]
+        assert (diagnosis.status, findings) == ("ok", []), label
     assert len(combinations()) > 300
 
 
-def test_the_matrix_holds_every_release_and_the_cards_that_matter() -> None:
+def test_matrix_has_every_release_and_the_important_gpus() -> None:
     labels = combinations().keys()
     assert all(any(label.startswith(f"{release}+") for label in labels) for release in releases())
     for build, capability in (("2.15.0+cu126", (6, 1)), ("2.15.0+cu132", (8, 9)), ("2.15.0+cu132", (12, 1))):

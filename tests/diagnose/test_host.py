@@ -1,4 +1,4 @@
-"""The host as probes see it: under a root, and never raising for what a host may be."""
+"""The host as the probes see it: files below a root, and no exception for any state of the host."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_absolute_links_to_folders_stay_inside_the_root(host: Host, tmp_path: Pa
     assert (host.is_dir("/to"), host.exists("/to/link")) == (True, False)
 
 
-def test_text_and_its_first_line(host: Host) -> None:
+def test_text_reads_a_file_and_line_its_first_line(host: Host) -> None:
     assert host.text("/etc/os-release") == "ID=ubuntu\nNAME=x\n"
     assert host.text("/etc/os-release", 3) == "ID="
     assert host.line("/etc/os-release") == "ID=ubuntu"
     assert host.line("/nowhere") == ""
 
 
-def test_bytes_that_are_no_text_survive(host: Host, tmp_path: Path) -> None:
+def test_invalid_utf8_is_kept_as_surrogates(host: Host, tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(b"\xff\xfe\0")
     text = host.text("/odd")
     assert isinstance(text, str)
@@ -47,24 +47,24 @@ def test_bytes_that_are_no_text_survive(host: Host, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/etc/os-release/below", "/etc", "/a\0b", "/pipe", "/loop"])
-def test_what_cannot_be_read_is_unknown_with_a_reason(host: Host, tmp_path: Path, path: str) -> None:
+def test_unreadable_file_is_unknown_with_a_reason(host: Host, tmp_path: Path, path: str) -> None:
     if hasattr(os, "mkfifo"):
-        os.mkfifo(tmp_path / "pipe")  # opened, it would never answer
+        os.mkfifo(tmp_path / "pipe")  # opening it would block
     (tmp_path / "loop").symlink_to("loop")
-    found = host.text(path)
-    assert isinstance(found, Unknown)
-    assert found.reason.startswith(path)
+    text = host.text(path)
+    assert isinstance(text, Unknown)
+    assert text.reason.startswith(path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_a_file_of_the_kernel_is_read_to_its_end() -> None:
+def test_proc_file_is_read_to_its_end() -> None:
     text = Host().text("/proc/self/maps")
     assert isinstance(text, str)
     assert len(text) > 4096
     assert text.endswith("\n")
 
 
-def test_a_folder_and_what_is_in_it(host: Host) -> None:
+def test_listing_of_a_folder(host: Host) -> None:
     assert host.listdir("/etc") == ("os-release",)
     assert not host.listdir("/nowhere")
     assert list(host.paths("/etc", "os-", "se")) == ["/etc/os-release"]
@@ -83,22 +83,22 @@ def test_absolute_links_stay_inside_the_root(host: Host, tmp_path: Path) -> None
     assert host.readlink("/usr") == ""
 
 
-def test_a_link_that_leads_nowhere_does_not_exist(host: Host, tmp_path: Path) -> None:
+def test_dangling_link_does_not_exist_and_link_loop_ends(host: Host, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("/nowhere")
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     assert not host.exists("/dangling")
     assert host.exists("/etc/os-release")
-    host.target("/a")  # ends
+    host.target("/a")  # must not loop forever
 
 
 @each("path", ["/a\0b", "/\ud800"])
-def test_a_name_that_no_file_can_have_is_not_there(path: str) -> None:
+def test_invalid_path_does_not_exist(path: str) -> None:
     assert not Host().exists(path)
     assert not Host().is_dir(path)
 
 
-def test_opening_a_device_tells_the_errno_by_name(host: Host, tmp_path: Path) -> None:
+def test_open_error_is_the_name_of_the_errno(host: Host, tmp_path: Path) -> None:
     assert host.open_error("/etc/os-release") == ""
     assert host.open_error("/dev/nvidiactl") == "ENOENT"
     assert host.open_error("/etc") == "EISDIR"
@@ -107,7 +107,7 @@ def test_opening_a_device_tells_the_errno_by_name(host: Host, tmp_path: Path) ->
         assert host.open_error("/secret") == "EACCES"
 
 
-def test_the_defaults_are_this_host() -> None:
+def test_defaults_describe_this_host() -> None:
     host = Host()
     assert (host.environ, host.python, host.uname[2]) == (dict(os.environ), sys.executable, platform.machine())
     assert host.cwd == str(Path.cwd())
@@ -116,7 +116,7 @@ def test_the_defaults_are_this_host() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not delete a current directory")
-def test_a_current_directory_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_current_directory_is_an_empty_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     assert Host().cwd == ""

@@ -10,7 +10,7 @@ from tests.each import each
 from transload.diagnose.children import in_fork
 from transload.machine import Unknown
 
-LATE = Unknown("no answer within 1 s")
+TIMED_OUT = Unknown("no answer within 1 s")
 
 
 def hang() -> str:
@@ -18,11 +18,11 @@ def hang() -> str:
     return "too late"
 
 
-def end() -> str:
+def exit_at_once() -> str:
     os._exit(3)
 
 
-def raising() -> str:
+def raise_error() -> str:
     raise RuntimeError
 
 
@@ -35,7 +35,7 @@ def open_files() -> int:
     [
         ([], 5.0, ()),
         ([lambda: "", lambda: "\udcff\0"], 60.0, ("", "\udcff\0")),
-        ([lambda: "first", hang, lambda: "never"], 1.0, ("first", LATE, LATE)),
+        ([lambda: "first", hang, lambda: "never"], 1.0, ("first", TIMED_OUT, TIMED_OUT)),
     ],
 )
 def test_answers_come_in_order_until_one_hangs(
@@ -44,24 +44,24 @@ def test_answers_come_in_order_until_one_hangs(
     assert in_fork(questions, seconds) == answers  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("last", [end, raising])
-def test_a_child_that_dies_has_said_what_it_said(last: object, capfd: pytest.CaptureFixture[str]) -> None:
-    told = in_fork([lambda: "first", last], 5.0)  # type: ignore[list-item]
-    assert told == ("first", Unknown("no answer within 5 s"))
+@pytest.mark.parametrize("last", [exit_at_once, raise_error])
+def test_answers_before_a_crash_are_kept(last: object, capfd: pytest.CaptureFixture[str]) -> None:
+    answers = in_fork([lambda: "first", last], 5.0)  # type: ignore[list-item]
+    assert answers == ("first", Unknown("no answer within 5 s"))
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_answer_longer_than_a_pipe_comes_whole() -> None:
+def test_answer_larger_than_the_pipe_buffer_is_complete() -> None:
     assert in_fork([lambda: "x" * 1_000_000], 5.0) == ("x" * 1_000_000,)
 
 
-def test_the_child_is_another_process_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    def note() -> str:
+def test_child_is_a_separate_process_and_is_cleaned_up(tmp_path: Path) -> None:
+    def write_pid() -> str:
         (tmp_path / "note").write_text(str(os.getpid()))
         return "noted"
 
     before = open_files()
-    assert in_fork([note], 5.0) == ("noted",)
+    assert in_fork([write_pid], 5.0) == ("noted",)
     child = int((tmp_path / "note").read_text())
     assert child != os.getpid()
     with pytest.raises(ProcessLookupError):
@@ -69,15 +69,15 @@ def test_the_child_is_another_process_and_leaves_nothing_behind(tmp_path: Path) 
     assert open_files() == before
 
 
-def test_the_child_holds_nothing_open_of_ours() -> None:
-    assert in_fork([lambda: str(open_files())], 5.0) == ("2",)  # its pipe, and the folder it looks into
+def test_child_inherits_no_open_files() -> None:
+    assert in_fork([lambda: str(open_files())], 5.0) == ("2",)  # its pipe, and the /proc folder that it lists
 
 
-def test_where_no_process_can_be_made_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> int:
+def test_answers_are_unknown_if_fork_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing_fork() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(os, "fork", none)
+    monkeypatch.setattr(os, "fork", failing_fork)
     before = open_files()
     assert in_fork([lambda: "x"], 1.0) == (Unknown("could not be asked: Resource temporarily unavailable"),)
     assert open_files() == before

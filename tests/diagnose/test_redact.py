@@ -1,4 +1,4 @@
-"""What a redacted report keeps and what it must not: names go, words and verdicts stay."""
+"""Redacted reports: names are removed; other words and the diagnosis stay."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ALICE = Names(homes=("/home/alice",), users=("alice",), hosts=("quill.example.or
 OTHER = "GPU-77aa0000-0000-4000-8000-00000000000b"
 
 
-def said(text: str, names: Names = ALICE, machine: Machine | None = None) -> str:
-    """The text as it stands in a redacted machine."""
-    around = replace(machine or Machine(), taken=text)
-    return redacted(around, names).taken
+def redact_text(text: str, names: Names = ALICE, machine: Machine | None = None) -> str:
+    """The text after redaction as part of a machine."""
+    with_text = replace(machine or Machine(), taken=text)
+    return redacted(with_text, names).taken
 
 
 def at_home(user: str, machine: Machine) -> Machine:
-    """The machine, used by somebody from a home of their own."""
+    """The machine as ``user`` sees it, with files in their home."""
     home = f"/home/{user}"
     values = {**machine.variables.values, "HOME": home, "LD_LIBRARY_PATH": f"{home}/lib:/scratch/{user}/cuda/lib64"}
     venv = f"{home}/venv"
@@ -69,11 +69,11 @@ MACHINES = {
 }
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- texts ------------------------------------------------------------------------------------------------------------
 
 
 @each(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         ("/home/alice/venv/bin/python", "~/venv/bin/python"),
         ("in /home/alice.", "in ~."),
@@ -98,8 +98,8 @@ MACHINES = {
         (f"/docker/{'0f' * 32}", "/docker/<id>"),
     ],
 )
-def test_names_go(text: str, shown: str) -> None:
-    assert said(text) == shown
+def test_names_are_replaced(text: str, expected: str) -> None:
+    assert redact_text(text) == expected
 
 
 @each(
@@ -118,52 +118,52 @@ def test_names_go(text: str, shown: str) -> None:
         "a serial device; serially",
     ],
 )
-def test_words_stay(text: str) -> None:
-    assert said(text) == text
+def test_words_that_resemble_names_are_kept(text: str) -> None:
+    assert redact_text(text) == text
 
 
 @each("name", ["root", "ubuntu", "cuda", "torch", "user", "lib", "docker"])
-def test_a_name_that_is_a_word_of_machines_is_none(name: str) -> None:
+def test_name_that_is_a_technical_word_is_kept(name: str) -> None:
     text = f"{name}-cause of {name}: /opt/{name}/lib/{name}, {name}@x, {name}.service"
-    assert said(text, Names(users=(name,), hosts=(name,))) == text
+    assert redact_text(text, Names(users=(name,), hosts=(name,))) == text
 
 
-def test_root_keeps_its_home() -> None:
+def test_home_of_root_is_kept() -> None:
     text = "/root/venv/bin/python, /home/bob/x"
-    assert said(text, Names(homes=("/root",), users=("root",))) == "/root/venv/bin/python, ~user2/x"
+    assert redact_text(text, Names(homes=("/root",), users=("root",))) == "/root/venv/bin/python, ~user2/x"
 
 
-def test_a_home_may_be_anywhere() -> None:
+def test_homes_in_unusual_folders_are_replaced() -> None:
     names = Names(homes=("/u/dept/alice", "/gpfs/users/alice"), users=("alice",))
-    assert said("/u/dept/alice/x /gpfs/users/alice/x /u/dept/bob", names) == "~/x ~/x /u/dept/bob"
+    assert redact_text("/u/dept/alice/x /gpfs/users/alice/x /u/dept/bob", names) == "~/x ~/x /u/dept/bob"
 
 
-def test_a_host_that_may_not_be_a_word_goes_wherever_it_stands() -> None:
+def test_host_name_that_is_not_a_word_is_replaced_everywhere() -> None:
     names = Names(hosts=("node17.cluster.corp.com",))
-    assert said("on node17, node18.cluster.corp.com", names) == "on host, host"
+    assert redact_text("on node17, node18.cluster.corp.com", names) == "on host, host"
 
 
-def test_an_address_of_the_newer_kind_is_known_by_its_field() -> None:
+def test_ipv6_address_is_recognized_by_its_field() -> None:
     machine = changed(healthy(), variables=Variables({"KUBERNETES_SERVICE_HOST": "fd00:10::1"}))
     assert redacted(machine).variables.values == {"KUBERNETES_SERVICE_HOST": "2001:db8::1"}
 
 
 @each(
-    ("origin", "shown"),
+    ("origin", "expected"),
     [
         ("git+ssh://git@gitlab.corp.example.com/alice/torch.git", "git+ssh://host/user/torch.git"),
         ("https://alice:s@cr@t@gitlab.corp.example.com/torch.whl", "https://host/torch.whl"),
         ("https://download.pytorch.org/whl/torch.whl", "https://download.pytorch.org/whl/torch.whl"),
     ],
 )
-def test_where_a_company_keeps_its_packages_is_its_own(origin: str, shown: str) -> None:
+def test_private_origin_of_a_package_is_replaced(origin: str, expected: str) -> None:
     machine = changed(healthy(), torch__installs=(replace(install(), origin=origin),))
     first = redacted(machine, ALICE).torch.first
     assert first is not None
-    assert first.origin == shown
+    assert first.origin == expected
 
 
-def test_groups_and_addresses_are_known_by_their_field() -> None:
+def test_groups_and_addresses_are_recognized_by_their_field() -> None:
     values = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "CUDA_VERSION": "12.8.1.0"}
     machine = changed(healthy(), platform__groups=("alice", "video"), variables=Variables(values))
     out = redacted(machine, ALICE)
@@ -171,19 +171,19 @@ def test_groups_and_addresses_are_known_by_their_field() -> None:
     assert out.variables.values == {"KUBERNETES_SERVICE_HOST": "192.0.2.1", "CUDA_VERSION": "12.8.1.0"}
 
 
-def test_whose_machine_from_elsewhere_it_is_stands_in_its_facts() -> None:
+def test_home_of_the_user_is_derived_from_the_facts_of_the_machine() -> None:
     machine = changed(Machine(), python__user_site="/home/bob/.local", python__executable="/home/carol/bin/python")
     out = redacted(machine)
     assert (out.python.user_site, out.python.executable) == ("~/.local", "~user2/bin/python")
 
 
-def test_a_machine_from_elsewhere_is_not_taken_for_ones_own() -> None:
+def test_home_variable_of_the_machine_wins_over_the_local_home() -> None:
     machine = changed(Machine(), variables=Variables({"HOME": "/home/bob"}))
-    assert said("/home/bob/x /home/alice/x", ALICE, machine) == "~/x ~user2/x"
+    assert redact_text("/home/bob/x /home/alice/x", ALICE, machine) == "~/x ~user2/x"
 
 
 @each(
-    ("command", "shown"),
+    ("command", "expected"),
     [
         ("$ /home/alice/v/bin/python -m pip install x", "$ ~/v/bin/python -m pip install x"),
         ("$ '/home/alice/my env/bin/python' -m pip", '$ "$HOME/my env/bin/python" -m pip'),
@@ -194,19 +194,19 @@ def test_a_machine_from_elsewhere_is_not_taken_for_ones_own() -> None:
         ("$ echo 'options nvidia x=1' | sudo tee /etc/x", "$ echo 'options nvidia x=1' | sudo tee /etc/x"),
     ],
 )
-def test_a_command_still_works_where_it_is_pasted(command: str, shown: str) -> None:
-    assert said(command) == shown
+def test_redacted_command_still_works_in_a_shell(command: str, expected: str) -> None:
+    assert redact_text(command) == expected
 
 
 def test_findings_are_redacted_with_the_machine() -> None:
-    found = Finding("U04", "error", "in /home/alice", ("see /home/alice/x",), ("$ rm /home/alice/x",))
-    diagnosis = replace(judge_machine(at_home("alice", healthy())), cause=found, findings=(found,))
+    finding = Finding("U04", "error", "in /home/alice", ("see /home/alice/x",), ("$ rm /home/alice/x",))
+    diagnosis = replace(judge_machine(at_home("alice", healthy())), cause=finding, findings=(finding,))
     out = redacted(diagnosis, ALICE)
     assert out.cause == out.findings[0] == Finding("U04", "error", "in ~", ("see ~/x",), ("$ rm ~/x",))
 
 
 @each(
-    ("line", "shown"),
+    ("line", "expected"),
     [
         ("$ /scratch/alice/venv/bin/python -m pip", "$ /scratch/alice/venv/bin/python -m pip"),
         ("$ export LD_LIBRARY_PATH=/gpfs/alice/mpi:/home/alice/x", "$ export LD_LIBRARY_PATH=/gpfs/alice/mpi:$HOME/x"),
@@ -217,32 +217,32 @@ def test_findings_are_redacted_with_the_machine() -> None:
         ("| Environment=X=/home/alice/x", "| Environment=X=/home/alice/x"),
     ],
 )
-def test_commands_for_the_owner_still_work(line: str, shown: str) -> None:
-    found = Finding("U04", "error", "in /scratch/alice", ("see /scratch/alice/x",), (line,))
-    diagnosis = replace(judge_machine(at_home("alice", healthy())), cause=found, findings=(found,))
+def test_runnable_commands_keep_names_that_they_need(line: str, expected: str) -> None:
+    finding = Finding("U04", "error", "in /scratch/alice", ("see /scratch/alice/x",), (line,))
+    diagnosis = replace(judge_machine(at_home("alice", healthy())), cause=finding, findings=(finding,))
     out = redacted(diagnosis, ALICE, runnable=True)
-    assert out.cause == Finding("U04", "error", "in /scratch/user", ("see /scratch/user/x",), (shown,))
+    assert out.cause == Finding("U04", "error", "in /scratch/user", ("see /scratch/user/x",), (expected,))
     assert "/scratch/alice" not in json.dumps(redacted(diagnosis, ALICE).to_dict())
 
 
 @each("unit", ["A", "a.", "1", "a@", "/a", "a/", "-", "serial ", "GPU-", "'", "~", "/mnt/c/Users", ":"])
-def test_long_texts_take_no_longer_than_they_must(unit: str) -> None:
-    text = unit * (200_000 // len(unit))  # with anything quadratic this would take minutes
-    said(text)
-    said(f"$ {text}")
+def test_long_texts_are_redacted_in_linear_time(unit: str) -> None:
+    text = unit * (200_000 // len(unit))  # with a quadratic algorithm this would take minutes
+    redact_text(text)
+    redact_text(f"$ {text}")
 
 
-def test_who_runs_the_tests_is_found_out() -> None:
+def test_names_here_finds_homes_users_and_hosts() -> None:
     names = names_here()
     assert all(names.homes)
     assert all(names.users)
     assert names.hosts
 
 
-# -- ids --------------------------------------------------------------------------------------------------------------
+# -- GPU UUIDs --------------------------------------------------------------------------------------------------------
 
 
-def with_cards(value: str) -> Machine:
+def with_two_gpus(value: str) -> Machine:
     machine = healthy()
     first, second = (replace(machine.driver.nvml.gpus[0], index=n, uuid=u) for n, u in enumerate((UUID, OTHER)))
     return changed(
@@ -254,7 +254,7 @@ def with_cards(value: str) -> Machine:
     )
 
 
-def chosen(machine: Machine) -> object:
+def selected_gpus(machine: Machine) -> object:
     visible = visible_devices(
         machine.variables.values["CUDA_VISIBLE_DEVICES"], tuple(gpu.uuid for gpu in machine.driver.nvml.gpus)
     )
@@ -279,18 +279,18 @@ DIGITS = st.sampled_from("0123456789abcdefABCDEF")
 @example("GPU-6")
 @example("GPU-deadbeef")
 @example(f"MIG-GPU-{UUID[4:]}/1/0")
-def test_ids_are_faked_and_choose_the_same_card(value: str) -> None:
-    machine = with_cards(value)
+def test_fake_uuids_select_the_same_gpu(value: str) -> None:
+    machine = with_two_gpus(value)
     out = redacted(machine, ALICE)
-    assert chosen(out) == chosen(machine)
+    assert selected_gpus(out) == selected_gpus(machine)
     text = json.dumps(out.to_dict()).lower().replace("-", "")
     assert UUID[4:12] not in text
     assert OTHER[4:12] not in text
     assert redacted(out, ALICE) == out
 
 
-def test_one_card_has_one_fake_id_everywhere() -> None:
-    out = redacted(with_cards(UUID), ALICE)
+def test_a_gpu_has_the_same_fake_uuid_everywhere() -> None:
+    out = redacted(with_two_gpus(UUID), ALICE)
     (first, second), (own,) = out.driver.nvml.gpus, out.driver.cuda.gpus
     assert first.uuid == own.uuid == out.variables.values.get("CUDA_VISIBLE_DEVICES") != second.uuid
     assert isinstance(out.kernel.log, tuple)
@@ -298,25 +298,25 @@ def test_one_card_has_one_fake_id_everywhere() -> None:
     assert re.fullmatch(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", first.uuid)
 
 
-# -- everything -------------------------------------------------------------------------------------------------------
+# -- complete machines ------------------------------------------------------------------------------------------------
 
-ASCII = st.characters(codec="ascii")  # of all characters hypothesis would first make a table
+ASCII = st.characters(codec="ascii")  # for all characters hypothesis would first build a table
 USERS = st.from_regex(r"[a-z][a-z0-9_.-]{2,11}[a-z0-9]", fullmatch=True, alphabet=ASCII)
 HOSTS = st.from_regex(r"[a-z][a-z0-9-]{2,11}[a-z0-9](\.[a-z]{2,8}){0,2}", fullmatch=True, alphabet=ASCII)
 
 
 @given(USERS, HOSTS, st.sampled_from(sorted(MACHINES)))
-def test_no_name_remains_and_twice_is_once(user: str, host: str, kind: str) -> None:
+def test_no_name_remains_and_redaction_is_idempotent(user: str, host: str, kind: str) -> None:
     machine = MACHINES[kind]
     plain = json.dumps(machine.to_dict())
     short = host.partition(".")[0]
     assume(user not in plain and short not in plain and short not in user and user not in host)
     assume(not {user, short} & {"host", "user", "venv", "scratch", "bashrc"} and "192" not in short)
     names = Names((f"/home/{user}",), (user,), (host,))
-    full = changed(
+    named_machine = changed(
         at_home(user, machine), kernel__log=(f"Nov 15 {host} kernel: NVRM", f"{short} kernel: {user}@{host}")
     )
-    out = redacted(full, names)
+    out = redacted(named_machine, names)
     text = json.dumps(out.to_dict())
     assert user not in text
     assert short not in text
@@ -325,9 +325,9 @@ def test_no_name_remains_and_twice_is_once(user: str, host: str, kind: str) -> N
 
 
 @each("kind", MACHINES)
-def test_a_redacted_machine_is_judged_as_the_true_one(kind: str) -> None:
+def test_redacted_machine_gets_the_same_diagnosis(kind: str) -> None:
     machine = at_home("alice", MACHINES[kind])
-    true, told = judge_machine(machine), judge_machine(redacted(machine, ALICE))
-    assert told.status == true.status
-    assert [finding.code for finding in told.findings] == [finding.code for finding in true.findings]
-    assert [muted.finding.code for muted in told.muted] == [muted.finding.code for muted in true.muted]
+    original, result = judge_machine(machine), judge_machine(redacted(machine, ALICE))
+    assert result.status == original.status
+    assert [finding.code for finding in result.findings] == [finding.code for finding in original.findings]
+    assert [muted.finding.code for muted in result.muted] == [muted.finding.code for muted in original.muted]

@@ -1,4 +1,4 @@
-"""A machine written as JSON and read back, and what may be wrong with such a file."""
+"""Machines saved as JSON and read back, and invalid files."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ FULL = Machine(
         refused(healthy(), 999),
     ],
 )
-def test_what_is_written_is_read_back(machine: Machine) -> None:
+def test_saved_machine_is_read_back(machine: Machine) -> None:
     assert machine_in(saved(machine), "x") == machine
 
 
-def test_another_version_may_know_more_or_less() -> None:
+def test_unknown_fields_are_ignored_and_missing_fields_get_defaults() -> None:
     data = healthy().to_dict()
     data["weather"] = {"sun": True}
     data["kernel"]["mood"] = "good"
@@ -58,12 +58,12 @@ def test_another_version_may_know_more_or_less() -> None:
     assert read.driver == healthy().driver
 
 
-def test_what_was_not_found_out_stays_so() -> None:
+def test_unknown_value_is_read_back_with_its_reason() -> None:
     read = machine_from({"kernel": {"loaded": {"unknown": "/proc does not exist"}}})
     assert read.kernel.loaded == Unknown("/proc does not exist")
 
 
-def test_a_value_too_deep_to_quote() -> None:
+def test_too_deeply_nested_value_is_an_error() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
@@ -72,7 +72,7 @@ def test_a_value_too_deep_to_quote() -> None:
 
 
 @each(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "it is not JSON"),
         ("{", "it is not JSON"),
@@ -93,11 +93,11 @@ def test_a_value_too_deep_to_quote() -> None:
         ('{"schema": 1, "machine": {"torch_run": {"answer": {"state": "fine"}}}}', 'state cannot be "fine"'),
     ],
 )
-def test_a_file_that_is_none_is_refused_with_the_place(text: str, words: str) -> None:
+def test_invalid_report_is_an_error_that_names_the_field(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         machine_in(text, "report.json")
     assert caught.value.where == "report.json"
-    assert words in caught.value.what
+    assert message in caught.value.what
 
 
 JUNK = st.recursive(
@@ -107,29 +107,29 @@ JUNK = st.recursive(
 )
 
 
-def places(kind: Any, path: tuple[str, ...] = ()) -> Any:
-    """The path of every field there is, classes inside tuples left out."""
+def field_paths(kind: Any, path: tuple[str, ...] = ()) -> Any:
+    """The path of every field, except those of classes inside tuples."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         yield (*path, field.name)
         if is_dataclass(hints[field.name]):
-            yield from places(hints[field.name], (*path, field.name))
+            yield from field_paths(hints[field.name], (*path, field.name))
 
 
-@given(st.sampled_from(list(places(Machine))), JUNK)
-def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...], junk: Any) -> None:
+@given(st.sampled_from(list(field_paths(Machine))), JUNK)
+def test_junk_in_any_field_is_read_or_a_usage_error(path: tuple[str, ...], junk: Any) -> None:
     data = healthy().to_dict()
-    inside = data
+    parent = data
     for step in path[:-1]:
-        inside = inside[step]
-    inside[path[-1]] = junk
+        parent = parent[step]
+    parent[path[-1]] = junk
     text = json.dumps({"schema": 1, "machine": data})
-    told = ""
+    message = ""
     try:
         machine_in(text, "x")
     except UsageError as error:
-        told = error.what
-    assert told == "" or f"machine.{'.'.join(path)}" in told or told.endswith("is not JSON")
+        message = error.what
+    assert message == "" or f"machine.{'.'.join(path)}" in message or message.endswith("is not JSON")
 
 
 @each(
@@ -143,18 +143,18 @@ def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...
         ("driver.cuda.count", 10**11),
     ],
 )
-def test_a_number_that_no_machine_has_is_refused(path: str, value: float) -> None:
+def test_number_out_of_range_is_an_error(path: str, value: float) -> None:
     data = healthy().to_dict()
-    place: Any = data
+    parent: Any = data
     *steps, last = path.split(".")
     for step in steps:
-        place = place[int(step) if step.isdigit() else step]
-    place[last] = value
+        parent = parent[int(step) if step.isdigit() else step]
+    parent[last] = value
     with pytest.raises(ValueError, match=f"machine.*{last} cannot be "):
         machine_from(data)
 
 
-def test_what_is_longer_than_any_report_is_cut() -> None:
+def test_excessively_long_values_are_cut() -> None:
     data = healthy().to_dict()
     data["kernel"]["log"] = ["NVRM: x"] * 100_000
     data["driver"]["nvml"]["gpus"][0]["name"] = "A" * 5_000_000

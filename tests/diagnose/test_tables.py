@@ -1,4 +1,4 @@
-"""The tables are consistent, and the wheel chosen by them fits: checked against the raw data, not by our own rules."""
+"""The tables are consistent, and the chosen wheel fits: checked with the raw data, not with the library's own rules."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CARDS = [tables.numbers_of(row["capability"]) for row in DRIVERS["capabilities"]
 BRANCHES = [row["branch"] for row in DRIVERS["branches"]]
 PLATFORMS = get_args(tables.Platform)
 CUDA_PLATFORMS = ("linux-x86_64", "linux-aarch64", "windows")
-SURE = {"seen", "stated", "guess"}
+CERTAINTIES = {"seen", "stated", "guess"}
 
 
-def choose(*, capabilities: Iterable[tuple[int, ...]], **told: Any) -> WheelChoice:
-    host = {"platform": "linux-x86_64", "python": (3, 12), **told}
+def choose(*, capabilities: Iterable[tuple[int, ...]], **facts: Any) -> WheelChoice:
+    host = {"platform": "linux-x86_64", "python": (3, 12), **facts}
     return choose_wheel(capabilities=tuple(capabilities), **host)
 
 
@@ -41,30 +41,30 @@ def ascending(values: list[Any]) -> bool:
     return all(before < after for before, after in pairwise(values))
 
 
-# ── the files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @each("path", sorted(FOLDER.glob("*.json")))
-def test_every_file_says_what_it_is_from_where_and_when(path: Path) -> None:
+def test_every_table_has_a_description_date_and_sources(path: Path) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     assert data["about"].endswith(".")
     assert dt.date.fromisoformat(data["date"]) >= dt.date(2026, 11, 15)
     assert data["sources"]
 
 
-def test_the_files_are_read_from_inside_a_zip(tmp_path: Path) -> None:
+def test_tables_are_read_from_a_zip(tmp_path: Path) -> None:
     packed = tmp_path / "packed.zip"
     with zipfile.ZipFile(packed, "w") as archive:
-        for room in ("transload", "transload/diagnose"):
-            archive.writestr(f"{room}/__init__.py", "")
+        for package in ("transload", "transload/diagnose"):
+            archive.writestr(f"{package}/__init__.py", "")
         for name in ("findings.py", "frozen.py"):
             archive.write(FOLDER.parent.parent / name, f"transload/{name}")
         for path in FOLDER.glob("*.*"):
             archive.write(path, f"transload/diagnose/tables/{path.name}")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from transload.diagnose import tables as t"
     code += "; print(t.__file__.startswith(sys.argv[1]), t.driver_floor('12.8'), t.chip_of(0x2330).code)"
-    done = subprocess.run([sys.executable, "-c", code, str(packed)], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", "525.60.13", "GH100"], done.stderr
+    process = subprocess.run([sys.executable, "-c", code, str(packed)], capture_output=True, text=True, check=False)
+    assert process.stdout.split() == ["True", "525.60.13", "GH100"], process.stderr
 
 
 # ── drivers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,18 +77,18 @@ def test_driver_rows_are_in_order_and_unique() -> None:
     assert ascending([number(row["cuda"]) for row in DRIVERS["branches"]])
     assert ascending(CARDS)
     rated = [*DRIVERS["branches"], *DRIVERS["generations"], *DRIVERS["capabilities"]]
-    assert {row["sure"] for row in rated} <= SURE
+    assert {row["sure"] for row in rated} <= CERTAINTIES
 
 
 @each("system", ["linux", "windows"])
-def test_a_later_toolkit_never_has_an_older_driver(system: str) -> None:
+def test_later_toolkit_has_no_older_driver(system: str) -> None:
     drivers = [number(row[system]) for row in DRIVERS["toolkits"] if row[system]]
     assert drivers == sorted(drivers)
 
 
 @each("system", ["linux", "windows"])
-def test_the_floor_of_a_family_is_not_above_its_toolkits(system: tables.System) -> None:
-    # The first toolkit of a family came with a driver older than the one that later became the floor.
+def test_minimum_driver_of_a_family_is_not_above_its_toolkits(system: tables.System) -> None:
+    # The first toolkit of a family came with a driver older than the later minimum.
     for row in DRIVERS["toolkits"]:
         if row[system] and (number(row["cuda"])[1] or number(row["cuda"])[0] < 11):
             assert number(tables.driver_floor(row["cuda"], system)) <= number(row[system]), row
@@ -102,7 +102,7 @@ def test_every_toolkit_came_with_the_branch_that_announces_its_cuda() -> None:
         assert row["cuda"] in announced.values()
 
 
-def test_generations_and_capabilities_name_each_other() -> None:
+def test_generations_and_capabilities_are_consistent() -> None:
     names = [row["name"] for row in DRIVERS["generations"]]
     assert {row["generation"] for row in DRIVERS["capabilities"]} == set(names) - {"Rubin"}
     order = [names.index(row["generation"]) for row in DRIVERS["capabilities"]]
@@ -112,14 +112,14 @@ def test_generations_and_capabilities_name_each_other() -> None:
         assert not last or row["first_branch"] < last
 
 
-def test_open_modules_begin_with_turing_and_are_a_must_from_blackwell() -> None:
+def test_open_modules_are_possible_from_turing_and_required_from_blackwell() -> None:
     rules = [row["open_module"] for row in DRIVERS["generations"]]
     assert rules == sorted(rules, key=["impossible", "possible", "required"].index)
-    found = [tables.generation(name) for name in ("Volta", "Turing", "Hopper", "Blackwell")]
-    assert [each.open_module for each in found] == ["impossible", "possible", "possible", "required"]
+    generations = [tables.generation(name) for name in ("Volta", "Turing", "Hopper", "Blackwell")]
+    assert [generation.open_module for generation in generations] == ["impossible", "possible", "possible", "required"]
 
 
-def test_what_the_driver_table_does_not_hold_is_empty() -> None:
+def test_versions_missing_in_the_driver_table_give_empty_results() -> None:
     assert tables.driver_floor("9.2") == ""
     assert tables.toolkit_driver("12.7") == ""
     assert tables.branch_of("390.157") == 0
@@ -127,7 +127,7 @@ def test_what_the_driver_table_does_not_hold_is_empty() -> None:
 
 
 @each("text", ["", "R580", "not a version", "N/A", "[Not Supported]", "\x00"])
-def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
+def test_nonsense_version_is_treated_as_unknown(text: str) -> None:
     assert (tables.numbers_of(text), tables.driver_floor(text), tables.toolkit_driver(text)) == ((), "", "")
     assert tables.branch_of(text) == 0
     assert tables.index_builds(text) == ()
@@ -138,24 +138,24 @@ def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
 # ── chips ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_device_id_is_claimed_twice() -> None:
-    claimed = [device for row in table("chips")["chips"].values() for device in spelled_out(row["ids"])]
+def test_device_ids_are_unique() -> None:
+    claimed = [device for row in table("chips")["chips"].values() for device in expand_ranges(row["ids"])]
     assert len(claimed) == len(set(claimed)) == len(chips())
-    assert not set(spelled_out(table("chips")["nvswitches"])) & set(claimed)
+    assert not set(expand_ranges(table("chips")["nvswitches"])) & set(claimed)
 
 
-def spelled_out(runs: str) -> list[int]:
-    """The ids of a run-length text, which must ascend without touching: else two runs should be one."""
-    found: list[int] = []
-    for run in runs.split():
-        first, last = (int(end, 16) for end in (run.split("-") * 2)[:2])
+def expand_ranges(ranges: str) -> list[int]:
+    """The IDs in a list of ranges, which must ascend without touching: else two ranges should be one."""
+    ids: list[int] = []
+    for id_range in ranges.split():
+        first, last = (int(end, 16) for end in (id_range.split("-") * 2)[:2])
         assert first <= last
-        assert not found or first > found[-1] + 1, run
-        found += range(first, last + 1)
-    return found
+        assert not ids or first > ids[-1] + 1, id_range
+        ids += range(first, last + 1)
+    return ids
 
 
-def test_every_chip_has_a_driver_rule_for_its_generation_and_capability() -> None:
+def test_generation_and_capability_of_every_chip_are_in_the_driver_table() -> None:
     for chip in set(chips().values()):
         assert tables.generation(chip.generation).name == chip.generation
         if chip.capability:
@@ -188,19 +188,19 @@ def test_every_chip_has_a_driver_rule_for_its_generation_and_capability() -> Non
         (0x2E12, "GB20B", "Blackwell", (12, 1)),  # GB10
     ],
 )
-def test_known_cards(device: int, code: str, generation: str, capability: tuple[int, int]) -> None:
+def test_chips_of_well_known_gpus(device: int, code: str, generation: str, capability: tuple[int, int]) -> None:
     assert tables.chip_of(device) == tables.Chip(code, generation, capability)
 
 
-def test_a_gap_is_filled_only_between_neighbours_that_agree() -> None:
+def test_unlisted_device_id_is_inferred_from_neighbours_that_agree() -> None:
     inside = tables.chip_of(0x2332)  # between two H100
     assert inside == tables.Chip("GH100", "Hopper", (9, 0), inferred=True)
     assert tables.chip_of(0x2780) == tables.Chip("AD103 or AD104", "Ada", (8, 9), inferred=True)
-    unsure = tables.chip_of(0x2E01)  # between 12.0 and 12.1
-    assert unsure is not None
-    assert (unsure.generation, unsure.capability) == ("Blackwell", ())
-    for between in (0, 0x22A0, 0x1900, 0xFFFF):
-        assert tables.chip_of(between) is None, hex(between)
+    ambiguous = tables.chip_of(0x2E01)  # between 12.0 and 12.1
+    assert ambiguous is not None
+    assert (ambiguous.generation, ambiguous.capability) == ("Blackwell", ())
+    for device in (0, 0x22A0, 0x1900, 0xFFFF):
+        assert tables.chip_of(device) is None, hex(device)
 
 
 @each(
@@ -218,7 +218,7 @@ def test_a_gap_is_filled_only_between_neighbours_that_agree() -> None:
         "NVIDIA RTX PRO 6000 Blackwell Server Edition",
     ],
 )
-def test_data_centre_names(name: str) -> None:
+def test_names_of_data_centre_gpus(name: str) -> None:
     assert tables.is_data_centre(name)
 
 
@@ -236,11 +236,11 @@ def test_data_centre_names(name: str) -> None:
         "NVIDIA Graphics Device",
     ],
 )
-def test_other_names(name: str) -> None:
+def test_names_of_other_gpus(name: str) -> None:
     assert not tables.is_data_centre(name)
 
 
-# ── cubins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── GPU code ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @each(
@@ -287,7 +287,9 @@ def test_other_names(name: str) -> None:
         ("", (9, 0), None, False),
     ],
 )
-def test_which_code_runs_where(code: str, card: tuple[int, int], cuda: tuple[int, int] | None, runs: bool) -> None:
+def test_which_gpu_code_runs_on_which_gpu(
+    code: str, card: tuple[int, int], cuda: tuple[int, int] | None, runs: bool
+) -> None:
     assert tables.runs_on(code, card, cuda or ()) is runs
 
 
@@ -303,7 +305,7 @@ def test_result_codes_are_in_order_and_complete(library: str) -> None:
     assert {*codes} >= ({*range(31), 999} if library == "nvml" else DECIDING)
 
 
-# What the driver answers decides between causes for these.
+# Result codes of the driver by which rules distinguish causes.
 DECIDING = {0, 2, 3, 34, 35, 36, 46, 100, 101, 102, 103, 209, 214, 218, 221, 222, 223, 226, 304, 700, 702, 710, 719}
 DECIDING |= {*range(800, 811), 999}
 
@@ -324,7 +326,7 @@ DECIDING |= {*range(800, 811), 999}
         (12345, "", ""),
     ],
 )
-def test_cuda_results(code: int, name: str, text: str) -> None:
+def test_names_and_texts_of_cuda_results(code: int, name: str, text: str) -> None:
     assert tables.result("cuda", code) == (name, text)
 
 
@@ -335,15 +337,15 @@ def test_releases_are_in_order() -> None:
     assert ascending([number(release) for release in tables.releases()])
 
 
-def test_rows_of_builds_are_well_formed() -> None:
+def test_build_rows_are_well_formed() -> None:
     for row in TORCH["releases"]:
         assert number(row["python"][0]) < number(row["python"][1])
-        assert all(number(each.rstrip("t"))[:2] <= number(row["python"][1]) for each in row["free_threaded"])
-        places = [(entry["build"], platform) for entry in [*row["builds"], *row["others"]] for platform in entry["on"]]
-        assert len(places) == len(set(places)), row["versions"]
-        assert {platform for _, platform in places} <= set(PLATFORMS)
+        assert all(number(version.rstrip("t"))[:2] <= number(row["python"][1]) for version in row["free_threaded"])
+        pairs = [(entry["build"], platform) for entry in [*row["builds"], *row["others"]] for platform in entry["on"]]
+        assert len(pairs) == len(set(pairs)), row["versions"]
+        assert {platform for _, platform in pairs} <= set(PLATFORMS)
         for entry in [*row["builds"], *row["others"]]:
-            assert entry["sure"] in SURE
+            assert entry["sure"] in CERTAINTIES
         for entry in row["builds"]:
             assert entry["build"] == "cu" + "".join(entry["cuda"].split(".")[:2])
             assert ascending(list(map(int, entry["archs"].split())))
@@ -351,7 +353,7 @@ def test_rows_of_builds_are_well_formed() -> None:
 
 
 @each("release", tables.releases())
-def test_what_pypi_has_is_one_of_the_builds(release: str) -> None:
+def test_pypi_build_is_one_of_the_index_builds(release: str) -> None:
     for platform in PLATFORMS:
         default = tables.build_of(release, platform)
         if default is None:
@@ -377,23 +379,23 @@ def test_what_pypi_has_is_one_of_the_builds(release: str) -> None:
         ("2.15.0", "cu132", "sm_75", "sm_120", (3, 15)),
     ],
 )
-def test_what_was_seen_in_the_wheels_on_pypi(
+def test_pypi_builds_match_the_examined_wheels(
     release: str, build: str, first: str, last: str, python: tuple[int, int]
 ) -> None:
-    found = tables.build_of(release, "linux-x86_64")
-    assert found is not None
-    assert (found.build, found.archs[0], found.archs[-1], found.sure) == (build, first, last, "seen")
-    assert found.python[1] == python
+    default = tables.build_of(release, "linux-x86_64")
+    assert default is not None
+    assert (default.build, default.archs[0], default.archs[-1], default.sure) == (build, first, last, "seen")
+    assert default.python[1] == python
 
 
 @each(("release", "build"), [("2.10.0", "cpu"), ("2.11.0", "cu130"), ("2.15.0", "cu132")])
 def test_arm_wheels_on_pypi_have_cuda_since_2_11(release: str, build: str) -> None:
-    found = tables.build_of(release, "linux-aarch64")
-    assert found is not None
-    assert found.build == build
+    default = tables.build_of(release, "linux-aarch64")
+    assert default is not None
+    assert default.build == build
 
 
-def test_a_release_may_be_named_as_people_do() -> None:
+def test_release_may_be_abbreviated_or_have_a_build_suffix() -> None:
     names = ("2.12.1", "2.12.1+cu130", "2.12")
     assert len({tables.build_of(name, "linux-x86_64") for name in names}) == 1
     assert tables.index_builds("9.9.9") == ()
@@ -401,14 +403,16 @@ def test_a_release_may_be_named_as_people_do() -> None:
     assert tables.build_of("2.15.0", "linux-x86_64", "cu118") is None
 
 
-# ── the choice ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── choice of a wheel ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fits(entry: dict[str, Any], card: tuple[int, ...], branch: int) -> bool:
-    """Whether a raw row of a CUDA build runs on a card with a driver of a branch: the rule, spelled out once more."""
+    """Whether the raw row of a CUDA build fits a GPU and a driver branch: a second implementation of the rule."""
     codes = [divmod(int(code), 10) for code in entry["archs"].split()]
     row = next(row for row in DRIVERS["capabilities"] if number(row["capability"]) == card)
-    last = next(each["last_branch"] for each in DRIVERS["generations"] if each["name"] == row["generation"])
+    last = next(
+        generation["last_branch"] for generation in DRIVERS["generations"] if generation["name"] == row["generation"]
+    )
     major = entry["cuda"].split(".")[0]
     floor = next(family["linux"] for family in DRIVERS["families"] if family["cuda"] == major)
     cudnn = number(entry["cudnn"] or "0")
@@ -434,7 +438,7 @@ def raw_builds(platform: str, python: tuple[int, int]) -> list[tuple[str, dict[s
 
 @each("platform", ["linux-x86_64", "linux-aarch64"])
 @each("card", CARDS)
-def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, ...], platform: str) -> None:
+def test_newest_torch_that_fits_gpu_and_driver_is_chosen(card: tuple[int, ...], platform: str) -> None:
     builds = raw_builds(platform, (3, 11))
     for branch in BRANCHES:
         choice = choose(driver=f"{branch}.999", capabilities=[card], platform=platform, python=(3, 11))
@@ -451,7 +455,7 @@ def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, .
 
 
 @each("release", tables.releases())
-def test_a_choice_among_the_builds_of_one_release_covers_card_and_driver(release: str) -> None:
+def test_chosen_build_of_a_release_fits_gpu_and_driver(release: str) -> None:
     builds = [(version, entry) for version, entry in raw_builds("linux-x86_64", (3, 11)) if version == release]
     for card in CARDS:
         for branch in BRANCHES:
@@ -464,7 +468,7 @@ def test_a_choice_among_the_builds_of_one_release_covers_card_and_driver(release
                 assert not fitting, (card, branch, choice)
 
 
-def test_the_driver_asked_for_is_the_least_that_helps_and_helps() -> None:
+def test_required_driver_is_the_oldest_that_helps() -> None:
     for card in CARDS:
         for branch in BRANCHES:
             choice = choose(driver=f"{branch}.0", capabilities=[card])
@@ -472,20 +476,20 @@ def test_the_driver_asked_for_is_the_least_that_helps_and_helps() -> None:
                 continue
             after = choose(driver=f"{choice.needs_driver}.999", capabilities=[card])
             assert (after.torch_version, after.needs_driver) == (choice.torch_version, ""), (card, branch)
-            least = number(choice.needs_driver)
-            assert (choice.direction == "newer") == (least > (branch, 0)), (card, branch)
-            lower = [each for each in BRANCHES if each < least[0]]
+            required = number(choice.needs_driver)
+            assert (choice.direction == "newer") == (required > (branch, 0)), (card, branch)
+            lower = [other for other in BRANCHES if other < required[0]]
             if choice.direction == "newer" and lower:
                 assert choose(driver=f"{lower[-1]}.999", capabilities=[card]).needs_driver, (card, branch)
 
 
-def test_an_old_card_with_a_new_driver_does_not_get_a_build_without_code_for_it() -> None:
+def test_old_gpu_with_a_new_driver_gets_a_build_with_code_for_it() -> None:
     choice = choose(driver="580.65.06", capabilities=[(6, 1)])  # GTX 1080
     assert (choice.torch_version, choice.index_url, choice.how_sure) == ("2.15.0", f"{INDEX}/cu126", "seen")
     assert "no code for capability 6.1" in choice.reason
 
 
-def test_a_new_card_with_an_old_driver_needs_a_newer_driver() -> None:
+def test_new_gpu_with_an_old_driver_needs_a_newer_driver() -> None:
     choice = choose(driver="550.54.14", capabilities=[(12, 0)])  # RTX 5090
     assert (choice.direction, choice.needs_driver, choice.build) == ("newer", "570", "cu128")
     assert "Driver 550.54.14 is too old for capability 12.0: install 570 or newer." in choice.reason
@@ -495,7 +499,7 @@ def test_a_new_card_with_an_old_driver_needs_a_newer_driver() -> None:
 @each(
     ("driver", "card", "torch", "build", "pypi"),
     [
-        ("470.82.01", (3, 7), "2.3.1", "cu118", False),  # newer ones have cuDNN 9, which left Kepler
+        ("470.82.01", (3, 7), "2.3.1", "cu118", False),  # newer ones have cuDNN 9, which dropped Kepler
         ("580.65.06", (5, 2), "2.15.0", "cu126", False),
         ("535.54.03", (7, 0), "2.15.0", "cu126", False),
         ("535.54.03", (8, 6), "2.15.0", "cu126", False),
@@ -506,24 +510,26 @@ def test_a_new_card_with_an_old_driver_needs_a_newer_driver() -> None:
         ("595.58.03", (12, 1), "2.15.0", "cu132", True),
     ],
 )
-def test_the_table_of_cards(driver: str, card: tuple[int, int], torch: str, build: str, pypi: bool) -> None:
+def test_choice_for_common_gpus_and_drivers(
+    driver: str, card: tuple[int, int], torch: str, build: str, pypi: bool
+) -> None:
     choice = choose(driver=driver, capabilities=[card])
     assert (choice.torch_version, choice.build, choice.index_url == "") == (torch, build, pypi)
     assert choice.needs_driver == ""
 
 
-def test_a_build_whose_code_was_not_seen_is_not_called_seen() -> None:
+def test_build_that_was_not_examined_is_only_stated() -> None:
     assert choose(driver="470.82.01", capabilities=[(3, 7)], python=(3, 11)).how_sure == "stated"
 
 
 @each(("driver", "card", "branch"), [("595.58.03", (6, 1), "580"), ("580.65.06", (3, 7), "470")])
-def test_a_driver_that_dropped_the_card_must_become_older(driver: str, card: tuple[int, int], branch: str) -> None:
+def test_older_driver_is_needed_if_the_driver_dropped_the_gpu(driver: str, card: tuple[int, int], branch: str) -> None:
     choice = choose(driver=driver, capabilities=[card])
     assert (choice.direction, choice.needs_driver) == ("older", branch)
     assert f"install one of branch {branch}" in choice.reason
 
 
-def test_several_cards_must_all_be_covered() -> None:
+def test_build_and_driver_must_support_all_gpus() -> None:
     choice = choose(driver="580.65.06", capabilities=[(8, 9), (6, 1), (8, 9)])
     assert (choice.torch_version, choice.build) == ("2.15.0", "cu126")
     choice = choose(driver="580.65.06", capabilities=[(6, 1), (12, 0)])
@@ -532,22 +538,22 @@ def test_several_cards_must_all_be_covered() -> None:
     choice = choose(driver="470.82.01", capabilities=[(3, 7), (9, 0)])
     assert choice.torch_version == ""
     assert choice.reason.startswith("No driver supports all of capability 3.7 and 9.0")
-    # a driver that is not known may be one that was made to drive both
+    # an unknown driver might support both
     assert choose(driver="", capabilities=[(3, 7), (9, 0)]).torch_version == "2.3.1"
 
 
-def test_what_the_driver_says_of_itself_wins_over_its_version() -> None:
+def test_cuda_version_from_the_driver_wins_over_its_release() -> None:
     assert choose(driver="550.54.14", driver_cuda=13000, capabilities=[(8, 6)]).build == "cu132"
     assert choose(driver="580.65.06", driver_cuda=12080, capabilities=[(8, 6)]).build == "cu126"
     assert choose(driver="", driver_cuda=12020, capabilities=[(8, 6)]).build == "cu126"
 
 
-def test_a_driver_that_named_the_card_is_believed() -> None:
+def test_driver_that_lists_the_gpu_supports_it() -> None:
     assert choose(driver="550.54.14", capabilities=[(12, 0)], driver_sees_cards=True).needs_driver == ""
     assert choose(driver="595.58.03", capabilities=[(6, 1)], driver_sees_cards=True).needs_driver == ""
 
 
-def test_windows_gets_cuda_from_the_index_only() -> None:
+def test_windows_gets_cuda_builds_from_the_index() -> None:
     choice = choose(driver="581.29", capabilities=[(8, 9)], platform="windows")
     assert (choice.torch_version, choice.index_url) == ("2.15.0", f"{INDEX}/cu130")
     assert "PyPI has no CUDA" in choice.reason
@@ -555,7 +561,7 @@ def test_windows_gets_cuda_from_the_index_only() -> None:
     assert (choice.build, choice.needs_driver) == ("cu126", "")
 
 
-def test_arm_takes_the_index_before_2_11_and_pypi_after() -> None:
+def test_arm_uses_the_index_before_2_11_and_pypi_since() -> None:
     arm = partial(choose, driver="580.65.06", capabilities=[(9, 0)], platform="linux-aarch64")
     assert arm(torch="2.10.0").index_url == f"{INDEX}/cu128"
     assert arm(torch="2.11.0").index_url == ""
@@ -563,11 +569,11 @@ def test_arm_takes_the_index_before_2_11_and_pypi_after() -> None:
 
 
 @each(("python", "torch"), [((3, 8), "2.4.1"), ((3, 9), "2.8.0"), ((3, 10), "2.14.1"), ((3, 15), "2.15.0")])
-def test_the_python_limits_the_release(python: tuple[int, int], torch: str) -> None:
+def test_python_version_limits_the_release(python: tuple[int, int], torch: str) -> None:
     assert choose(driver="580.65.06", capabilities=[(8, 6)], python=python).torch_version == torch
 
 
-def test_a_free_threaded_python_gets_a_release_with_wheels_for_it() -> None:
+def test_free_threaded_python_gets_a_release_with_wheels_for_it() -> None:
     choice = choose(driver="580.65.06", capabilities=[(8, 6)], python=(3, 13), free_threaded=True)
     assert choice.torch_version == "2.12.0"
 
@@ -583,14 +589,14 @@ def test_a_free_threaded_python_gets_a_release_with_wheels_for_it() -> None:
         ({"python": (3, 12), "free_threaded": True}, "has wheels for Python 3.12t."),
     ],
 )
-def test_where_there_is_no_wheel_the_reason_names_what_stands_in_the_way(facts: dict[str, Any], reason: str) -> None:
-    known: dict[str, Any] = {"driver": "580.65.06", "capabilities": [(8, 6)]}
-    choice = choose(**known | facts)
+def test_reason_says_why_there_is_no_wheel(facts: dict[str, Any], reason: str) -> None:
+    usual: dict[str, Any] = {"driver": "580.65.06", "capabilities": [(8, 6)]}
+    choice = choose(**usual | facts)
     assert (choice.torch_version, choice.build, choice.index_url) == ("", "", "")
     assert reason in choice.reason
 
 
-def test_what_is_not_known_makes_the_choice_a_guess() -> None:
+def test_unknown_driver_or_gpu_makes_the_choice_a_guess() -> None:
     choice = choose(driver="", capabilities=[(8, 6)])
     assert (choice.build, choice.how_sure) == ("cu132", "guess")
     assert "The driver is not known: it must be 580.65.06 or newer." in choice.reason

@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES: what a real driver was seen to do, and torch's own reader where the two agree."""
+"""CUDA_VISIBLE_DEVICES: the observed behaviour of a real driver, compared with torch's own parser."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HEX = UUID[4:]
 MIG = "MIG-41b35014-542c-55ba-a80a-0a6e7e0f5b0e"
 TWO = (UUID, "GPU-62000000-0000-4000-8000-000000000000")
 
-# Seen on one H200 with driver 580.159.04.
-WORKS = (
+# Observed on one H200 with driver 580.159.04.
+SELECTS_GPU = (
     *("0", "0 ", " 0", "\t0", "\n0", "0\n", "0\r", "00", "+0", "-0", "0" * 40),
     *("0x0", "0x1", "0abc", "0.5", "0;1", "0 0", "0-1", "0:1", "4294967296"),
     *("0,", "0,,0", "0,1", "0,7", "0,7,0", "0,-1,0", "0,1,1", "0,1,0,2", "0,7,7", "0,gpu,0", "0,+", '0,"0"', "0,MIG-x"),
@@ -30,32 +30,32 @@ WORKS = (
     *("0," + UUID, UUID + ",0", UUID + ",7", UUID + ",x", UUID + ", " + UUID[:9], UUID + ",GPU-62e9bz"),
     *(UUID + ",GPU-dead", UUID + ",GPU-dead," + UUID, "MIG-" + HEX),
 )
-NONE = (
+SELECTS_NOTHING = (
     *("", " ", ",0", "7", "7,0", "-1", "-1,0", "gpu0", "NoDevFiles", "all", "none", "void", "+", "-", "cuda:0", "[0]"),
     *("'0'", '"0"', "\uff10", "4294967295", "2147483648", "-2147483648", "99999999999999999999"),
     *("GPU-deadbeef", "GPU-", "GPU", "GPU-g", "GPU-62e9x", "GPU-62e9 ", "GPU-62e9/1", "GPU-62e9\n", "GPU-62e9b7ab_"),
     *("gpu-" + HEX, " " + UUID, HEX, "GPU- " + HEX, "GPU-0x" + HEX, '"' + UUID + '"', "GPU" + HEX.replace("-", "")),
     *("GPU-dead," + UUID, "7," + UUID, "MIG-", "MIG", "MIG-0"),
 )
-TWICE = ("0,0", "0,00", "0, 0", "0,0,-1", "0,4294967296", UUID + "," + UUID, UUID[:10] + "," + UUID)
+DUPLICATES = ("0,0", "0,00", "0, 0", "0,0,-1", "0,4294967296", UUID + "," + UUID, UUID[:10] + "," + UUID)
 
 
-@each("value", WORKS)
-def test_values_that_give_the_card(value: str) -> None:
-    seen = visible_devices(value, (UUID,))
-    assert (seen.indices, seen.error, seen.known) == ((0,), 0, True)
+@each("value", SELECTS_GPU)
+def test_values_that_select_the_gpu(value: str) -> None:
+    visible = visible_devices(value, (UUID,))
+    assert (visible.indices, visible.error, visible.known) == ((0,), 0, True)
 
 
-@each("value", NONE)
-def test_values_that_give_nothing(value: str) -> None:
-    seen = visible_devices(value, (UUID,))
-    assert (seen.count, seen.error) == (0, 100)
-    assert seen.why
-    assert seen.dropped
+@each("value", SELECTS_NOTHING)
+def test_values_that_select_no_gpu(value: str) -> None:
+    visible = visible_devices(value, (UUID,))
+    assert (visible.count, visible.error) == (0, 100)
+    assert visible.why
+    assert visible.dropped
 
 
-@each("value", TWICE)
-def test_an_id_twice_is_an_error(value: str) -> None:
+@each("value", DUPLICATES)
+def test_duplicate_id_is_an_error(value: str) -> None:
     assert visible_devices(value, (UUID,)).error == 101
 
 
@@ -74,32 +74,32 @@ def test_an_id_twice_is_an_error(value: str) -> None:
         ("GPU-62e,GPU-7", (0,), "no-such-uuid"),
     ],
 )
-def test_where_reading_stops(value: str, indices: tuple[int, ...], why: str) -> None:
-    seen = visible_devices(value, TWO)
-    assert (seen.indices, seen.why) == (indices, why)
+def test_parsing_stops_at_the_first_invalid_id(value: str, indices: tuple[int, ...], why: str) -> None:
+    visible = visible_devices(value, TWO)
+    assert (visible.indices, visible.why) == (indices, why)
 
 
-def test_a_mig_device_is_named_by_its_own_uuid() -> None:
+def test_mig_device_is_selected_by_its_uuid() -> None:
     assert visible_devices(MIG, (UUID,), (MIG,)).mig == (0,)
     assert visible_devices("MIG-41b3", (UUID,), (MIG,)).mig == (0,)
     assert visible_devices("MIG-ff", (UUID,), (MIG,)).why == "no-such-uuid"
 
 
 @each("value", ["GPU-ff", f"MIG-{UUID}/1/0"])
-def test_what_depends_on_an_unknown_uuid_is_not_judged(value: str) -> None:
-    seen = visible_devices(value, ("",))
-    assert (seen.known, seen.error) == (False, 0)
+def test_value_that_depends_on_an_unknown_uuid_is_not_judged(value: str) -> None:
+    visible = visible_devices(value, ("",))
+    assert (visible.known, visible.error) == (False, 0)
 
 
-def torch_reads(value: str, uuids: tuple[str, ...]) -> list[int]:
-    """The GPUs that torch itself believes to be visible: as its ``device_count()`` counts with NVML."""
+def indices_by_torch(value: str, uuids: tuple[str, ...]) -> list[int]:
+    """The GPUs that torch considers visible, as its ``device_count()`` counts them with NVML."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getenv", {"CUDA_VISIBLE_DEVICES": value}.get)
-        found = torch_cuda._parse_visible_devices()
-        if found and isinstance(found[0], str):
-            found = torch_cuda._transform_uuid_to_ordinals(found, list(uuids))
-    cut = next((place for place, index in enumerate(found) if index >= len(uuids)), len(found))
-    return list(found[:cut])
+        devices = torch_cuda._parse_visible_devices()
+        if devices and isinstance(devices[0], str):
+            devices = torch_cuda._transform_uuid_to_ordinals(devices, list(uuids))
+    end = next((position for position, index in enumerate(devices) if index >= len(uuids)), len(devices))
+    return list(devices[:end])
 
 
 NUMBERS = st.sampled_from(
@@ -109,40 +109,40 @@ NAMES = st.sampled_from([*TWO, UUID[:9], "GPU-620", "GPU-62", "GPU-ff", "0", "",
 FOUR = (*TWO, "GPU-aa000000-0000-4000-8000-000000000000", "GPU-bb000000-0000-4000-8000-000000000000")
 
 
-def comes_twice(tokens: list[str]) -> bool:
-    said = [int(number[0]) if (number := re.match(r"\s*[+-]?\d+", token)) else token for token in tokens]
-    return len(set(said)) < len(said)
+def has_duplicates(tokens: list[str]) -> bool:
+    ids = [int(number[0]) if (number := re.match(r"\s*[+-]?\d+", token)) else token for token in tokens]
+    return len(set(ids)) < len(ids)
 
 
 @given(st.lists(NUMBERS, max_size=5) | st.lists(NAMES, max_size=5))
-def test_torch_reads_the_same_unless_an_id_comes_twice(tokens: list[str]) -> None:
+def test_torch_agrees_unless_an_id_is_duplicated(tokens: list[str]) -> None:
     value = ",".join(tokens)
     ours = visible_devices(value, FOUR)
-    theirs = torch_reads(value, FOUR)
-    # torch takes an id that comes twice for nothing at all, even where the driver had stopped reading before
-    assert theirs == list(ours.indices) or (theirs == [] and comes_twice(tokens))
+    theirs = indices_by_torch(value, FOUR)
+    # torch sees no GPU if an ID is duplicated, even after the point where the driver stops parsing
+    assert theirs == list(ours.indices) or (theirs == [] and has_duplicates(tokens))
 
 
 @each(
     "value", ["0,7,0", "0,1,1", "4294967296", UUID + "x", UUID.replace(HEX, HEX.upper()), "GPU-" + HEX.replace("-", "")]
 )
-def test_where_torch_and_the_driver_differ(value: str) -> None:
-    """torch counts no device on a machine with one, and the driver gives it: seen with torch 2.11."""
-    assert torch_reads(value, (UUID,)) == []
+def test_values_on_which_torch_and_the_driver_differ(value: str) -> None:
+    """torch counts no device on a machine with one GPU, and the driver selects it: observed with torch 2.11."""
+    assert indices_by_torch(value, (UUID,)) == []
     assert visible_devices(value, (UUID,)).indices == (0,)
 
 
 @given(st.text(max_size=20), st.integers(0, 3))
-def test_no_value_is_too_odd(value: str, count: int) -> None:
-    seen = visible_devices(value, FOUR[:count])
-    assert (seen.error == 0) == (seen.count > 0)
-    assert set(seen.indices) <= set(range(count))
+def test_any_value_can_be_parsed(value: str, count: int) -> None:
+    visible = visible_devices(value, FOUR[:count])
+    assert (visible.error == 0) == (visible.count > 0)
+    assert set(visible.indices) <= set(range(count))
 
 
 @each(("value", "why"), [("9" * 5000, "negative"), ("-" + "9" * 5000, ""), ("²", "not-a-number")])
-def test_a_number_of_any_length_is_read_as_the_driver_does(value: str, why: str) -> None:
+def test_number_of_any_length_is_parsed_as_by_the_driver(value: str, why: str) -> None:
     assert visible_devices(value, ("",)).why == why
 
 
-def test_zeros_before_a_number_do_not_count() -> None:
+def test_leading_zeros_are_ignored() -> None:
     assert visible_devices("0" * 5000 + "1", ("", "")).indices == (1,)

@@ -1,17 +1,17 @@
-"""Hosts made of files: a tree under a folder, and an environment, that probes take for a machine.
+"""Fake hosts: a directory tree and an environment that the probes examine instead of this machine.
 
-    host = plain_host(tmp_path)                                     # an Ubuntu server with an H200 that works
+    host = plain_host(tmp_path)                                     # an Ubuntu server with a working H200
     host = plain_host(tmp_path, card=RTX_4090, driver="550.54.15", nodes={})
     host = container(tmp_path, "docker", more={"/etc/cdi/nvidia.yaml": "…"}, without=("/dev/nvidia-uvm",))
     host = tree_host(tmp_path, {"/proc/version": "…", "/dev/kfd": Device(234, 0, error="EACCES")})
 
-A tree is a mapping of absolute paths to what lies there: text or bytes are a file, ``Link`` a symbolic link, ``FOLDER``
-an empty folder, ``Device`` a device node. Nobody may make nodes here, so a node is an empty file, and the host tells of
-it what the ``Device`` says. A ``Forged`` library is made for the machine of the host. ``None`` takes a path, and what
-is below it, out of the tree again.
+A tree maps absolute paths to their contents: text or bytes for a file, ``Link`` for a symbolic link, ``FOLDER`` for an
+empty folder, ``Device`` for a device node. Tests have no permission to create device nodes, so a node is an empty file,
+and the host reports the attributes of the ``Device``. A ``Forged`` library is built for the architecture of the host.
+``None`` removes a path, and everything below it, from the tree.
 
-Trees are written down as those of an x86-64 machine. A host of another states it in ``uname``, and has the names of its
-own: ``/usr/lib/aarch64-linux-gnu``, ``/lib/ld-linux-aarch64.so.1``. Nothing is taken from the machine the tests run on.
+Trees are written for x86-64. A host of another architecture sets it in ``uname``, and its paths are translated:
+``/usr/lib/aarch64-linux-gnu``, ``/lib/ld-linux-aarch64.so.1``. Nothing is read from the machine the tests run on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A node: its numbers, its rights, and the errno of opening it (empty where it opens)."""
+    """A device node: its numbers, owner and mode, and the errno of opening it (empty if it can be opened)."""
 
     major: int
     minor: int = 0
@@ -55,7 +55,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Forged:
-    """A library, as bytes for the machine that is named."""
+    """A library: a function that builds it for a given architecture."""
 
     make: Callable[[str], bytes]
 
@@ -66,14 +66,14 @@ Tree = Mapping[str, Content | None]
 
 
 LINKS: Final = 40
-"""Symbolic links that are followed, as the kernel does."""
+"""How many symbolic links are followed, as in the kernel."""
 
 
 @dataclass(frozen=True)
 class TreeHost(Host):
-    """A host over the tree at ``root``, in which its links stay. Nothing of the machine the tests run on is seen.
+    """A host in the tree at ``root``. Its links stay inside the tree, and nothing outside the tree is visible.
 
-    ``errors`` are errnos of opening by path: they go before those of the devices.
+    ``errors`` maps paths to the errnos of opening them, and takes precedence over those of ``devices``.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class TreeHost(Host):
         return self.at(self.target(path) if path.startswith("/") else path)
 
     def at(self, path: str) -> str:
-        """The path on this machine, with its last link not followed."""
+        """The path on this machine, without following the last link."""
         return f"{self.root}/{path.lstrip('/')}"
 
     def readlink(self, path: str) -> str:
@@ -104,17 +104,17 @@ class TreeHost(Host):
             return ""
 
     def target(self, path: str) -> str:
-        done, rest, links = "/", path.strip("/").split("/"), 0
+        resolved, rest, links = "/", path.strip("/").split("/"), 0
         while rest:
-            here = os.path.normpath(f"{done.rstrip('/')}/{rest.pop(0)}")
-            to = self._readlink(here)
-            if not to or links > LINKS:
-                done = here
+            current = os.path.normpath(f"{resolved.rstrip('/')}/{rest.pop(0)}")
+            link = self._readlink(current)
+            if not link or links > LINKS:
+                resolved = current
                 continue
             links += 1
-            rest = to.strip("/").split("/") + rest
-            done = "/" if to.startswith("/") else done
-        return done
+            rest = link.strip("/").split("/") + rest
+            resolved = "/" if link.startswith("/") else resolved
+        return resolved
 
     def kernel_ring(self, size: int) -> Unknown:
         return Unknown(f"the log of a tree is in its files, not in {size} bytes of the kernel")
@@ -132,41 +132,41 @@ class TreeHost(Host):
         return os.stat_result((mode, 1, 1, 1, device.uid, device.gid, 0, 0, 0, 0), {"st_rdev": number})
 
 
-OF_MACHINE: Final = {"/lib64/ld-linux-x86-64.so.2": "/lib/ld-linux-aarch64.so.1", "x86_64": "aarch64"}
+AARCH64_TEXTS: Final = {"/lib64/ld-linux-x86-64.so.2": "/lib/ld-linux-aarch64.so.1", "x86_64": "aarch64"}
 
 
-def on(machine: str, text: str) -> str:
-    """A path or text of an x86-64 machine as it is on another."""
-    for old, new in OF_MACHINE.items() if machine == "aarch64" else ():
+def translate(machine: str, text: str) -> str:
+    """Translate a path or text of an x86-64 machine to another architecture."""
+    for old, new in AARCH64_TEXTS.items() if machine == "aarch64" else ():
         text = text.replace(old, new)
     return text
 
 
-def of_machine(machine: str, tree: Tree) -> dict[str, Content | None]:
-    """A tree as it is on a machine, with its libraries made for it."""
+def translate_tree(machine: str, tree: Tree) -> dict[str, Content | None]:
+    """Translate a tree to an architecture, and build its forged libraries for it."""
 
-    def made(content: Content | None) -> Content | None:
+    def converted(content: Content | None) -> Content | None:
         if isinstance(content, str):
-            return on(machine, content)
+            return translate(machine, content)
         if isinstance(content, Link):
-            return Link(on(machine, content.to))
+            return Link(translate(machine, content.to))
         return content.make(machine) if isinstance(content, Forged) else content
 
-    return {on(machine, path): made(content) for path, content in tree.items()}
+    return {translate(machine, path): converted(content) for path, content in tree.items()}
 
 
 def write(root: Path, tree: Tree) -> None:
-    """Put a tree under ``root``, after what lies there already."""
-    made: set[Path] = set()
+    """Write a tree below ``root``, which may already contain files."""
+    folders: set[Path] = set()
     for path, content in tree.items():
         real = root / path.lstrip("/")
         if content is None:
             _remove(real)
-            made.clear()
+            folders.clear()
             continue
-        if real.parent not in made:
+        if real.parent not in folders:
             real.parent.mkdir(parents=True, exist_ok=True)
-            made.add(real.parent)
+            folders.add(real.parent)
         if isinstance(content, Folder):
             real.mkdir(exist_ok=True)
         elif isinstance(content, Link):
@@ -186,7 +186,7 @@ def _data(content: str | bytes | Device | Forged) -> bytes:
     if isinstance(content, Device):
         return b""
     if isinstance(content, Forged):
-        raise TypeError("a forged library needs a machine")
+        raise TypeError("a forged library must be built for an architecture first")
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape")
 
 
@@ -201,9 +201,9 @@ def tree_host(
     cwd: str = "/home/user/project",
     python: str = "/opt/venv/bin/python",
 ) -> TreeHost:
-    """A host over a tree, written into the folder ``root``. The environment is as given, with nothing of ours."""
+    """Write a tree into the folder ``root`` and return its host, whose environment is ``environ`` and nothing else."""
     root.mkdir(parents=True, exist_ok=True)
-    tree = of_machine(uname[2], tree)
+    tree = translate_tree(uname[2], tree)
     write(root, tree)
     devices = {path: content for path, content in tree.items() if isinstance(content, Device)}
     return TreeHost(dict(environ or {}), python, cwd, uname, uid, "", str(root), devices, dict(errors or {}))
@@ -214,7 +214,7 @@ def tree_host(
 
 @dataclass(frozen=True)
 class Card:
-    """A card as the bus and the driver name it."""
+    """A GPU as the PCI bus and the driver describe it."""
 
     name: str
     device: int
@@ -236,7 +236,7 @@ NODES: Final[Mapping[str, Device]] = {
     "/dev/nvidia-caps/nvidia-cap1": Device(241, 1, 0o400, error="EACCES"),
     "/dev/nvidia-caps/nvidia-cap2": Device(241, 2, 0o444, error="EACCES"),
 }
-"""As the driver makes them. The capabilities are opened for reading only, and refuse a user who would write."""
+"""As the driver creates them. The capability nodes are read-only, and opening them for writing fails."""
 
 DEVICES: Final = """\
 Character devices:
@@ -285,12 +285,12 @@ UBUNTU: Final[Tree] = {
 
 
 def bus(card: Card, driver: str = "nvidia", power: str = "D0") -> dict[str, Content]:
-    """A card on the PCI bus, bound to a kernel driver (``""``: to none)."""
+    """A GPU on the PCI bus, bound to a kernel driver (``""`` for none)."""
     folder = f"/sys/bus/pci/devices/{card.address}"
     starts = (0xB0000000, 0x20000000000, 0x30000000000)
     regions = [(start, start + size - 1, 0x14220C) for start, size in zip(starts, card.bars, strict=True)]
     lines = [regions[0], regions[1], (0, 0, 0), regions[2], (0, 0, 0), (0, 0, 0)]
-    made: dict[str, Content] = {
+    files: dict[str, Content] = {
         f"{folder}/vendor": "0x10de\n",
         f"{folder}/device": f"{card.device:#06x}\n",
         f"{folder}/class": f"{card.kind:#08x}\n",
@@ -300,12 +300,12 @@ def bus(card: Card, driver: str = "nvidia", power: str = "D0") -> dict[str, Cont
         f"{folder}/config": b"\xde\x10" + card.device.to_bytes(2, "little") + bytes(60),
     }
     if driver:
-        made[f"{folder}/driver"] = Link(f"../../../../bus/pci/drivers/{driver}")
-    return made
+        files[f"{folder}/driver"] = Link(f"../../../../bus/pci/drivers/{driver}")
+    return files
 
 
 def module(card: Card, version: str = VERSION, *, flavour: str = "open") -> dict[str, Content]:
-    """The loaded kernel driver: what /proc and /sys show of it, and its files for the running kernel."""
+    """The loaded kernel driver: its entries in /proc and /sys, and its files for the running kernel."""
     return {
         **proc_driver(card, version, flavour=flavour),
         "/proc/modules": "".join(f"{name} 16384 0 - Live 0x0\n" for name in ("nvidia_uvm", "nvidia", "ext4")),
@@ -331,17 +331,20 @@ def proc_driver(card: Card, version: str = VERSION, *, flavour: str = "open") ->
 
 
 def module_file(release: str, name: str = "updates/dkms/nvidia.ko.zst") -> dict[str, Content]:
-    """The driver's file for a kernel, as depmod lists it."""
+    """The kernel module's file for a kernel release, and its entry in modules.dep."""
     folder = f"/usr/lib/modules/{release}"
     return {f"{folder}/modules.dep": f"kernel/fs/ext4/ext4.ko.zst:\n{name}:\n", f"{folder}/{name}": b""}
 
 
-# -- whole machines ----------------------------------------------------------------------------------------------------
+# -- complete hosts ----------------------------------------------------------------------------------------------------
 
 
 def _plain(card: Card | None, driver: str, nodes: Mapping[str, Device]) -> dict[str, Content | None]:
-    known = {**bus(card), **module(card, driver)} if card and driver else bus(card, driver="") if card else {}
-    bare: Tree = {"/proc/modules": "ext4 16384 0 - Live 0x0\n", "/proc/devices": DEVICES.replace("nvidia", "other")}
+    card_files = {**bus(card), **module(card, driver)} if card and driver else bus(card, driver="") if card else {}
+    without_driver: Tree = {
+        "/proc/modules": "ext4 16384 0 - Live 0x0\n",
+        "/proc/devices": DEVICES.replace("nvidia", "other"),
+    }
     return {
         **UBUNTU,
         "/proc/version": f"Linux version {KERNEL} (buildd@lcy02) #45-Ubuntu SMP PREEMPT_DYNAMIC\n",
@@ -353,8 +356,8 @@ def _plain(card: Card | None, driver: str, nodes: Mapping[str, Device]) -> dict[
         "/sys/bus/pci/devices": FOLDER,
         "/dev/null": Device(1, 3),
         "/dev/vda": Device(254, 0, 0o660),
-        **bare,
-        **known,
+        **without_driver,
+        **card_files,
         **nodes,
     }
 
@@ -372,9 +375,9 @@ def plain_host(
     uid: int = 1000,
     machine: str = "x86_64",
 ) -> TreeHost:
-    """An Ubuntu server with a card and its driver at work. ``driver=""`` is none; ``card=None`` a machine without.
+    """An Ubuntu server with a GPU and a working driver. ``driver=""`` means no driver, ``card=None`` no GPU.
 
-    ``more`` is put over the tree, and what ``without`` names is taken out of it.
+    ``more`` is added to the tree, and the paths in ``without`` are removed from it.
     """
     tree = {**_plain(card, driver, nodes if card and driver else {}), **(more or {})}
     variables = {"HOME": "/home/user", "SHELL": "/bin/bash", "PATH": "/usr/local/bin:/usr/bin:/bin", **(environ or {})}
@@ -383,9 +386,9 @@ def plain_host(
 
 
 def _without(tree: Tree, paths: Sequence[str]) -> Tree:
-    gone = tuple(paths)
-    below = tuple(f"{path}/" for path in gone)
-    return {path: what for path, what in tree.items() if path not in gone and not path.startswith(below)}
+    removed = tuple(paths)
+    prefixes = tuple(f"{path}/" for path in removed)
+    return {path: content for path, content in tree.items() if path not in removed and not path.startswith(prefixes)}
 
 
 _LAYERS: Final = {
@@ -395,8 +398,8 @@ _LAYERS: Final = {
 }
 
 
-def _kind_of_container(kind: str) -> tuple[dict[str, Content | None], dict[str, str]]:
-    """What each engine leaves behind inside."""
+def _container_marks(kind: str) -> tuple[dict[str, Content | None], dict[str, str]]:
+    """The files and variables that identify each kind of container from inside."""
     marks: dict[str, tuple[dict[str, Content | None], dict[str, str]]] = {
         "docker": ({"/.dockerenv": ""}, {}),
         "podman": ({"/run/.containerenv": 'engine="podman-5.0.3"\n'}, {"container": "podman"}),
@@ -429,10 +432,10 @@ def container(
 ) -> TreeHost:
     """A container on ``plain_host``: docker, podman, kubernetes, containerd, apptainer, lxc or nspawn.
 
-    Without ``gpu`` the host's kernel driver still shows in /sys and /proc/modules; the nodes and /proc/driver/nvidia
-    are not there, and neither is the driver's library.
+    Without ``gpu`` the host's kernel driver is still visible in /sys and /proc/modules, but the device nodes,
+    /proc/driver/nvidia and the driver's libraries are absent.
     """
-    marks, variables = _kind_of_container(kind)
+    marks, variables = _container_marks(kind)
     tree: dict[str, Content | None] = {**_plain(card, driver, nodes), **marks}
     layers = _LAYERS.get("containerd" if kind == "kubernetes" else kind)
     if layers:
@@ -442,10 +445,10 @@ def container(
     hidden = ["/sys/firmware/acpi", "/usr/lib/modules", "/usr/lib/firmware", "/dev/vda", "/sys/class/dmi"]
     if not gpu:
         hidden += [*nodes, "/proc/driver/nvidia", "/dev/nvidia-caps"]
-    seen = _without(tree, [*hidden, *without])
+    visible = _without(tree, [*hidden, *without])
     uname = ("Linux", KERNEL, machine)
-    known = {"PATH": "/usr/bin", **variables, **(environ or {})}
-    return tree_host(root, seen, known, errors=errors, uname=uname, uid=uid)
+    environment = {"PATH": "/usr/bin", **variables, **(environ or {})}
+    return tree_host(root, visible, environment, errors=errors, uname=uname, uid=uid)
 
 
 def wsl(
@@ -459,7 +462,7 @@ def wsl(
     errors: Mapping[str, str] | None = None,
     machine: str = "x86_64",
 ) -> TreeHost:
-    """Ubuntu under the Windows Subsystem for Linux: the card is behind /dev/dxg, and no kernel module is loaded."""
+    """Ubuntu under the Windows Subsystem for Linux: the GPU is behind /dev/dxg, and no kernel module is loaded."""
     release = "5.15.167.4-microsoft-standard-WSL2" if version == 2 else "4.4.0-19041-Microsoft"
     tree: dict[str, Content | None] = {
         **_plain(None, "", {}),
@@ -485,18 +488,18 @@ def slurm(
     errors: Mapping[str, str] | None = None,
     machine: str = "x86_64",
 ) -> TreeHost:
-    """A job of Slurm on ``plain_host``. ``gpus=""`` is a job that was given none: its cgroup refuses the cards."""
+    """A Slurm job on ``plain_host``. ``gpus=""`` is a job without GPUs: its cgroup denies access to them."""
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_PARTITION": "gpu", "SLURM_NTASKS": "1"}
-    given = {"SLURM_JOB_GPUS": gpus, "SLURM_GPUS_ON_NODE": str(gpus.count(",") + 1), "CUDA_VISIBLE_DEVICES": gpus}
-    refused = {} if gpus else {"/dev/nvidia0": "EPERM"}
+    allocation = {"SLURM_JOB_GPUS": gpus, "SLURM_GPUS_ON_NODE": str(gpus.count(",") + 1), "CUDA_VISIBLE_DEVICES": gpus}
+    denied = {} if gpus else {"/dev/nvidia0": "EPERM"}
     return plain_host(
         root,
         card=card,
         driver=driver,
-        environ={**job, **(given if gpus else {}), **(environ or {})},
+        environ={**job, **(allocation if gpus else {}), **(environ or {})},
         more={"/proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_4711/step_0/user/task_0\n", **(more or {})},
         without=without,
-        errors={**refused, **(errors or {})},
+        errors={**denied, **(errors or {})},
         machine=machine,
     )
 
@@ -511,7 +514,7 @@ def service(
     without: Sequence[str] = (),
     errors: Mapping[str, str] | None = None,
 ) -> TreeHost:
-    """A service of systemd on ``plain_host``; with ``private`` it has ``PrivateDevices=yes``."""
+    """A systemd service on ``plain_host``; with ``private`` it has ``PrivateDevices=yes``."""
     mounts = MOUNTS + "900 24 0:77 / /dev rw,nosuid,noexec - tmpfs tmpfs rw,mode=755\n" if private else MOUNTS
     tree: Tree = {"/proc/self/cgroup": f"0::/system.slice/{unit}\n", "/proc/self/mountinfo": mounts, **(more or {})}
     hidden = ("/dev/vda", "/dev/nvidia-caps") if private else ()

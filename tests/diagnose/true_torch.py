@@ -1,7 +1,7 @@
-"""The installed torch, where it is built with CUDA, on drivers that are forged: what it says of them is genuine.
+"""The installed torch, if it is built with CUDA, run with forged drivers: its messages are real.
 
-One process imports it and is forked for each question, so that every driver meets a torch that has seen none before it.
-And environments of Python with the same packages, but for a file that is left out.
+One process imports torch and forks for each query, so that no query sees the driver of an earlier one. Also virtual
+environments with the installed packages, except for one file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, Final
 from tests.elf_forge import LOADABLE
 
 DRIVERS: Final = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
-"""Where there is one of these, there is a true driver."""
+"""Any of these paths means that a real driver is installed."""
 
-ASKED: Final = """
+PROGRAM: Final = """
 import json, os, signal, sys, warnings
 
 def build():
     facts = {"version": torch.__version__, "cuda": torch.version.cuda, "file": torch.__file__}
     return {**facts, "architectures": torch._C._cuda_getArchFlags().split()}
 
-def told(**environ):
+def use_cuda(**environ):
     os.environ.update(environ)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -41,9 +41,9 @@ def told(**environ):
         facts["error"] = ""
     except Exception as error:
         facts["error"] = type(error).__name__ + ": " + str(error)
-    return {**facts, "warnings": [str(each.message) for each in caught]}
+    return {**facts, "warnings": [str(warning.message) for warning in caught]}
 
-def apart(function, **arguments):
+def in_fork(function, **arguments):
     child = os.fork()
     if not child:
         signal.alarm(60)
@@ -52,40 +52,40 @@ def apart(function, **arguments):
     if status := os.waitpid(child, 0)[1]:
         print(json.dumps({"error": "ended with status " + str(status)}), flush=True)
 
-signal.alarm(120)  # nothing here may outlive the tests
+signal.alarm(120)  # end this process even if the tests are gone
 import torch
 signal.alarm(0)
-apart(build)
+in_fork(build)
 for line in sys.stdin:
-    apart(told, **json.loads(line))
+    in_fork(use_cuda, **json.loads(line))
 """
 
 
 SPEC: Final = find_spec("torch")
 SITE: Final = Path(SPEC.origin).parent.parent if SPEC and SPEC.origin else Path()
-"""The folder that holds the installed torch, which is not imported here."""
+"""The site-packages folder of the installed torch, which is not imported in this process."""
 
 
-def built_with() -> str:
-    """The CUDA that it is built with, as its version.py says; empty for none."""
+def cuda_of_build() -> str:
+    """The CUDA version that torch is built with, from its version.py; empty for none."""
     file = SITE / "torch" / "version.py"
     text = file.read_text() if file.exists() else ""
-    found = re.search(r"^cuda\b.*= '([\d.]+)'$", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^cuda\b.*= '([\d.]+)'$", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
-CUDA: Final = built_with()
+CUDA: Final = cuda_of_build()
 MAJOR, MINOR = (int(part) for part in (CUDA or "0.0").split("."))
-NUMBER: Final = 1000 * MAJOR + 10 * MINOR
-"""``13020``, as a driver says it."""
+CUDA_NUMBER: Final = 1000 * MAJOR + 10 * MINOR
+"""``13020``, as a driver reports it."""
 
 
-def why_not() -> str:
-    """Why a true torch cannot be shown forged drivers here; empty where it can."""
+def skip_reason() -> str:
+    """Why the installed torch cannot be run with forged drivers; empty if it can."""
     if not CUDA:
         return "needs a torch that is built with CUDA: make test-cuda-build"
     if any(map(os.path.exists, DRIVERS)):
-        return "a true driver is here, and a torch that would find it"
+        return "torch would find the real driver of this machine"
     return "" if LOADABLE else "no driver can be forged for this machine"
 
 
@@ -98,8 +98,8 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What became of ``is_available()``, ``device_count()`` and a tensor on the GPU."""
+class CudaResult:
+    """The results of ``is_available()``, ``device_count()`` and creating a tensor on the GPU."""
 
     available: bool = False
     count: int = -1
@@ -107,14 +107,14 @@ class Told:
     warnings: tuple[str, ...] = ()
 
 
-class TrueTorch:
+class TorchProcess:
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.process = process
         self.folder = folder
-        self.build = Build(**self.line())
+        self.build = Build(**self.read_line())
 
-    def ask(self, *, libcuda: bytes = b"", nvml: bytes = b"", **environ: str) -> Told:
-        """What it says, with these libraries for the loader to find, or without them."""
+    def query(self, *, libcuda: bytes = b"", nvml: bytes = b"", **environ: str) -> CudaResult:
+        """Use CUDA with these driver libraries in the search path of the loader; empty for none."""
         for name, image in (("libcuda.so.1", libcuda), ("libnvidia-ml.so.1", nvml)):
             (self.folder / name).unlink(missing_ok=True)
             if image:
@@ -122,41 +122,42 @@ class TrueTorch:
         assert self.process.stdin
         self.process.stdin.write(json.dumps(environ) + "\n")
         self.process.stdin.flush()
-        facts = self.line()
-        return Told(**{**facts, "warnings": tuple(facts.get("warnings", ()))})
+        facts = self.read_line()
+        return CudaResult(**{**facts, "warnings": tuple(facts.get("warnings", ()))})
 
-    def line(self) -> dict[str, Any]:
+    def read_line(self) -> dict[str, Any]:
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
 
 @contextmanager
-def true_torch(folder: Path) -> Iterator[TrueTorch]:
-    """A torch whose loader looks into ``folder`` first; nothing of the user's environment disturbs it.
+def start_torch(folder: Path) -> Iterator[TorchProcess]:
+    """Start a torch whose loader searches ``folder`` first, without the variables of the user's environment.
 
-    It is to be empty: a driver that is there when torch is imported stays.
+    The folder must be empty: a driver that is there when torch is imported stays loaded.
     """
     environ = {"PATH": os.environ.get("PATH", ""), "HOME": str(folder), "LD_LIBRARY_PATH": str(folder)}
-    command, pipe = [sys.executable, "-c", ASKED], subprocess.PIPE
+    command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
     with subprocess.Popen(command, env=environ, cwd=folder, text=True, stdin=pipe, stdout=pipe) as process:
-        yield TrueTorch(process, folder)
+        yield TorchProcess(process, folder)
 
 
-def environment(root: Path, *, without: Path) -> Path:
-    """A virtual environment with links to our own packages, all but the file ``without``; its interpreter.
+def make_venv(root: Path, *, without: Path) -> Path:
+    """Create a virtual environment with links to the installed packages, except the file ``without``.
 
-    Folders from which a library looks for others by its own place are no links, but filled with them.
+    Returns its interpreter. Folders in which libraries look for each other relative to their own path are real folders
+    filled with links.
     """
     venv.create(root, symlinks=True)
-    theirs = root / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    link(SITE, theirs, {SITE / "torch" / "lib", without.parent}, without)
+    site_packages = root / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    link_tree(SITE, site_packages, {SITE / "torch" / "lib", without.parent}, without)
     return root / "bin" / "python"
 
 
-def link(source: Path, target: Path, filled: Collection[Path], without: Path) -> None:
+def link_tree(source: Path, target: Path, real_folders: Collection[Path], without: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    for each in source.iterdir():
-        if any(each in (folder, *folder.parents) for folder in filled):
-            link(each, target / each.name, filled, without)
-        elif each != without:
-            (target / each.name).symlink_to(each)
+    for path in source.iterdir():
+        if any(path in (folder, *folder.parents) for folder in real_folders):
+            link_tree(path, target / path.name, real_folders, without)
+        elif path != without:
+            (target / path.name).symlink_to(path)
