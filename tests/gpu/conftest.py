@@ -1,4 +1,4 @@
-"""These tests need a GPU that works. They have a run of their own, ``pytest --gpu tests/gpu``; all others hide it."""
+"""These tests need a working GPU. Run them separately with ``pytest --gpu tests/gpu``; all other tests hide the GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-DEADLINE = 240  # seconds after which a test that hangs ends the process, with all stacks on the terminal
+DEADLINE = 240  # seconds after which a hanging test ends the process, with all stacks on the terminal
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip before any fixture makes its files, and before a mark counts the GPUs: that is never asked at collection.
+    """Skip before any fixture writes files and before a mark counts the GPUs, which must not happen at collection.
 
-    torch refuses CUDA in a process whose parent has counted them, and tests run in forks.
+    torch refuses CUDA in a process whose parent has counted the GPUs, and tests run in forks.
     """
     if not item.config.getoption("--gpu"):
         pytest.skip("runs only with --gpu")

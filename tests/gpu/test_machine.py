@@ -1,4 +1,4 @@
-"""``doctor``, ``check``, ``explain`` and ``run`` on a machine with a GPU that works."""
+"""``doctor``, ``check``, ``explain`` and ``run`` on a machine with a working GPU."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def python(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
 # -- doctor
 
 
-def examined(**environ: str) -> tuple[int, str, list[str]]:
-    """Its exit code, the status, and the codes of what is broken."""
-    done = python("-m", "transload", "doctor", "--json", **environ)
-    report = json.loads(done.stdout or pytest.fail(done.stderr))
-    return done.returncode, report["status"], [f["code"] for f in report["findings"] if f["severity"] == "error"]
+def run_doctor(**environ: str) -> tuple[int, str, list[str]]:
+    """The exit code of ``doctor``, its status, and the codes of its errors."""
+    process = python("-m", "transload", "doctor", "--json", **environ)
+    report = json.loads(process.stdout or pytest.fail(process.stderr))
+    return process.returncode, report["status"], [f["code"] for f in report["findings"] if f["severity"] == "error"]
 
 
-def test_a_machine_that_works() -> None:
-    code, status, errors = examined()
+def test_doctor_finds_no_errors_on_a_working_machine() -> None:
+    code, status, errors = run_doctor()
     assert (code, errors) == (0, [])
-    assert status in ("ok", "degraded")  # with warnings, as of too little shared memory
+    assert status in ("ok", "degraded")  # degraded: there are warnings, such as too little shared memory
 
 
 @pytest.mark.parametrize(
@@ -62,25 +62,25 @@ def test_a_machine_that_works() -> None:
         ("CUDA_FORCE_PTX_JIT", "1", "A04"),
     ],
 )
-def test_a_variable_that_breaks_it(variable: str, value: str, cause: str) -> None:
-    assert examined(**{variable: value}) == (1, "broken", [cause])
+def test_doctor_finds_the_environment_variable_that_breaks_the_gpu(variable: str, value: str, cause: str) -> None:
+    assert run_doctor(**{variable: value}) == (1, "broken", [cause])
 
 
 # -- check
 
 
 @one_gpu
-def test_check_says_what_torch_and_load_do() -> None:
+def test_check_predicts_the_outcome_of_torch_load_and_load() -> None:
     for name, index in (("state_dict_cuda0.pt", 0), ("state_dict_cuda1.pt", 1)):
         result = transload.check(H200 / name)
         assert result.ok
         assert {move.device for move in result.plan.moves} == {"cuda:0"}
-        error = said(partial(torch.load, H200 / name))
+        error = error_text(partial(torch.load, H200 / name))
         assert (result.torch.text in error) if index else not error
     assert not transload.check(H200 / "state_dict_cuda1.pt", None).ok
 
 
-def test_compiled_code_is_compared_with_the_card() -> None:
+def test_is_cuda_compatible_compares_compiled_code_with_the_gpu() -> None:
     answer = transload.is_cuda_compatible(H200 / "aoti_cuda0.pt2")
     fits = torch.cuda.get_device_capability() == (9, 0) and platform.machine() == "x86_64"
     assert bool(answer) == fits, answer
@@ -89,7 +89,7 @@ def test_compiled_code_is_compared_with_the_card() -> None:
 # -- explain
 
 
-def said(call: Callable[[], Any]) -> str:
+def error_text(call: Callable[[], Any]) -> str:
     try:
         call()
     except RuntimeError as error:
@@ -97,11 +97,11 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-KILLED = """
+KERNEL_ASSERT = """
 import torch
 torch.zeros(3, device="cuda")[torch.tensor([7], device="cuda")].cpu()
 """
-FORKED = """
+CUDA_AFTER_FORK = """
 import multiprocessing, torch
 torch.zeros(1, device="cuda")
 def work():
@@ -111,16 +111,16 @@ child.start()
 child.join()
 """
 ERRORS: dict[str, Callable[[], str]] = {
-    "device-ordinal": lambda: said(lambda: torch.zeros(1, device="cuda:99")),
-    "gpu-memory-full": lambda: said(lambda: torch.empty(1 << 46, dtype=torch.uint8, device="cuda")),
-    "device-index": lambda: said(lambda: torch.load(io.BytesIO(saved(torch.ones(1), tag="cuda:77")))),
-    "kernel-died": lambda: python("-c", KILLED).stderr,
-    "forked-cuda": lambda: python("-c", FORKED).stderr,
+    "device-ordinal": lambda: error_text(lambda: torch.zeros(1, device="cuda:99")),
+    "gpu-memory-full": lambda: error_text(lambda: torch.empty(1 << 46, dtype=torch.uint8, device="cuda")),
+    "device-index": lambda: error_text(lambda: torch.load(io.BytesIO(saved(torch.ones(1), tag="cuda:77")))),
+    "kernel-died": lambda: python("-c", KERNEL_ASSERT).stderr,
+    "forked-cuda": lambda: python("-c", CUDA_AFTER_FORK).stderr,
 }
 
 
 @pytest.mark.parametrize("code", ERRORS)
-def test_what_cuda_says_is_explained(code: str) -> None:
+def test_cuda_errors_are_explained(code: str) -> None:
     text = ERRORS[code]()
     explanation = transload.explain(text, checks=False)
     assert [answer.code for answer in explanation.answers] == [code], text
@@ -128,7 +128,7 @@ def test_what_cuda_says_is_explained(code: str) -> None:
 
 # -- run
 
-SCRIPT = """
+SECOND_GPU_SCRIPT = """
 import sys
 import torch
 
@@ -142,11 +142,11 @@ print(made.device, torch.zeros(1).cuda(1).device, *sorted({str(value.device) for
 
 
 @one_gpu
-def test_a_script_for_a_second_gpu_runs_on_the_first(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    without = python(tmp_path / "script.py", H200 / "state_dict_cuda1.pt")
-    assert without.returncode == 1
-    done = python("-m", "transload", "run", tmp_path / "script.py", H200 / "state_dict_cuda1.pt")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["cuda:0"] * 3
-    assert done.stderr.count("LandingWarning: there is no cuda:1 here") == 1
+def test_run_maps_a_script_for_a_second_gpu_to_the_first(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SECOND_GPU_SCRIPT, encoding="utf-8")
+    plain = python(tmp_path / "script.py", H200 / "state_dict_cuda1.pt")
+    assert plain.returncode == 1
+    process = python("-m", "transload", "run", tmp_path / "script.py", H200 / "state_dict_cuda1.pt")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["cuda:0"] * 3
+    assert process.stderr.count("LandingWarning: there is no cuda:1 here") == 1

@@ -1,4 +1,4 @@
-"""Single tensors, slices and models filled on a GPU."""
+"""Reading single tensors and slices onto a GPU, and loading into models on a GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transload.loading.into import load_into
 
 
 @pytest.mark.parametrize("saved_on", ["cpu", "cuda"])
-def test_tensors_and_slices(saved_on: str) -> None:
+def test_tensors_and_slices_are_read_onto_the_gpu(saved_on: str) -> None:
     state = {name: torch.randn(3000, 3000) for name in "ab"} | {"t": torch.randn(30, 40).t(), "n": torch.arange(7)}
     state |= {"bits": torch.randn(9).to(torch.float8_e4m3fn), "late": torch.randn(40, 50)[:, ::7]}
     file = file_of({name: tensor.to(saved_on) for name, tensor in state.items()})
-    for wish in ("cuda:0", "auto" if saved_on == "cuda" else "cuda"):
-        with open_(file, device=wish) as handle:
+    for device in ("cuda:0", "auto" if saved_on == "cuda" else "cuda"):
+        with open_(file, device=device) as handle:
             for name, tensor in state.items():
                 assert handle[name].device == torch.device("cuda:0")
                 assert raw(handle[name].cpu()) == raw(tensor)
@@ -27,7 +27,7 @@ def test_tensors_and_slices(saved_on: str) -> None:
             assert torch.equal(rows.cpu(), state["a"][10:20, ::3])
 
 
-def test_parameters_there_are_filled_there() -> None:
+def test_load_into_fills_gpu_parameters_in_place() -> None:
     model = made(1).cuda()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     load_into(model, file_of(made().state_dict()))
@@ -35,14 +35,14 @@ def test_parameters_there_are_filled_there() -> None:
     assert_same(model.cpu(), made())
 
 
-def test_and_cast_there() -> None:
+def test_load_into_casts_on_the_gpu() -> None:
     model = nn.Linear(3000, 3000, dtype=torch.bfloat16, device="cuda")
     state = nn.Linear(3000, 3000).state_dict()
     load_into(model, file_of(state), cast=True)
     assert torch.equal(model.weight.cpu(), state["weight"].bfloat16())
 
 
-def test_meta_parameters_land_there() -> None:
+def test_load_into_materializes_meta_parameters_on_the_gpu() -> None:
     model = nn.Linear(3000, 3000, device="meta")
     state = nn.Linear(3000, 3000).cuda().state_dict()
     load_into(model, file_of(state))
@@ -54,8 +54,8 @@ def test_meta_parameters_land_there() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::transload.loading.into.KeysWarning")
-def test_a_model_wrapped_in_data_parallel() -> None:
-    """Its names have a prefix that the file has not, and its parameters are on the GPU."""
+def test_load_into_fills_a_data_parallel_model() -> None:
+    """Its names have a prefix that those in the file lack, and its parameters are on the GPU."""
     model = nn.DataParallel(nn.Linear(30, 20))
     state = nn.Linear(30, 20).state_dict()
     load_into(model.cuda(), file_of(state))

@@ -1,4 +1,4 @@
-"""On a real device: the same tensors as torch loads, whatever else the device is doing, and all memory given back."""
+"""Transfers to a real GPU: the same tensors as with torch, whatever else the GPU is doing, and no memory leaked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from transload.loading import engine
 from transload.loading.engine import Choice
 from transload.loading.jobs import SLOT_PAIR
 
-BUSY = 400_000_000  # cycles: some tenths of a second
+BUSY_CYCLES = 400_000_000  # some tenths of a second
 MIB = 1 << 20
 
 
 def content(kind: str) -> dict[str, torch.Tensor]:
-    """Of one tensor; of many small ones; of large ones; of all of these, with shared memory and views."""
+    """One tiny tensor, many small ones, some large ones, or a mixture with shared storages and views."""
     torch.manual_seed(4)
     if kind == "tiny":
         return {"w": torch.randn(100)}
@@ -59,24 +59,26 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def assert_alike(made: dict[str, torch.Tensor], true: dict[str, torch.Tensor], device: str = "cuda:0") -> None:
-    assert list(made) == list(true)
-    for name, tensor in true.items():
-        found = made[name]
-        assert str(found.device) == device, name
-        assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
-        assert found.storage_offset() == tensor.storage_offset(), name
-        assert found.untyped_storage().nbytes() == tensor.untyped_storage().nbytes(), name
-        assert torch.equal(bits(found), bits(tensor)), name
-    assert shared(made) == shared(true)
+def assert_same_tensors(
+    loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], device: str = "cuda:0"
+) -> None:
+    assert list(loaded) == list(expected)
+    for name, tensor in expected.items():
+        result = loaded[name]
+        assert str(result.device) == device, name
+        assert (result.dtype, result.shape, result.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        assert result.storage_offset() == tensor.storage_offset(), name
+        assert result.untyped_storage().nbytes() == tensor.untyped_storage().nbytes(), name
+        assert torch.equal(bits(result), bits(tensor)), name
+    assert shared_storages(loaded) == shared_storages(expected)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def shared(tensors: dict[str, torch.Tensor]) -> list[set[str]]:
-    """The names of those that look at the same memory."""
+def shared_storages(tensors: dict[str, torch.Tensor]) -> list[set[str]]:
+    """The names of the tensors of each storage."""
     groups: dict[int, set[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -84,23 +86,23 @@ def shared(tensors: dict[str, torch.Tensor]) -> list[set[str]]:
     return list(groups.values())
 
 
-def as_torch(path: Path) -> dict[str, torch.Tensor]:
-    made: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return made
+def loaded_by_torch(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return tensors
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
-    """What was chosen for each transfer."""
-    made: list[Choice] = []
-    choose_really = engine.choose
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    """The choice of the engine for each transfer."""
+    made_choices: list[Choice] = []
+    real_choose = engine.choose
 
     def choose(*arguments: Any) -> Choice:
-        made.append(choose_really(*arguments))
-        return made[-1]
+        made_choices.append(real_choose(*arguments))
+        return made_choices[-1]
 
     monkeypatch.setattr(engine, "choose", choose)
-    return made
+    return made_choices
 
 
 # -- the same tensors
@@ -109,15 +111,15 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
 @pytest.mark.parametrize(
     "options",
     [{}, {"threads": 1}, {"threads": 5}, {"pinned_mb": 8}, {"direct": True}, {"verify": True}],
-    ids=["plain", "one thread", "five threads", "little pinned", "direct", "verified"],
+    ids=["plain", "one thread", "five threads", "small pinned limit", "direct", "verified"],
 )
-def test_as_torch_loads_it(any_file: Path, options: dict[str, Any]) -> None:
-    assert_alike(transload.load(any_file, map_location="cuda", **options), as_torch(any_file))
+def test_load_onto_the_gpu_equals_torch_load(any_file: Path, options: dict[str, Any]) -> None:
+    assert_same_tensors(transload.load(any_file, map_location="cuda", **options), loaded_by_torch(any_file))
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_the_device_fetches_where_there_are_few_cores(
-    cores: int, mixed: Path, chosen: list[Choice], monkeypatch: pytest.MonkeyPatch
+def test_pages_are_mapped_for_the_gpu_with_few_cores(
+    cores: int, mixed: Path, choices: list[Choice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = driver.cuda_driver()
     torch.zeros(1, device="cuda")
@@ -126,49 +128,49 @@ def test_the_device_fetches_where_there_are_few_cores(
     monkeypatch.setattr("transload.io.pool.cores", lambda: cores)
     monkeypatch.setattr(engine, "cached_fraction", lambda *_: 1.0)
     for _ in range(3):
-        assert_alike(transload.load(mixed, map_location="cuda"), as_torch(mixed))
-    assert all(each.mapped for each in chosen)
+        assert_same_tensors(transload.load(mixed, map_location="cuda"), loaded_by_torch(mixed))
+    assert all(choice.mapped for choice in choices)
 
 
 @pytest.mark.parametrize("form", ["legacy", "safetensors", "bytes", "object"])
-def test_other_forms(form: str, mixed: Path, tmp_path: Path) -> None:
+def test_other_formats_and_sources_load_on_the_gpu(form: str, mixed: Path, tmp_path: Path) -> None:
     path = tmp_path / "x"
     if form == "legacy":
         torch.save(content("mixed"), path, _use_new_zipfile_serialization=False)
-        assert_alike(transload.load(path, map_location="cuda"), as_torch(path))
+        assert_same_tensors(transload.load(path, map_location="cuda"), loaded_by_torch(path))
     elif form == "safetensors":
         tensors = content("large")
         save_file(tensors, path)
-        assert_alike(transload.load(path, map_location="cuda"), tensors)
+        assert_same_tensors(transload.load(path, map_location="cuda"), tensors)
     elif form == "bytes":
-        assert_alike(transload.load(mixed.read_bytes(), map_location="cuda"), as_torch(mixed))
+        assert_same_tensors(transload.load(mixed.read_bytes(), map_location="cuda"), loaded_by_torch(mixed))
     else:
         with mixed.open("rb") as file:
-            assert_alike(transload.load(file, map_location="cuda"), as_torch(mixed))
+            assert_same_tensors(transload.load(file, map_location="cuda"), loaded_by_torch(mixed))
 
 
-def test_some_go_to_the_device_and_some_stay(tmp_path: Path) -> None:
+def test_mixed_file_loads_on_cpu_and_gpu_as_saved_or_mapped(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    true = content("mixed")
+    expected = content("mixed")
     torch.save(
-        {name: tensor.cuda() if index % 3 else tensor for index, (name, tensor) in enumerate(true.items())}, path
+        {name: tensor.cuda() if index % 3 else tensor for index, (name, tensor) in enumerate(expected.items())}, path
     )
-    made, other = transload.load(path), torch.load(path)
-    assert all(made[name].device == other[name].device for name in true)
-    assert all(torch.equal(made[name].cpu(), true[name]) for name in true)
+    loaded, by_torch = transload.load(path), torch.load(path)
+    assert all(loaded[name].device == by_torch[name].device for name in expected)
+    assert all(torch.equal(loaded[name].cpu(), expected[name]) for name in expected)
     moved = transload.load(path, map_location={"cuda:0": "cpu", "cpu": "cuda:0"})
-    assert all(torch.equal(moved[name].cpu(), true[name]) for name in true)
+    assert all(torch.equal(moved[name].cpu(), expected[name]) for name in expected)
 
 
-def test_progress_comes_to_an_end(any_file: Path) -> None:
-    told: list[tuple[int, int]] = []
-    transload.load(any_file, map_location="cuda", progress=lambda done, total: told.append((done, total)))
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1]
+def test_progress_increases_to_the_total(any_file: Path) -> None:
+    reported: list[tuple[int, int]] = []
+    transload.load(any_file, map_location="cuda", progress=lambda done, total: reported.append((done, total)))
+    assert reported == sorted(reported)
+    assert reported[-1][0] == reported[-1][1]
 
 
 @pytest.mark.parametrize("name", ["large5", "small7", "int"])
-def test_a_flipped_bit_is_found_when_asked_for(name: str, mixed: Path, tmp_path: Path) -> None:
+def test_flipped_bit_is_found_with_verify(name: str, mixed: Path, tmp_path: Path) -> None:
     offset = transload.inspect(mixed).tensor(name).file_offset
     assert offset is not None
     data = bytearray(mixed.read_bytes())
@@ -180,23 +182,23 @@ def test_a_flipped_bit_is_found_when_asked_for(name: str, mixed: Path, tmp_path:
         transload.load(path, map_location="cuda", verify=True)
 
 
-def test_each_tensor_has_memory_of_its_own(mixed: Path) -> None:
-    made = transload.load(mixed, map_location="cuda")
+def test_tensors_have_separate_storages(mixed: Path) -> None:
+    loaded = transload.load(mixed, map_location="cuda")
     for name in ("small10", "large1", "int"):
-        tensor, written = made[name], io.BytesIO()
-        torch.save(tensor, written)
-        assert len(written.getvalue()) < tensor.numel() * tensor.element_size() + 4096
-    made["small10"].fill_(-1)
-    true = as_torch(mixed)
-    assert torch.equal(made["small11"].cpu(), true["small11"])
-    assert torch.equal(made["small9"].cpu(), true["small9"])
+        tensor, buffer = loaded[name], io.BytesIO()
+        torch.save(tensor, buffer)
+        assert len(buffer.getvalue()) < tensor.numel() * tensor.element_size() + 4096
+    loaded["small10"].fill_(-1)
+    expected = loaded_by_torch(mixed)
+    assert torch.equal(loaded["small11"].cpu(), expected["small11"])
+    assert torch.equal(loaded["small9"].cpu(), expected["small9"])
 
 
-def test_memory_comes_back_tensor_by_tensor(mixed: Path) -> None:
-    made = transload.load(mixed, map_location="cuda")
+def test_deleting_a_tensor_frees_its_memory(mixed: Path) -> None:
+    loaded = transload.load(mixed, map_location="cuda")
     before = torch.cuda.memory_allocated()
-    nbytes = made["large5"].untyped_storage().nbytes()
-    del made["large5"]
+    nbytes = loaded["large5"].untyped_storage().nbytes()
+    del loaded["large5"]
     assert before - torch.cuda.memory_allocated() >= nbytes
 
 
@@ -205,101 +207,101 @@ def test_memory_comes_back_tensor_by_tensor(mixed: Path) -> None:
 
 @pytest.mark.parametrize("count", [1000, 700_000, 20_000_000], ids=["small", "one lane", "many lanes"])
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
-def test_memory_that_was_just_freed_is_not_written_too_early(count: int, tmp_path: Path, *, side: bool) -> None:
-    """What its last owner has started, and what still waits, reads what was there."""
+def test_freed_memory_is_not_overwritten_before_pending_work_ends(count: int, tmp_path: Path, *, side: bool) -> None:
+    """Work that its last owner has queued still reads the old values."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.full((count,), 2.0)}, path)
-    transload.load(path, map_location="cuda")  # all lanes are made, so that nothing else waits for the device
+    transload.load(path, map_location="cuda")  # creates all lanes, so that nothing else waits for the device
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     with torch.cuda.stream(stream):
-        block, out = torch.full((count,), 1.0, device="cuda"), torch.empty(count, device="cuda")
+        block, copied = torch.full((count,), 1.0, device="cuda"), torch.empty(count, device="cuda")
         address = block.data_ptr()
         torch.cuda.synchronize()
-        torch.cuda._sleep(BUSY)
-        out.copy_(block)
+        torch.cuda._sleep(BUSY_CYCLES)
+        copied.copy_(block)
         del block
-        made = transload.load(path, map_location="cuda")
+        loaded = transload.load(path, map_location="cuda")
     torch.cuda.synchronize()
-    assert made["w"].data_ptr() == address  # else nothing is shown
-    assert bool((out == 1.0).all())
-    assert bool((made["w"] == 2.0).all())
+    assert loaded["w"].data_ptr() == address  # otherwise this shows nothing
+    assert bool((copied == 1.0).all())
+    assert bool((loaded["w"] == 2.0).all())
 
 
-def test_a_parameter_in_use_is_not_written_too_early(tmp_path: Path) -> None:
+def test_parameter_is_not_overwritten_before_pending_work_ends(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     model = nn.Linear(4000, 4000, device="cuda")
     torch.save({name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}, path)
     with torch.no_grad():
         model.weight.fill_(1.0)
-        out = torch.empty_like(model.weight)
+        copied = torch.empty_like(model.weight)
         torch.cuda.synchronize()
-        torch.cuda._sleep(BUSY)
-        out.copy_(model.weight)
+        torch.cuda._sleep(BUSY_CYCLES)
+        copied.copy_(model.weight)
         transload.load_into(model, path)
-    assert bool((out == 1.0).all())
+    assert bool((copied == 1.0).all())
     assert bool((model.weight == 2.0).all())
 
 
-def test_other_streams_can_use_it_at_once(mixed: Path) -> None:
-    true = as_torch(mixed)
+def test_loaded_tensors_can_be_used_on_other_streams_at_once(mixed: Path) -> None:
+    expected = loaded_by_torch(mixed)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        made = transload.load(mixed, map_location="cuda")
-    doubled = made["large5"] * 2  # on the default stream
+        loaded = transload.load(mixed, map_location="cuda")
+    doubled = loaded["large5"] * 2  # on the default stream
     with torch.cuda.stream(torch.cuda.Stream()):
-        tripled = made["large4"] * 3
+        tripled = loaded["large4"] * 3
     torch.cuda.synchronize()
-    assert torch.equal(doubled.cpu(), true["large5"] * 2)
-    assert torch.equal(tripled.cpu(), true["large4"] * 3)
-    assert_alike(made, true)
+    assert torch.equal(doubled.cpu(), expected["large5"] * 2)
+    assert torch.equal(tripled.cpu(), expected["large4"] * 3)
+    assert_same_tensors(loaded, expected)
 
 
-def test_under_a_device(mixed: Path) -> None:
+def test_load_inside_a_device_context(mixed: Path) -> None:
     with torch.cuda.device(0):
-        made = transload.load(mixed, map_location="cuda")
-    assert_alike(made, as_torch(mixed))
+        loaded = transload.load(mixed, map_location="cuda")
+    assert_same_tensors(loaded, loaded_by_torch(mixed))
 
 
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 @pytest.mark.parametrize("kind", ["tiny", "mixed"])
-@pytest.mark.parametrize("here", [0, 1])
-def test_the_device_of_the_program_stays(kind: str, here: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("current", [0, 1])
+def test_load_keeps_the_current_device(kind: str, current: int, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save(content(kind), path)
-    with torch.cuda.device(here):
-        other = transload.load(path, map_location=f"cuda:{1 - here}")
-        assert torch.cuda.current_device() == here
-        assert torch.empty(1, device="cuda").device.index == here
-        assert_alike(transload.load(path, map_location="cuda"), as_torch(path), f"cuda:{here}")
-    assert_alike(other, as_torch(path), f"cuda:{1 - here}")
+    with torch.cuda.device(current):
+        other = transload.load(path, map_location=f"cuda:{1 - current}")
+        assert torch.cuda.current_device() == current
+        assert torch.empty(1, device="cuda").device.index == current
+        assert_same_tensors(transload.load(path, map_location="cuda"), loaded_by_torch(path), f"cuda:{current}")
+    assert_same_tensors(other, loaded_by_torch(path), f"cuda:{1 - current}")
 
 
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
-def test_two_devices_in_one_load(tmp_path: Path) -> None:
+def test_file_of_two_gpus_loads_on_both(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    true = content("mixed")
-    torch.save({name: tensor.cuda(index % 2) for index, (name, tensor) in enumerate(true.items())}, path)
-    made = transload.load(path)
-    assert all(made[name].device.index == index % 2 for index, name in enumerate(true))
-    assert all(torch.equal(made[name].cpu(), tensor) for name, tensor in true.items())
+    expected = content("mixed")
+    torch.save({name: tensor.cuda(index % 2) for index, (name, tensor) in enumerate(expected.items())}, path)
+    loaded = transload.load(path)
+    assert all(loaded[name].device.index == index % 2 for index, name in enumerate(expected))
+    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
-# -- several at once
+# -- threads
 
 
-def test_from_four_threads(mixed: Path) -> None:
-    true = as_torch(mixed)
+def test_four_threads_can_load_at_the_same_time(mixed: Path) -> None:
+    expected = loaded_by_torch(mixed)
     errors: list[BaseException] = []
 
     def load() -> None:
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(3):
-                    made = transload.load(mixed, map_location="cuda")
-                    assert all(torch.equal(made[name].cpu(), tensor) for name, tensor in true.items())
-        except BaseException as error:  # noqa: BLE001 - told below
+                    loaded = transload.load(mixed, map_location="cuda")
+                    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+        except BaseException as error:  # noqa: BLE001 - asserted below
             errors.append(error)
 
     threads = [threading.Thread(target=load) for _ in range(4)]
@@ -311,14 +313,14 @@ def test_from_four_threads(mixed: Path) -> None:
     assert len(engine._idle) <= engine.KEPT
 
 
-# -- when something goes wrong
+# -- errors
 
 
 class Stop(Exception):  # noqa: N818 - a signal of these tests
-    """What the one who is told raises."""
+    """The error that the progress callback raises."""
 
 
-def stopped(path: Path, error: type[BaseException], threads: int | None) -> bool:
+def load_is_stopped(path: Path, error: type[BaseException], threads: int | None) -> bool:
     def stop(*_: int) -> None:
         raise error
 
@@ -331,7 +333,7 @@ def stopped(path: Path, error: type[BaseException], threads: int | None) -> bool
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt], ids=["error", "interrupt"])
-def test_all_memory_is_given_back_when_it_is_stopped(
+def test_memory_of_a_stopped_load_is_freed_at_once(
     error: type[BaseException], threads: int | None, mixed: Path
 ) -> None:
     gc.collect()
@@ -339,26 +341,26 @@ def test_all_memory_is_given_back_when_it_is_stopped(
     before = torch.cuda.memory_allocated()
     gc.disable()
     try:
-        assert stopped(mixed, error, threads)
+        assert load_is_stopped(mixed, error, threads)
         assert torch.cuda.memory_allocated() == before
     finally:
         gc.enable()
-    assert_alike(transload.load(mixed, map_location="cuda", threads=threads), as_torch(mixed))
+    assert_same_tensors(transload.load(mixed, map_location="cuda", threads=threads), loaded_by_torch(mixed))
 
 
-def test_a_file_cut_while_it_is_loaded(mixed: Path, tmp_path: Path) -> None:
+def test_file_truncated_during_load_is_a_broken_file_error(mixed: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.pt"
     path.write_bytes(mixed.read_bytes())
     before = torch.cuda.memory_allocated()
 
-    class Wish(dict[str, str]):
+    class TruncatingMap(dict[str, str]):
         def get(self, tag: str, default: Any = None) -> Any:
             os.truncate(path, mixed.stat().st_size // 2)
             return super().get(tag, default)
 
     def load() -> str:
         try:
-            transload.load(path, Wish({"cpu": "cuda:0"}))
+            transload.load(path, TruncatingMap({"cpu": "cuda:0"}))
         except BrokenFileError as error:
             return error.what
         return ""
@@ -367,7 +369,7 @@ def test_a_file_cut_while_it_is_loaded(mixed: Path, tmp_path: Path) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def full(path: Path) -> str:
+def does_not_fit_message(path: Path) -> str:
     try:
         transload.load(path, map_location="cuda")
     except DoesNotFitError as error:
@@ -375,22 +377,22 @@ def full(path: Path) -> str:
     return ""
 
 
-def test_a_full_device(tmp_path: Path) -> None:
-    """Some storages fit: they are given back."""
+def test_load_onto_a_full_gpu_is_an_error_and_frees_its_memory(tmp_path: Path) -> None:
+    """The storages that fit are freed."""
     path = tmp_path / "x.pt"
-    true = {str(index): torch.full((4 * MIB,), float(index)) for index in range(12)}
-    torch.save(true, path)
+    expected = {str(index): torch.full((4 * MIB,), float(index)) for index in range(12)}
+    torch.save(expected, path)
     torch.cuda.empty_cache()
     gc.collect()
     before = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 100 * MIB) / total)
     try:
-        assert "no memory for" in full(path)
+        assert "no memory for" in does_not_fit_message(path)
         assert torch.cuda.memory_allocated() == before
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert_alike(transload.load(path, map_location="cuda"), true)
+    assert_same_tensors(transload.load(path, map_location="cuda"), expected)
 
 
 # -- load_into
@@ -406,7 +408,7 @@ class Model(nn.Module):
         self.register_buffer("count", torch.tensor(seed))
 
 
-def test_into_a_model(tmp_path: Path) -> None:
+def test_load_into_fills_a_model_in_place_without_a_second_copy(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save(Model(1).state_dict(), path)
     model = Model(2).cuda()
@@ -419,9 +421,9 @@ def test_into_a_model(tmp_path: Path) -> None:
     assert all(torch.equal(model.state_dict()[name].cpu(), value) for name, value in torch.load(path).items())
 
 
-# -- in processes of their own
+# -- in separate processes
 
-CHILD = """
+LOAD_THREE_TIMES = """
 import sys
 import torch
 import transload
@@ -441,20 +443,20 @@ print("the same")
     ["expandable_segments:True", "backend:cudaMallocAsync", "max_split_size_mb:32"],
     ids=["expandable", "async", "split"],
 )
-def test_other_allocators(config: str, mixed: Path) -> None:
+def test_load_works_with_other_allocator_settings(config: str, mixed: Path) -> None:
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": config, "PYTHONWARNINGS": "ignore"}
-    made = subprocess.run(
-        [sys.executable, "-c", CHILD, str(mixed)],
+    process = subprocess.run(
+        [sys.executable, "-c", LOAD_THREE_TIMES, str(mixed)],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
         env=environment,
     )
-    assert made.stdout == "the same\n", made.stderr
+    assert process.stdout == "the same\n", process.stderr
 
 
-FIRST = """
+LOAD_BEFORE_IMPORTING_TORCH = """
 import sys
 import transload
 
@@ -467,18 +469,18 @@ print("the same")
 
 
 @pytest.mark.parametrize("threads", [1, 6])
-def test_the_first_thing_a_process_does(threads: int, mixed: Path) -> None:
-    made = subprocess.run(
-        [sys.executable, "-c", FIRST, str(mixed), str(threads)],
+def test_load_works_as_first_use_of_cuda_in_a_process(threads: int, mixed: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", LOAD_BEFORE_IMPORTING_TORCH, str(mixed), str(threads)],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
-    assert made.stdout == "the same\n", made.stderr
+    assert process.stdout == "the same\n", process.stderr
 
 
-PEAK = """
+PEAK_MEMORY = """
 import sys
 import torch
 import transload
@@ -497,16 +499,20 @@ print(memory("VmHWM") - before, sum(tensor.numel() for tensor in made.values()))
 """
 
 
-def test_the_host_needs_no_more_than_the_ring(tmp_path: Path) -> None:
-    """A gibibyte goes to the device; 96 MiB of pinned slots and 64 MiB are the most it may take here."""
+def test_host_memory_of_a_load_is_limited_by_the_ring(tmp_path: Path) -> None:
+    """Loading 1 GiB onto the GPU may take 96 MiB of pinned slots and 64 MiB more of host memory."""
     little, much = tmp_path / "little.pt", tmp_path / "much.pt"
     torch.save({"w": torch.ones(1000)}, little)
     torch.save({str(index): torch.zeros(4 * MIB) for index in range(64)}, much)
-    made = subprocess.run(
-        [sys.executable, "-c", PEAK, str(little), str(much)], capture_output=True, text=True, timeout=200, check=False
+    process = subprocess.run(
+        [sys.executable, "-c", PEAK_MEMORY, str(little), str(much)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
-    if "clear_refs" in made.stderr:
+    if "clear_refs" in process.stderr:
         pytest.skip("this system cannot reset the peak memory of a process")
-    grown, count = map(int, made.stdout.split() or pytest.fail(made.stderr))
+    grown, count = map(int, process.stdout.split() or pytest.fail(process.stderr))
     assert count == 256 * MIB
     assert grown < engine.MOST_RING * SLOT_PAIR + 64 * MIB

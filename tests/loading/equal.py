@@ -1,4 +1,4 @@
-"""Whether two loads made the same thing: types, order, numbers to the bit, and what shares what with what."""
+"""Compare two loaded objects: types, order, bits of all numbers, and which objects share storage or identity."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _MAX_SHOWN = 200
 def same(a: Any, b: Any) -> None:
     """Raise an ``AssertionError`` that names the path of the first difference between two loaded objects.
 
-    Neither is changed. What counts: the exact type of everything; keys and their order; attributes; each tensor's
-    metadata and the bytes of its whole storage; which tensors look at the same storage, and which places hold the very
-    same object, throughout. Memory that does not exist (of an empty or meta storage) can be shared or not.
+    Neither is changed. Compared are: the exact type of every object; keys and their order; attributes; each tensor's
+    metadata and the bytes of its entire storage; which tensors share a storage; and which places refer to the same
+    object. Storages without memory (empty, or on ``meta``) may or may not be shared.
     """
     _Comparison().run(a, b)
 
 
 class _Comparison:
-    """A walk over two graphs at once. ``todo`` is a stack: the first difference in reading order is the one named."""
+    """Walks two object graphs in parallel. ``todo`` is a stack: the first difference in reading order is reported."""
 
     def __init__(self) -> None:
         self.todo: list[tuple[str, Any, Any]] = []
         self.children: list[tuple[str, Any, Any]] = []
-        self.partner: tuple[dict[object, object], dict[object, object]] = ({}, {})
-        self.alive: list[Any] = []  # an id is only an identity while its object lives
+        self.partners: tuple[dict[object, object], dict[object, object]] = ({}, {})
+        self.alive: list[Any] = []  # an id identifies an object only while it is alive
         self.memory: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def run(self, a: Any, b: Any) -> None:
@@ -47,40 +47,40 @@ class _Comparison:
             self.step(*self.todo.pop())
             self.todo += reversed(self.children)
             self.children.clear()
-        self.check("memory", "which storages overlap", *map(_overlaps, self.memory))
+        self.check("memory", "which storages overlap", *map(_memory_overlaps, self.memory))
 
     def step(self, path: str, a: Any, b: Any) -> None:
         self.check(path, "type", type(a), type(b))
         compare = next((function for kinds, function in _COMPARE if isinstance(a, kinds)), _instance)
-        if compare not in (_plain, _number, _equal) and not self.first_time(path, a, b, compare):
+        if compare not in (_plain, _number, _equal) and not self.is_new(path, a, b, compare):
             return
         compare(self, path, a, b)
 
-    def first_time(self, path: str, a: Any, b: Any, compare: Compare) -> bool:
-        """Whether this pair is new; the objects must be each other's only partners."""
+    def is_new(self, path: str, a: Any, b: Any, compare: Compare) -> bool:
+        """Whether this pair has not been compared yet. Fails if either object is already paired with another."""
         self.alive += (a, b)
-        if isinstance(a, (tuple, frozenset)):  # being the same one cannot be noticed; being seen can
+        if isinstance(a, (tuple, frozenset)):  # identity does not matter; skip a pair already compared
             key = ("tuple", id(a), id(b))
-            known = key in self.partner[0]
-            self.partner[0][key] = key
+            known = key in self.partners[0]
+            self.partners[0][key] = key
             return not known
         if compare in (_untyped_storage, _typed_storage):
             if not a.data_ptr() or not b.data_ptr():
                 return True
-            if compare is _untyped_storage:  # which may have any number of Python objects
-                return self.met(path, "storage", a._cdata, b._cdata)
-        return self.met(path, "object", id(a), id(b))
+            if compare is _untyped_storage:  # one storage can have several Python objects
+                return self.pair(path, "storage", a._cdata, b._cdata)
+        return self.pair(path, "object", id(a), id(b))
 
-    def met(self, path: str, kind: str, a: object, b: object) -> bool:
-        """Enter two identities as partners; whether they are new."""
-        one, other = self.partner
-        known = one.setdefault((kind, a), b) == b and other.setdefault((kind, b), a) == a
-        if not known:
+    def pair(self, path: str, kind: str, a: object, b: object) -> bool:
+        """Record two identities as partners; return whether the pair is new."""
+        one, other = self.partners
+        partners = one.setdefault((kind, a), b) == b and other.setdefault((kind, b), a) == a
+        if not partners:
             seen = "first" if one[kind, a] != b else "second"
             self.fail(path, f"{kind} shared with another place in the {seen} only")
-        fresh = (kind, a, b) not in one
+        is_new = (kind, a, b) not in one
         one[kind, a, b] = True
-        return fresh
+        return is_new
 
     def later(self, path: str, a: Any, b: Any) -> None:
         self.children.append((path, a, b))
@@ -98,16 +98,16 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def _overlaps(memory: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """For each run of memory the one at the beginning of all that it overlaps with, and how far from it it begins."""
-    out = [(i, 0) for i in range(len(memory))]
+def _memory_overlaps(memory: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """For each memory range: the index of the first range of its overlapping group, and its offset from that one."""
+    overlaps = [(i, 0) for i in range(len(memory))]
     end, leader = 0, 0
     for start, length, i in sorted((start, length, i) for i, (start, length) in enumerate(memory)):
         if start >= end:
             leader = i
         end = max(end, start + length)
-        out[i] = (leader, start - memory[leader][0])
-    return out
+        overlaps[i] = (leader, start - memory[leader][0])
+    return overlaps
 
 
 # -- plain values and containers ---------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _identical(walk: _Comparison, path: str, a: Any, b: Any) -> None:
 
 
 def _mapping(walk: _Comparison, path: str, a: Mapping[Any, Any], b: Mapping[Any, Any]) -> None:
-    walk.check(path, "keys", *([_name(key) for key in each] for each in (a, b)))
+    walk.check(path, "keys", *([_name(key) for key in mapping] for mapping in (a, b)))
     if isinstance(a, defaultdict):
         walk.later(f"{path}.default_factory", a.default_factory, b.default_factory)  # type: ignore[attr-defined]
     for one, other in zip(a, b, strict=True):
@@ -144,7 +144,7 @@ def _mapping(walk: _Comparison, path: str, a: Mapping[Any, Any], b: Mapping[Any,
 
 
 def _name(key: object) -> str:
-    """A key in a path; objects that tell their address are named by their type."""
+    """A key as shown in a path; objects whose repr contains an address are named by their type."""
     return _shown(key) if isinstance(key, (*_PLAIN, float, complex, tuple, frozenset)) else type(key).__name__
 
 
@@ -164,13 +164,13 @@ def _size(walk: _Comparison, path: str, a: Any, b: Any) -> None:
 
 
 def _ragged(walk: _Comparison, path: str, a: Any, b: Any) -> None:
-    """The length of a jagged dimension: no number, but equal for tensors with the same offsets."""
-    walk.met(path, "ragged size", str(a), str(b))
+    """The length of a jagged dimension: not a number, but equal for tensors with the same offsets."""
+    walk.pair(path, "ragged size", str(a), str(b))
 
 
 def _set(walk: _Comparison, path: str, a: Any, b: Any) -> None:
     walk.check(path, "length", len(a), len(b))
-    members = (sorted(each, key=lambda item: (type(item).__name__, repr(item))) for each in (a, b))
+    members = (sorted(items, key=lambda item: (type(item).__name__, repr(item))) for items in (a, b))
     for one, other in zip(*members, strict=True):
         walk.later(f"{path}{{{_name(one)}}}", one, other)
     _attributes(walk, path, a, b)
@@ -196,31 +196,35 @@ def _weak(walk: _Comparison, path: str, a: Any, b: Any) -> None:
 
 
 def _attributes(walk: _Comparison, path: str, a: Any, b: Any) -> None:
-    held = [_held(each) for each in (a, b)]
-    walk.check(path, "attributes", *(list(each) for each in held))
-    for name in held[0]:
-        walk.later(f"{path}.{name}", held[0][name], held[1][name])
+    attributes = [_instance_attributes(value) for value in (a, b)]
+    walk.check(path, "attributes", *(list(value) for value in attributes))
+    for name in attributes[0]:
+        walk.later(f"{path}.{name}", attributes[0][name], attributes[1][name])
     for name in _slots(type(a)):
-        walk.check(path, f"has {name}", *(hasattr(each, name) for each in (a, b)))
+        walk.check(path, f"has {name}", *(hasattr(value, name) for value in (a, b)))
         if hasattr(a, name):
             walk.later(f"{path}.{name}", getattr(a, name), getattr(b, name))
 
 
-def _held(value: Any) -> dict[str, Any]:
-    """The attributes of an instance. Capsules are what torch keeps for itself once a size has been asked for."""
-    return {name: each for name, each in getattr(value, "__dict__", {}).items() if type(each).__name__ != "PyCapsule"}
+def _instance_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an instance, without the capsules that torch caches once a size has been read."""
+    return {
+        name: attribute
+        for name, attribute in getattr(value, "__dict__", {}).items()
+        if type(attribute).__name__ != "PyCapsule"
+    }
 
 
 def _slots(cls: type) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for base in reversed(cls.__mro__):
         slots = base.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+        names += [slots] if isinstance(slots, str) else slots
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _instance(walk: _Comparison, path: str, a: Any, b: Any) -> None:
-    """An object of any class, modules among them: by its attributes; by equality where it has none."""
+    """Any other object, modules included: compared by attributes, or by equality if it has none."""
     if hasattr(a, "__dict__") or _slots(type(a)):
         _attributes(walk, path, a, b)
     else:
@@ -248,12 +252,12 @@ def _untyped_storage(walk: _Comparison, path: str, a: Any, b: Any) -> None:
     walk.check(path, "size", a.nbytes(), b.nbytes())
     if not a.nbytes() or a.device.type == "meta":
         return
-    one, other = (torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in (a, b))
+    one, other = (torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (a, b))
     if not torch.equal(one, other):
         first = int((one != other).nonzero()[0])
         walk.fail(path, f"bytes: {int(one[first])} and {int(other[first])} at {first} of {a.nbytes()}")
-    for memory, each in zip(walk.memory, (a, b), strict=True):
-        memory.append((each.data_ptr(), each.nbytes()))
+    for memory, storage in zip(walk.memory, (a, b), strict=True):
+        memory.append((storage.data_ptr(), storage.nbytes()))
 
 
 def _typed_storage(walk: _Comparison, path: str, a: Any, b: Any) -> None:
@@ -278,7 +282,7 @@ def _exported(walk: _Comparison, path: str, a: Any, b: Any) -> None:
     walk.check(path, "graph", a.graph_module.code, b.graph_module.code)
     walk.check(path, "signature", str(a.graph_signature), str(b.graph_signature))
     walk.later(f"{path}.state_dict", a.state_dict, b.state_dict)
-    walk.later(f"{path}.constants", *(getattr(each, "constants", None) for each in (a, b)))  # since torch 2.2
+    walk.later(f"{path}.constants", *(getattr(program, "constants", None) for program in (a, b)))  # since torch 2.2
 
 
 _FLAGS = (
@@ -306,20 +310,20 @@ _COMPRESSED = {
 def _tensor(walk: _Comparison, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for flag in _FLAGS:
-            walk.check(path, flag, *(_asked(each, flag) for each in (a, b)))
-        is_parameter = (isinstance(each, torch.nn.Parameter) for each in (a, b))
+            walk.check(path, flag, *(_property(tensor, flag) for tensor in (a, b)))
+        is_parameter = (isinstance(tensor, torch.nn.Parameter) for tensor in (a, b))
         walk.check(path, "is a Parameter", *is_parameter)
-        _form(a)(walk, path, a, b)
+        _comparison_for(a)(walk, path, a, b)
         walk.later(f"{path}._backward_hooks", a._backward_hooks, b._backward_hooks)
         _attributes(walk, path, a, b)
 
 
-def _asked(tensor: torch.Tensor, flag: str) -> Any:
+def _property(tensor: torch.Tensor, flag: str) -> Any:
     value = getattr(tensor, flag)
     return value() if callable(value) else value
 
 
-def _form(tensor: torch.Tensor) -> Compare:
+def _comparison_for(tensor: torch.Tensor) -> Compare:
     if hasattr(tensor, "__tensor_flatten__"):
         return _wrapper
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
@@ -333,13 +337,13 @@ def _form(tensor: torch.Tensor) -> Compare:
 
 def _strided(walk: _Comparison, path: str, a: Any, b: Any) -> None:
     for what in ("shape", "stride", "storage_offset"):
-        walk.check(path, what, *(_asked(each, what) for each in (a, b)))
+        walk.check(path, what, *(_property(tensor, what) for tensor in (a, b)))
     if a.is_quantized:
         _quantizer(walk, path, a, b)
     try:
         storages = a.untyped_storage(), b.untyped_storage()
         storages[0].data_ptr(), storages[1].data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper, which has no memory of its own
+    except (RuntimeError, NotImplementedError):  # a wrapper, which has no storage
         return
     walk.later(f"{path}.storage", *storages)
 
@@ -361,7 +365,7 @@ def _quantizer(walk: _Comparison, path: str, a: Any, b: Any) -> None:
 
 def _coo(walk: _Comparison, path: str, a: Any, b: Any) -> None:
     for what in ("shape", "is_coalesced", "sparse_dim", "dense_dim"):
-        walk.check(path, what, *(_asked(each, what) for each in (a, b)))
+        walk.check(path, what, *(_property(tensor, what) for tensor in (a, b)))
     for part in ("_indices", "_values"):
         walk.later(f"{path}.{part}()", getattr(a, part)().detach(), getattr(b, part)().detach())
 
@@ -379,34 +383,34 @@ def _nested(walk: _Comparison, path: str, a: Any, b: Any) -> None:
 
 
 def _wrapper(walk: _Comparison, path: str, a: Any, b: Any) -> None:
-    """A subclass that holds other tensors and says which."""
-    (names, more), (other_names, other_more) = a.__tensor_flatten__(), b.__tensor_flatten__()
+    """A subclass that names the tensors it holds in ``__tensor_flatten__``."""
+    (names, context), (other_names, other_context) = a.__tensor_flatten__(), b.__tensor_flatten__()
     walk.check(path, "inner tensors", list(names), list(other_names))
     walk.later(f"{path}.shape", a.shape, b.shape)
-    walk.later(f"{path}.__tensor_flatten__()[1]", more, other_more)
+    walk.later(f"{path}.__tensor_flatten__()[1]", context, other_context)
     for name in names:
         walk.later(f"{path}.{name}", getattr(a, name), getattr(b, name))
 
 
 def _optional() -> list[tuple[Any, Compare]]:
-    """Classes that not every environment or release has."""
-    found: list[tuple[Any, Compare]] = []
+    """Comparisons of classes that some environments or releases lack."""
+    comparisons: list[tuple[Any, Compare]] = []
     try:
         import numpy as np
     except ImportError:  # pragma: no cover (torch then has no arrays either)
         pass
     else:
-        found.append(((np.ndarray, np.generic), _array))
+        comparisons.append(((np.ndarray, np.generic), _array))
     try:
         from torch.distributed.device_mesh import DeviceMesh
     except ImportError:  # pragma: no cover (torch 2.1, or one built without distributed)
         pass
     else:
-        found.append((DeviceMesh, _equal))
-    return found
+        comparisons.append((DeviceMesh, _equal))
+    return comparisons
 
 
-# The first that fits counts. numpy's scalars come before those of Python which they derive from.
+# The first match wins. numpy's scalars come before the Python types they derive from.
 _COMPARE: list[tuple[Any, Compare]] = [
     (_SAME_OBJECT, _identical),
     *_optional(),

@@ -1,4 +1,4 @@
-"""The graph of a pickle into objects: shared, circular, deep; through a table whose arguments are checked."""
+"""Building objects from a pickle: shared, circular and deep graphs, and known globals whose arguments are checked."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from transload.loading import load
 
 pytestmark = QUIET
 
-FOUR = struct.pack("<4f", 1, 2, 3, 4)
+FOUR_FLOATS = struct.pack("<4f", 1, 2, 3, 4)
 
 
 def built(body: bytes, protocol: int = 2, **storages: bytes) -> Any:
-    """What is made of a pickle, beside one storage of four floats."""
-    return load(checkpoint(pickled(body, protocol), {"0": FOUR, **storages}))
+    """Load a file with this pickle body and a storage of four floats."""
+    return load(checkpoint(pickled(body, protocol), {"0": FOUR_FLOATS, **storages}))
 
 
-def plain(value: Any, protocol: int = 2) -> Any:
-    """A value of plain Python through a file of ours."""
+def round_trip(value: Any, protocol: int = 2) -> Any:
+    """Pickle a plain Python value into a checkpoint and load it."""
     return load(checkpoint(pickle.dumps(value, protocol), {}))
 
 
@@ -57,7 +57,7 @@ def plain(value: Any, protocol: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_plain_values_of_every_protocol(protocol: int) -> None:
+def test_plain_values_load_from_every_protocol(protocol: int) -> None:
     value = {
         "text": ["", "ü\n", "\ud800", "x" * 300],
         "numbers": (0, -1, 255, 256, 65536, -(2**31), 2**31, 2**70, -(2**200), 1.5, float("inf"), -0.0),
@@ -67,19 +67,19 @@ def test_plain_values_of_every_protocol(protocol: int) -> None:
         "complex": 1 - 2j,
         ("tuple", 1, (2,)): {1: {2: {3: {}}}},
     }
-    same(value, plain(value, protocol))
+    same(value, round_trip(value, protocol))
 
 
-def test_nan_is_nan() -> None:
-    assert plain(float("nan")) != plain(float("nan"))
+def test_nan_stays_nan() -> None:
+    assert round_trip(float("nan")) != round_trip(float("nan"))
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_what_is_shared_stays_shared(protocol: int) -> None:
+def test_shared_objects_stay_shared(protocol: int) -> None:
     inner: list[Any] = [1]
-    made = plain([inner, inner, {"a": inner}, (inner,)], protocol)
-    made[0].append(2)
-    assert made == [[1, 2], [1, 2], {"a": [1, 2]}, ([1, 2],)]
+    loaded = round_trip([inner, inner, {"a": inner}, (inner,)], protocol)
+    loaded[0].append(2)
+    assert loaded == [[1, 2], [1, 2], {"a": [1, 2]}, ([1, 2],)]
 
 
 def circular() -> Iterator[Callable[[], Any]]:
@@ -94,9 +94,9 @@ def circular() -> Iterator[Callable[[], Any]]:
         return value
 
     def in_tuple() -> Any:
-        held: list[Any] = []
-        value = (held, 1)
-        held += [value, (value, held)]
+        inner: list[Any] = []
+        value = (inner, 1)
+        inner += [value, (value, inner)]
         return value
 
     def in_ordered() -> Any:
@@ -118,23 +118,23 @@ def circular() -> Iterator[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("make", list(circular()), ids=lambda make: make.__name__)
-def test_what_contains_itself(make: Callable[[], Any], protocol: int) -> None:
-    same(make(), plain(make(), protocol))
+@pytest.mark.parametrize("build", list(circular()), ids=lambda build: build.__name__)
+def test_circular_objects_load(build: Callable[[], Any], protocol: int) -> None:
+    same(build(), round_trip(build(), protocol))
 
 
 @pytest.mark.parametrize("opener", [b"]", b")", b"}"], ids=["lists", "tuples", "dictionaries"])
-def test_depth_is_no_limit(opener: bytes) -> None:
+def test_deep_nesting_loads(opener: bytes) -> None:
     depth = 20_000
     bodies = {
         b"]": b"]" * depth + b"a" * (depth - 1),
         b")": b")" + b"\x85" * depth,
         b"}": b"}K\x01" * depth + b"N" + b"s" * depth,
     }
-    made = built(bodies[opener])
+    loaded = built(bodies[opener])
     for _ in range(depth - 1):
-        (made,) = made.values() if isinstance(made, dict) else made
-    assert made in ([], ((),), {1: None})
+        (loaded,) = loaded.values() if isinstance(loaded, dict) else loaded
+    assert loaded in ([], ((),), {1: None})
 
 
 def test_the_last_of_equal_keys_wins() -> None:
@@ -142,12 +142,12 @@ def test_the_last_of_equal_keys_wins() -> None:
 
 
 @pytest.mark.parametrize("key", [b"]", b"}", b"\x8f", ordered(), b"(]t"], ids=repr)
-def test_a_key_that_cannot_be_one(key: bytes) -> None:
+def test_unhashable_key_is_a_broken_file_error(key: bytes) -> None:
     with pytest.raises(BrokenFileError):
         built(b"}" + key + b"Ns", 4)
 
 
-# -- known names with their only arguments
+# -- known globals and their arguments
 
 
 @pytest.mark.parametrize(
@@ -176,125 +176,127 @@ def test_a_key_that_cannot_be_one(key: bytes) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None) or repr(value)[:40],
 )
-def test_a_name_with_what_checkpoints_call_it_with(body: bytes, value: Any) -> None:
+def test_known_global_with_usual_arguments_is_built(body: bytes, value: Any) -> None:
     same(value, built(body))
 
 
-ODD = {
-    "encode by another codec": call(name("_codecs", "encode"), "abc", "rot13"),
+UNUSUAL_USES = {
+    "encode with another codec": call(name("_codecs", "encode"), "abc", "rot13"),
     "a byte array of a size": call(name("builtins", "bytearray"), 1 << 40),
-    "a set of a text": call(name("builtins", "set"), "abc"),
+    "a set of a string": call(name("builtins", "set"), "abc"),
     "a set of lists": call(name("builtins", "set"), listing(listing(1))),
-    "a complex text": call(name("builtins", "complex"), "1"),
+    "complex of a string": call(name("builtins", "complex"), "1"),
     "a dictionary of a list": call(name("collections", "OrderedDict"), listing(1, 2)),
-    "a counter of a text": call(name("collections", "Counter"), "aab"),
-    "a default that is called": call(name("collections", "defaultdict"), name("torch", "device")),
+    "a counter of a string": call(name("collections", "Counter"), "aab"),
+    "a default factory that is not known": call(name("collections", "defaultdict"), name("torch", "device")),
     "bytes of a size": call(name("builtins", "bytes"), 1 << 40),
-    "a size of texts": call(name("torch", "Size"), tuple_of("a")),
+    "a size of strings": call(name("torch", "Size"), tuple_of("a")),
     "a device of lists": call(name("torch", "device"), listing(1)),
     "an unknown layout": call(name("torch.serialization", "_get_layout"), "torch.os"),
-    "a storage class": call(name("torch", "FloatStorage"), 1 << 40),
+    "a storage class with a size": call(name("torch", "FloatStorage"), 1 << 40),
     "a tensor class with a size": call(name("torch", "FloatTensor"), 1 << 40),
-    "a dtype": call(name("torch", "float32")),
+    "a call of a dtype": call(name("torch", "float32")),
     "a version of a number": call(name("torch.torch_version", "TorchVersion"), 1),
-    "a list": call(name("builtins", "list"), "abc"),
+    "a list of a string": call(name("builtins", "list"), "abc"),
     "arguments that are not a tuple": name("collections", "OrderedDict") + b"]R",
     "a call of a value": b"K\x01)R",
-    "attributes of a dictionary": b"}}b",
-    "methods of a dictionary": ordered() + dictionary({"items": 1}) + b"b",
-    "attributes without names": ordered() + listing(1) + b"b",
+    "state of a plain dictionary": b"}}b",
+    "state that overrides a method": ordered() + dictionary({"items": 1}) + b"b",
+    "state that is a list": ordered() + listing(1) + b"b",
     "appended to a dictionary": ordered() + b"K\x01a",
-    "an item of a tensor": tensor() + b"K\x00K\x01s",
-    "an extension": b"\x82\x01",
+    "an item set in a tensor": tensor() + b"K\x00K\x01s",
+    "an extension opcode": b"\x82\x01",
 }
 
 
-@pytest.mark.parametrize("case", ODD)
-def test_a_name_with_anything_else_is_refused(case: str) -> None:
+@pytest.mark.parametrize("case", UNUSUAL_USES)
+def test_unusual_arguments_and_operations_are_refused(case: str) -> None:
     with pytest.raises((BrokenFileError, UnsafeError)) as raised:
-        built(ODD[case])
+        built(UNUSUAL_USES[case])
     assert "<bytes>" in str(raised.value)
 
 
 # -- tensors
 
 
-def v2(*args: object) -> bytes:
+def tensor_v2(*args: object) -> bytes:
     return rebuilt("_rebuild_tensor_v2", storage_id(), *args)
 
 
-OUTSIDE = {
-    "beyond its storage": v2(0, (5,), (1,), False, ordered()),
-    "an offset beyond": v2(1, (4,), (1,), False, ordered()),
-    "strides beyond": v2(0, (2, 2), (3, 1), False, ordered()),
-    "a negative offset": v2(-1, (1,), (1,), False, ordered()),
-    "a negative size": v2(0, (-1,), (1,), False, ordered()),
-    "a negative stride": v2(3, (2,), (-1,), False, ordered()),
-    "more strides than sizes": v2(0, (1,), (1, 1), False, ordered()),
-    "sizes that are texts": v2(0, ("4",), (1,), False, ordered()),
-    "more elements than there are numbers": v2(0, (1 << 62, 4), (0, 0), False, ordered()),
-    "no storage": rebuilt("_rebuild_tensor_v2", 1, 0, (1,), (1,), False, ordered()),
-    "a storage that is not there": tensor("7"),
+INVALID_TENSORS = {
+    "a size beyond its storage": tensor_v2(0, (5,), (1,), False, ordered()),
+    "an offset beyond its storage": tensor_v2(1, (4,), (1,), False, ordered()),
+    "strides beyond its storage": tensor_v2(0, (2, 2), (3, 1), False, ordered()),
+    "a negative offset": tensor_v2(-1, (1,), (1,), False, ordered()),
+    "a negative size": tensor_v2(0, (-1,), (1,), False, ordered()),
+    "a negative stride": tensor_v2(3, (2,), (-1,), False, ordered()),
+    "more strides than sizes": tensor_v2(0, (1,), (1, 1), False, ordered()),
+    "sizes that are strings": tensor_v2(0, ("4",), (1,), False, ordered()),
+    "more elements than 64 bits can count": tensor_v2(0, (1 << 62, 4), (0, 0), False, ordered()),
+    "a number instead of a storage": rebuilt("_rebuild_tensor_v2", 1, 0, (1,), (1,), False, ordered()),
+    "a missing storage": tensor("7"),
     "too few arguments": rebuilt("_rebuild_tensor_v2", storage_id()),
-    "gradients of a number": v2(0, (1,), (1,), 1, ordered()),
-    "flags that are none": v2(0, (1,), (1,), False, ordered(), dictionary({"conj": "yes"})),
+    "requires_grad that is a number": tensor_v2(0, (1,), (1,), 1, ordered()),
+    "a conj flag that is a string": tensor_v2(0, (1,), (1,), False, ordered(), dictionary({"conj": "yes"})),
     "a parameter of a number": rebuilt("_rebuild_parameter", 1, True, ordered()),
-    "a dtype that is none": rebuilt("_rebuild_tensor_v3", storage_id(), 0, (1,), (1,), False, ordered(), 1),
-    "a newer dtype beyond": rebuilt(
+    "a dtype that is a number": rebuilt("_rebuild_tensor_v3", storage_id(), 0, (1,), (1,), False, ordered(), 1),
+    "a newer dtype beyond its storage": rebuilt(
         "_rebuild_tensor_v3", storage_id(), 0, (3,), (1,), False, ordered(), name("torch", "int64")
     ),
-    "meta of a text": rebuilt("_rebuild_meta_tensor_no_storage", name("torch", "float32"), "a", (1,), False),
+    "a meta tensor whose shape is a string": rebuilt(
+        "_rebuild_meta_tensor_no_storage", name("torch", "float32"), "a", (1,), False
+    ),
     "sparse without parts": rebuilt(
         "_rebuild_sparse_tensor", call(name("torch.serialization", "_get_layout"), "torch.sparse_coo"), ()
     ),
     "nested of numbers": rebuilt("_rebuild_nested_tensor", 1, 2, 3, 4),
-    "a wrapper of no class": rebuilt(
+    "a wrapper whose class is a number": rebuilt(
         "_rebuild_wrapper_subclass", 1, name("torch", "float32"), (1,), (1,), 0, None, "cpu", False
     ),
-    "a device tensor of no array": rebuilt(
+    "a device tensor of a list": rebuilt(
         "_rebuild_device_tensor_from_numpy", listing(1), name("torch", "float32"), "cpu", False
     ),
     "quantized without a quantizer": rebuilt(
         "_rebuild_qtensor", storage_id("0", 16, "QInt8Storage"), 0, (4,), (1,), (), False, ordered()
     ),
-    "an attribute of a dunder": call(
+    "a dunder attribute": call(
         name("torch._tensor", "_rebuild_from_type_v2"),
         name("torch._utils", "_rebuild_tensor_v2"),
         name("torch", "Tensor"),
         tuple_of(storage_id(), 0, (4,), (1,), False, ordered()),
         dictionary({"__class__": 1}),
     ),
-    "a class that is none": call(
+    "a class that is not a tensor class": call(
         name("torch._tensor", "_rebuild_from_type_v2"),
         name("torch._utils", "_rebuild_tensor_v2"),
         name("collections", "OrderedDict"),
         tuple_of(storage_id(), 0, (4,), (1,), False, ordered()),
         b"N",
     ),
-    "a function that is computed": call(
+    "a rebuild function that is a dictionary": call(
         name("torch._tensor", "_rebuild_from_type_v2"), ordered(), name("torch", "Tensor"), b")", b"N"
     ),
 }
 
 
-@pytest.mark.parametrize("case", OUTSIDE)
-@pytest.mark.parametrize("hidden", [False, True], ids=["found", "hidden"])
-def test_a_tensor_that_cannot_be_is_damage(case: str, *, hidden: bool) -> None:
-    """Also where the reader does not look for tensors: as the hooks of another."""
-    body = v2(0, (4,), (1,), False, ordered({"a": OUTSIDE[case]})) if hidden else OUTSIDE[case]
+@pytest.mark.parametrize("case", INVALID_TENSORS)
+@pytest.mark.parametrize("hidden", [False, True], ids=["at the root", "in hooks"])
+def test_invalid_tensor_is_an_error(case: str, *, hidden: bool) -> None:
+    """Also where the reader does not look for tensors: in the hooks of another one."""
+    body = tensor_v2(0, (4,), (1,), False, ordered({"a": INVALID_TENSORS[case]})) if hidden else INVALID_TENSORS[case]
     with pytest.raises((BrokenFileError, UnsafeError)):
         built(body)
 
 
-def test_memory_is_never_enlarged() -> None:
-    """torch.load grows a storage that is too small, and shows what was in memory before."""
-    made = built(listing(tensor("0"), tensor("0", (2,), (1,), 2)))
-    assert made[0].untyped_storage().nbytes() == 16
-    assert made[1].tolist() == [3, 4]
+def test_storage_keeps_its_size() -> None:
+    """torch.load enlarges a storage that is too small, which exposes uninitialized memory."""
+    tensors = built(listing(tensor("0"), tensor("0", (2,), (1,), 2)))
+    assert tensors[0].untyped_storage().nbytes() == 16
+    assert tensors[1].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "text_of"),
+    ("quantizer", "message"),
     [
         ((name("torch", "per_tensor_affine"), b"G" + struct.pack(">d", 0.5), 3), ""),
         ((name("torch", "per_tensor_affine"), 1, 3), "scale"),
@@ -305,12 +307,12 @@ def test_memory_is_never_enlarged() -> None:
     ],
     ids=["tensor", "no scale", "channel", "few scales", "no axis", "no scheme"],
 )
-def test_quantized_tensors_are_checked(quantizer: tuple[object, ...], text_of: str) -> None:
-    held = storage_id("0", 4, "QInt8Storage")
-    body = rebuilt("_rebuild_qtensor", held, 0, (2, 2), (2, 1), tuple_of(*quantizer), False, ordered())
+def test_quantized_tensors_are_checked(quantizer: tuple[object, ...], message: str) -> None:
+    storage = storage_id("0", 4, "QInt8Storage")
+    body = rebuilt("_rebuild_qtensor", storage, 0, (2, 2), (2, 1), tuple_of(*quantizer), False, ordered())
     data = checkpoint(pickled(body), {"0": bytes([1, 2, 3, 4])})
-    if text_of:
-        with pytest.raises(BrokenFileError, match=text_of):
+    if message:
+        with pytest.raises(BrokenFileError, match=message):
             load(data)
     else:
         assert load(data).int_repr().tolist() == [[1, 2], [3, 4]]
@@ -326,30 +328,30 @@ def sparse(layout: str, *parts: object) -> bytes:
 
 @pytest.mark.parametrize("index", [0, 1, 2, 1000, -1])
 def test_indices_of_sparse_tensors_are_checked(index: int) -> None:
-    """torch.load looks at them only when told to; an index outside reads other memory later."""
+    """torch.load checks them only on request; an index out of range later reads other memory."""
     indices = tensor("1", (1, 1), (1, 1), storage=storage_id("1", 1, "LongStorage"))
     values = tensor("0", (1,), (1,))
     data = checkpoint(
         pickled(sparse("sparse_coo", indices, values, call(name("torch", "Size"), tuple_of(2)))),
-        {"0": FOUR, "1": struct.pack("<q", index)},
+        {"0": FOUR_FLOATS, "1": struct.pack("<q", index)},
     )
     if index in (0, 1):
         assert load(data).to_dense()[index] == 1
     else:
         with pytest.raises(BrokenFileError, match="sparse"):
             load(data)
-    assert not sparse_left_over()
+    assert not sparse_tensors_to_validate()
 
 
-def test_loading_sparse_tensors_at_a_time_leaves_nothing_behind() -> None:
-    """torch's switch for looking at them belongs to the whole process."""
+def test_threads_loading_sparse_tensors_leave_global_state_unchanged() -> None:
+    """The setting of torch for checking invariants applies to the entire process."""
     buffer = io.BytesIO()
     torch.save(torch.eye(3).to_sparse(), buffer)
     data, interval = buffer.getvalue(), sys.getswitchinterval()
-    made: list[Any] = []
+    loaded: list[Any] = []
 
     def load_many() -> None:
-        made.extend(load(data) for _ in range(60))
+        loaded.extend(load(data) for _ in range(60))
 
     threads = [threading.Thread(target=load_many) for _ in range(6)]
     sys.setswitchinterval(1e-6)
@@ -360,14 +362,14 @@ def test_loading_sparse_tensors_at_a_time_leaves_nothing_behind() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert len(made) == 360
+    assert len(loaded) == 360
     assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
-    assert not sparse_left_over()
+    assert not sparse_tensors_to_validate()
 
 
-def sparse_left_over() -> list[Any]:
-    ask = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
-    return list(ask() if ask else torch._utils._sparse_tensors_to_validate)
+def sparse_tensors_to_validate() -> list[Any]:
+    getter = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
+    return list(getter() if getter else torch._utils._sparse_tensors_to_validate)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_nested_view_from_buffer"), reason="this torch cannot load nested tensors")
@@ -380,70 +382,73 @@ def test_parts_of_nested_tensors_are_checked(offset: int) -> None:
     }
     body = rebuilt("_rebuild_nested_tensor", tensor("0"), *numbers.values())
     longs = {"1": struct.pack("<q", 3), "2": struct.pack("<q", 1), "3": struct.pack("<q", offset)}
-    data = checkpoint(pickled(body), {"0": FOUR, **longs})
+    data = checkpoint(pickled(body), {"0": FOUR_FLOATS, **longs})
     if offset > 1:
         with pytest.raises(BrokenFileError, match="nested"):
             load(data)
     elif (
         torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
-    ):  # before, torch wants a buffer that holds nothing else
+    ):  # older torch requires a buffer with nothing else in it
         assert load(data).unbind()[0].tolist() == [1 + offset, 2 + offset, 3 + offset]
 
 
-def test_a_tensor_of_a_newer_dtype_may_want_gradients() -> None:
-    """torch writes it and fails on it."""
+def test_rebuild_tensor_v3_with_requires_grad_loads() -> None:
+    """torch writes such a tensor but cannot load it."""
     body = rebuilt("_rebuild_tensor_v3", storage_id(), 0, (4,), (1,), True, ordered(), name("torch", "float32"))
     assert built(body).requires_grad
 
 
-def test_parameters_of_old_releases() -> None:
-    whole = name("torch.nn.parameter", "Parameter") + tuple_of(tensor(), True) + b"\x81"
-    made = built(whole + tuple_of(False, False, ordered()) + b"b")
-    assert made.tolist() == [1, 2, 3, 4]
-    assert not made.requires_grad
+def test_parameter_of_an_old_release_loads() -> None:
+    parameter = name("torch.nn.parameter", "Parameter") + tuple_of(tensor(), True) + b"\x81"
+    loaded = built(parameter + tuple_of(False, False, ordered()) + b"b")
+    assert loaded.tolist() == [1, 2, 3, 4]
+    assert not loaded.requires_grad
     with pytest.raises(BrokenFileError):
-        built(whole + tuple_of(1, 2) + b"b")
+        built(parameter + tuple_of(1, 2) + b"b")
     with pytest.raises(BrokenFileError):
-        built(whole + tuple_of(tensor(), 0, 0, 0) + b"b")
+        built(parameter + tuple_of(tensor(), 0, 0, 0) + b"b")
 
 
-def test_a_tensor_that_was_made_empty_and_then_filled() -> None:
+def test_tensor_created_empty_and_filled_by_its_state_loads() -> None:
     empty = name("torch", "Tensor") + b")\x81"
     assert built(empty + tuple_of(storage_id(), 1, (2,), (1,)) + b"b").tolist() == [2, 3]
     with pytest.raises(BrokenFileError):
         built(empty + tuple_of(storage_id(), 1, (4,), (1,)) + b"b")
 
 
-def test_a_storage_by_itself_is_the_same_each_time() -> None:
-    made = built(listing(storage_id(), storage_id(), tensor()))
-    assert made[0] is made[1]
-    assert made[0].dtype == torch.float32
-    assert made[2].untyped_storage().data_ptr() == made[0]._untyped_storage.data_ptr()
+def test_storage_referenced_twice_is_one_object() -> None:
+    loaded = built(listing(storage_id(), storage_id(), tensor()))
+    assert loaded[0] is loaded[1]
+    assert loaded[0].dtype == torch.float32
+    assert loaded[2].untyped_storage().data_ptr() == loaded[0]._untyped_storage.data_ptr()
 
 
 def stream(*objects: bytes) -> bytes:
     return forge.legacy(object=pickled(listing(*objects)))
 
 
-def test_views_of_storages_in_a_stream() -> None:
-    whole = storage_id("0", 4, "FloatStorage", "cpu", None)
-    other = storage_id("1", 4, "FloatStorage", "cpu", None)
+def test_stream_with_storage_views_loads_as_with_torch() -> None:
+    first = storage_id("0", 4, "FloatStorage", "cpu", None)
+    second = storage_id("1", 4, "FloatStorage", "cpu", None)
     view = storage_id("0", 4, "FloatStorage", "cpu", tuple_of("9", 1, 2))
     data = stream(
-        tensor(storage=whole), tensor(storage=other), tensor(storage=view, shape=(2,)), tensor(storage=view, shape=(1,))
+        tensor(storage=first),
+        tensor(storage=second),
+        tensor(storage=view, shape=(2,)),
+        tensor(storage=view, shape=(1,)),
     )
-    made = load(data)
-    same(torch.load(io.BytesIO(data)), made)
-    assert made[2].tolist() == [2, 3]
+    loaded = load(data)
+    same(torch.load(io.BytesIO(data)), loaded)
+    assert loaded[2].tolist() == [2, 3]
     with pytest.raises(BrokenFileError):
-        load(stream(tensor(storage=whole), tensor(storage=other), tensor(storage=view, shape=(3,))))
+        load(stream(tensor(storage=first), tensor(storage=second), tensor(storage=view, shape=(3,))))
 
 
-# -- what the program allows
+# -- classes that the program allows
 
 
 class Colour(argparse.Namespace):
-    """Stands for a class of the program's own."""
+    """Stands in for a class of the program."""
 
 
 class Slots:
@@ -466,7 +471,7 @@ def allowing(*classes: Any) -> Iterator[None]:
         yield
 
 
-def test_allowed_classes_are_made_as_pickle_makes_them() -> None:
+def test_allowed_classes_are_built_as_by_pickle() -> None:
     value = {
         "namespace": Colour(red=[1], tensor=torch.ones(2)),
         "slots": Slots(1, 2),
@@ -485,7 +490,7 @@ def test_allowed_classes_are_made_as_pickle_makes_them() -> None:
             assert load(data)["when"] == expected["when"]
 
 
-def test_names_are_allowed_for_as_long_as_the_program_says() -> None:
+def test_class_is_allowed_only_inside_safe_globals() -> None:
     data = saved(Colour(red=1))
     with pytest.raises(UnsafeError):
         load(data)
@@ -495,26 +500,26 @@ def test_names_are_allowed_for_as_long_as_the_program_says() -> None:
         load(data)
 
 
-def test_a_name_can_be_allowed_under_another_spelling() -> None:
+def test_class_can_be_allowed_under_another_name() -> None:
     data = checkpoint(pickled(call(name("old.place", "Colour"))), {})
     with allowing((Colour, "old.place.Colour")):
         assert type(load(data)) is Colour
 
 
-def test_what_an_allowed_function_returns_is_not_thereby_allowed() -> None:
-    """BUILD and the like call methods of the result's class."""
-    given = call(name("tests.somewhere", "make")) + dictionary({"a": 1}) + b"b"
+def test_class_of_the_result_of_an_allowed_function_must_be_allowed_too() -> None:
+    """BUILD and similar opcodes call methods of the class of the result."""
+    body = call(name("tests.somewhere", "make")) + dictionary({"a": 1}) + b"b"
     with allowing((Colour, "tests.somewhere.make")):
-        assert load(checkpoint(pickled(given), {})).a == 1
+        assert load(checkpoint(pickled(body), {})).a == 1
     with allowing((lambda: Slots(1), "tests.somewhere.make")), pytest.raises(UnsafeError, match="Slots"):
-        load(checkpoint(pickled(given), {}))
+        load(checkpoint(pickled(body), {}))
 
 
-def test_what_an_allowed_class_raises_is_the_cause() -> None:
+def test_exception_of_an_allowed_class_is_the_cause_of_the_load_error() -> None:
     data = saved(Rejecting.__new__(Rejecting))
     with allowing(Rejecting):
-        made = load(data)
-        assert type(made) is Rejecting
+        loaded = load(data)
+        assert type(loaded) is Rejecting
     body = name(__name__, "Rejecting") + b")\x81" + dictionary({"a": 1}) + b"b"
     with allowing((Rejecting, f"{__name__}.Rejecting")), pytest.raises(LoadError, match="not this one") as raised:
         load(checkpoint(pickled(body), {}))
@@ -522,7 +527,7 @@ def test_what_an_allowed_class_raises_is_the_cause() -> None:
 
 
 @pytest.mark.parametrize("module", ["os", "posix", "sys", "nt"])
-def test_some_modules_are_never_allowed(module: str) -> None:
+def test_system_modules_are_never_allowed(module: str) -> None:
     data = checkpoint(pickled(call(name(module, "getcwd"))), {})
     with allowing((Colour, f"{module}.getcwd")), pytest.raises(UnsafeError):
         load(data)
@@ -531,21 +536,21 @@ def test_some_modules_are_never_allowed(module: str) -> None:
 # -- Python 2
 
 
-def python2(raw: bytes) -> bytes:
+def python_2_string(raw: bytes) -> bytes:
     return b"U" + bytes([len(raw)]) + raw
 
 
 @pytest.mark.parametrize(("encoding", "value"), [("latin1", "\xe9t\xe9"), ("cp437", "ΘtΘ"), ("bytes", b"\xe9t\xe9")])
-def test_texts_of_python_2(encoding: str, value: object) -> None:
-    data = checkpoint(pickled(listing(python2(b"\xe9t\xe9"), "unicode")), {})
+def test_python_2_strings_need_an_encoding(encoding: str, value: object) -> None:
+    data = checkpoint(pickled(listing(python_2_string(b"\xe9t\xe9"), "unicode")), {})
     with pytest.raises(LoadError, match="utf-8") as raised:
         load(data)
     assert "encoding='latin1'" in raised.value.fix
     assert load(data, encoding=encoding) == [value, "unicode"]
 
 
-def test_names_of_python_2() -> None:
-    made = built(
+def test_python_2_module_names_are_known() -> None:
+    loaded = built(
         listing(
             call(name("__builtin__", "set"), listing(1)),
             call(name("__builtin__", "complex"), 1, 2),
@@ -554,9 +559,9 @@ def test_names_of_python_2() -> None:
                  tuple_of(storage_id(), 0, (4,), (1,), False, ordered()), b"}"),
         )
     )  # fmt: skip
-    assert made[:2] == [{1}, 1 + 2j]
-    assert made[2].tolist() == [1, 2, 3, 4]
+    assert loaded[:2] == [{1}, 1 + 2j]
+    assert loaded[2].tolist() == [1, 2, 3, 4]
 
 
-def test_text_is_text() -> None:
+def test_lone_surrogate_stays_in_a_string() -> None:
     assert built(text("\ud800")) == "\ud800"

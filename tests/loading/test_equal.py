@@ -1,4 +1,4 @@
-"""The comparison of two loads must see every kind of difference, and none where there is none."""
+"""``same`` reports every kind of difference between two objects, and none between equal ones."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Slotted:
 
 
 def with_attributes(value: Any, **attributes: object) -> Any:
-    for name, each in attributes.items():
-        setattr(value, name, each)
+    for name, attribute in attributes.items():
+        setattr(value, name, attribute)
     return value
 
 
@@ -54,8 +54,8 @@ def per_channel(scale: float = 0.5, axis: int = 0) -> torch.Tensor:
 
 
 def sparse(*, coalesced: bool = False, value: float = 1.0) -> torch.Tensor:
-    made = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.tensor([value, 2.0]), (2, 2))
-    return made._coalesced_(coalesced)
+    matrix = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.tensor([value, 2.0]), (2, 2))
+    return matrix._coalesced_(coalesced)
 
 
 def compressed(layout: str = "csr", value: float = 1.0) -> torch.Tensor:
@@ -68,58 +68,58 @@ def nested(*lengths: int) -> torch.Tensor:
 
 
 def generator(seed: int, drawn: int = 0) -> torch.Generator:
-    made = torch.Generator()
-    made.manual_seed(seed)
-    torch.rand(drawn, generator=made)
-    return made
+    result = torch.Generator()
+    result.manual_seed(seed)
+    torch.rand(drawn, generator=result)
+    return result
 
 
 def model(*, train: bool = True, hook: bool = False, bias: bool = True) -> nn.Module:
     torch.default_generator.manual_seed(0)
-    made = nn.Sequential(nn.Linear(2, 2, bias=bias), nn.BatchNorm1d(2))
+    module = nn.Sequential(nn.Linear(2, 2, bias=bias), nn.BatchNorm1d(2))
     if hook:
-        made.register_forward_hook(print)
-    return made.train(train)
+        module.register_forward_hook(print)
+    return module.train(train)
 
 
 def shared(count: int) -> list[torch.Tensor]:
-    """Two equal tensors over one storage, or over two."""
-    one = tensor()
-    return [one, one.view(2, 3)] if count == 1 else [one, tensor()]
+    """Two equal tensors that share one storage, or have one each."""
+    first = tensor()
+    return [first, first.view(2, 3)] if count == 1 else [first, tensor()]
 
 
-def twice(*, same_list: bool) -> list[list[int]]:
-    one = [1]
-    return [one, one if same_list else [1]]
+def two_lists(*, same_list: bool) -> list[list[int]]:
+    first = [1]
+    return [first, first if same_list else [1]]
 
 
 def ring(length: int) -> list[Any]:
-    out: list[Any] = []
-    inner = out
+    outer: list[Any] = []
+    inner = outer
     for _ in range(length):
         inner = [inner]
-    out.append(inner)
-    return out
+    outer.append(inner)
+    return outer
 
 
 def metadata(version: int | None) -> OrderedDict[str, int]:
-    made: OrderedDict[str, int] = OrderedDict(a=1)
-    return made if version is None else with_attributes(made, _metadata={"": {"version": version}})
+    ordered: OrderedDict[str, int] = OrderedDict(a=1)
+    return ordered if version is None else with_attributes(ordered, _metadata={"": {"version": version}})
 
 
 def hooked() -> torch.Tensor:
-    made = tensor().requires_grad_()
-    made._backward_hooks = OrderedDict()
-    return made
+    leaf = tensor().requires_grad_()
+    leaf._backward_hooks = OrderedDict()
+    return leaf
 
 
-def factory(kind: Any) -> defaultdict[str, Any]:
-    return defaultdict(kind, a=1)
+def default_dict(default: Any) -> defaultdict[str, Any]:
+    return defaultdict(default, a=1)
 
 
 DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "type": (lambda: (1, 1.0), "type"),
-    "bool is no int": (lambda: (True, 1), "type"),
+    "bool is not int": (lambda: (True, 1), "type"),
     "value": (lambda: ({"a": [1, 2]}, {"a": [1, 3]}), r"\['a'\]\[1\]: value: 2 and 3"),
     "float zero": (lambda: (0.0, -0.0), "value"),
     "not a number": (lambda: (math.nan, -math.nan), "value"),
@@ -128,9 +128,9 @@ DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "kind of key": (lambda: ({1: 1}, {True: 1}), "keys"),
     "kind of dictionary": (lambda: ({"a": 1}, OrderedDict(a=1)), "type"),
     "counter": (lambda: (Counter(a=1), Counter(a=2)), "value"),
-    "default": (lambda: (factory(int), factory(list)), "default_factory"),
+    "default": (lambda: (default_dict(int), default_dict(list)), "default_factory"),
     "metadata": (lambda: (metadata(1), metadata(2)), r"_metadata\[''\]\['version'\]"),
-    "metadata gone": (lambda: (metadata(1), metadata(None)), "attributes"),
+    "metadata missing": (lambda: (metadata(1), metadata(None)), "attributes"),
     "list or tuple": (lambda: ([1], (1,)), "type"),
     "length": (lambda: ([1], [1, 1]), "length"),
     "maxlen": (lambda: (deque([1], 3), deque([1])), "maxlen"),
@@ -146,13 +146,16 @@ DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "partial": (lambda: (functools.partial(print, 1), functools.partial(print, 2)), "args"),
     "method": (lambda: (nn.ReLU().forward, nn.GELU().forward), "__func__"),
     "slot": (lambda: (Slotted(1, 2), Slotted(1, 3)), r"\.b"),
-    "slot gone": (lambda: (Slotted(1, 2), Slotted(1)), "has b"),
+    "slot missing": (lambda: (Slotted(1, 2), Slotted(1)), "has b"),
     "array": (lambda: (np.arange(3), np.arange(3) + 1), "bytes"),
     "array strides": (lambda: (np.ones((2, 2)), np.ones((2, 2), order="F")), "strides"),
     "array dtype": (lambda: (np.float64(1), np.float32(1)), "type"),
-    "same list": (lambda: (twice(same_list=True), twice(same_list=False)), "object shared .* in the first only"),
-    "same list, other way": (
-        lambda: (twice(same_list=False), twice(same_list=True)),
+    "same list": (
+        lambda: (two_lists(same_list=True), two_lists(same_list=False)),
+        "object shared .* in the first only",
+    ),
+    "same list, reversed": (
+        lambda: (two_lists(same_list=False), two_lists(same_list=True)),
         "object shared .* in the second only",
     ),
     "cycle": (lambda: (ring(2), ring(3)), "shared"),
@@ -170,7 +173,7 @@ DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "parameter": (lambda: (tensor(), nn.Parameter(tensor(), requires_grad=False)), "type"),
     "subclass": (lambda: (tensor(), tensor().as_subclass(Marked)), "type"),
     "attribute of a tensor": (lambda: (with_attributes(tensor(), a=1), with_attributes(tensor(), a=2)), r"\.a"),
-    "attribute gone": (lambda: (with_attributes(tensor(), a=1), tensor()), "attributes"),
+    "attribute missing": (lambda: (with_attributes(tensor(), a=1), tensor()), "attributes"),
     "hooks": (lambda: (hooked(), tensor().requires_grad_()), "_backward_hooks"),
     "conj": (lambda: (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()), "is_conj"),
     "neg": (lambda: (torch.zeros(2), torch._neg_view(torch.zeros(2))), "is_neg"),
@@ -184,7 +187,7 @@ DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "bsr or bsc": (lambda: (compressed("bsr"), compressed("bsc")), "layout"),
     "nested": (lambda: (nested(1, 2), nested(2, 1)), "_nested_tensor_size"),
     "shared storage": (lambda: (shared(1), shared(2)), "storage shared .* in the first only"),
-    "shared storage, other way": (lambda: (shared(2), shared(1)), "storage shared .* in the second only"),
+    "shared storage, reversed": (lambda: (shared(2), shared(1)), "storage shared .* in the second only"),
     "same tensor": (lambda: ([tensor()] * 2, shared(1)), "object shared .* in the first only"),
     "typed storage": (lambda: (torch.zeros(2).storage(), torch.zeros(2, dtype=torch.int32).storage()), "dtype"),
     "untyped storage": (lambda: (torch.zeros(2).untyped_storage(), torch.ones(2).untyped_storage()), "bytes"),
@@ -198,10 +201,10 @@ DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_a_difference_is_named(name: str) -> None:
-    build, words = DIFFERENT[name]
+def test_difference_is_reported(name: str) -> None:
+    build, message = DIFFERENT[name]
     a, b = build()
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=message):
         same(a, b)
     with pytest.raises(AssertionError):
         same(b, a)
@@ -209,17 +212,17 @@ def test_a_difference_is_named(name: str) -> None:
     same(b, b)
 
 
-def test_inference_tensors_are_another_kind() -> None:
+def test_inference_tensor_differs_from_normal_tensor() -> None:
     with torch.inference_mode():
-        made = tensor()
+        inference = tensor()
     with pytest.raises(AssertionError, match="is_inference"):
-        same(tensor(), made)
+        same(tensor(), inference)
 
 
-def test_storages_that_overlap_without_being_the_same() -> None:
+def test_overlap_of_distinct_storages_is_compared() -> None:
     def halves(step: int) -> list[torch.Tensor]:
-        whole = torch.zeros(8).untyped_storage()
-        return [torch.empty(0).set_(whole[start : start + 16]) for start in (0, step)]
+        storage = torch.zeros(8).untyped_storage()
+        return [torch.empty(0).set_(storage[start : start + 16]) for start in (0, step)]
 
     same(halves(16), halves(16))
     same(halves(8), halves(8))
@@ -228,15 +231,15 @@ def test_storages_that_overlap_without_being_the_same() -> None:
 
 
 @needs_jagged
-def test_the_length_of_a_jagged_dimension_is_the_same_for_the_same_offsets() -> None:
-    def two(*, of_one: bool) -> list[torch.Tensor]:
+def test_shared_offsets_of_jagged_tensors_are_compared() -> None:
+    def pair(*, same_offsets: bool) -> list[torch.Tensor]:
         first = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
         other = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
-        return [first, first * 1 if of_one else other]
+        return [first, first * 1 if same_offsets else other]
 
-    same(two(of_one=False), two(of_one=False))
+    same(pair(same_offsets=False), pair(same_offsets=False))
     with pytest.raises(AssertionError):
-        same(two(of_one=True), two(of_one=False))
+        same(pair(same_offsets=True), pair(same_offsets=False))
 
 
 def jagged() -> torch.Tensor:
@@ -253,7 +256,7 @@ EQUAL: dict[str, Callable[[], Any]] = {
     "nested": lambda: nested(1, 2),
     "sparse": lambda: [sparse(), compressed("csr"), compressed("csc"), compressed("bsr"), compressed("bsc")],
     "quantized": lambda: [quantized(), per_channel()],
-    "shared": lambda: [shared(1), twice(same_list=True)],
+    "shared": lambda: [shared(1), two_lists(same_list=True)],
     "cycle": lambda: ring(2),
     "keys": lambda: {(1, "a"): 1, None: 2, 2.5: 3, b"x": 4, frozenset({1}): 5},
     "meta": lambda: [torch.zeros(3, device="meta"), torch.zeros(2, device="meta")[1:]],
@@ -264,20 +267,20 @@ EQUAL: dict[str, Callable[[], Any]] = {
 
 
 @needs_jagged
-def test_equal_jagged_tensors_are_found_equal() -> None:
+def test_equal_jagged_tensors_compare_equal() -> None:
     same(jagged(), jagged())
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_what_is_equal_is_found_equal(name: str) -> None:
+def test_equal_objects_compare_equal(name: str) -> None:
     same(EQUAL[name](), EQUAL[name]())
 
 
-def test_a_script_is_compared_by_its_code_and_weights() -> None:
-    made = scripted()
-    held = io.BytesIO()
-    torch.jit.save(made, held)
-    first, second = (torch.jit.load(io.BytesIO(held.getvalue())) for _ in range(2))
+def test_scripted_modules_are_compared_by_weights() -> None:
+    module = scripted()
+    buffer = io.BytesIO()
+    torch.jit.save(module, buffer)
+    first, second = (torch.jit.load(io.BytesIO(buffer.getvalue())) for _ in range(2))
     same(first, second)
     with torch.no_grad():
         second.weight.add_(1)
@@ -285,16 +288,16 @@ def test_a_script_is_compared_by_its_code_and_weights() -> None:
         same(first, second)
 
 
-def test_depth_is_no_limit() -> None:
+def test_deep_nesting_is_compared_without_recursion() -> None:
     deep: list[Any] = []
     for _ in range(20_000):
         deep = [deep]
     same(deep, deep)
-    for _ in range(20_000):  # taken apart here, where the interpreter would do it by recursion
+    for _ in range(20_000):  # taken apart step by step: the interpreter would free it recursively
         deep = deep.pop()
 
 
-def test_neither_side_is_changed() -> None:
+def test_comparison_changes_neither_object() -> None:
     a = model(hook=True)
     b = copy.deepcopy(a)
     before = torch.cat([value.flatten().double() for value in a.state_dict().values()])

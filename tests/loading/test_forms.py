@@ -1,4 +1,4 @@
-"""Files that somebody has handled, formats that ``torch.load`` does not read, and programs."""
+"""Repacked archives, formats that ``torch.load`` does not read, and programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_DICT = NEWEST / "state_dict_cpu.pt"
 pytestmark = QUIET
 
 
-# -- archives that somebody has handled
+# -- repacked archives and old forms
 
 
 def rezipped(source: Path, to: Path, *, method: int = ZIP_STORED, root: str = "archive", drop: str = "") -> Path:
@@ -39,27 +39,29 @@ def rezipped(source: Path, to: Path, *, method: int = ZIP_STORED, root: str = "a
 
 
 @pytest.mark.parametrize(
-    "handled",
+    "changes",
     [{}, {"method": ZIP_DEFLATED}, {"root": "another name"}, {"drop": "version"}, {"drop": "byteorder"}],
     ids=["stored", "deflated", "renamed", "no version", "no byteorder"],
 )
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"verify": True}], ids=["plain", "mapped", "verified"])
-def test_an_archive_that_was_zipped_again(tmp_path: Path, handled: dict[str, Any], options: dict[str, Any]) -> None:
+def test_rezipped_archive_loads_as_the_original(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
     """torch.load maps deflated bytes as if they were numbers, and refuses an archive without its version."""
-    path = rezipped(NEWEST / "train_cuda0.ckpt", tmp_path / "again.pt", **handled)
+    path = rezipped(NEWEST / "train_cuda0.ckpt", tmp_path / "again.pt", **changes)
     same(torch.load(NEWEST / "train_cuda0.ckpt", map_location="cpu"), load(path, "cpu", **options))
 
 
-def test_a_sparse_csr_tensor_as_torch_saved_it_up_to_1_13(tmp_path: Path) -> None:
-    """By a function of its own, with the same arguments as that of today."""
+def test_sparse_csr_tensor_of_torch_1_13_and_older_is_read(tmp_path: Path) -> None:
+    """It was rebuilt by a separate function with the same arguments as the current one."""
     torch.save({"csr": torch.eye(3).to_sparse_csr()}, tmp_path / "new.pt")
     old = tmp_path / "old.pt"
     with ZipFile(tmp_path / "new.pt") as archive, ZipFile(old, "w") as renamed:
         for name in archive.namelist():
             data = archive.read(name).replace(b"_rebuild_sparse_tensor\n", b"_rebuild_sparse_csr_tensor\n")
             renamed.writestr(name, data)
-    (found,) = inspect(old).tensors
-    assert (found.kind, found.shape, len(found.parts)) == ("sparse_csr", (3, 3), 3)
+    (tensor,) = inspect(old).tensors
+    assert (tensor.kind, tensor.shape, len(tensor.parts)) == ("sparse_csr", (3, 3), 3)
     expected = torch.load(tmp_path / "new.pt")
     for weights_only in (True, False):
         same(expected, load(old, weights_only=weights_only))
@@ -67,20 +69,20 @@ def test_a_sparse_csr_tensor_as_torch_saved_it_up_to_1_13(tmp_path: Path) -> Non
     same(expected, torch.load(tmp_path / "again.pt"))
 
 
-def test_a_tensor_of_a_device_without_storages() -> None:
-    """It is saved as a tensor on the CPU, with the name of its device and the dtype it had there."""
+def test_tensor_of_a_device_without_storages_loads_on_cpu() -> None:
+    """torch saves it as a CPU tensor, with the name of its device and its dtype there."""
     function = forge.name("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
-    made = forge.call(function, forge.tensor("0"), forge.name("torch", "float16"), "xla:0", True)
-    loaded = load(forge.checkpoint(forge.pickled(forge.ordered({"w": made})), {"0": forge.FLOATS}), "cpu")["w"]
+    body = forge.call(function, forge.tensor("0"), forge.name("torch", "float16"), "xla:0", True)
+    loaded = load(forge.checkpoint(forge.pickled(forge.ordered({"w": body})), {"0": forge.FLOATS}), "cpu")["w"]
     assert (loaded.tolist(), loaded.dtype, loaded.requires_grad) == ([1, 2, 3, 4], torch.float16, True)
 
 
-def test_an_extension_that_lies(tmp_path: Path) -> None:
+def test_torch_file_with_safetensors_extension_loads(tmp_path: Path) -> None:
     shutil.copy(STATE_DICT, tmp_path / "model.safetensors")
     same(torch.load(STATE_DICT), load(tmp_path / "model.safetensors"))
 
 
-def test_an_archive_that_was_unpacked(tmp_path: Path) -> None:
+def test_unpacked_archive_loads(tmp_path: Path) -> None:
     with ZipFile(STATE_DICT) as archive:
         archive.extractall(tmp_path)
     same(torch.load(STATE_DICT), load(tmp_path))
@@ -89,14 +91,14 @@ def test_an_archive_that_was_unpacked(tmp_path: Path) -> None:
     same(torch.load(STATE_DICT), load(inner, weights_only=False))
 
 
-def test_a_tar_archive_is_data_like_any_other() -> None:
-    made = load(forge.tar())
-    same({"w0": torch.tensor([1.0, 2.0, 3.0, 4.0])}, made)
+def test_tar_archive_loads_without_trust() -> None:
+    loaded = load(forge.tar())
+    same({"w0": torch.tensor([1.0, 2.0, 3.0, 4.0])}, loaded)
 
 
-def test_a_tensor_named_twice_in_a_tar_archive_is_one() -> None:
-    made = load(forge.tar({"pickle": forge.pickled(forge.listing(b"P100\n", b"P100\n"))}))
-    assert made[0] is made[1]
+def test_tensor_referenced_twice_in_a_tar_archive_is_one_object() -> None:
+    loaded = load(forge.tar({"pickle": forge.pickled(forge.listing(b"P100\n", b"P100\n"))}))
+    assert loaded[0] is loaded[1]
 
 
 # -- formats that torch.load does not read
@@ -128,15 +130,15 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"weights_only": False}], ids=str)
-def test_safetensors(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_safetensors_file_loads_in_header_order(tmp_path: Path, options: dict[str, Any]) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(TENSORS))
-    made = load(tmp_path / "model.safetensors", **options)
-    assert list(made) == list(TENSORS)
-    same(TENSORS, made)
+    loaded = load(tmp_path / "model.safetensors", **options)
+    assert list(loaded) == list(TENSORS)
+    same(TENSORS, loaded)
 
 
 def sharded(folder: Path, suffix: str) -> Path:
-    """Two shards and their index."""
+    """Write two shards and their index; return the path of the index."""
     names = [f"model-{number:05d}-of-00002.{suffix}" for number in (1, 2)]
     halves = [{"z": TENSORS["z"], "a": TENSORS["a"]}, {"half": TENSORS["half"], "flag": TENSORS["flag"]}]
     for name, half in zip(names, halves, strict=True):
@@ -151,18 +153,18 @@ def sharded(folder: Path, suffix: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("what", ["index", "folder", "no index"])
-def test_shards_become_one_dictionary(tmp_path: Path, suffix: str, what: str) -> None:
+@pytest.mark.parametrize("source", ["index", "folder", "no index"])
+def test_shards_load_as_one_dictionary(tmp_path: Path, suffix: str, source: str) -> None:
     index = sharded(tmp_path, suffix)
-    if what == "no index":
+    if source == "no index":
         index.unlink()
     (tmp_path / "optimizer.pt").write_bytes(b"garbage that is nobody's business here")
-    made = load(index if what == "index" else tmp_path)
-    assert list(made) == ["z", "a", "half", "flag"]
-    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in made.items())
+    loaded = load(index if source == "index" else tmp_path)
+    assert list(loaded) == ["z", "a", "half", "flag"]
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in loaded.items())
 
 
-def test_a_directory_around_one_file_of_weights(tmp_path: Path) -> None:
+def test_directory_with_one_weights_file_loads_it(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(TENSORS))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "training_args.bin").write_bytes(forge.checkpoint(forge.pickled(forge.DANGEROUS)))
@@ -172,7 +174,7 @@ def test_a_directory_around_one_file_of_weights(tmp_path: Path) -> None:
 # -- programs
 
 
-def test_a_program_is_not_run_unless_it_is_trusted() -> None:
+def test_script_is_refused_unless_trusted() -> None:
     path = NEWEST / "traced_cpu.pt"
     with pytest.raises(UnsafeError) as raised:
         load(path)
@@ -181,11 +183,11 @@ def test_a_program_is_not_run_unless_it_is_trusted() -> None:
     assert isinstance(load(path, weights_only=False), torch.jit.ScriptModule)
 
 
-def test_a_program_of_an_absent_gpu_lands_here() -> None:
+def test_programs_of_an_absent_gpu_are_refused_or_load_on_cpu() -> None:
     with pytest.raises(UnsafeError, match=r"torch\.export"):
         load(DATA / "h200" / "export_cuda0.pt2")
     with pytest.raises(LoadError, match="AOTInductor"):
         load(DATA / "h200" / "aoti_cuda0.pt2", weights_only=False)
     with pytest.warns(LandingWarning):
-        made = load(DATA / "h200" / "torchscript_cuda0.pt", weights_only=False)
-    assert {tensor.device.type for tensor in made.state_dict().values()} == {"cpu"}
+        script = load(DATA / "h200" / "torchscript_cuda0.pt", weights_only=False)
+    assert {tensor.device.type for tensor in script.state_dict().values()} == {"cpu"}

@@ -1,4 +1,4 @@
-"""What people do with what they load, the switches of torch, and the arguments of ``load``."""
+"""Common uses of loaded objects, context managers of torch, and the arguments of ``load``."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ NEWEST = DATA / "torch-releases" / "torch-2.13.0-py3.11.7"
 STATE_DICT = NEWEST / "state_dict_cpu.pt"
 ZOO = DATA / "torch-releases" / "torch-1.10.2-py3.7.16" / "zoo_cuda0.pt"
 CUDA = NEWEST / "state_dict_cuda0.pt"
-WHOLE = sorted(DATA.rglob("whole_*.pt"))
+PICKLED_MODULES = sorted(DATA.rglob("whole_*.pt"))
 
 pytestmark = QUIET
 
 
-# -- habits
+# -- common uses
 
 
-def test_a_data_set_feeds_a_loader(tmp_path: Path) -> None:
+def test_loaded_data_set_works_with_data_loader(tmp_path: Path) -> None:
     torch.save([torch.arange(8.0), torch.arange(8)], tmp_path / "data.pt")
     loader = DataLoader(TensorDataset(*load(tmp_path / "data.pt")), batch_size=4)
     assert [batch[1].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    def started() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+def test_training_resumes_from_a_loaded_checkpoint(tmp_path: Path) -> None:
+    def new_training() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
         torch.default_generator.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -52,97 +52,97 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
         optimizer.step()
         scheduler.step()
 
-    one = started()
-    step(*one)
-    states = [part.state_dict() for part in one]
+    original = new_training()
+    step(*original)
+    states = [part.state_dict() for part in original]
     torch.save({"states": states, "random": torch.get_rng_state()}, tmp_path / "train.ckpt")
-    step(*one)
-    held = load(tmp_path / "train.ckpt")
-    other = started()
-    for part, state in zip(other, held["states"], strict=True):
+    step(*original)
+    checkpoint = load(tmp_path / "train.ckpt")
+    resumed = new_training()
+    for part, state in zip(resumed, checkpoint["states"], strict=True):
         part.load_state_dict(state)
-    torch.set_rng_state(held["random"])
-    step(*other)
-    assert all(map(torch.equal, one[0].parameters(), other[0].parameters()))
-    assert one[2].state_dict() == other[2].state_dict()
+    torch.set_rng_state(checkpoint["random"])
+    step(*resumed)
+    assert all(map(torch.equal, original[0].parameters(), resumed[0].parameters()))
+    assert original[2].state_dict() == resumed[2].state_dict()
 
 
-def test_what_was_loaded_can_be_resized_trained_and_saved_again(tmp_path: Path) -> None:
-    made = load(STATE_DICT)
-    tensor = made["fc.weight"]
+def test_loaded_tensor_can_be_resized_and_saved_again(tmp_path: Path) -> None:
+    loaded = load(STATE_DICT)
+    tensor = loaded["fc.weight"]
     tensor.resize_(1000)
-    torch.save(made, tmp_path / "again.pt")
+    torch.save(loaded, tmp_path / "again.pt")
     same(torch.load(tmp_path / "again.pt"), load(tmp_path / "again.pt"))
 
 
-def test_nothing_holds_on_to_what_was_loaded(tmp_path: Path) -> None:
-    """Its memory is free as soon as the caller lets go, without waiting for the garbage collector."""
+def test_loaded_tensors_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    """The memory is freed as soon as the caller drops the last reference."""
     torch.save({"a": torch.ones(4), "list": [torch.ones(2)], "p": torch.nn.Parameter(torch.ones(3))}, tmp_path / "x.pt")
     gc.collect()
     gc.disable()
     try:
-        made = load(tmp_path / "x.pt")
-        watched = [weakref.ref(tensor) for tensor in (made["a"], made["list"][0], made["p"])]
-        del made
-        assert [reference() for reference in watched] == [None, None, None]
+        loaded = load(tmp_path / "x.pt")
+        references = [weakref.ref(tensor) for tensor in (loaded["a"], loaded["list"][0], loaded["p"])]
+        del loaded
+        assert [reference() for reference in references] == [None, None, None]
     finally:
         gc.enable()
 
 
-def test_threads_load_at_the_same_time() -> None:
+def test_threads_can_load_at_the_same_time() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     expected = torch.load(ZOO, map_location="cpu")
     with ThreadPoolExecutor(4) as pool:
-        for made in pool.map(lambda _: load(ZOO, "cpu"), range(12)):
-            same(expected, made)
+        for loaded in pool.map(lambda _: load(ZOO, "cpu"), range(12)):
+            same(expected, loaded)
 
 
-# -- torch's own switches
+# -- modes of torch
 
 
 def test_skip_data_is_honoured() -> None:
     if not hasattr(torch.serialization, "skip_data"):
         pytest.skip("this torch has no skip_data")
     with torch.serialization.skip_data():
-        made = load(STATE_DICT)
+        loaded = load(STATE_DICT)
     expected = torch.load(STATE_DICT)
-    assert [(name, tensor.shape) for name, tensor in made.items()] == [(n, t.shape) for n, t in expected.items()]
+    assert [(name, tensor.shape) for name, tensor in loaded.items()] == [(n, t.shape) for n, t in expected.items()]
 
 
-def test_pretended_tensors_are_pretended() -> None:
+def test_fake_tensor_mode_is_honoured() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     if not hasattr(torch._guards, "active_fake_mode"):
         pytest.skip("this torch has no active_fake_mode")
     with FakeTensorMode():
         expected = torch.load(CUDA, map_location="cpu")
-        made = load(CUDA, "cpu")
-    assert all(type(tensor) is FakeTensor for tensor in made.values())
-    assert [(t.shape, t.device, t.dtype) for t in made.values()] == [
+        loaded = load(CUDA, "cpu")
+    assert all(type(tensor) is FakeTensor for tensor in loaded.values())
+    assert [(t.shape, t.device, t.dtype) for t in loaded.values()] == [
         (t.shape, t.device, t.dtype) for t in expected.values()
     ]
 
 
-@pytest.mark.parametrize("wish", ["cpu", "auto"])
-def test_a_default_device_does_not_matter(wish: str) -> None:
+@pytest.mark.parametrize("location", ["cpu", "auto"])
+def test_default_device_does_not_affect_dense_tensors(location: str) -> None:
     with torch.device("meta"):
-        same(torch.load(STATE_DICT), load(STATE_DICT, wish))
+        same(torch.load(STATE_DICT), load(STATE_DICT, location))
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_nor_to_sparse_tensors(layout: torch.layout) -> None:
-    """torch.load puts them on the default device, where the meta device loses their values."""
+def test_default_device_does_not_affect_sparse_tensors(layout: torch.layout) -> None:
+    """torch.load puts them on the default device; on meta they lose their values."""
     data = saved(torch.eye(3).to_sparse(layout=layout))
     with torch.device("meta"):
-        made = [load(data), load(data, weights_only=False), transload.open(data)[""]]
-    assert all(torch.equal(each.to_dense(), torch.eye(3)) for each in made)
+        loaded = [load(data), load(data, weights_only=False), transload.open(data)[""]]
+    assert all(torch.equal(tensor.to_dense(), torch.eye(3)) for tensor in loaded)
 
 
 # -- arguments
 
 
-def test_arguments_that_make_no_sense() -> None:
+def test_invalid_arguments_are_errors() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
         load(STATE_DICT, device="cpu")
     with pytest.raises(TypeError, match="weights_only=True"):
@@ -155,17 +155,17 @@ def test_arguments_that_make_no_sense() -> None:
         load(STATE_DICT.read_bytes(), mmap=True)
 
 
-def test_weights_only_can_be_left_to_torchs_rule() -> None:
+def test_weights_only_none_trusts_only_with_a_pickle_module() -> None:
     import pickle
 
-    whole = saved(torch.nn.Linear(2, 2))
+    data = saved(torch.nn.Linear(2, 2))
     with pytest.raises(UnsafeError):
-        load(whole, weights_only=None)
-    same(torch.load(io.BytesIO(whole), weights_only=False), load(whole, "auto", pickle, weights_only=None))
+        load(data, weights_only=None)
+    same(torch.load(io.BytesIO(data), weights_only=False), load(data, "auto", pickle, weights_only=None))
 
 
-@pytest.mark.parametrize("path", WHOLE, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_whole_module_names_all_it_needs(path: Path) -> None:
+@pytest.mark.parametrize("path", PICKLED_MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_refusal_of_a_pickled_module_names_the_class_and_the_ways_to_allow_it(path: Path) -> None:
     with pytest.raises(UnsafeError) as raised:
         load(path, "cpu")
     assert "torch.nn.modules.linear.Linear" in raised.value.what
@@ -173,48 +173,48 @@ def test_a_whole_module_names_all_it_needs(path: Path) -> None:
     assert "weights_only=False" in raised.value.fix
 
 
-def test_what_torch_cannot_make_is_told_in_a_line() -> None:
+def test_tensor_that_torch_cannot_build_is_a_one_line_load_error() -> None:
     with pytest.raises(LoadError, match="torch failed on a tensor in it") as raised:
         load(ZOO, "meta")
     assert str(raised.value).count("\n") == 0
 
 
-def returned(value: object) -> Callable[[Any, str], object]:
+def returning(value: object) -> Callable[[Any, str], object]:
     return lambda *_: value
 
 
-def test_a_function_that_returns_no_storage() -> None:
+def test_map_location_function_must_return_a_storage_or_none() -> None:
     with pytest.raises(LoadError, match="returned str"):
-        load(STATE_DICT, returned("cpu"))
-    same(torch.load(STATE_DICT), load(STATE_DICT, returned(None)))
+        load(STATE_DICT, returning("cpu"))
+    same(torch.load(STATE_DICT), load(STATE_DICT, returning(None)))
 
 
-class Asked(list[tuple[bytes, str]]):
-    """A function for map_location that remembers what it was asked."""
+class RecordedCalls(list[tuple[bytes, str]]):
+    """A map_location function that records its calls."""
 
     def __call__(self, storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
         self.append((bytes(cast(Any, storage)), tag))
         return storage
 
 
-def test_a_function_is_asked_once_for_each_storage_in_torchs_order() -> None:
-    ours, theirs = Asked(), Asked()
+def test_map_location_function_gets_the_same_calls_as_with_torch() -> None:
+    ours, theirs = RecordedCalls(), RecordedCalls()
     load(CUDA, ours)
     torch.load(CUDA, theirs)
     assert ours == theirs
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_an_empty_storage_is_seen_as_several_dtypes(*, zipped: bool) -> None:
+def test_empty_storage_can_be_viewed_with_several_dtypes(*, zipped: bool) -> None:
     empty = torch.empty(0)
-    made = {"f": empty, "i": empty.view(torch.int32), "p": torch.nn.Parameter(empty), "g": torch.ones(2)}
+    tensors = {"f": empty, "i": empty.view(torch.int32), "p": torch.nn.Parameter(empty), "g": torch.ones(2)}
     buffer = io.BytesIO()
-    torch.save(made, buffer, _use_new_zipfile_serialization=zipped)
+    torch.save(tensors, buffer, _use_new_zipfile_serialization=zipped)
     assert transload.inspect(buffer).ok
     assert transload.verify(buffer).ok
-    for only in (True, False):
-        found = transload.load(buffer, weights_only=only)
-        assert [value.dtype for value in found.values()] == [value.dtype for value in made.values()]
-    again = io.BytesIO()
-    transload.save(made, again)
-    assert transload.load(again)["i"].dtype is torch.int32
+    for weights_only in (True, False):
+        loaded = transload.load(buffer, weights_only=weights_only)
+        assert [value.dtype for value in loaded.values()] == [value.dtype for value in tensors.values()]
+    resaved = io.BytesIO()
+    transload.save(tensors, resaved)
+    assert transload.load(resaved)["i"].dtype is torch.int32

@@ -1,4 +1,4 @@
-"""The devices torch tells of, asked only where a file calls for them. Its modules are stand-ins: no GPU is needed."""
+"""The devices torch reports, queried only if a file needs them. Fakes replace its device modules: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ GIB = 1 << 30
 
 
 class Cards:
-    """Stands for ``torch.cuda`` on a machine with some cards; notes those whose memory was asked for."""
+    """Stands in for ``torch.cuda`` on a machine with GPUs; records those whose memory is queried."""
 
     def __init__(self, free: list[int], current: int = 0) -> None:
         self.free = free
         self.current = current
-        self.asked: list[int] = []
-        self.woken = False
+        self.queried: list[int] = []
+        self.initialised = False
 
     def is_available(self) -> bool:
-        self.woken = True
+        self.initialised = True
         return bool(self.free)
 
     def device_count(self) -> int:
@@ -39,7 +39,7 @@ class Cards:
         return f"Card {index}"
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
-        self.asked.append(index)
+        self.queried.append(index)
         return self.free[index], 80 * GIB
 
     def memory_reserved(self, _: int) -> int:
@@ -67,77 +67,79 @@ def with_cards(patch: pytest.MonkeyPatch, *free: int, current: int = 0) -> Cards
 
 
 @pytest.mark.parametrize("names", [[], ["cpu"], ["cpu", "meta"]])
-def test_no_accelerator_is_woken_for_the_cpu(bare: pytest.MonkeyPatch, names: list[str]) -> None:
+def test_accelerators_are_not_initialised_for_the_cpu(bare: pytest.MonkeyPatch, names: list[str]) -> None:
     cards = with_cards(bare, GIB)
-    found = devices_here(names)
-    assert [device.name for device in found.available] == ["cpu"]
-    assert found.available[0].free == 10 * GIB
-    assert not cards.woken
+    devices = devices_here(names)
+    assert [device.name for device in devices.available] == ["cpu"]
+    assert devices.available[0].free == 10 * GIB
+    assert not cards.initialised
 
 
-def test_only_the_memory_of_the_devices_that_may_be_used_is_asked_for(bare: pytest.MonkeyPatch) -> None:
+def test_memory_is_queried_only_for_devices_that_may_be_used(bare: pytest.MonkeyPatch) -> None:
     cards = with_cards(bare, *([20 * GIB] * 8))
-    found = devices_here(["cuda:2", "cpu"])
-    assert sorted(cards.asked) == [0, 2]
-    assert found.get("cuda:2") == Device("cuda:2", 22 * GIB, 80 * GIB, "Card 2")
-    assert found.get("cuda:3") == Device("cuda:3")
-    assert found.current == "cuda:0"
+    devices = devices_here(["cuda:2", "cpu"])
+    assert sorted(cards.queried) == [0, 2]
+    assert devices.get("cuda:2") == Device("cuda:2", 22 * GIB, 80 * GIB, "Card 2")
+    assert devices.get("cuda:3") == Device("cuda:3")
+    assert devices.current == "cuda:0"
 
 
-def test_all_are_asked_where_absent_ones_are_laid_out(bare: pytest.MonkeyPatch) -> None:
+def test_memory_of_all_gpus_is_queried_if_a_wanted_one_is_absent(bare: pytest.MonkeyPatch) -> None:
     cards = with_cards(bare, GIB, GIB)
     devices_here(["cuda:1", "cuda:5"])
-    assert sorted(cards.asked) == [0, 1]
+    assert sorted(cards.queried) == [0, 1]
 
 
-def test_a_rank_asks_for_its_own(bare: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_gpu_of_the_local_rank_is_queried(bare: pytest.MonkeyPatch) -> None:
     cards = with_cards(bare, *([GIB] * 4))
     bare.setenv("LOCAL_RANK", "3")
-    found = devices_here(["cuda:0"])
-    assert found.rank == 3
-    assert found.own == "cuda:3"
-    assert 3 in cards.asked
+    devices = devices_here(["cuda:0"])
+    assert devices.rank == 3
+    assert devices.own == "cuda:3"
+    assert 3 in cards.queried
 
 
-def test_memory_that_cannot_be_asked_for_is_not_known(bare: pytest.MonkeyPatch) -> None:
+def test_memory_is_unknown_if_the_query_fails(bare: pytest.MonkeyPatch) -> None:
     cards = with_cards(bare, GIB)
-    bare.setattr(cards, "mem_get_info", _fails, raising=False)
+    bare.setattr(cards, "mem_get_info", raise_cuda_error, raising=False)
     assert devices_here(["cuda:0"]).get("cuda:0") == Device("cuda:0", -1, -1, "Card 0")
 
 
-def _fails(_: int) -> tuple[int, int]:
+def raise_cuda_error(_: int) -> tuple[int, int]:
     raise RuntimeError("CUDA error")
 
 
-def test_an_apple_chip_is_an_accelerator(bare: pytest.MonkeyPatch) -> None:
+def test_mps_is_an_accelerator(bare: pytest.MonkeyPatch) -> None:
     bare.setattr(torch.backends.mps, "is_available", lambda: True)
     bare.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB, raising=False)
     bare.setattr(torch.mps, "driver_allocated_memory", lambda: 2 * GIB)
-    found = devices_here(["cuda:0"])
-    assert found.current == "mps"
-    assert found.get("mps") == Device("mps", 10 * GIB, 12 * GIB)
+    devices = devices_here(["cuda:0"])
+    assert devices.current == "mps"
+    assert devices.get("mps") == Device("mps", 10 * GIB, 12 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("cuda", "hip", "said"), [(None, None, "without CUDA"), ("13.0", None, "transload doctor"), (None, "6", "doctor")]
+    ("cuda", "hip", "reason"), [(None, None, "without CUDA"), ("13.0", None, "transload doctor"), (None, "6", "doctor")]
 )
-def test_why_there_is_no_gpu(bare: pytest.MonkeyPatch, cuda: str | None, hip: str | None, said: str) -> None:
+def test_reason_for_the_absent_gpu_depends_on_the_torch_build(
+    bare: pytest.MonkeyPatch, cuda: str | None, hip: str | None, reason: str
+) -> None:
     bare.setattr(torch, "version", SimpleNamespace(cuda=cuda, hip=hip))
-    found = devices_here(["cuda:0"])
-    assert found.current == ""
-    assert said in found.absent
+    devices = devices_here(["cuda:0"])
+    assert devices.current == ""
+    assert reason in devices.absent
 
 
-def test_the_host_tells_its_memory() -> None:
+def test_cpu_is_the_only_device_if_none_is_wanted() -> None:
     (host,) = devices_here([]).available
     assert host.name == "cpu"
 
 
-# -- what is wanted, and where it goes
+# -- wanted devices and placement
 
 
 @pytest.mark.parametrize(
-    ("wish", "wanted"),
+    ("location", "wanted"),
     [
         ("auto", ["cuda:1", "cpu"]),
         (None, ["cuda:1", "cpu"]),
@@ -149,44 +151,44 @@ def test_the_host_tells_its_memory() -> None:
     ],
     ids=["auto", "none", "text", "bytes", "device", "mapping", "function"],
 )
-def test_the_devices_a_wish_may_use(wish: Any, wanted: list[str]) -> None:
-    assert wanted_devices(["cuda:1", "cpu"], wish) == wanted
+def test_wanted_devices_for_each_kind_of_map_location(location: Any, wanted: list[str]) -> None:
+    assert wanted_devices(["cuda:1", "cpu"], location) == wanted
 
 
-def test_of_a_list_nothing_is_woken_behind_the_first_that_is_here(bare: pytest.MonkeyPatch) -> None:
-    cards, held = with_cards(bare, 4 * GIB, 4 * GIB), checkpoint(("cuda:1", 8))
-    assert plan_here(held, ["cpu", "cuda:0"], 8).device_of("cuda:1") == "cpu"
-    assert not cards.woken
-    assert plan_here(held, ("cuda:5", "cuda:0", "cpu"), 8).device_of("cuda:1") == "cuda:0"
-    assert set(cards.asked) == {0}
+def test_devices_after_the_first_present_one_of_a_list_are_not_queried(bare: pytest.MonkeyPatch) -> None:
+    cards, file = with_cards(bare, 4 * GIB, 4 * GIB), checkpoint(("cuda:1", 8))
+    assert plan_here(file, ["cpu", "cuda:0"], 8).device_of("cuda:1") == "cpu"
+    assert not cards.initialised
+    assert plan_here(file, ("cuda:5", "cuda:0", "cpu"), 8).device_of("cuda:1") == "cuda:0"
+    assert set(cards.queried) == {0}
     with pytest.raises(NoDeviceError, match="there is no cuda:5 or xpu:0 here, only cpu, cuda:0 and cuda:1"):
-        plan_here(held, ["cuda:5", "xpu:0"], 8)
+        plan_here(file, ["cuda:5", "xpu:0"], 8)
 
 
-def arriving(wish: Any = "auto", **moves: str) -> DeviceMap:
-    made = tuple(Move(tag.replace("_", ":"), device, "here", 1, 1) for tag, device in moves.items())
-    return DeviceMap(Plan(made), wish, "model.pt")
+def device_map(location: Any = "auto", **devices: str) -> DeviceMap:
+    moves = tuple(Move(tag.replace("_", ":"), device, "here", 1, 1) for tag, device in devices.items())
+    return DeviceMap(Plan(moves), location, "model.pt")
 
 
-def test_storages_go_where_the_plan_says() -> None:
-    arrival = arriving(cuda_0="cpu", cuda_1="meta", cpu="cpu")
+def test_storages_are_placed_as_planned() -> None:
+    mapped = device_map(cuda_0="cpu", cuda_1="meta", cpu="cpu")
     storage = torch.UntypedStorage(4)
-    assert arrival.put(storage, "cuda:0") is storage
-    assert arrival.planned_device("cuda:1") == "meta"
-    assert arrival.planned_device("cpu") == "cpu"
-    assert arrival.put(storage, "cuda:1").device.type == "meta"
+    assert mapped.put(storage, "cuda:0") is storage
+    assert mapped.planned_device("cuda:1") == "meta"
+    assert mapped.planned_device("cpu") == "cpu"
+    assert mapped.put(storage, "cuda:1").device.type == "meta"
 
 
-def test_devices_of_the_same_kind_go_the_same_way() -> None:
-    arrival = arriving(cuda_0="cpu")
-    assert arrival.device("cuda") == "cpu"
-    assert arrival.device("cuda:7") == "cpu"
-    assert arrival.device("mps") == "mps"
+def test_unplanned_tags_follow_a_planned_tag_of_the_same_kind() -> None:
+    mapped = device_map(cuda_0="cpu")
+    assert mapped.device("cuda") == "cpu"
+    assert mapped.device("cuda:7") == "cpu"
+    assert mapped.device("mps") == "mps"
 
 
-def test_a_function_decides_for_tensors_that_have_no_storage() -> None:
-    assert arriving(lambda *_: torch.UntypedStorage(0, device="meta")).device("xla:0") == "meta"
-    assert arriving(lambda *_: None).device("xla:0") == "xla:0"
+def test_map_location_function_decides_for_tensors_without_storage() -> None:
+    assert device_map(lambda *_: torch.UntypedStorage(0, device="meta")).device("xla:0") == "meta"
+    assert device_map(lambda *_: None).device("xla:0") == "xla:0"
     with pytest.raises(LoadError, match="not a storage"):
-        arriving(lambda *_: "cpu").device("xla:0")
-    assert arriving(lambda *_: None).planned_device("meta") == ""
+        device_map(lambda *_: "cpu").device("xla:0")
+    assert device_map(lambda *_: None).planned_device("meta") == ""

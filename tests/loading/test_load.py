@@ -1,4 +1,4 @@
-"""``load`` gives what ``torch.load`` gives: over every fixture, every kind of map_location, and the whole zoo."""
+"""``load`` returns what ``torch.load`` returns: for every fixture, every kind of map_location, and the entire zoo."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CUDA = NEWEST / "state_dict_cuda0.pt"
 pytestmark = QUIET
 
 
-OLD = not hasattr(torch, "uint16")
-"""Whether this torch is older than some fixtures, which it then cannot load."""
+OLD_TORCH = not hasattr(torch, "uint16")
+"""Whether this torch is older than some fixtures and cannot load them."""
 
 
-def by_torch(path: Path, **options: Any) -> Any:
-    """What torch makes of a file: as weights alone, or, where it refuses what we need not, as a whole."""
+def loaded_by_torch(path: Path, **options: Any) -> Any:
+    """Load a file with torch: with ``weights_only``, or, if torch refuses that, without."""
     try:
         return torch.load(path, weights_only=True, **options)
     except UnpicklingError:
@@ -45,15 +45,15 @@ def by_torch(path: Path, **options: Any) -> Any:
     try:
         return torch.load(path, weights_only=False, **options)
     except (AttributeError, RuntimeError):
-        if OLD:
+        if OLD_TORCH:
             pytest.skip("this torch cannot load it")
         raise
 
 
-# Only torch 1.4 and 1.5 read the first form of the zip format; it holds what the file beside it holds.
-FIRST_ZIP = DATA / "torch-releases" / "torch-1.4.0-py3.7.16" / "state_dict_cuda0_other_format.pt"
+# Only torch 1.4 and 1.5 read the first version of the zip format. The file beside it has the same content.
+TORCH_1_4_ZIP = DATA / "torch-releases" / "torch-1.4.0-py3.7.16" / "state_dict_cuda0_other_format.pt"
 
-WISHES: dict[str, Any] = {
+LOCATIONS: dict[str, Any] = {
     "cpu": "cpu",
     "device": torch.device("cpu"),
     "mapping": {f"cuda:{index}": "cpu" for index in (0, 1, 7)},
@@ -63,72 +63,72 @@ WISHES: dict[str, Any] = {
 
 
 @grouped("paths", LOADABLE)
-def test_a_file_is_what_torch_makes_of_it(paths: list[Path]) -> None:
-    """Under every wish that can be fulfilled without a GPU."""
+def test_fixture_loads_as_with_torch_for_every_map_location(paths: list[Path]) -> None:
+    """With every kind of map_location that needs no GPU."""
 
     def check(case: tuple[Path, str]) -> None:
-        path, wish = case
-        if wish == "meta" and path.name.startswith("zoo"):
-            pytest.skip("torch does not support quantized tensors here")
-        readable = FIRST_ZIP.with_name("state_dict_cuda0.pt") if path == FIRST_ZIP else path
-        same(by_torch(readable, map_location=WISHES[wish]), load(path, WISHES[wish]))
+        path, location = case
+        if location == "meta" and path.name.startswith("zoo"):
+            pytest.skip("torch cannot load quantized tensors on meta")
+        readable = TORCH_1_4_ZIP.with_name("state_dict_cuda0.pt") if path == TORCH_1_4_ZIP else path
+        same(loaded_by_torch(readable, map_location=LOCATIONS[location]), load(path, LOCATIONS[location]))
 
-    for_each(itertools.product(paths, WISHES), check)
+    for_each(itertools.product(paths, LOCATIONS), check)
 
 
 @grouped("paths", [path for path in LOADABLE if "cuda" in path.name], 20)
-def test_a_file_of_a_gpu_lands_here_with_one_warning(paths: list[Path]) -> None:
-    for_each(paths, lands_with_one_warning)
+def test_gpu_fixture_loads_on_cpu_with_one_warning(paths: list[Path]) -> None:
+    for_each(paths, check_lands_with_one_warning)
 
 
-def lands_with_one_warning(path: Path) -> None:
-    readable = FIRST_ZIP.with_name("state_dict_cuda0.pt") if path == FIRST_ZIP else path
-    expected = by_torch(readable, map_location="cpu")
+def check_lands_with_one_warning(path: Path) -> None:
+    readable = TORCH_1_4_ZIP.with_name("state_dict_cuda0.pt") if path == TORCH_1_4_ZIP else path
+    expected = loaded_by_torch(readable, map_location="cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = load(path)
-    told = [warning for warning in caught if issubclass(warning.category, LandingWarning)]
-    assert len(told) == 1
-    assert told[0].filename == __file__
-    assert "cuda" in str(told[0].message)
-    assert "cpu" in str(told[0].message)
-    same(expected, made)
+        loaded = load(path)
+    landing = [warning for warning in caught if issubclass(warning.category, LandingWarning)]
+    assert len(landing) == 1
+    assert landing[0].filename == __file__
+    assert "cuda" in str(landing[0].message)
+    assert "cpu" in str(landing[0].message)
+    same(expected, loaded)
 
 
-def test_a_file_of_the_cpu_lands_without_a_word() -> None:
+def test_cpu_fixture_loads_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same(torch.load(STATE_DICT), load(STATE_DICT))
 
 
 @pytest.mark.parametrize(
-    "wish", [None, "cuda", "cuda:1", torch.device("cuda:0"), {"cpu": "cuda:0"}, "mps", ["cuda:1"]], ids=str
+    "location", [None, "cuda", "cuda:1", torch.device("cuda:0"), {"cpu": "cuda:0"}, "mps", ["cuda:1"]], ids=str
 )
-def test_a_device_that_is_not_here_is_named_with_what_to_do(wish: Any) -> None:
-    path = STATE_DICT if isinstance(wish, dict) else CUDA
+def test_absent_device_is_an_error_whose_fix_names_map_location(location: Any) -> None:
+    path = STATE_DICT if isinstance(location, dict) else CUDA
     with pytest.raises(NoDeviceError) as raised:
-        load(path, wish)
+        load(path, location)
     assert "map_location" in raised.value.fix
     assert isinstance(raised.value, RuntimeError)
 
 
-def test_of_a_list_of_devices_the_first_that_is_here_takes_everything() -> None:
+def test_first_present_device_of_a_list_gets_all_tensors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for wish in (["cuda:1", "cuda:0", "cpu"], (torch.device("cuda:1"), torch.device("cpu"))):
-            same(torch.load(CUDA, "cpu"), load(CUDA, wish))
+        for devices in (["cuda:1", "cuda:0", "cpu"], (torch.device("cuda:1"), torch.device("cpu"))):
+            same(torch.load(CUDA, "cpu"), load(CUDA, devices))
     with pytest.raises(NoDeviceError, match="there is no cuda:1 or xpu here, only cpu"):
         load(CUDA, ["cuda:1", "xpu"])
 
 
-# -- the zoo
+# -- specimens
 
-REGISTER = hasattr(torch.serialization, "add_safe_globals")
-SAFE = [name for name, specimen in ZOO.items() if specimen.safe and (REGISTER or not specimen.classes)]
+HAS_SAFE_GLOBALS = hasattr(torch.serialization, "add_safe_globals")
+SAFE = [name for name, specimen in ZOO.items() if specimen.safe and (HAS_SAFE_GLOBALS or not specimen.classes)]
 
 
-def with_leave(name: str) -> Specimen:
-    """A specimen, with the classes that this torch wants to be allowed: those of jagged tensors, from 2.15 on."""
+def specimen_with_classes(name: str) -> Specimen:
+    """A specimen; jagged tensors come with the classes that torch 2.15 and newer want registered as safe."""
     if name != "jagged":
         return ZOO[name]
     from torch.nested._internal import nested_tensor
@@ -136,57 +136,57 @@ def with_leave(name: str) -> Specimen:
     return replace(ZOO[name], classes=(nested_tensor.NestedTensor, nested_tensor._rebuild_njt))
 
 
-def trusting(data: bytes, **options: Any) -> Any:
-    """What torch makes of a file if it may do anything."""
+def loaded_with_trust(data: bytes, **options: Any) -> Any:
+    """Load a file with torch without ``weights_only``."""
     return torch.load(io.BytesIO(data), weights_only=False, **options)
 
 
 @grouped("names", SAFE)
-def test_the_zoo_without_trust_in_every_form(names: list[str]) -> None:
+def test_safe_specimens_load_without_trust_in_every_form(names: list[str]) -> None:
     def check(case: tuple[str, str]) -> None:
         name, form = case
-        specimen = with_leave(name)
-        made = specimen.make()
-        data = saved(made, form)
+        specimen = specimen_with_classes(name)
+        value = specimen.make()
+        data = saved(value, form)
         try:
-            expected = trusting(data)
+            expected = loaded_with_trust(data)
         except (AttributeError, RuntimeError, SystemError):  # streams that torch writes and cannot read
             assert form.startswith("legacy")
-            expected = trusting(saved(made))
+            expected = loaded_with_trust(saved(value))
         with allowed(specimen):
             same(expected, load(data))
 
     for_each(itertools.product(names, FORMS), check)
 
 
-def test_what_is_no_data_is_refused_and_loads_with_trust() -> None:
+def test_unsafe_specimens_are_refused_and_load_with_trust() -> None:
     def check(name: str) -> None:
         data = saved(ZOO[name].make())
         with pytest.raises(UnsafeError):
             load(data)
-        same(trusting(data), load(data, weights_only=False))
+        same(loaded_with_trust(data), load(data, weights_only=False))
 
     for_each([name for name in ZOO if not ZOO[name].safe and name not in BESIDE], check)
 
 
 @grouped("names", SAFE, 30)
-def test_the_zoo_from_an_absent_gpu(names: list[str]) -> None:
-    """Everything that can be tagged with a device that is not here lands on the CPU."""
+def test_specimens_tagged_with_an_absent_gpu_load_on_cpu(names: list[str]) -> None:
+    """Storages tagged with a device that this machine lacks are placed on the CPU."""
 
     def check(name: str) -> None:
-        specimen = with_leave(name)
+        specimen = specimen_with_classes(name)
         data = saved(specimen.make(), tag="cuda:5")
         with allowed(specimen), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            same(trusting(data, map_location="cpu"), load(data))
+            same(loaded_with_trust(data, map_location="cpu"), load(data))
 
     for_each(names, check)
 
 
-# -- where it comes from
+# -- sources
 
 
-def test_a_path_a_file_object_and_bytes_are_the_same() -> None:
+def test_path_file_object_and_bytes_load_alike() -> None:
     expected = torch.load(STATE_DICT)
     same(expected, load(str(STATE_DICT)))
     same(expected, load(STATE_DICT.read_bytes()))
@@ -196,11 +196,11 @@ def test_a_path_a_file_object_and_bytes_are_the_same() -> None:
     same(expected, load(io.BytesIO(STATE_DICT.read_bytes())))
 
 
-class _Slow(io.RawIOBase):
-    """A file object that gives a few bytes at a time."""
+class _ShortReads(io.RawIOBase):
+    """A file object whose ``readinto`` returns at most 7 bytes at a time."""
 
     def __init__(self, data: bytes) -> None:
-        self._held = io.BytesIO(data)
+        self._file = io.BytesIO(data)
 
     def readable(self) -> bool:
         return True
@@ -209,23 +209,23 @@ class _Slow(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return self._held.seek(offset, whence)
+        return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        return self._held.tell()
+        return self._file.tell()
 
     def readinto(self, buffer: Any) -> int:
-        return self._held.readinto(memoryview(buffer)[:7])
+        return self._file.readinto(memoryview(buffer)[:7])
 
     def read(self, size: int = -1) -> bytes:
-        return self._held.read(size)
+        return self._file.read(size)
 
 
-def test_a_file_object_that_gives_little_at_a_time() -> None:
-    same(torch.load(STATE_DICT), load(cast(Any, _Slow(STATE_DICT.read_bytes()))))
+def test_file_object_with_short_reads_loads() -> None:
+    same(torch.load(STATE_DICT), load(cast(Any, _ShortReads(STATE_DICT.read_bytes()))))
 
 
-def test_several_objects_in_one_stream_are_read_one_after_the_other() -> None:
+def test_objects_in_one_stream_are_read_one_after_the_other() -> None:
     stream = io.BytesIO()
     for value in (torch.arange(3), {"a": 1}, torch.ones(2)):
         torch.save(value, stream, _use_new_zipfile_serialization=False)
@@ -237,20 +237,20 @@ def test_several_objects_in_one_stream_are_read_one_after_the_other() -> None:
     assert stream.read() == b"rest"
 
 
-def test_a_file_object_at_its_end_is_read_from_its_beginning() -> None:
+def test_file_object_at_its_end_is_read_from_the_start() -> None:
     stream = io.BytesIO()
     torch.save(torch.arange(3), stream)
     assert load(stream).tolist() == [0, 1, 2]
 
 
-def test_a_text_file_is_no_file() -> None:
+def test_text_file_or_number_as_source_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="rb"):
         load(cast(Any, io.StringIO("text")))
     with pytest.raises(UsageError):
         load(cast(Any, 5))
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_file_not_found_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised:
         load(tmp_path / "model.pt")
     assert isinstance(raised.value, CannotReadError)

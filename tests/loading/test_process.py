@@ -1,4 +1,4 @@
-"""What a load shares with the rest of the process: torch's switches, descriptors, threads, files others write to."""
+"""What a load shares with its process: global settings of torch, file descriptors, and files that others modify."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX resource limi
 pytestmark = QUIET
 
 
-# -- torch's switch for sparse tensors, which is that of the process
+# -- sparse invariant checks, a setting of torch for the process
 
 
 @pytest.fixture
@@ -43,63 +43,65 @@ def invariants_are_checked() -> Iterator[None]:
 
 @pytest.mark.usefixtures("invariants_are_checked")
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_switch_that_is_on_stays_on(monkeypatch: pytest.MonkeyPatch, *, weights_only: bool) -> None:
-    """torch turns it to what it is told for a tensor, and back: one of two threads to what the other had told."""
-    data, told = saved([torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()]), []
+def test_enabled_sparse_invariant_checks_stay_enabled(monkeypatch: pytest.MonkeyPatch, *, weights_only: bool) -> None:
+    """torch sets them for each tensor and restores them: of two threads, one may restore the setting of the other."""
+    data, checked = saved([torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()]), []
 
-    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **options: Any) -> Any:
-            told.append(options["check_invariants"])
-            return make(*args, **options)
+    def recording(build: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **options: Any) -> Any:
+            checked.append(options["check_invariants"])
+            return build(*args, **options)
 
-        return made
+        return recorded
 
     for name in ("sparse_coo_tensor", "sparse_compressed_tensor"):
-        monkeypatch.setattr(torch, name, noting(getattr(torch, name)))
+        monkeypatch.setattr(torch, name, recording(getattr(torch, name)))
     load(data, weights_only=weights_only)
-    assert told == [True, True]
+    assert checked == [True, True]
     assert torch.sparse.check_sparse_tensor_invariants.is_enabled()
 
 
-def test_a_trusted_load_leaves_the_list_of_others_alone() -> None:
-    """What another thread has noted there, before its bytes came, is no business of this load."""
-    ask = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
-    noted = ask() if ask else torch._utils._sparse_tensors_to_validate
-    others = torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False)
-    noted.append(others)
+def test_trusted_load_keeps_sparse_tensors_queued_by_others() -> None:
+    """Another thread may have queued a tensor for validation before its bytes were read."""
+    getter = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
+    pending = getter() if getter else torch._utils._sparse_tensors_to_validate
+    invalid = torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False)
+    pending.append(invalid)
     try:
         load(saved(torch.eye(3).to_sparse()), weights_only=False)
-        assert len(noted) == 1
+        assert len(pending) == 1
     finally:
-        noted.clear()
+        pending.clear()
 
 
-def test_torch_has_nothing_to_warn_of(tmp_path: Path) -> None:
-    """It warns of sparse tensors once in a process, so it takes a fresh one."""
+def test_loading_sparse_tensors_triggers_no_warning_of_torch(tmp_path: Path) -> None:
+    """torch warns about sparse tensors once per process, so this needs a fresh one."""
     torch.save(torch.eye(3).to_sparse(), tmp_path / "sparse.pt")
     code = "import sys, transload\nfor only in (True, False): transload.load(sys.argv[1], weights_only=only)"
     strict = "import warnings; warnings.filterwarnings('error', 'Sparse')\n"
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = forks.run("-c", strict + code, tmp_path / "sparse.pt", env=env)
-    if "implicitly disabled" in done.stderr and forks.run("-c", strict + EXPLICIT).returncode:
+    process = forks.run("-c", strict + code, tmp_path / "sparse.pt", env=env)
+    if "implicitly disabled" in process.stderr and forks.run("-c", strict + UNCHECKED_SPARSE_TENSOR).returncode:
         pytest.skip("this torch warns even though warnings are turned off")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
-EXPLICIT = "import torch; torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=False)"
-"""Of which torch 2.11 warns, and 2.13 does not."""
+UNCHECKED_SPARSE_TENSOR = (
+    "import torch; torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=False)"
+)
+"""torch 2.11 warns about this, 2.13 does not."""
 
 
 # -- limits of the process
 
 
 @contextmanager
-def descriptors(more: int) -> Iterator[None]:
-    """While the process may open so many files beside those it has."""
+def free_descriptors(more: int) -> Iterator[None]:
+    """Limit the process to this many files beyond those already open."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = {int(each.name) for each in Path("/dev/fd").iterdir()}
+    used = {int(entry.name) for entry in Path("/dev/fd").iterdir()}
     free = (number for number in range(soft) if number not in used)
     resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, more, None)), hard))
     try:
@@ -109,23 +111,23 @@ def descriptors(more: int) -> Iterator[None]:
 
 
 @POSIX
-def test_more_files_than_can_be_open(tmp_path: Path) -> None:
+def test_unpacked_archive_with_more_files_than_descriptors_loads(tmp_path: Path) -> None:
     value = {f"{index}": torch.full((3,), float(index)) for index in range(200)}
     with zipfile.ZipFile(io.BytesIO(saved(value))) as archive:
         archive.extractall(tmp_path)
-    load(tmp_path)  # what it imports needs descriptors, too
+    load(tmp_path)  # its imports need descriptors too
     open_(tmp_path).close()
-    with descriptors(40):
-        made = load(tmp_path)
+    with free_descriptors(40):
+        loaded = load(tmp_path)
         with open_(tmp_path) as handle:
             read = {name: handle[name] for name in handle}
     for name, tensor in value.items():
-        assert torch.equal(made[name], tensor)
+        assert torch.equal(loaded[name], tensor)
         assert torch.equal(read[name], tensor)
 
 
 @POSIX
-def test_more_shards_than_can_be_open(tmp_path: Path) -> None:
+def test_more_shards_than_descriptors_load(tmp_path: Path) -> None:
     import json
 
     names = {f"w{index}": f"pytorch_model-{index + 1:05}-of-00120.bin" for index in range(120)}
@@ -133,50 +135,50 @@ def test_more_shards_than_can_be_open(tmp_path: Path) -> None:
         torch.save({key: torch.ones(3)}, tmp_path / name)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     load(tmp_path)
-    with descriptors(40):
+    with free_descriptors(40):
         assert len(load(tmp_path)) == 120
 
 
-def test_no_memory_for_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_buffer_allocation_is_a_does_not_fit_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save([torch.ones(100) for _ in range(9)], tmp_path / "small.pt")
 
-    def full(*_: object, **__: object) -> Any:
+    def no_memory(*_: object, **__: object) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("mmap.mmap", full)
+    monkeypatch.setattr("mmap.mmap", no_memory)
     with pytest.raises(DoesNotFitError, match="no memory for a buffer of"):
         load(tmp_path / "small.pt")
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])
-def test_progress_without_a_terminal(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_works_with_missing_or_closed_stderr(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed if stream else None)
     assert load(saved([1]), progress=True) == [1]
 
 
-def test_a_file_object_that_cannot_read_into_memory() -> None:
-    class Odd(io.BytesIO):
+def test_file_object_whose_readinto_fails_loads() -> None:
+    class FailingReadinto(io.BytesIO):
         def readinto(self, _: Any) -> int:
             raise OSError(5, "Input/output error")
 
     value = torch.arange(100_000)
-    assert torch.equal(load(Odd(saved(value))), value)
+    assert torch.equal(load(FailingReadinto(saved(value))), value)
 
 
-# -- a file that others write to
+# -- a file that others modify
 
 VALUES = [torch.full((1 << 18,), 1.0) for _ in range(8)]
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     os.truncate(path, 1 << 20)
 
 
 def rewrite(path: Path) -> None:
     torch.save([tensor + 1 for tensor in VALUES], path)
-    os.utime(path, ns=(0, 0))  # a coarse clock may not have moved since
+    os.utime(path, ns=(0, 0))  # a coarse clock may show the same time
 
 
 def unlink(path: Path) -> None:
@@ -189,57 +191,59 @@ def replace(path: Path) -> None:
 
 
 @pytest.fixture
-def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Has something happen between the reading of what is in a file and the reading of its bytes."""
+def before_bytes_are_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Run a function after the structure of a file was read and before its bytes are."""
 
-    def arrange(happens: Callable[[], object]) -> None:
-        begin = DeviceMap.__init__
+    def arrange(change: Callable[[], object]) -> None:
+        init = DeviceMap.__init__
 
         def changed(self: DeviceMap, *args: Any) -> None:
-            happens()
-            begin(self, *args)
+            change()
+            init(self, *args)
 
         monkeypatch.setattr(DeviceMap, "__init__", changed)
 
     return arrange
 
 
-HOW: tuple[dict[str, Any], ...] = ({}, {"threads": 3}, {"mmap": True}, {"direct": True}, {"weights_only": False})
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"threads": 3}, {"mmap": True}, {"direct": True}, {"weights_only": False})
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
-@pytest.mark.parametrize(("change", "words"), [(cut, "are incomplete"), (rewrite, "was changed while it was read")])
-def test_a_file_that_is_written_to(
-    change: Callable[[Path], None], words: str, how: dict[str, Any], tmp_path: Path, meanwhile: Any
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("change", "message"), [(truncate, "are incomplete"), (rewrite, "was changed while it was read")]
+)
+def test_file_changed_during_load_is_a_broken_file_error(
+    change: Callable[[Path], None], message: str, options: dict[str, Any], tmp_path: Path, before_bytes_are_read: Any
 ) -> None:
     path = tmp_path / "model.pt"
     torch.save(VALUES, path)
-    meanwhile(lambda: change(path))
-    with pytest.raises(BrokenFileError, match=words):
-        load(path, **how)
+    before_bytes_are_read(lambda: change(path))
+    with pytest.raises(BrokenFileError, match=message):
+        load(path, **options)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows does not let an open file be deleted")
-@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("change", [unlink, replace])
-def test_a_file_that_is_taken_away(
-    change: Callable[[Path], None], how: dict[str, Any], tmp_path: Path, meanwhile: Any
+def test_file_deleted_or_replaced_during_load_still_loads(
+    change: Callable[[Path], None], options: dict[str, Any], tmp_path: Path, before_bytes_are_read: Any
 ) -> None:
     path = tmp_path / "model.pt"
     torch.save(VALUES, path)
-    meanwhile(lambda: change(path))
-    assert all(torch.equal(*pair) for pair in zip(load(path, **how), VALUES, strict=True))
+    before_bytes_are_read(lambda: change(path))
+    assert all(torch.equal(*pair) for pair in zip(load(path, **options), VALUES, strict=True))
 
 
-def test_a_map_that_would_change_the_file_is_not_made(tmp_path: Path, meanwhile: Any) -> None:
-    """A file that is mapped to be written to is made as long as it was wanted."""
+def test_shared_mapping_does_not_extend_a_truncated_file(tmp_path: Path, before_bytes_are_read: Any) -> None:
+    """Python extends a file that is mapped writable to the requested length."""
     if not hasattr(torch.serialization, "set_default_mmap_options"):
         pytest.skip("this torch has no set_default_mmap_options")
     from mmap import MAP_SHARED
 
     path = tmp_path / "model.pt"
     torch.save(VALUES, path)
-    meanwhile(lambda: cut(path))
+    before_bytes_are_read(lambda: truncate(path))
     before = torch.serialization.get_default_mmap_options()
     torch.serialization.set_default_mmap_options(MAP_SHARED)
     try:
@@ -250,7 +254,7 @@ def test_a_map_that_would_change_the_file_is_not_made(tmp_path: Path, meanwhile:
     assert path.stat().st_size == 1 << 20
 
 
-def test_a_model_of_a_file_that_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_changed_during_load_into_is_a_broken_file_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.pt"
     torch.save({"weight": torch.ones(8, 8)}, path)
 

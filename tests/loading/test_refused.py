@@ -1,4 +1,4 @@
-"""What is not loaded, and how that is said: no checkpoints, damage, attacks, names, directories; in plain words."""
+"""Files that ``load`` refuses, and the messages: not a checkpoint, damaged, hostile, or with names not allowed."""
 
 from __future__ import annotations
 
@@ -35,35 +35,37 @@ SOURCE = Path(__file__).parents[2] / "src"
 STATE_DICT = DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"
 
 
-# -- no checkpoint at all
+# -- not a checkpoint
 
 
-NOTHING = {
+NOT_CHECKPOINTS = {
     "empty": b"",
-    "a page": b"<!DOCTYPE html><html>404</html>",
-    "a pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+    "HTML page": b"<!DOCTYPE html><html>404</html>",
+    "Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
     "text": b"hello, this is a text\n",
     "zeros": bytes(4096),
     "gzip": b"\x1f\x8b\x08" + bytes(100),
     "a plain pickle": pickle.dumps({"a": 1}),
-    "a plain pickle that is hostile": pickled(DANGEROUS),
+    "a hostile plain pickle": pickled(DANGEROUS),
     "noise": bytes(range(256)) * 4,
 }
 
 
-@pytest.mark.parametrize("case", NOTHING)
+@pytest.mark.parametrize("case", NOT_CHECKPOINTS)
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_what_is_no_checkpoint_is_named_and_trust_is_not_asked_for(case: str, *, weights_only: bool) -> None:
+def test_file_that_is_not_a_checkpoint_is_an_error_that_does_not_suggest_trust(
+    case: str, *, weights_only: bool
+) -> None:
     with pytest.raises(NotACheckpointError) as raised:
-        load(NOTHING[case], weights_only=weights_only)
+        load(NOT_CHECKPOINTS[case], weights_only=weights_only)
     assert "weights_only" not in str(raised.value)
     assert isinstance(raised.value, RuntimeError | EOFError)
     assert isinstance(raised.value, pickle.UnpicklingError)
 
 
-def test_torch_is_not_needed_to_say_so(tmp_path: Path) -> None:
-    """Nor is it imported: a wrong file is named at once."""
-    (tmp_path / "page.pt").write_bytes(NOTHING["a page"])
+def test_wrong_or_missing_file_is_reported_without_torch(tmp_path: Path) -> None:
+    """torch is not even imported, so a wrong file is reported at once."""
+    (tmp_path / "page.pt").write_bytes(NOT_CHECKPOINTS["HTML page"])
     program = """
 import sys
 sys.modules["torch"] = None
@@ -74,7 +76,7 @@ for path in sys.argv[1:]:
     except Exception as error:
         print(type(error).__name__)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "page.pt"), str(STATE_DICT), str(tmp_path / "gone.pt")],
         env={"PYTHONPATH": str(SOURCE)},
         capture_output=True,
@@ -82,10 +84,10 @@ for path in sys.argv[1:]:
         check=True,
         timeout=60,
     )
-    assert done.stdout.split() == ["NotACheckpointError", "NoTorchError", "MissingFileError"]
+    assert process.stdout.split() == ["NotACheckpointError", "NoTorchError", "MissingFileError"]
 
 
-def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
+def test_directory_without_a_checkpoint_is_an_error_that_names_its_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     for read in (load, transload.open, partial(transload.load_into, torch.nn.Linear(1, 1))):
         with pytest.raises(NotACheckpointError, match=r"notes\.txt") as raised:
@@ -97,7 +99,7 @@ def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-def test_directories_of_ranks_are_refused_with_what_gathers_them(tmp_path: Path) -> None:
+def test_distributed_checkpoint_directory_is_refused_with_the_convert_command(tmp_path: Path) -> None:
     from torch.distributed import checkpoint as dcp
 
     if not hasattr(dcp, "save"):
@@ -112,25 +114,25 @@ def test_directories_of_ranks_are_refused_with_what_gathers_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize("left", [10, 100, 300, 600, 900, -1, -40, -200])
-def test_a_cut_archive_is_never_loaded(left: int) -> None:
+def test_truncated_archive_is_an_error(left: int) -> None:
     with pytest.raises((BrokenFileError, NotACheckpointError)):
         load(checkpoint()[:left])
 
 
 @pytest.mark.parametrize("left", range(4, len(legacy()), 9))
-def test_a_cut_stream_is_never_loaded(left: int) -> None:
+def test_truncated_stream_is_an_error(left: int) -> None:
     with pytest.raises((BrokenFileError, NotACheckpointError)):
         load(legacy()[:left])
 
 
-def test_lost_tensors_are_named() -> None:
+def test_truncated_tensors_are_reported_by_name() -> None:
     with pytest.raises(BrokenFileError, match="w1") as raised:
         load(legacy()[:-8])
     assert "w0" not in raised.value.what
     assert raised.value.fix
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_reported_by_name(tmp_path: Path) -> None:
     import json
 
     torch.save({"a": torch.ones(1)}, tmp_path / "model-00001-of-00002.bin")
@@ -141,19 +143,19 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
-def test_no_change_of_a_byte_is_an_error_that_is_not_ours() -> None:
-    """Each byte of a small archive and of a stream set to three other values: loaded, or refused in our words."""
-    for sound in (checkpoint(), legacy()):
-        for at in range(0, len(sound), 7):
+def test_changed_byte_raises_only_transload_errors() -> None:
+    """Set every seventh byte of a small archive and of a stream to three values: it loads, or raises our errors."""
+    for intact in (checkpoint(), legacy()):
+        for position in range(0, len(intact), 7):
             for value in (0, 0x2E, 0xFF):
-                damaged = sound[:at] + bytes([value]) + sound[at + 1 :]
+                damaged = intact[:position] + bytes([value]) + intact[position + 1 :]
                 try:
                     load(damaged)
                 except TransloadError as error:
                     assert error.what  # noqa: PT017 - most of them load
 
 
-def test_the_command_that_saves_what_is_left_is_in_the_error(tmp_path: Path) -> None:
+def test_error_of_a_truncated_file_suggests_the_rescue_command(tmp_path: Path) -> None:
     path = tmp_path / "my model.pt"
     torch.save({"a": torch.ones(2000), "b": torch.ones(2000)}, path)
     path.write_bytes(path.read_bytes()[:12_000])
@@ -165,8 +167,8 @@ def test_the_command_that_saves_what_is_left_is_in_the_error(tmp_path: Path) -> 
     assert len(advice) == 3
 
 
-def test_the_command_is_told_with_whatever_is_told_first(tmp_path: Path) -> None:
-    """Here the finding that is raised is not the one that holds the command."""
+def test_rescue_command_is_suggested_once_if_the_end_is_zeros(tmp_path: Path) -> None:
+    """Here the command comes from another finding than the one that is raised."""
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(2000), "b": torch.ones(2000)}, path)
     data = path.read_bytes()
@@ -176,7 +178,7 @@ def test_the_command_is_told_with_whatever_is_told_first(tmp_path: Path) -> None
     assert raised.value.fix.count(f"$ transload rescue {path} NEW.pt") == 1
 
 
-def test_a_packed_checkpoint_is_unpacked_by_a_command(tmp_path: Path) -> None:
+def test_gzipped_checkpoint_is_an_error_that_suggests_the_rescue_command(tmp_path: Path) -> None:
     import gzip
 
     (tmp_path / "model.pt.gz").write_bytes(gzip.compress(STATE_DICT.read_bytes()))
@@ -189,7 +191,7 @@ def test_a_packed_checkpoint_is_unpacked_by_a_command(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Where hostile files of these tests would leave a trace."""
+    """An object whose pickle calls ``print``."""
 
     ran = False
 
@@ -199,18 +201,18 @@ class Payload:
 
 HOSTILE = {
     "a call": DANGEROUS,
-    "a call inside": listing(tensor(), ordered({"a": DANGEROUS})),
-    "a call thrown away": DANGEROUS + b"0K\x01",
-    "a name alone": name("os", "getcwd"),
-    "a name under another": name("torch.serialization", "os.getcwd"),
-    "a computed name": b"\x8c\x02os\x8c\x06getcwd\x93)R",
-    "an old class": b"(ios\ngetcwd\n",
-    "another loader": call(name("torch", "load"), "x.pt"),
-    "bytes of another": call(name("torch.storage", "_load_from_bytes"), b"C\x01x"),
-    "a changed class": name("collections", "OrderedDict") + forge.dictionary({"__init__": 1}) + b"b",
-    "by way of an attribute": call(call(name("builtins", "getattr"), name("torch", "serialization"), "load"), "x"),
-    "as hooks": forge.rebuilt("_rebuild_tensor_v2", forge.storage_id(), 0, (4,), (1,), False, DANGEROUS),
-    "as a function of a tensor": call(
+    "a nested call": listing(tensor(), ordered({"a": DANGEROUS})),
+    "a call whose result is dropped": DANGEROUS + b"0K\x01",
+    "a name that is not called": name("os", "getcwd"),
+    "a dotted name in a known module": name("torch.serialization", "os.getcwd"),
+    "a name from the stack": b"\x8c\x02os\x8c\x06getcwd\x93)R",
+    "an INST opcode": b"(ios\ngetcwd\n",
+    "a call of torch.load": call(name("torch", "load"), "x.pt"),
+    "a call of _load_from_bytes": call(name("torch.storage", "_load_from_bytes"), b"C\x01x"),
+    "state set on a class": name("collections", "OrderedDict") + forge.dictionary({"__init__": 1}) + b"b",
+    "a call of getattr": call(call(name("builtins", "getattr"), name("torch", "serialization"), "load"), "x"),
+    "a call as hooks": forge.rebuilt("_rebuild_tensor_v2", forge.storage_id(), 0, (4,), (1,), False, DANGEROUS),
+    "a function that rebuilds a tensor": call(
         name("torch._tensor", "_rebuild_from_type_v2"),
         name("builtins", "print"),
         name("torch", "Tensor"),
@@ -222,7 +224,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("form", ["zip", "stream", "tar"])
-def test_nothing_hostile_is_run(case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_code_is_not_run(case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(os, "getcwd", lambda: ran.append("getcwd"))
     monkeypatch.setattr("builtins.print", lambda *_: ran.append("print"))
@@ -239,33 +241,33 @@ def test_nothing_hostile_is_run(case: str, form: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("stage", ["magic", "protocol", "facts", "keys"])
-def test_the_other_parts_of_a_stream_are_no_way_in(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_code_in_other_parts_of_a_stream_is_not_run(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(os, "getcwd", lambda: ran.append("getcwd"))
-    sound = getattr(forge.Legacy(), stage)
+    intact = getattr(forge.Legacy(), stage)
     with pytest.raises((UnsafeError, BrokenFileError, NotACheckpointError)):
-        load(legacy(**{stage: sound[:-1] + DANGEROUS + b"0."}))
+        load(legacy(**{stage: intact[:-1] + DANGEROUS + b"0."}))
     assert ran == []
 
 
-def test_a_hostile_record_that_is_not_loaded_is_passed_over() -> None:
-    """As torch.load does: what is built is the index, and nothing else is given to anybody."""
-    made = load(archive(entries(extra={"extra/evil.pkl": pickled(DANGEROUS)})))
-    assert list(made) == ["w0", "w1"]
+def test_hostile_record_that_is_not_loaded_is_ignored() -> None:
+    """As with torch.load: only data.pkl is unpickled."""
+    loaded = load(archive(entries(extra={"extra/evil.pkl": pickled(DANGEROUS)})))
+    assert list(loaded) == ["w0", "w1"]
 
 
-def test_two_files_in_one_are_refused() -> None:
-    other = io.BytesIO()
-    with ZipFile(other, "w") as archive_:
+def test_stream_followed_by_an_archive_is_refused() -> None:
+    appended = io.BytesIO()
+    with ZipFile(appended, "w") as archive_:
         archive_.writestr("archive/data.pkl", pickled(DANGEROUS))
     with pytest.raises((UnsafeError, BrokenFileError)):
-        load(legacy(after=other.getvalue()))
+        load(legacy(after=appended.getvalue()))
 
 
-def test_no_tensor_is_read_before_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_refused_before_any_tensor_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def never(*_: object) -> None:
-        raise AssertionError("it was read")
+        raise AssertionError("a storage was read")
 
     monkeypatch.setattr("transload.loading.read_storages", never)
     for body in (listing(tensor(), DANGEROUS), listing(tensor(), call(name("ipaddress", "IPv4Address")))):
@@ -273,8 +275,8 @@ def test_no_tensor_is_read_before_a_file_is_refused(monkeypatch: pytest.MonkeyPa
             load(checkpoint(pickled(body)))
 
 
-def test_a_claim_of_memory_is_not_believed() -> None:
-    """A storage of a terabyte in a file of a kilobyte."""
+def test_storage_larger_than_the_file_is_a_broken_file_error() -> None:
+    """The pickle declares a storage of a terabyte in a file of a kilobyte."""
     body = ordered({"w": tensor("0", (1 << 38,), (1,), numel=1 << 38)})
     with pytest.raises(BrokenFileError):
         load(checkpoint(pickled(body)))
@@ -283,7 +285,7 @@ def test_a_claim_of_memory_is_not_believed() -> None:
 # -- names
 
 
-def test_all_names_are_told_at_once_with_the_lines_that_allow_them() -> None:
+def test_refusal_lists_all_names_and_the_code_that_allows_them() -> None:
     body = listing(
         call(name("ipaddress", "IPv4Address")),
         call(name("my.package", "Config")),
@@ -302,14 +304,14 @@ def test_all_names_are_told_at_once_with_the_lines_that_allow_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["whole_custom_module_cuda0.pt", "torchscript_cuda0.pt"])
-def test_the_way_that_needs_no_trust_is_told(name: str) -> None:
+def test_refusal_suggests_the_convert_command(name: str) -> None:
     path = DATA / "h200" / name
     with pytest.raises(UnsafeError) as raised:
         load(path)
     assert raised.value.fix.endswith(f"\n$ transload convert {path} {path.with_suffix('.safetensors')}")
 
 
-def test_the_tensors_beside_a_name_can_be_had_without_it(tmp_path: Path) -> None:
+def test_refusal_of_a_checkpoint_with_an_object_suggests_the_convert_command(tmp_path: Path) -> None:
     from ipaddress import IPv4Address
 
     torch.save({"model": {"weight": torch.ones(3)}, "host": IPv4Address("1.2.3.4")}, tmp_path / "train.ckpt")
@@ -319,7 +321,7 @@ def test_the_tensors_beside_a_name_can_be_had_without_it(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="this torch has no safe_globals")
-def test_the_lines_that_allow_names_work() -> None:
+def test_suggested_code_that_allows_names_works() -> None:
     from collections import ChainMap
     from ipaddress import IPv4Address
 
@@ -328,14 +330,14 @@ def test_the_lines_that_allow_names_work() -> None:
     with pytest.raises(UnsafeError) as raised:
         load(data)
     lines = [line[2:] for line in raised.value.fix.splitlines() if line.startswith("  ")]
-    made: dict[str, Any] = {"transload": transload, "path": io.BytesIO(data)}
-    exec("\n".join(lines), made)  # noqa: S102 - the very lines a user would paste
-    assert made["obj"] == value
+    namespace: dict[str, Any] = {"transload": transload, "path": io.BytesIO(data)}
+    exec("\n".join(lines), namespace)  # noqa: S102 - exactly what a user would paste
+    assert namespace["obj"] == value
     with pytest.raises(UnsafeError):
         load(data)
 
 
-def test_what_is_allowed_already_is_not_told_again() -> None:
+def test_refusal_omits_names_that_are_already_allowed() -> None:
     from ipaddress import IPv4Address
 
     data = saved([IPv4Address("1.2.3.4"), Payload()])
@@ -348,7 +350,7 @@ def test_what_is_allowed_already_is_not_told_again() -> None:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, pickle.UnpicklingError, TransloadError])
-def test_errors_are_those_that_people_catch(kind: type[Exception]) -> None:
-    for data in (NOTHING["a page"], legacy()[:-8], checkpoint(pickled(DANGEROUS))):
+def test_refusals_can_be_caught_as_the_usual_exceptions(kind: type[Exception]) -> None:
+    for data in (NOT_CHECKPOINTS["HTML page"], legacy()[:-8], checkpoint(pickled(DANGEROUS))):
         with pytest.raises(kind):
             load(data)

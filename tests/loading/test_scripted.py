@@ -1,4 +1,4 @@
-"""Programs land on what is here: TorchScript archives and exported graphs, also those of an absent GPU."""
+"""Loading programs: TorchScript archives and exported graphs, also those saved on an absent GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transload.tensors import Piece
 
 pytestmark = [
     *QUIET,
-    # torch's own, when it exports or reads a program
+    # torch raises these itself when it exports or reads a program
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The given buffer is not writable"),
 ]
@@ -34,7 +34,7 @@ SCRIPTS = sorted(RELEASES.glob("*/traced_cpu.pt"))
 EXPORTED = H200 / "export_cuda0.pt2"
 
 
-def everything_to(device: str) -> Callable[[str], str]:
+def all_to(device: str) -> Callable[[str], str]:
     return lambda _: device
 
 
@@ -47,8 +47,8 @@ def load(f: Path | bytes, device_of: Callable[[str], str] = str) -> Any:
         source.close()
 
 
-def devices(held: dict[str, torch.Tensor]) -> set[str]:
-    return {str(tensor.device) for tensor in held.values()}
+def devices(tensors: dict[str, torch.Tensor]) -> set[str]:
+    return {str(tensor.device) for tensor in tensors.values()}
 
 
 # -- TorchScript -------------------------------------------------------------------------------------------------------
@@ -57,26 +57,26 @@ def devices(held: dict[str, torch.Tensor]) -> set[str]:
 @pytest.mark.parametrize(
     "path", [path for path in SCRIPTS if "torch-1.0.0" not in str(path)], ids=lambda p: p.parent.name
 )
-def test_a_script_is_what_torch_makes_of_it(path: Path) -> None:
+def test_script_loads_as_with_torch(path: Path) -> None:
     same(torch.jit.load(str(path)), load(path))
     same(torch.jit.load(str(path)), load(path.read_bytes()))
 
 
-def test_a_script_of_an_absent_gpu_lands_on_the_cpu() -> None:
+def test_script_of_an_absent_gpu_loads_on_cpu() -> None:
     path = H200 / "torchscript_cuda0.pt"
-    made = load(path, everything_to("cpu"))
-    same(torch.jit.load(str(path), map_location="cpu"), made)
-    assert devices(made.state_dict()) == {"cpu"}
+    script = load(path, all_to("cpu"))
+    same(torch.jit.load(str(path), map_location="cpu"), script)
+    assert devices(script.state_dict()) == {"cpu"}
 
 
-def test_a_script_of_several_devices_lands_on_the_one_that_is_no_cpu() -> None:
-    held = io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), held)
-    made = load(held.getvalue(), everything_to("meta"))
-    assert devices(made.state_dict()) == {"meta"}
+def test_script_is_moved_to_the_chosen_device() -> None:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), buffer)
+    script = load(buffer.getvalue(), all_to("meta"))
+    assert devices(script.state_dict()) == {"meta"}
 
 
-def test_a_script_that_torch_cannot_read_is_told_in_a_line() -> None:
+def test_script_that_torch_cannot_read_is_a_short_load_error() -> None:
     with pytest.raises(LoadError, match=r"torch\.jit\.load cannot load this program") as caught:
         load(RELEASES / "torch-1.0.0-py2.7.18" / "traced_cpu.pt")
     assert len(str(caught.value).splitlines()) == 2
@@ -84,28 +84,28 @@ def test_a_script_that_torch_cannot_read_is_told_in_a_line() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_operators_that_are_missing_are_named() -> None:
-    held = io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.ReLU()), held)
-    name = b"torch.relu(input)"
-    data = held.getvalue()
+def test_missing_operators_are_reported_with_the_package_to_import() -> None:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.ReLU()), buffer)
+    call = b"torch.relu(input)"
+    data = buffer.getvalue()
     assert b"torch.relu" in data or b"relu" in data
-    foreign = _replaced(data, name, b"ops.torchvision.nms(input)")
+    foreign = _with_code_replaced(data, call, b"ops.torchvision.nms(input)")
     with pytest.raises(LoadError, match="torchvision") as caught:
         load(foreign)
     assert "import torchvision" in caught.value.fix
 
 
-def _replaced(data: bytes, old: bytes, new: bytes) -> bytes:
-    """The archive with a text replaced in its code."""
+def _with_code_replaced(data: bytes, old: bytes, new: bytes) -> bytes:
+    """The archive with some text of its code replaced."""
     import zipfile
 
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as before, zipfile.ZipFile(out, "w") as after:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as before, zipfile.ZipFile(buffer, "w") as after:
         for name in before.namelist():
             raw = before.read(name)
             after.writestr(name, raw.replace(old, new) if name.endswith(".py") else raw)
-    return out.getvalue()
+    return buffer.getvalue()
 
 
 # -- torch.export ------------------------------------------------------------------------------------------------------
@@ -129,56 +129,56 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_exported_program_is_what_torch_makes_of_it(program: Path) -> None:
+def test_exported_program_loads_as_with_torch(program: Path) -> None:
     same(torch.export.load(program), load(program))
     same(torch.export.load(program), load(program.read_bytes()))
 
 
-def test_it_runs_and_gives_the_same(program: Path) -> None:
-    made, x = load(program), torch.rand(4, 3)
-    assert torch.equal(made.module()(x), torch.export.load(program).module()(x))
+def test_loaded_program_computes_the_same_as_with_torch(program: Path) -> None:
+    loaded, x = load(program), torch.rand(4, 3)
+    assert torch.equal(loaded.module()(x), torch.export.load(program).module()(x))
 
 
-def test_a_name_that_is_not_that_of_a_program_is_no_matter(program: Path, tmp_path: Path) -> None:
-    other = tmp_path / "net.pt"
-    other.write_bytes(program.read_bytes())
-    same(torch.export.load(program), load(other))
+def test_exported_program_loads_under_another_suffix(program: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "net.pt"
+    renamed.write_bytes(program.read_bytes())
+    same(torch.export.load(program), load(renamed))
 
 
-def test_it_can_be_moved_whole(program: Path) -> None:
-    made = load(program, everything_to("meta"))
-    assert devices(made.state_dict) == {"meta"}
-    assert "device(type='cpu')" not in made.graph_module.code
-    if made.example_inputs is not None:  # since torch 2.2
-        assert {str(x.device) for x in made.example_inputs[0]} == {"meta"}
+def test_exported_program_is_moved_completely(program: Path) -> None:
+    moved = load(program, all_to("meta"))
+    assert devices(moved.state_dict) == {"meta"}
+    assert "device(type='cpu')" not in moved.graph_module.code
+    if moved.example_inputs is not None:  # since torch 2.2
+        assert {str(x.device) for x in moved.example_inputs[0]} == {"meta"}
 
 
-def test_moving_is_what_torchs_own_pass_does(program: Path) -> None:
+def test_moved_program_equals_result_of_torch_move_to_device_pass(program: Path) -> None:
     passes = pytest.importorskip("torch.export.passes", reason="this torch has no pass that moves a program")
-    moved = passes.move_to_device_pass(torch.export.load(program), "meta")
-    moved.graph_module.recompile()  # it changes the graph, and leaves the code
-    made = load(program, everything_to("meta"))
-    assert made.graph_module.code.replace("device(type='meta')", "'meta'") == moved.graph_module.code
-    assert {key: value.device for key, value in made.state_dict.items()} == {
-        key: value.device for key, value in moved.state_dict.items()
+    expected = passes.move_to_device_pass(torch.export.load(program), "meta")
+    expected.graph_module.recompile()  # the pass changes the graph but not the code
+    moved = load(program, all_to("meta"))
+    assert moved.graph_module.code.replace("device(type='meta')", "'meta'") == expected.graph_module.code
+    assert {key: value.device for key, value in moved.state_dict.items()} == {
+        key: value.device for key, value in expected.state_dict.items()
     }
 
 
-def current_archive() -> bool:
-    """Whether this torch writes and reads programs as the fixture was written."""
+def has_current_archive() -> bool:
+    """Whether this torch reads and writes the archive format of the fixture."""
     return importlib.util.find_spec("torch.export.pt2_archive") is not None
 
 
-@pytest.mark.skipif(not current_archive(), reason="this torch reads only older archives")
-def test_a_program_of_an_absent_gpu_runs_on_the_cpu() -> None:
-    made = load(EXPORTED, everything_to("cpu"))
-    assert devices(made.state_dict) == {"cpu"}
-    inputs = [torch.rand(x.shape) for x in made.example_inputs[0]]
+@pytest.mark.skipif(not has_current_archive(), reason="this torch reads only older archives")
+def test_program_of_an_absent_gpu_runs_on_cpu() -> None:
+    loaded = load(EXPORTED, all_to("cpu"))
+    assert devices(loaded.state_dict) == {"cpu"}
+    inputs = [torch.rand(x.shape) for x in loaded.example_inputs[0]]
     script = torch.jit.load(str(H200 / "torchscript_cuda0.pt"), map_location="cpu").eval()
-    torch.testing.assert_close(made.module()(*inputs), script(*inputs))
+    torch.testing.assert_close(loaded.module()(*inputs), script(*inputs))
 
 
-def test_a_program_that_torch_cannot_read_is_told_in_a_line(tmp_path: Path) -> None:
+def test_program_that_torch_cannot_read_is_a_load_error(tmp_path: Path) -> None:
     import zipfile
 
     path = tmp_path / "broken.pt2"
@@ -186,16 +186,16 @@ def test_a_program_that_torch_cannot_read_is_told_in_a_line(tmp_path: Path) -> N
         for name in before.namelist():
             after.writestr(name, b"{}" if name.endswith(".json") else before.read(name))
     with pytest.raises(LoadError, match=r"torch\.export\.load cannot load this program"):
-        load(path, everything_to("cpu"))
+        load(path, all_to("cpu"))
 
 
-def test_an_exported_program_moved_for_good(data: Path, tmp_path: Path) -> None:
-    """What ``retag`` advises for one: torch's own loader then needs no GPU."""
+def test_program_moved_to_cpu_and_saved_needs_no_gpu(data: Path, tmp_path: Path) -> None:
+    """``retag`` recommends this for an exported program: ``torch.export.load`` then needs no GPU."""
     path, moved = data / "h200" / "export_cuda0.pt2", tmp_path / "moved.pt2"
     try:
         program = transload.load(path, "cpu", weights_only=False)
     except LoadError:
-        pytest.skip("this torch cannot read what that release exported")
+        pytest.skip("this torch cannot read the exported fixture")
     torch.export.save(program, moved)
-    again = torch.export.load(moved)
-    assert {value.device.type for value in again.state_dict.values()} == {"cpu"}
+    reloaded = torch.export.load(moved)
+    assert {value.device.type for value in reloaded.state_dict.values()} == {"cpu"}

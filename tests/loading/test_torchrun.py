@@ -1,4 +1,4 @@
-"""Two processes under torchrun, on the CPU, load one file: each gets it whole, and a distributed tensor in its part."""
+"""Two processes under torchrun, on the CPU: each loads the full file, and its shard of a distributed tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
     ),
 ]
 
-START = """
+PREAMBLE = """
 import datetime, json, os, sys, warnings
 import torch
 import torch.distributed as dist
@@ -45,21 +45,21 @@ def tell(**facts):
 
 
 def run(folder: Path, script: str) -> list[dict[str, Any]]:
-    """What each of two ranks tells."""
+    """Run a script on two ranks and return the facts each one wrote."""
     path = folder / "script.py"
-    path.write_text(START + script, encoding="utf-8")
+    path.write_text(PREAMBLE + script, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TORCHELASTIC"))}
     environ |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environ["TMPDIR"] = str(folder)  # torchrun leaves folders behind
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    if forks.FORKS:  # the ranks, too, have torch imported when they begin
+    if forks.FORKS:  # the ranks too start with torch already imported
         launcher += ["--no-python", sys.executable, "-S", forks.__file__, "ask", forks.server("torch")]
-    done = forks.run(*launcher, path, cwd=folder, env=environ)
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = forks.run(*launcher, path, cwd=folder, env=environ)
+    assert process.returncode == 0, process.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-WHOLE = """
+FULL_FILE = """
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     held = load("gpu.pt")
@@ -74,7 +74,7 @@ dist.all_gather(parts, total)
 facts = dict(local=local, words=words, total=float(total), parts=[float(part) for part in parts],
              devices=sorted({str(value.device) for value in held["model"].values()}))
 """
-PART = """
+DISTRIBUTED_TENSOR = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -89,23 +89,25 @@ same(expected, held)
 facts |= dict(rows=held["rows"].to_local().tolist(), full=held["rows"].full_tensor().tolist(),
               kind=type(held["all"]).__name__)
 """
-DISTRIBUTED = importlib.util.find_spec("torch.distributed.tensor") and hasattr(torch.serialization, "safe_globals")
+LOADS_DISTRIBUTED = importlib.util.find_spec("torch.distributed.tensor") and hasattr(
+    torch.serialization, "safe_globals"
+)
 """Whether this torch loads distributed tensors with weights_only."""
 
 
-def test_each_rank_loads_the_whole_file_and_its_part_of_a_distributed_tensor(tmp_path: Path) -> None:
+def test_each_rank_loads_the_full_file_and_its_shard_of_a_distributed_tensor(tmp_path: Path) -> None:
     net = Net()
     (tmp_path / "cpu.pt").write_bytes(saved(net.state_dict()))
     (tmp_path / "gpu.pt").write_bytes(saved({"model": net.state_dict(), "epoch": 3}, tag="cuda:5"))
-    told = run(tmp_path, f"{WHOLE}{PART if DISTRIBUTED else ''}tell(**facts)")
-    assert [each["local"] for each in told] == [0, 1]
-    for each in told:
-        assert each["parts"] == [each["total"]] * 2
-        assert each["devices"] == ["cpu"]
-        assert len(each["words"]) == 1
-        assert "cuda:5" in each["words"][0]
-    if not DISTRIBUTED:
+    reports = run(tmp_path, f"{FULL_FILE}{DISTRIBUTED_TENSOR if LOADS_DISTRIBUTED else ''}tell(**facts)")
+    assert [report["local"] for report in reports] == [0, 1]
+    for report in reports:
+        assert report["parts"] == [report["total"]] * 2
+        assert report["devices"] == ["cpu"]
+        assert len(report["words"]) == 1
+        assert "cuda:5" in report["words"][0]
+    if not LOADS_DISTRIBUTED:
         return
-    assert [each["rows"] for each in told] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
-    assert all(each["full"] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] for each in told)
-    assert {each["kind"] for each in told} == {"DTensor"}
+    assert [report["rows"] for report in reports] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+    assert all(report["full"] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] for report in reports)
+    assert {report["kind"] for report in reports} == {"DTensor"}

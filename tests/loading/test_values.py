@@ -1,4 +1,4 @@
-"""Values beside the weights: numpy arrays, dates, paths, arguments. They load as data; what may hold code does not."""
+"""Values besides tensors: numpy arrays, dates, paths, arguments. They load as data; what may contain code does not."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ pytestmark = pytest.mark.filterwarnings(
 
 ARRAYS: dict[str, Any] = {
     "matrix": np.arange(6, dtype="f4").reshape(2, 3),
-    "column by column": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "axes in another order": np.arange(24.0).reshape(2, 3, 4).transpose(1, 0, 2),
-    "the other byte order": np.arange(3, dtype=">i4"),
+    "Fortran order": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "transposed": np.arange(24.0).reshape(2, 3, 4).transpose(1, 0, 2),
+    "big-endian": np.arange(3, dtype=">i4"),
     "text": np.array(["ab", "c"]),
     "bytes": np.array([b"ab", b"c"]),
-    "truth values": np.array([True, False]),
+    "booleans": np.array([True, False]),
     "complex numbers": np.array([1j]),
     "empty": np.empty((0, 3)),
     "no dimensions": np.array(3.5),
     "number": np.float32(1.5),
     "integer": np.int64(7),
-    "truth value": np.bool_(1),
+    "boolean": np.bool_(1),
     "dtype": np.dtype("<f8"),
     "random state": np.random.RandomState(3).get_state(),
-    "the same twice": [np.arange(3)] * 2,
+    "same array twice": [np.arange(3)] * 2,
 }
 PLAIN: dict[str, Any] = {
     "random state": random.Random(3).getstate(),  # noqa: S311 - as training runs save it
     "date": dt.date(2020, 1, 2),
     "time": dt.time(1, 2, 3),
-    "date and time": dt.datetime(2020, 1, 2, 3, 4, 5),  # noqa: DTZ001 - those without a zone are saved, too
+    "date and time": dt.datetime(2020, 1, 2, 3, 4, 5),  # noqa: DTZ001 - people save naive ones too
     "with a zone": dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc),
     "with a named zone": dt.datetime(2020, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=2), "x")),
-    "in a zone": dt.datetime(2020, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "with a zoneinfo zone": dt.datetime(2020, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")),
     "zone": zoneinfo.ZoneInfo("UTC"),
-    "span": dt.timedelta(1, 2, 3),
+    "timedelta": dt.timedelta(1, 2, 3),
     "path": pathlib.Path("/a/b"),
-    "path of Windows": pathlib.PureWindowsPath("c:/x"),
+    "Windows path": pathlib.PureWindowsPath("c:/x"),
     "decimal": decimal.Decimal("1.5"),
     "fraction": fractions.Fraction(1, 3),
     "identifier": uuid.UUID(int=5),
@@ -73,9 +73,9 @@ PLAIN: dict[str, Any] = {
     "range": range(1, 9, 3),
     "queue": collections.deque([1, torch.ones(1)], maxlen=3),
     "dictionaries": collections.ChainMap({"a": 1}, {"a": 2, "b": torch.ones(2)}),
-    "dictionary in an object": collections.UserDict({"a": torch.ones(2)}),
-    "list in an object": collections.UserList([1]),
-    "text in an object": collections.UserString("x"),
+    "UserDict": collections.UserDict({"a": torch.ones(2)}),
+    "UserList": collections.UserList([1]),
+    "UserString": collections.UserString("x"),
 }
 REFUSED: dict[str, Any] = {
     "objects": np.array([1, None], dtype=object),
@@ -87,12 +87,12 @@ REFUSED: dict[str, Any] = {
 
 
 def saved(value: Any, protocol: int) -> bytes:
-    held = io.BytesIO()
-    torch.save({"w": torch.ones(2), "value": value}, held, pickle_protocol=protocol)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(2), "value": value}, buffer, pickle_protocol=protocol)
+    return buffer.getvalue()
 
 
-def test_they_load_as_torch_loads_them_with_trust() -> None:
+def test_values_load_as_with_torch_and_trust() -> None:
     def check(case: tuple[Any, int]) -> None:
         data = saved(*case)
         theirs, ours = torch.load(io.BytesIO(data), weights_only=False), transload.load(data)
@@ -104,51 +104,51 @@ def test_they_load_as_torch_loads_them_with_trust() -> None:
     for_each([(value, n) for value in (*ARRAYS.values(), *PLAIN.values()) for n in (2, 3, 4, 5)], check)
 
 
-def test_inspect_says_what_torch_and_what_load_does() -> None:
+def test_inspect_predicts_torch_refuses_and_load_accepts_plain_values() -> None:
     def check(value: Any) -> None:
-        told = transload.inspect(saved(value, 2))
-        refused = [finding for finding in told.findings if finding.code == "needs-trust"]
-        if told.safety == "data-only":  # a state of Python's generator is numbers
+        report = transload.inspect(saved(value, 2))
+        refused = [finding for finding in report.findings if finding.code == "needs-trust"]
+        if report.safety == "data-only":  # the state of Python's generator is only numbers
             return
-        assert "refuses it" in told.prediction
-        assert told.prediction.endswith("; transload.load loads it as data")
+        assert "refuses it" in report.prediction
+        assert report.prediction.endswith("; transload.load loads it as data")
         assert refused[0].evidence[-1].startswith("transload.load needs no trust")
 
     for_each([*ARRAYS.values(), *PLAIN.values()], check)
     for value in REFUSED.values():
-        told = transload.inspect(saved(value, 2))
-        assert (told.safety, "transload.load" in told.prediction) == ("needs-trust", False)
-        assert not any("transload.load" in line for finding in told.findings for line in finding.evidence)
+        report = transload.inspect(saved(value, 2))
+        assert (report.safety, "transload.load" in report.prediction) == ("needs-trust", False)
+        assert not any("transload.load" in line for finding in report.findings for line in finding.evidence)
 
 
 @each("name", REFUSED)
-def test_what_may_hold_more_than_data_is_refused(name: str) -> None:
+def test_arrays_that_may_contain_more_than_data_are_refused(name: str) -> None:
     for protocol in (2, 4, 5):
         with pytest.raises(transload.UnsafeError):
             transload.load(saved(REFUSED[name], protocol))
 
 
-def test_check_says_that_it_loads(tmp_path: pathlib.Path) -> None:
+def test_check_accepts_random_states(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "rng_state.pth"
     torch.save({"python": random.getstate(), "numpy": np.random.RandomState(1).get_state()}, path)
     assert transload.check(path).ok
 
 
-def test_a_path_of_the_other_system_is_a_pure_one() -> None:
+def test_path_of_another_system_becomes_a_pure_path() -> None:
     other, pure = ("WindowsPath", pathlib.PureWindowsPath) if os.name != "nt" else ("PosixPath", pathlib.PurePosixPath)
     assert value_of(f"pathlib.{other}", ("a", "b")) == pure("a", "b")
 
 
-ODD: dict[str, Any] = {
-    "a shape that is none": (np.ndarray, (0,), b"b", (1, (-1,), np.dtype("f4"), False, b"")),
+CRAFTED_ARRAYS: dict[str, Any] = {
+    "a negative shape": (np.ndarray, (0,), b"b", (1, (-1,), np.dtype("f4"), False, b"")),
     "too few bytes": (np.ndarray, (0,), b"b", (1, (4,), np.dtype("f4"), False, b"1234")),
     "a list of objects": (np.ndarray, (0,), b"b", (1, (1,), np.dtype("f4"), False, [1])),
-    "a state of two": (np.ndarray, (0,), b"b", (1, (1,))),
+    "a state with two items": (np.ndarray, (0,), b"b", (1, (1,))),
     "another class": (list, (0,), b"b", None),
 }
 
 
-class Crafted:
+class CraftedArray:
     def __init__(self, case: tuple[Any, ...]) -> None:
         self.case = case
 
@@ -158,31 +158,31 @@ class Crafted:
         return (function, tuple(args), state) if state is not None else (function, tuple(args))
 
 
-@each("name", ODD)
+@each("name", CRAFTED_ARRAYS)
 def test_arrays_that_numpy_does_not_write_are_refused(name: str) -> None:
     with pytest.raises((transload.BrokenFileError, transload.UnsafeError)):
-        transload.load(saved(Crafted(ODD[name]), 2))
+        transload.load(saved(CraftedArray(CRAFTED_ARRAYS[name]), 2))
 
 
 def test_states_and_zones_that_python_does_not_write_are_refused() -> None:
     for name, state in (("UserDict", {"data": [1]}), ("UserList", {"data": [1], "append": 2}), ("ChainMap", [1])):
-        made = forge.name("collections", name) + b")R" + pickle.dumps(state, 2)[2:-1] + b"b"
+        body = forge.name("collections", name) + b")R" + pickle.dumps(state, 2)[2:-1] + b"b"
         with pytest.raises(transload.BrokenFileError, match="does not write"):
-            transload.load(forge.checkpoint(forge.pickled(made)))
+            transload.load(forge.checkpoint(forge.pickled(body)))
     with pytest.raises(transload.LoadError, match="'Nowhere/Town' is not known here"):
         value_of("zoneinfo.ZoneInfo._unpickle", ("Nowhere/Town", True))
     with pytest.raises(Exception, match="fails"):
         value_of("zoneinfo.ZoneInfo._unpickle", ("../../etc/passwd", True))
 
 
-def test_getattr_finds_nothing_but_zones() -> None:
+def test_getattr_is_allowed_only_to_unpickle_time_zones() -> None:
     zone = forge.name("zoneinfo", "ZoneInfo") + forge.text("_unpickle")
-    found = forge.name("builtins", "getattr") + zone + b"\x86R"
-    made = found + forge.text("UTC") + b"\x88\x86R"
-    assert transload.load(forge.checkpoint(forge.pickled(made))) == zoneinfo.ZoneInfo("UTC")
-    other = found.replace(forge.text("_unpickle"), forge.text("no_cache")) + forge.text("UTC") + b"\x85R"
+    unpickle = forge.name("builtins", "getattr") + zone + b"\x86R"
+    utc = unpickle + forge.text("UTC") + b"\x88\x86R"
+    assert transload.load(forge.checkpoint(forge.pickled(utc))) == zoneinfo.ZoneInfo("UTC")
+    other = unpickle.replace(forge.text("_unpickle"), forge.text("no_cache")) + forge.text("UTC") + b"\x85R"
     getattr_itself = forge.name("builtins", "getattr")
-    for body in (found, other, b"(" + made + getattr_itself + b"t", getattr_itself, b"(" + made + other + b"t"):
+    for body in (unpickle, other, b"(" + utc + getattr_itself + b"t", getattr_itself, b"(" + utc + other + b"t"):
         with pytest.raises(transload.UnsafeError, match="Weights only load failed"):
             transload.load(forge.checkpoint(forge.pickled(body)))
 
@@ -196,16 +196,16 @@ def test_arguments_of_other_types_are_refused() -> None:
         value_of("decimal.Decimal", ("x",))
 
 
-def test_every_value_that_can_be_made_is_let_through() -> None:
+def test_buildable_values_are_the_plain_values_of_the_judge() -> None:
     basic = VALUES.keys() & (TORCH_DEFAULT | ALSO_DATA)
-    made = {*VALUES, *NUMPY_CALLS, "numpy.ndarray", "zoneinfo.ZoneInfo"} - basic
-    assert made == PLAIN_VALUES.keys()
+    buildable = {*VALUES, *NUMPY_CALLS, "numpy.ndarray", "zoneinfo.ZoneInfo"} - basic
+    assert buildable == PLAIN_VALUES.keys()
 
 
 # -- arguments of load
 
 
-def test_texts_of_python_2_as_bytes(data: pathlib.Path) -> None:
+def test_python_2_strings_load_as_bytes(data: pathlib.Path) -> None:
     for path in sorted((data / "torch-releases").glob("*py2.7*/state_dict*cpu*.pt")):
         theirs = torch.load(path, weights_only=True, encoding="bytes")
         same(theirs, transload.load(path, "cpu", encoding="bytes"))
@@ -223,23 +223,23 @@ def test_texts_of_python_2_as_bytes(data: pathlib.Path) -> None:
         ((), False, True),
     ],
 )
-def test_the_variables_of_torch(
+def test_weights_only_environment_variables_work_as_with_torch(
     names: tuple[str, ...], weights_only: bool | None, trusts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = saved(torch.nn.Linear(2, 2), 2)
+    data = saved(torch.nn.Linear(2, 2), 2)
     with monkeypatch.context() as patch:
         for name in names:
             patch.setenv(name, "1")
         for load in (torch.load, transload.load):
             if trusts:
-                assert isinstance(load(io.BytesIO(held), weights_only=weights_only)["value"], torch.nn.Linear)
+                assert isinstance(load(io.BytesIO(data), weights_only=weights_only)["value"], torch.nn.Linear)
             else:
                 with pytest.raises(pickle.UnpicklingError):
-                    load(io.BytesIO(held), weights_only=weights_only)
+                    load(io.BytesIO(data), weights_only=weights_only)
 
 
 @needs_torch(2, 6)
-def test_both_variables_are_an_error_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_weights_only_variables_are_an_error_as_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     for load in (torch.load, transload.load):
@@ -255,7 +255,7 @@ class Raises:
         return {"a": 1}
 
 
-def test_an_error_of_the_code_of_a_trusted_file_is_its_own() -> None:
+def test_exception_of_code_in_a_trusted_file_is_not_wrapped() -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         transload.load(saved(Raises(), 2), weights_only=False)
     assert not isinstance(caught.value, transload.TransloadError)

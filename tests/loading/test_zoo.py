@@ -1,4 +1,5 @@
-"""``transload.load`` against ``torch.load``: everything in the zoo, in every form, by every way in, with every wish."""
+"""``transload.load`` against ``torch.load``: every specimen, in every form, from every kind of source, with every
+``map_location`` that needs no GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from transload.loading import load
 pytestmark = QUIET
 
 RICH = ("training checkpoint", "views of one storage", "sparse", "storages")
-"""Enough of the zoo to try every combination of the rest on."""
+"""Enough of the zoo to test every combination of source, form and option."""
 
 TAGS = ("cuda:0", "cuda:1", "cuda:7", "mps", "xpu:0", "hpu:1", "npu:3")
-WAYS = ("path", "text path", "file", "buffer", "bytes", "bytearray")
+SOURCES = ("path", "text path", "file", "buffer", "bytes", "bytearray")
 
 
 def file_of(name: str, form: str = "zip", tag: str = "") -> bytes:
-    """A file of the zoo, always the same one: memory that nothing has written, and numbers of hooks, differ else."""
+    """A specimen as a file. Cached: uninitialized memory and hook numbers would differ between two saves."""
     return _file_of(name, form, tag)
 
 
@@ -38,75 +39,75 @@ def file_of(name: str, form: str = "zip", tag: str = "") -> bytes:
 def _file_of(name: str, form: str, tag: str) -> bytes:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return saved(_made(name), form, tag)
+        return saved(_built(name), form, tag)
 
 
 @functools.cache
-def _made(name: str) -> Any:
+def _built(name: str) -> Any:
     return ZOO[name].make()
 
 
-def truth(name: str, form: str = "zip", tag: str = "", **options: Any) -> Any:
-    """What torch makes of it, trusting the file; where it cannot read a stream it wrote, what it makes of the zip."""
+def loaded_by_torch(name: str, form: str = "zip", tag: str = "", **options: Any) -> Any:
+    """Load with torch, trusting the file. If torch cannot read the legacy stream it wrote, load the zip instead."""
     stream = form.startswith("legacy")
     if not (stream and name in BUILT_FROM_BYTES):
         try:
             return torch.load(io.BytesIO(file_of(name, form, tag)), weights_only=False, **options)
-        except AttributeError:  # dtypes that are newer than the format, though torch writes them
+        except AttributeError:  # dtypes newer than the legacy form, which torch writes but cannot read
             assert stream
     return torch.load(io.BytesIO(file_of(name, "zip", tag)), weights_only=False, **options)
 
 
 @grouped("names", ZOO, 20)
-def test_a_trusted_file_is_what_torch_makes_of_it(names: list[str]) -> None:
+def test_trusted_file_loads_as_with_torch(names: list[str]) -> None:
     def check(case: tuple[str, str]) -> None:
-        same(truth(*case), load(file_of(*case), weights_only=False))
+        same(loaded_by_torch(*case), load(file_of(*case), weights_only=False))
 
-    for_each(itertools.product(names, ["zip", "legacy"]), check)  # the other forms: test_trusted.py
+    for_each(itertools.product(names, ["zip", "legacy"]), check)  # test_trusted.py tests the other forms
 
 
 @grouped("names", [name for name in ZOO if ZOO[name].safe])
-def test_data_is_what_torch_makes_of_it(names: list[str]) -> None:
-    """Whether torch loads it with ``weights_only`` or not, what we make of it is what torch makes of a trusted one."""
-    for_each(itertools.product(names, ["zip", "legacy", "zip, protocol 4"]), lambda case: as_data(*case))
+def test_safe_file_loads_as_with_torch(names: list[str]) -> None:
+    """The result equals what torch loads from the trusted file, even if torch refuses it with ``weights_only``."""
+    for_each(itertools.product(names, ["zip", "legacy", "zip, protocol 4"]), lambda case: check_without_trust(*case))
 
 
-def as_data(name: str, form: str) -> None:
+def check_without_trust(name: str, form: str) -> None:
     data = file_of(name, form)
     with allowed(ZOO[name]):
-        theirs = None if form == "legacy" and name in BUILT_FROM_BYTES else by_weights_only(data)
+        by_torch = None if form == "legacy" and name in BUILT_FROM_BYTES else loaded_with_weights_only(data)
         try:
             ours = load(data)
         except UnsafeError:
-            assert theirs is None, "torch loads it"
+            assert by_torch is None, "torch loads this with weights_only"
             return
-    same(truth(name, form), ours)
-    if theirs is not None:
-        same(theirs[0], ours)
+    same(loaded_by_torch(name, form), ours)
+    if by_torch is not None:
+        same(by_torch[0], ours)
 
 
-def by_weights_only(data: bytes) -> tuple[Any] | None:
+def loaded_with_weights_only(data: bytes) -> tuple[Any] | None:
     try:
         return (torch.load(io.BytesIO(data), weights_only=True),)
-    except Exception:  # noqa: BLE001 - it fails in many ways, and all that counts is that it does
+    except Exception:  # noqa: BLE001 - it fails in many ways, which do not matter here
         return None
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if not ZOO[name].safe and name not in BESIDE])
-def test_what_is_not_data_is_refused(name: str) -> None:
+def test_unsafe_file_is_refused(name: str) -> None:
     for form in ("zip", "legacy", "zip, protocol 4"):
         with pytest.raises(UnsafeError):
             load(file_of(name, form))
 
 
-def test_data_that_torch_refuses_and_we_need_not() -> None:
-    """These must never turn into refusals: plain values in the newer protocols, and what has no danger in it."""
+def test_plain_data_loads_in_every_form() -> None:
+    """These must never be refused: harmless values, also in the newer protocols, some of which torch refuses."""
     for name in ("state dict", "training checkpoint", "plain values", "views of one storage", "keys", "deep"):
         for form in FORMS:
-            same(truth(name, form), load(file_of(name, form)))
+            same(loaded_by_torch(name, form), load(file_of(name, form)))
 
 
-def test_the_usual_dtypes_are_in_the_zoo() -> None:
+def test_zoo_contains_the_usual_dtypes() -> None:
     usual = {"float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"}
     assert usual | {"complex64", "complex128"} <= set(DTYPES)
     newer = {"float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64", "complex32"}
@@ -114,14 +115,14 @@ def test_the_usual_dtypes_are_in_the_zoo() -> None:
         assert newer <= set(DTYPES)
 
 
-# -- ways in -----------------------------------------------------------------------------------------------------------
+# -- sources -----------------------------------------------------------------------------------------------------------
 
 
-def given(way: str, data: bytes, folder: Path) -> Any:
-    """What is passed to ``load``."""
+def source(kind: str, data: bytes, folder: Path) -> Any:
+    """The argument to pass to ``load``."""
     path = folder / "file.pt"
     path.write_bytes(data)
-    makers: dict[str, Callable[[], Any]] = {
+    sources: dict[str, Callable[[], Any]] = {
         "path": lambda: path,
         "text path": lambda: str(path),
         "file": lambda: path.open("rb"),
@@ -129,24 +130,24 @@ def given(way: str, data: bytes, folder: Path) -> Any:
         "bytes": lambda: data,
         "bytearray": lambda: bytearray(data),
     }
-    return makers[way]()
+    return sources[kind]()
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_in(way: str, form: str, trusted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_kind_of_source_loads_as_with_torch(kind: str, form: str, trusted: bool, tmp_path: Path) -> None:
     for name in RICH:
-        f = given(way, file_of(name, form), tmp_path)
-        with f if way == "file" else contextlib.nullcontext():
-            same(truth(name, form), load(f, weights_only=not trusted))
+        f = source(kind, file_of(name, form), tmp_path)
+        with f if kind == "file" else contextlib.nullcontext():
+            same(loaded_by_torch(name, form), load(f, weights_only=not trusted))
             assert not getattr(f, "closed", False)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_mapped(trusted: bool, tmp_path: Path) -> None:
+def test_mmap_loads_as_with_torch(trusted: bool, tmp_path: Path) -> None:
     for name in (*RICH, "dtypes in one file"):
-        path = given("text path", file_of(name), tmp_path)
+        path = source("text path", file_of(name), tmp_path)
         expected = torch.load(path, weights_only=False, mmap=True)
         same(expected, load(path, weights_only=not trusted, mmap=True))
 
@@ -157,13 +158,13 @@ def test_two_loads_share_nothing() -> None:
     assert second["all"].abs().sum() > 0
 
 
-def test_what_is_loaded_can_be_written_to() -> None:
-    held = load(file_of("views of one storage"))
-    held["all"].fill_(5)
-    assert held["head"].eq(5).all()
+def test_loaded_tensors_are_writable_and_share_their_storage() -> None:
+    views = load(file_of("views of one storage"))
+    views["all"].fill_(5)
+    assert views["head"].eq(5).all()
 
 
-def test_a_file_that_holds_several_objects(tmp_path: Path) -> None:
+def test_several_objects_in_one_file_load_in_order(tmp_path: Path) -> None:
     path = tmp_path / "several.pt"
     path.write_bytes(file_of("data set", "legacy") + file_of("state dict", "legacy"))
     with path.open("rb") as ours, path.open("rb") as theirs:
@@ -171,7 +172,7 @@ def test_a_file_that_holds_several_objects(tmp_path: Path) -> None:
             same(torch.load(theirs), load(ours))
 
 
-# -- wishes ------------------------------------------------------------------------------------------------------------
+# -- map_location ------------------------------------------------------------------------------------------------------
 
 ON_CPU: dict[str, Any] = {
     "cpu": "cpu",
@@ -187,54 +188,54 @@ COMBINATIONS += [
 
 
 @pytest.mark.parametrize(("tag", "form", "trusted"), dict.fromkeys(COMBINATIONS))
-def test_a_wish_means_what_it_means_to_torch(tag: str, form: str, trusted: bool) -> None:
-    wishes = {**ON_CPU, "mapping": {tag: "cpu"}}
+def test_map_location_to_cpu_works_as_with_torch(tag: str, form: str, trusted: bool) -> None:
+    locations = {**ON_CPU, "mapping": {tag: "cpu"}}
     for name in RICH:
         data = file_of(name, form, tag)
-        for wish in wishes.values():
-            expected = truth(name, form, tag, map_location=wish)
-            same(expected, load(data, wish, weights_only=not trusted))
+        for location in locations.values():
+            expected = loaded_by_torch(name, form, tag, map_location=location)
+            same(expected, load(data, location, weights_only=not trusted))
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_a_function_sees_the_same_tags_as_torchs(form: str) -> None:
-    def seen_by(function: Callable[..., Any]) -> list[str]:
+def test_map_location_function_gets_the_same_tags_as_with_torch(form: str) -> None:
+    def tags_seen_by(function: Callable[..., Any]) -> list[str]:
         tags: list[str] = []
 
-        def land(storage: Any, tag: str) -> Any:
+        def record(storage: Any, tag: str) -> Any:
             tags.append(tag)
             return storage
 
-        function(io.BytesIO(file_of("state dict", form, "cuda:1")), land)
+        function(io.BytesIO(file_of("state dict", form, "cuda:1")), record)
         return tags
 
-    ours = seen_by(load)
-    assert ours == seen_by(torch.load)
+    ours = tags_seen_by(load)
+    assert ours == tags_seen_by(torch.load)
     assert set(ours) == {"cuda:1"}
 
 
-def test_a_function_that_returns_nothing_leaves_it_to_the_tag() -> None:
-    same(truth("state dict"), load(file_of("state dict"), lambda *_: None))
+def test_map_location_function_returning_none_falls_back_to_the_tag() -> None:
+    same(loaded_by_torch("state dict"), load(file_of("state dict"), lambda *_: None))
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("name", ["training checkpoint", "storages", "conjugate", "meta parameter"])
-def test_meta(name: str, trusted: bool) -> None:
-    expected = truth(name, map_location="meta")
+def test_map_location_meta_works_as_with_torch(name: str, trusted: bool) -> None:
+    expected = loaded_by_torch(name, map_location="meta")
     same(expected, load(file_of(name), "meta", weights_only=not trusted))
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_meta_views(trusted: bool) -> None:
-    """Which torch gives storages of their own, up to 2.1 even smaller ones."""
-    theirs, ours = (
-        {key: (tensor.shape, tensor.stride(), tensor.device) for key, tensor in held.items()}
-        for held in (
-            truth("views of one storage", map_location="meta"),
+def test_views_on_meta_have_the_same_shapes_and_strides_as_with_torch(trusted: bool) -> None:
+    """torch gives each view a separate storage, up to 2.1 even a smaller one, so only the metadata is compared."""
+    expected, result = (
+        {key: (tensor.shape, tensor.stride(), tensor.device) for key, tensor in loaded.items()}
+        for loaded in (
+            loaded_by_torch("views of one storage", map_location="meta"),
             load(file_of("views of one storage"), "meta", weights_only=not trusted),
         )
     )
-    assert ours == theirs
+    assert result == expected
 
 
 no_accelerator = pytest.mark.skipif(torch.backends.mps.is_available(), reason="an accelerator is available")
@@ -243,22 +244,22 @@ no_accelerator = pytest.mark.skipif(torch.backends.mps.is_available(), reason="a
 @no_accelerator
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("tag", TAGS)
-def test_what_was_saved_on_an_absent_device_lands_on_the_cpu_with_one_warning(tag: str, trusted: bool) -> None:
+def test_tensors_of_an_absent_device_load_on_cpu_with_one_warning(tag: str, trusted: bool) -> None:
     for name in RICH:
         for form in ("zip", "legacy"):
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", LandingWarning)
-                made = load(file_of(name, form, tag), weights_only=not trusted)
-            same(truth(name, form, tag, map_location="cpu"), made)
-            about = [each for each in told if each.category is LandingWarning]
-            assert len(about) == 1
-            assert tag in str(about[0].message)
-            assert about[0].filename == __file__
+                loaded = load(file_of(name, form, tag), weights_only=not trusted)
+            same(loaded_by_torch(name, form, tag, map_location="cpu"), loaded)
+            landing = [warning for warning in caught if warning.category is LandingWarning]
+            assert len(landing) == 1
+            assert tag in str(landing[0].message)
+            assert landing[0].filename == __file__
 
 
 @no_accelerator
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_tag_that_cannot_be_honoured_is_named(tag: str) -> None:
+def test_map_location_none_with_an_absent_device_is_an_error_that_names_it(tag: str) -> None:
     for trusted in (False, True):
         with pytest.raises(NoDeviceError, match=tag) as caught:
             load(file_of("state dict", tag=tag), None, weights_only=not trusted)
@@ -266,28 +267,28 @@ def test_a_tag_that_cannot_be_honoured_is_named(tag: str) -> None:
         assert "map_location" in caught.value.fix
 
 
-def test_what_is_on_the_cpu_stays_there_without_a_word() -> None:
+def test_cpu_tensors_load_on_cpu_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", LandingWarning)
-        same(truth("training checkpoint"), load(file_of("training checkpoint")))
+        same(loaded_by_torch("training checkpoint"), load(file_of("training checkpoint")))
 
 
-# -- habits ------------------------------------------------------------------------------------------------------------
+# -- usual code --------------------------------------------------------------------------------------------------------
 
 
-def test_a_data_set_feeds_a_loader() -> None:
+def test_loaded_data_set_works_with_data_loader() -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     loader = DataLoader(TensorDataset(*load(file_of("data set"))), batch_size=5)
     assert [len(batch[0]) for batch in loader] == [5, 5]
 
 
-def test_training_goes_on_where_it_stopped() -> None:
+def test_training_resumes_as_with_torch() -> None:
     from tests.loading.zoo import trained
 
-    held, torchs = load(file_of("training checkpoint")), truth("training checkpoint")
-    ends = []
-    for checkpoint in (held, torchs):
+    ours, theirs = load(file_of("training checkpoint")), loaded_by_torch("training checkpoint")
+    states = []
+    for checkpoint in (ours, theirs):
         net, optimizer = trained("Adam")
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         net.load_state_dict(checkpoint["state_dict"])
@@ -299,11 +300,11 @@ def test_training_goes_on_where_it_stopped() -> None:
             net(torch.randint(0, 7, (3,))).sum().backward()
         optimizer.step()
         scheduler.step()
-        ends.append([net.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
-    same(*ends)
+        states.append([net.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
+    same(*states)
 
 
-def test_errors_are_those_that_are_caught_already() -> None:
+def test_damaged_file_raises_runtime_error_and_html_raises_load_error() -> None:
     data = file_of("state dict")
     with pytest.raises(RuntimeError):
         load(data[: len(data) // 2])

@@ -1,6 +1,6 @@
-"""A zoo: something of everything that people put into ``torch.save``, and the forms in which it is written.
+"""Specimens of everything that people pass to ``torch.save``, and the forms in which torch writes them.
 
-What a release of torch does not have is not there; ``ZOO`` holds what this one has.
+``ZOO`` contains only what the installed torch supports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import nn
 
-# torch stores the source of each class of modules in the legacy form, and to find it parses the whole file.
+# The legacy form includes the source of each module class; to find it torch parses the whole file. Cache the result.
 torch.serialization.get_source_lines_and_file = functools.cache(torch.serialization.get_source_lines_and_file)
 
 QUIET = [
@@ -40,16 +40,16 @@ QUIET = [
         "Detected pickle protocol",
     )
 ]
-"""What torch warns of while something of the zoo is made, saved or loaded."""
+"""Warnings of torch to ignore while a specimen is built, saved or loaded."""
 
 Build = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Specimen:
-    """Something to save. ``safe``: it is data; what is not must be refused unless the caller trusts the file.
+    """An object to save. ``safe``: it is plain data; any other must be refused unless the caller trusts the file.
 
-    ``classes`` are to be registered by ``torch.serialization.add_safe_globals`` for it to count as data.
+    ``classes`` must be registered with ``torch.serialization.add_safe_globals`` for it to count as data.
     """
 
     build: Build
@@ -57,7 +57,7 @@ class Specimen:
     classes: tuple[Any, ...] = ()
 
     def make(self) -> Any:
-        """The object, the same each time, without a trace in the global random state."""
+        """Build the object: the same every time, without changing the global random state."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             return self.build()
@@ -67,23 +67,24 @@ ZOO: dict[str, Specimen] = {}
 
 
 def specimen(name: str, *classes: Any, safe: bool = True) -> Callable[[Build], Build]:
-    """Enter a builder under a name."""
+    """Register the decorated builder in ``ZOO`` under a name."""
 
-    def enter(build: Build) -> Build:
+    def register(build: Build) -> Build:
         ZOO[name] = Specimen(build, safe, classes)
         return build
 
-    return enter
+    return register
 
 
 BESIDE = frozenset({"trusted: namespace", "trusted: library objects"})
-"""What torch refuses and we load: values that are nothing but data."""
+"""Specimens that torch refuses with ``weights_only`` and transload loads, since they are only data."""
 
 BUILT_FROM_BYTES = frozenset({"nested", "trusted: generator"})
-"""What looks at its numbers while it is built. In a stream these come later, and torch takes what lies in memory."""
+"""Specimens that read their numbers while they are rebuilt. In a legacy stream the numbers come later, and torch reads
+uninitialized memory."""
 
 
-# -- the forms of a file -----------------------------------------------------------------------------------------------
+# -- file forms --------------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, dict[str, Any]] = {
     "zip": {},
@@ -94,60 +95,62 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def saved(value: Any, form: str = "zip", tag: str = "") -> bytes:
-    """A file. With a ``tag`` every storage is said to come from that device."""
-    held = io.BytesIO()
+    """The bytes of a saved file. With a ``tag``, every storage in it is tagged with that device."""
+    buffer = io.BytesIO()
     with tagged(tag):
-        torch.save(value, held, **FORMS[form])
-    return held.getvalue()
+        torch.save(value, buffer, **FORMS[form])
+    return buffer.getvalue()
 
 
 @contextlib.contextmanager
 def tagged(tag: str) -> Iterator[None]:
-    """While this lasts ``torch.save`` writes another device than the one a storage is on."""
-    true = torch.serialization.location_tag
+    """Make ``torch.save`` tag every storage with this device, whichever device it is on."""
+    original = torch.serialization.location_tag
     if tag:
         torch.serialization.location_tag = lambda *_, **__: tag
     try:
         yield
     finally:
-        torch.serialization.location_tag = true
+        torch.serialization.location_tag = original
 
 
 @contextlib.contextmanager
 def allowed(specimen: Specimen) -> Iterator[None]:
-    """While this lasts the classes of a specimen are registered as safe, where this torch has such a register."""
-    before = torch.serialization.get_safe_globals() if hasattr(torch.serialization, "get_safe_globals") else None
-    if before is not None:
+    """Register the classes of a specimen as safe globals, if this torch has such a registry."""
+    registered = torch.serialization.get_safe_globals() if hasattr(torch.serialization, "get_safe_globals") else None
+    if registered is not None:
         torch.serialization.add_safe_globals(list(specimen.classes))
     try:
         yield
     finally:
-        if before is not None:
+        if registered is not None:
             torch.serialization.clear_safe_globals()
-            torch.serialization.add_safe_globals(list(before))
+            torch.serialization.add_safe_globals(list(registered))
 
 
-# -- numbers of every kind ---------------------------------------------------------------------------------------------
+# -- every dtype -------------------------------------------------------------------------------------------------------
 
 
 def noise(count: int) -> torch.Tensor:
-    """Bytes at random: as numbers they are of every sort, not-a-number included."""
+    """Random bytes: read as numbers they include every kind, NaN too."""
     return torch.randint(0, 256, (count,), dtype=torch.uint8)
 
 
 def of_dtype(dtype: torch.dtype) -> list[torch.Tensor]:
-    """A tensor of any dtype that is not quantized, whatever this torch can compute with it, and a view into it."""
+    """A tensor of any dtype that is not quantized, even one this torch cannot compute with, and a view of it."""
     data = noise(96).view(torch.int8).remainder(2).bool() if dtype is torch.bool else noise(96).view(dtype)
     return [data, data[1:3]]
 
 
 def _dtypes() -> dict[str, torch.dtype]:
-    found = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-    return {name: each for name, each in sorted(found.items()) if not name.startswith("q") and _can_save(each)}
+    dtypes = {
+        str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+    }
+    return {name: dtype for name, dtype in sorted(dtypes.items()) if not name.startswith("q") and _can_save(dtype)}
 
 
 def _can_save(dtype: torch.dtype) -> bool:
-    """Whether torch.save takes tensors of it; some dtypes are but reserved names."""
+    """Whether torch.save accepts tensors of this dtype; some dtypes are only reserved names."""
     try:
         saved(of_dtype(dtype))
     except (RuntimeError, NotImplementedError, TypeError, KeyError):
@@ -168,7 +171,7 @@ def dtypes_together() -> Any:
 @specimen("quantized per tensor")
 def quantized() -> Any:
     data = torch.rand(3, 4)
-    return [torch.quantize_per_tensor(data, 0.1, 10, each) for each in (torch.qint8, torch.quint8, torch.qint32)]
+    return [torch.quantize_per_tensor(data, 0.1, 10, dtype) for dtype in (torch.qint8, torch.quint8, torch.qint32)]
 
 
 @specimen("quantized per channel")
@@ -177,8 +180,8 @@ def quantized_per_channel() -> Any:
     return {"w": torch.quantize_per_channel(torch.rand(3, 4), scales, zeros, 0, torch.qint8)}
 
 
-@specimen("quantized per channel by floats")
-def quantized_by_floats() -> Any:
+@specimen("quantized per channel with float zero points")
+def quantized_with_float_zero_points() -> Any:
     scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0, 2.0, 3.5])
     return torch.quantize_per_channel(torch.rand(3, 4), scales, zeros, 0, torch.quint8)
 
@@ -189,24 +192,24 @@ def quantized_to_four_bits() -> Any:
     return torch.quantize_per_channel(torch.rand(3, 4), scales, zeros, 0, torch.quint4x2)
 
 
-# -- tensors of every form ---------------------------------------------------------------------------------------------
+# -- every kind of tensor ----------------------------------------------------------------------------------------------
 
 STRIDED: dict[str, Build] = {
     "scalar": lambda: torch.tensor(2.5),
     "empty": lambda: torch.zeros(0),
-    "empty with sizes": lambda: torch.zeros(2, 0, 3),
-    "one element of many": lambda: torch.rand(1000)[500],
+    "empty with shape": lambda: torch.zeros(2, 0, 3),
+    "one element of a storage": lambda: torch.rand(1000)[500],
     "large": lambda: torch.rand(300, 1000),
     "transposed": lambda: torch.rand(3, 4).t(),
     "channels last": lambda: torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "expanded": lambda: torch.rand(3, 1).expand(3, 1000),
     "far strides": lambda: torch.rand(1000).as_strided((2, 3), (500, 7), 11),
     "overlapping": lambda: torch.rand(10).as_strided((4, 3), (2, 1), 1),
-    "stepping": lambda: torch.rand(100)[3:90:7],
+    "slice with step": lambda: torch.rand(100)[3:90:7],
     "conjugate": lambda: torch.view_as_complex(torch.rand(3, 2)).conj(),
-    "conjugate in doubles": lambda: torch.view_as_complex(torch.rand(3, 2).double()).conj().t(),
+    "conjugate complex128": lambda: torch.view_as_complex(torch.rand(3, 2).double()).conj().t(),
     "negative": lambda: torch.view_as_complex(torch.rand(3, 2)).conj().imag,
-    "negative as such": lambda: torch._neg_view(torch.rand(3)),
+    "negated view": lambda: torch._neg_view(torch.rand(3)),
     "requires grad": lambda: torch.rand(3, requires_grad=True),
     "not a number": lambda: torch.tensor([float("nan"), -float("nan"), float("inf"), -0.0]),
     "meta": lambda: torch.empty(3, 4, device="meta").t(),
@@ -218,23 +221,23 @@ for _name, _build in STRIDED.items():
     ZOO[_name] = Specimen(_build)
 
 
-@specimen("non-leaf")
-def non_leaf() -> Any:
+@specimen("detached result")
+def detached() -> Any:
     return (torch.rand(3, requires_grad=True) * 2).detach().requires_grad_()
 
 
 @specimen("parameter with attributes")
 def parameter_with_attributes() -> Any:
-    made = nn.Parameter(torch.rand(3))
-    made.group, made.decay = "head", 0.1
-    return {"w": made}
+    parameter = nn.Parameter(torch.rand(3))
+    parameter.group, parameter.decay = "head", 0.1
+    return {"w": parameter}
 
 
 @specimen("tensor with attributes")
 def tensor_with_attributes() -> Any:
-    made = torch.rand(3)
-    made.group, made.beside = "head", torch.rand(2)
-    return {"w": made}
+    tensor = torch.rand(3)
+    tensor.group, tensor.beside = "head", torch.rand(2)
+    return {"w": tensor}
 
 
 if hasattr(nn, "Buffer"):  # since torch 2.5
@@ -263,17 +266,17 @@ def empty_views() -> Any:
 
 @specimen("the same tensor twice")
 def same_twice() -> Any:
-    one = torch.rand(3)
-    return {"a": one, "b": one, "c": [one, one.view(3)]}
+    tensor = torch.rand(3)
+    return {"a": tensor, "b": tensor, "c": [tensor, tensor.view(3)]}
 
 
 @specimen("sparse")
 def sparse() -> Any:
     indices = torch.tensor([[0, 1, 1, 0], [2, 0, 2, 2]])
-    made = torch.sparse_coo_tensor(indices, torch.rand(4), (2, 3))
+    uncoalesced = torch.sparse_coo_tensor(indices, torch.rand(4), (2, 3))
     hybrid = torch.sparse_coo_tensor(indices, torch.rand(4, 5), (2, 3, 5))
-    nothing = torch.sparse_coo_tensor(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(0), (2, 3))
-    return {"loose": made, "coalesced": made.coalesce(), "hybrid": hybrid, "nothing": nothing}
+    empty = torch.sparse_coo_tensor(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(0), (2, 3))
+    return {"loose": uncoalesced, "coalesced": uncoalesced.coalesce(), "hybrid": hybrid, "nothing": empty}
 
 
 @specimen("sparse requires grad")
@@ -283,8 +286,8 @@ def sparse_with_grad() -> Any:
 
 def compressed(layout: str) -> Any:
     dense = torch.rand(4, 4) * torch.eye(4)
-    made = getattr(dense, f"to_sparse_{layout}")(*([(2, 2)] if layout in ("bsr", "bsc") else []))
-    return {"w": made, "beside": dense}
+    matrix = getattr(dense, f"to_sparse_{layout}")(*([(2, 2)] if layout in ("bsr", "bsc") else []))
+    return {"w": matrix, "beside": dense}
 
 
 for _name in ("csr", "csc", "bsr", "bsc"):
@@ -302,26 +305,26 @@ if hasattr(torch, "jagged"):  # since torch 2.2
 
     @specimen("jagged")
     def jagged() -> Any:
-        made = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged)
-        return {"n": made, "again": made}
+        tensor = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged)
+        return {"n": tensor, "again": tensor}
 
 
 class Marked(torch.Tensor):
-    """A subclass with nothing of its own."""
+    """A subclass that adds nothing."""
 
 
 class Pair(torch.Tensor):
-    """A subclass that holds two tensors and has no memory of its own."""
+    """A wrapper subclass: it holds two tensors and has no storage."""
 
     first: torch.Tensor
     second: torch.Tensor
 
     def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Pair:  # noqa: PYI034 - Self is newer
-        made: Pair = torch.Tensor._make_wrapper_subclass(
+        pair: Pair = torch.Tensor._make_wrapper_subclass(
             cls, first.size(), dtype=first.dtype, device=first.device, requires_grad=first.requires_grad
         )
-        made.first, made.second = first, second
-        return made
+        pair.first, pair.second = first, second
+        return pair
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["first", "second"], None
@@ -333,9 +336,9 @@ class Pair(torch.Tensor):
 
 @specimen("subclass", Marked)
 def subclass() -> Any:
-    made = torch.rand(3).as_subclass(Marked)
-    made.label = "a"
-    return {"w": made, "parameter": nn.Parameter(torch.rand(2).as_subclass(Marked))}
+    tensor = torch.rand(3).as_subclass(Marked)
+    tensor.label = "a"
+    return {"w": tensor, "parameter": nn.Parameter(torch.rand(2).as_subclass(Marked))}
 
 
 @specimen("wrapper subclass", Pair)
@@ -345,8 +348,8 @@ def wrapper_subclass() -> Any:
 
 @specimen("storages")
 def storages() -> Any:
-    held = torch.rand(5)
-    return {"typed": held.storage(), "tensor": held, "ints": torch.arange(3).storage(), "again": held.storage()}
+    tensor = torch.rand(5)
+    return {"typed": tensor.storage(), "tensor": tensor, "ints": torch.arange(3).storage(), "again": tensor.storage()}
 
 
 @specimen("untyped storage")
@@ -373,8 +376,8 @@ def plain_values() -> Any:
     }
 
 
-@specimen("no bytes")
-def no_bytes() -> Any:
+@specimen("empty bytes")
+def empty_bytes() -> Any:
     return b""
 
 
@@ -398,7 +401,7 @@ def frozen_sets() -> Any:
     return {"f": frozenset({1, (2, 3)}), "empty": frozenset()}
 
 
-@specimen("types of torch")
+@specimen("torch types")
 def torch_types() -> Any:
     return {
         "dtype": [torch.float16, torch.int64],
@@ -421,10 +424,10 @@ def version() -> Any:
 
 @specimen("dictionaries")
 def dictionaries() -> Any:
-    made = OrderedDict(b=1, a=torch.rand(2))
-    made._metadata = OrderedDict({"": {"version": 1}, "layer": {"version": 2}})  # type: ignore[attr-defined]
+    ordered = OrderedDict(b=1, a=torch.rand(2))
+    ordered._metadata = OrderedDict({"": {"version": 1}, "layer": {"version": 2}})  # type: ignore[attr-defined]
     return {
-        "ordered": made,
+        "ordered": ordered,
         "empty": OrderedDict(),
         "counter": Counter("abca"),
         "order": {"z": 1, "a": 2, "m": 3},
@@ -441,17 +444,17 @@ def keys() -> Any:
     return {1: "int", "1": "text", (1, "a"): "tuple", None: "none", 2.5: "float", b"k": "bytes", False: "bool"}
 
 
-@specimen("default of defaults", safe=False)
-def default_of_defaults() -> Any:
+@specimen("nested default dictionaries", safe=False)
+def nested_default_dictionaries() -> Any:
     return defaultdict(functools.partial(defaultdict, int), a=defaultdict(int, b=1))
 
 
 @specimen("deep")
 def deep() -> Any:
-    out: Any = torch.rand(2)
+    value: Any = torch.rand(2)
     for depth in range(150):
-        out = [out] if depth % 2 else {"d": out}
-    return out
+        value = [value] if depth % 2 else {"d": value}
+    return value
 
 
 @specimen("wide")
@@ -469,10 +472,10 @@ def shared_containers() -> Any:
 def cycles() -> Any:
     ring: list[Any] = [torch.rand(2)]
     ring.append(ring)
-    held: dict[str, Any] = {"ring": ring}
-    held["self"] = held
-    held["tuple"] = (held, ring)
-    return held
+    root: dict[str, Any] = {"ring": ring}
+    root["self"] = root
+    root["tuple"] = (root, ring)
+    return root
 
 
 @specimen("a cycle through a tuple")
@@ -484,12 +487,12 @@ def tuple_cycle() -> Any:
 
 
 @specimen("root is a number")
-def number_alone() -> Any:
+def number_as_root() -> Any:
     return 5
 
 
-@specimen("root is a text")
-def text_alone() -> Any:
+@specimen("root is a string")
+def string_as_root() -> Any:
     return "cuda:0"
 
 
@@ -515,18 +518,18 @@ class Net(nn.Module):
 
 
 def hook(*_: object) -> None:
-    """A hook that a file can name."""
+    """A hook that pickle can save by name."""
 
 
 def trained(optimizer: str, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     """A model and its optimizer after two steps."""
     net = Net()
-    made: torch.optim.Optimizer = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, **options)
+    stepped: torch.optim.Optimizer = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, **options)
     for _ in range(2):
-        made.zero_grad()
+        stepped.zero_grad()
         net(torch.randint(0, 7, (3,))).sum().backward()
-        made.step()
-    return net, made
+        stepped.step()
+    return net, stepped
 
 
 @specimen("state dict")
@@ -535,7 +538,7 @@ def state_dict() -> Any:
 
 
 @specimen("state dict with grad")
-def state_dict_kept() -> Any:
+def state_dict_with_vars() -> Any:
     return Net().state_dict(keep_vars=True)
 
 
@@ -551,13 +554,13 @@ for _name, _options in (("Adam", {}), ("AdamW", {"amsgrad": True}), ("SGD", {"mo
 
 def _schedulers() -> Any:
     optimizer = trained("SGD", momentum=0.9)[1]
-    made = [
+    schedulers = [
         torch.optim.lr_scheduler.StepLR(optimizer, 2),
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
         torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
         torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
     ]
-    return [each.state_dict() for each in made]
+    return [scheduler.state_dict() for scheduler in schedulers]
 
 
 ZOO["state of schedulers"] = Specimen(_schedulers)
@@ -597,25 +600,25 @@ def data_set() -> Any:
     return (torch.rand(10, 3), torch.arange(10))
 
 
-# -- what only a trusted file may hold ---------------------------------------------------------------------------------
+# -- objects that need a trusted file ----------------------------------------------------------------------------------
 
 
 class Colour(enum.Enum):
-    """A choice."""
+    """An enumeration."""
 
     RED = 1
 
 
 @dataclass
 class Options:
-    """Settings with a tensor among them."""
+    """A dataclass with a tensor field."""
 
     rate: float
     weight: torch.Tensor
 
 
 class Slotted:
-    """An object without a dictionary."""
+    """An object with slots and no ``__dict__``."""
 
     __slots__ = ("a", "b")
 
@@ -624,14 +627,14 @@ class Slotted:
 
 
 class Point(NamedTuple):
-    """A tuple with names."""
+    """A named tuple."""
 
     x: int
     y: torch.Tensor
 
 
 class Keeper:
-    """An object that reduces itself with all that a reduction can have: state, items of a list and of a dictionary."""
+    """An object whose ``__reduce__`` returns everything it can: state, list items and dictionary items."""
 
     def __init__(self, made: str = "by hand") -> None:
         self.made, self.listed, self.mapped = made, [], {}  # type: ignore[var-annotated]
@@ -640,11 +643,11 @@ class Keeper:
         return Keeper, ("by pickle",), {"w": torch.rand(2)}, iter([1, torch.rand(1)]), iter([("k", torch.rand(1))])
 
     def append(self, value: Any) -> None:
-        """As a list has it."""
+        """Used by pickle for the list items."""
         self.listed.append(value)
 
     def extend(self, values: Any) -> None:
-        """As a list has it."""
+        """Used by pickle for the list items."""
         self.listed.extend(values)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -660,17 +663,17 @@ def _module() -> Any:
 
 @specimen("parameter with hooks")
 def parameter_with_hooks() -> Any:
-    """Hooks are not saved, which torch.save warns of."""
-    made = nn.Parameter(torch.rand(3))
-    made._backward_hooks = OrderedDict({7: hook})
-    return made
+    """Its hooks are not saved; torch.save warns about that."""
+    parameter = nn.Parameter(torch.rand(3))
+    parameter._backward_hooks = OrderedDict({7: hook})
+    return parameter
 
 
 def _generator() -> Any:
-    made = torch.Generator()
-    made.manual_seed(5)
-    torch.rand(3, generator=made)
-    return {"generator": made, "again": made}
+    generator = torch.Generator()
+    generator.manual_seed(5)
+    torch.rand(3, generator=generator)
+    return {"generator": generator, "again": generator}
 
 
 TRUSTED: dict[str, Build] = {

@@ -15,13 +15,13 @@ NBYTES = (40 << 20) + 12_345
 
 @pytest.fixture(scope="session")
 def blob() -> bytes:
-    """Bytes that do not repeat: ten cells and a bit."""
+    """Random bytes, a little more than ten cells."""
     return Random(5).randbytes(NBYTES)  # noqa: S311 - the same every time
 
 
 @pytest.fixture(scope="session")
 def blob_path(blob: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of these bytes."""
+    """A file with the bytes of ``blob``."""
     path = tmp_path_factory.mktemp("transfer") / "blob"
     path.write_bytes(blob)
     return path
@@ -29,7 +29,7 @@ def blob_path(blob: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def set_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Pretend to have so many processors."""
+    """Pretend to have this many CPU cores."""
 
     def pretend(count: int) -> None:
         monkeypatch.setattr("transload.io.pool.cores", lambda: count)
@@ -39,7 +39,7 @@ def set_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """A driver that watches; afterwards it must have found no fault, and nothing may be under way."""
+    """The fake driver. After the test it must have recorded no fault, and no copy may be in progress."""
     fake = FakeDriver(slow=0.0005)
 
     def fence(transfer: engine.Transfer, device: str) -> None:
@@ -49,7 +49,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(engine.Transfer, "_fence", fence)
     monkeypatch.setattr(engine, "_idle", [])
     yield fake
-    left = fake.pending
+    pending = fake.pending
     fake.close()
     assert fake.faults == []
-    assert left == 0
+    assert pending == 0

@@ -1,4 +1,4 @@
-"""The calls of libcuda, made to something that writes them down."""
+"""The calls to libcuda, made to a fake library that records them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _Function:
         assert not self.argtypes or len(arguments) == len(self.argtypes)
         first = getattr(arguments[0], "_obj", None)
         if first is not None:
-            first.value = self._library.gives.get(self.__name__, 0)
+            first.value = self._library.outputs.get(self.__name__, 0)
         self._library.calls.append(
-            (self.__name__, tuple(_plain(each) for each in arguments if not hasattr(each, "_obj")))
+            (self.__name__, tuple(_plain(argument) for argument in arguments if not hasattr(argument, "_obj")))
         )
-        return self._library.answers.get(self.__name__, 0)
+        return self._library.return_codes.get(self.__name__, 0)
 
 
 def _plain(argument: Any) -> Any:
@@ -52,13 +52,13 @@ def _plain(argument: Any) -> Any:
 
 
 class Library:
-    """``gives`` what calls write to where their first argument points, ``answers`` what they return."""
+    """``outputs``: what calls write to where their first argument points; ``return_codes``: what they return."""
 
-    def __init__(self, *more: str, without: str = "") -> None:
+    def __init__(self, *extra: str, without: str = "") -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.gives: dict[str, int] = {}
-        self.answers: dict[str, int] = {}
-        for name in (*NAMES, *more):
+        self.outputs: dict[str, int] = {}
+        self.return_codes: dict[str, int] = {}
+        for name in (*NAMES, *extra):
             if name != without:
                 setattr(self, name, _Function(self, name))
 
@@ -68,24 +68,24 @@ def library() -> Library:
     return Library()
 
 
-def test_a_context_is_set_and_restored(library: Library) -> None:
+def test_context_is_set_and_restored(library: Library) -> None:
     cuda = Driver(library)
-    library.gives.update(cuCtxGetCurrent=0x77, cuDevicePrimaryCtxRetain=0x100)
+    library.outputs.update(cuCtxGetCurrent=0x77, cuDevicePrimaryCtxRetain=0x100)
     before = cuda.current_context()
     cuda.set_device(1)
     cuda.set_device(1)
     cuda.set_context(before)
     assert [call for call in library.calls if call[0] != "cuCtxGetCurrent"] == [
-        ("cuDevicePrimaryCtxRetain", (1,)),  # once: it counts
+        ("cuDevicePrimaryCtxRetain", (1,)),  # once: libcuda counts references
         ("cuCtxSetCurrent", (0x100,)),
         ("cuCtxSetCurrent", (0x100,)),
         ("cuCtxSetCurrent", (0x77,)),
     ]
 
 
-def test_what_is_made_is_given_back(library: Library) -> None:
+def test_streams_and_events_are_created_and_destroyed(library: Library) -> None:
     cuda = Driver(library)
-    library.gives.update(cuStreamCreate=0x10, cuEventCreate=0x20)
+    library.outputs.update(cuStreamCreate=0x10, cuEventCreate=0x20)
     cuda.destroy([cuda.create_stream()], [cuda.create_event(), cuda.create_event()])
     assert library.calls == [
         ("cuStreamCreate", (1,)),  # it does not wait for the default stream
@@ -97,11 +97,11 @@ def test_what_is_made_is_given_back(library: Library) -> None:
     ]
 
 
-def test_a_thread_without_a_context(library: Library) -> None:
+def test_current_context_of_a_thread_without_one_is_zero(library: Library) -> None:
     assert Driver(library).current_context() == 0
 
 
-def test_memory_is_pinned_for_all_devices(library: Library) -> None:
+def test_memory_is_pinned_for_all_devices_and_unpinned(library: Library) -> None:
     cuda = Driver(library)
     cuda.pin(4096, 8192)
     cuda.pin(1 << 40, 4096, read_only=True)
@@ -113,7 +113,7 @@ def test_memory_is_pinned_for_all_devices(library: Library) -> None:
     ]
 
 
-def test_work_is_started_and_waited_for(library: Library) -> None:
+def test_copies_events_and_waits_call_the_driver(library: Library) -> None:
     cuda = Driver(library)
     cuda.stream_wait_event(7, 8)
     cuda.copy([(1 << 45, 2, 3), (4, 5, 6)], 7)
@@ -131,12 +131,12 @@ def test_work_is_started_and_waited_for(library: Library) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 500])
-def test_many_copies_are_one_call_where_the_driver_has_one(count: int) -> None:
-    found: list[list[int]] = []
+def test_many_copies_are_one_batch_call_if_available(count: int) -> None:
+    arrays: list[list[int]] = []
     library = Library("cuMemcpyBatchAsync_v2")
 
     def batch(*arguments: Any) -> int:
-        found.extend(list((ctypes.c_uint64 * arguments[3]).from_address(each)) for each in arguments[:3])
+        arrays.extend(list((ctypes.c_uint64 * arguments[3]).from_address(each)) for each in arguments[:3])
         assert (arguments[5]._obj.value, *arguments[6:]) == (0, 1, 77)
         assert bytes(arguments[4]._obj) == (1).to_bytes(24, "little")
         return 0
@@ -145,28 +145,30 @@ def test_many_copies_are_one_call_where_the_driver_has_one(count: int) -> None:
     copies = [((1 << 45) + index, 100 + index, 1 + index) for index in range(count)]
     Driver(library).copy(copies, 77)
     if count >= 8:
-        assert [tuple(each) for each in zip(*found, strict=True)] == copies
+        assert [tuple(each) for each in zip(*arrays, strict=True)] == copies
         assert library.calls == []
     else:
         assert [call[1][:3] for call in library.calls] == copies
 
 
-def test_no_copies(library: Library) -> None:
+def test_copy_of_nothing_makes_no_call(library: Library) -> None:
     Driver(library).copy([], 1)
     assert library.calls == []
 
 
-@pytest.mark.parametrize(("answer", "value", "can"), [(0, 1, True), (0, 0, False), (3, 1, False)])
-def test_whether_pages_of_files_can_be_pinned(answer: int, value: int, library: Library, *, can: bool) -> None:
-    library.answers["cuDeviceGetAttribute"] = answer
-    library.gives["cuDeviceGetAttribute"] = value
-    assert Driver(library).can_pin_read_only(1) is can
+@pytest.mark.parametrize(("code", "value", "expected"), [(0, 1, True), (0, 0, False), (3, 1, False)])
+def test_can_pin_read_only_queries_the_device_attribute(
+    code: int, value: int, library: Library, *, expected: bool
+) -> None:
+    library.return_codes["cuDeviceGetAttribute"] = code
+    library.outputs["cuDeviceGetAttribute"] = value
+    assert Driver(library).can_pin_read_only(1) is expected
     assert library.calls == [("cuDeviceGetAttribute", (113, 1))]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cuDeviceGetAttribute"])
-def test_an_answer_that_is_not_zero_is_an_error_of_ours(name: str, library: Library) -> None:
-    library.answers[name] = 700
+def test_nonzero_return_code_is_a_driver_error(name: str, library: Library) -> None:
+    library.return_codes[name] = 700
     cuda = Driver(library)
     with pytest.raises(DriverError, match="700") as raised:
         _call_all(cuda)
@@ -188,29 +190,29 @@ def _call_all(cuda: Driver) -> None:
     cuda.wait_stream(1)
 
 
-class TestWhichDriver:
+class TestCudaDriver:
     @pytest.fixture(autouse=True)
-    def _anew(self) -> Any:
+    def _clear_cache(self) -> Any:
         cuda_driver.cache_clear()
         yield
         cuda_driver.cache_clear()
 
-    def test_none_where_torch_has_no_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_none_if_torch_is_built_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
         monkeypatch.setattr(torch.version, "cuda", None)
-        monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("there is no need to look"))
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("libcuda is not needed"))
         assert cuda_driver() is None
 
     @pytest.mark.parametrize("platform", ["win32", "darwin"])
-    def test_none_elsewhere_than_on_linux(self, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_none_on_other_systems_than_linux(self, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(sys, "platform", platform)
         assert cuda_driver() is None
 
-    def test_none_where_it_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_none_if_libcuda_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
         def missing(_: str) -> None:
@@ -222,7 +224,7 @@ class TestWhichDriver:
         assert cuda_driver() is None
 
     @pytest.mark.parametrize("name", ["cuMemHostRegister_v2", "cuCtxGetCurrent"])
-    def test_none_where_it_lacks_a_call(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_none_if_libcuda_lacks_a_function(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
         monkeypatch.setattr(torch.version, "cuda", "13.0")

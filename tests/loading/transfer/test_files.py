@@ -30,7 +30,7 @@ def short(tmp_path: Path, blob: bytes) -> Path:
 
 @pytest.fixture
 def direct(blob_path: Path) -> Iterator[File]:
-    """A file that is read past the page cache, where the file system of the tests knows that."""
+    """A file that is read past the page cache, if the file system of the tests supports that."""
     source = FileSource(blob_path)
     file = File(source)
     try:
@@ -54,35 +54,39 @@ SPANS = {
     "across pages": (PAGE - 1, PAGE + 2),
     "a cell": (CELL, CELL),
     "the end of a cell": (2 * CELL - 7, 7),
-    "odd": (3 * CELL + 4097, 1_000_001),
-    "the end": (10 * CELL + 12_000, 345),
+    "unaligned": (3 * CELL + 4097, 1_000_001),
+    "the end of the file": (10 * CELL + 12_000, 345),
 }
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), SPANS.values(), ids=SPANS.keys())
-class TestSpans:
-    def test_buffered(self, offset: int, nbytes: int, blob: bytes, blob_path: Path, slot: Pages) -> None:
+class TestReadJob:
+    def test_buffered_read_returns_the_bytes(
+        self, offset: int, nbytes: int, blob: bytes, blob_path: Path, slot: Pages
+    ) -> None:
         (job,) = jobs([ReadRequest(0, offset, nbytes)])
         source = FileSource(blob_path)
         assert read(File(source), job, slot) == blob[offset : offset + nbytes]
         source.close()
 
-    def test_direct(self, offset: int, nbytes: int, blob: bytes, direct: File, slot: Pages) -> None:
+    def test_direct_read_returns_the_bytes(
+        self, offset: int, nbytes: int, blob: bytes, direct: File, slot: Pages
+    ) -> None:
         (job,) = jobs([ReadRequest(0, offset, nbytes)])
         assert direct.direct
         assert read(direct, job, slot) == blob[offset : offset + nbytes]
 
 
-def test_what_lies_beside_a_slot_is_not_touched(direct: File) -> None:
-    both = Pages(3 * CELL)
-    whole = memory_at(both.address, 3 * CELL)
-    whole[:] = b"\xaa" * (3 * CELL)
+def test_memory_around_a_slot_is_not_written(direct: File) -> None:
+    pages = Pages(3 * CELL)
+    memory = memory_at(pages.address, 3 * CELL)
+    memory[:] = b"\xaa" * (3 * CELL)
     (job,) = jobs([ReadRequest(0, CELL + 5, CELL - 5)])
-    direct.read_job(job, both.address + CELL)
-    assert bytes(whole[:CELL]) == bytes(whole[2 * CELL :]) == b"\xaa" * CELL
+    direct.read_job(job, pages.address + CELL)
+    assert bytes(memory[:CELL]) == bytes(memory[2 * CELL :]) == b"\xaa" * CELL
 
 
-def test_only_a_file_on_disk_has_a_descriptor(blob_path: Path) -> None:
+def test_only_an_open_file_on_disk_has_a_descriptor(blob_path: Path) -> None:
     source = FileSource(blob_path)
     assert File(source).descriptor == source.descriptor >= 0
     for other in (BytesSource(b"abc"), ObjectSource(io.BytesIO(b"abc")), Slice(source, 1, 2, "")):
@@ -94,7 +98,7 @@ def test_only_a_file_on_disk_has_a_descriptor(blob_path: Path) -> None:
     assert File(source).descriptor == -1
 
 
-def test_a_second_descriptor_is_closed(blob_path: Path, direct: File) -> None:
+def test_close_closes_the_direct_descriptor(blob_path: Path, direct: File) -> None:
     descriptor = direct._direct_descriptor
     assert os.fstat(descriptor).st_size == blob_path.stat().st_size
     direct.close()
@@ -104,9 +108,7 @@ def test_a_second_descriptor_is_closed(blob_path: Path, direct: File) -> None:
         os.fstat(descriptor)
 
 
-def test_the_file_that_was_opened_is_read_though_its_path_leads_to_another(
-    tmp_path: Path, blob: bytes, slot: Pages
-) -> None:
+def test_opened_file_is_read_even_if_its_path_was_replaced(tmp_path: Path, blob: bytes, slot: Pages) -> None:
     path = tmp_path / "x"
     path.write_bytes(blob[:9000])
     source = FileSource(path)
@@ -120,55 +122,55 @@ def test_the_file_that_was_opened_is_read_though_its_path_leads_to_another(
     source.close()
 
 
-# -- where a file system does not keep its word
+# -- file systems with short or failing reads
 
 
-class Reading:
-    """``os.preadv`` that gives less than it could, or nothing."""
+class ShortPreadv:
+    """An ``os.preadv`` that reads at most the given counts, or raises."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, counts: list[int | type[Exception]]) -> None:
         self._counts = iter(counts)
-        self._true = os.preadv
+        self._preadv = os.preadv
         monkeypatch.setattr(os, "preadv", self)
 
     def __call__(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        most = next(self._counts, None)
-        if isinstance(most, type):
-            raise most
-        return self._true(descriptor, [buffers[0][:most]], offset)
+        limit = next(self._counts, None)
+        if isinstance(limit, type):
+            raise limit
+        return self._preadv(descriptor, [buffers[0][:limit]], offset)
 
 
 @pytest.mark.parametrize(
     "counts",
     [[OSError], [PAGE, 3 * PAGE], [PAGE, OSError], [512], [PAGE, 512 * 3], [0], [OverflowError]],
-    ids=["refused", "slow", "refused later", "a small block", "a small block later", "nothing", "too far"],
+    ids=["error", "short", "error later", "small block", "small block later", "nothing", "overflow"],
 )
-def test_what_is_not_read_directly_is_read_all_the_same(
+def test_short_or_failed_direct_read_falls_back_to_buffered(
     counts: list[Any], direct: File, blob: bytes, slot: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (job,) = jobs([ReadRequest(0, PAGE + 100, 60_000)])
-    Reading(monkeypatch, counts)
+    ShortPreadv(monkeypatch, counts)
     assert read(direct, job, slot) == blob[PAGE + 100 : PAGE + 60_100]
 
 
-# -- files that end too early
+# -- truncated files
 
 
-def ended(source: Source, run: Run) -> tuple[int, int]:
-    """What is said of a part, read straight and as a job."""
+def short_read(source: Source, run: Run) -> tuple[int, int]:
+    """The request and count that ``ShortReadError`` reports, the same by ``read`` and ``read_job``."""
     memory = Pages(CELL)
     file = File(source)
-    with pytest.raises(ShortReadError) as straight:
+    with pytest.raises(ShortReadError) as by_run:
         file.read(run, memory.address)
-    with pytest.raises(ShortReadError) as slotted:
+    with pytest.raises(ShortReadError) as by_job:
         file.read_job(Job(0, "cpu", (run,)), memory.address)
-    assert (straight.value.request, straight.value.received) == (slotted.value.request, slotted.value.received)
-    return straight.value.request, straight.value.received
+    assert (by_run.value.request, by_run.value.received) == (by_job.value.request, by_job.value.received)
+    return by_run.value.request, by_run.value.received
 
 
 @pytest.mark.parametrize("kind", ["file", "bytes", "object"])
-def test_the_end_says_how_much_of_a_want_there_is(kind: str, short: Path) -> None:
-    """Not how much of the part that was being read."""
+def test_short_read_reports_the_bytes_received_of_the_request(kind: str, short: Path) -> None:
+    """Not those of the run that was being read."""
     opened: Any = None
     if kind == "file":
         source: Source = FileSource(short)
@@ -177,21 +179,21 @@ def test_the_end_says_how_much_of_a_want_there_is(kind: str, short: Path) -> Non
     else:
         opened = short.open("rb")
         source = ObjectSource(opened)
-    assert ended(source, Run(CELL, 3, CELL - 100, 9000)) == (3, CELL + 4900)
-    assert ended(source, Run(CELL + 4999, 3, 0, 2)) == (3, 1)
-    assert ended(source, Run(CELL + 5000, 3, 0, 2)) == (3, 0)
+    assert short_read(source, Run(CELL, 3, CELL - 100, 9000)) == (3, CELL + 4900)
+    assert short_read(source, Run(CELL + 4999, 3, 0, 2)) == (3, 1)
+    assert short_read(source, Run(CELL + 5000, 3, 0, 2)) == (3, 0)
     source.close()
     if opened:
         opened.close()
 
 
-def test_the_end_says_so_though_a_later_part_is_read_first(short: Path) -> None:
+def test_short_read_of_a_later_run_reports_the_bytes_received_of_the_request(short: Path) -> None:
     source = FileSource(short)
-    assert ended(source, Run(2 * CELL, 3, 2 * CELL - 50, 100)) == (3, CELL + 4950)
+    assert short_read(source, Run(2 * CELL, 3, 2 * CELL - 50, 100)) == (3, CELL + 4950)
     source.close()
 
 
-def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages) -> None:
+def test_short_read_reports_the_first_incomplete_request(short: Path, slot: Pages) -> None:
     source = FileSource(short)
     requests = [ReadRequest(0, CELL, 2000), ReadRequest(0, CELL + 4000, 2000), ReadRequest(0, CELL + 6500, 10)]
     (job,) = jobs(requests)
@@ -202,11 +204,11 @@ def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages)
 
 
 @pytest.mark.parametrize("offset", [2**62, 2**63 - 1, 2**63, 2**64 + 5, 10**40])
-@pytest.mark.parametrize("straight", [True, False], ids=["direct", "buffered"])
-def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, straight: bool) -> None:
+@pytest.mark.parametrize("use_direct", [True, False], ids=["direct", "buffered"])
+def test_offset_beyond_any_file_is_a_short_read(offset: int, short: Path, slot: Pages, *, use_direct: bool) -> None:
     source = FileSource(short)
     file = File(source)
-    if straight:
+    if use_direct:
         file.go_direct()
     (job, *_) = jobs([ReadRequest(0, offset, 10)])
     with pytest.raises(ShortReadError) as raised:
@@ -216,11 +218,11 @@ def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, st
     source.close()
 
 
-@pytest.mark.parametrize("straight", [True, False], ids=["direct", "buffered"])
-def test_a_file_that_is_cut_after_it_was_opened(short: Path, slot: Pages, *, straight: bool) -> None:
+@pytest.mark.parametrize("use_direct", [True, False], ids=["direct", "buffered"])
+def test_file_truncated_after_opening_is_a_short_read(short: Path, slot: Pages, *, use_direct: bool) -> None:
     source = FileSource(short)
     file = File(source)
-    if straight:
+    if use_direct:
         file.go_direct()
     os.truncate(short, CELL + 100)
     with pytest.raises(ShortReadError) as raised:
@@ -230,7 +232,7 @@ def test_a_file_that_is_cut_after_it_was_opened(short: Path, slot: Pages, *, str
     source.close()
 
 
-def test_a_file_is_long_enough_or_not(short: Path) -> None:
+def test_check_raises_for_a_truncated_file(short: Path) -> None:
     source = FileSource(short)
     file = File(source)
     runs = [Run(0, 0, 0, 10), Run(CELL, 1, 0, 5000)]

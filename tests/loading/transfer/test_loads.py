@@ -1,4 +1,4 @@
-"""Whole loads through the engine: checkpoints large enough for several threads, as torch loads them."""
+"""Complete loads through the engine, compared with torch: checkpoints large enough for several threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THREADS = [1, 3]
 
 
 def content() -> dict[str, Any]:
-    """Storages of all sizes, some of them shared, some seen in part, between small things."""
+    """Storages of all sizes, some shared, some with partial views, and small values between them."""
     torch.default_generator.manual_seed(3)
     base = torch.randn(LONG)
     return {
@@ -56,13 +56,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many lanes each transfer had."""
+def lane_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of lanes of each transfer."""
     counts: list[int] = []
 
     def run_lanes(jobs: Any, lanes: Any, report_progress: Any = None) -> None:
         counts.append(len(lanes))
-        work_really(jobs, lanes, report_progress)
+        real_run_lanes(jobs, lanes, report_progress)
 
     monkeypatch.setattr(engine, "run_lanes", run_lanes)
     return counts
@@ -73,21 +73,23 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("options", [{}, {"verify": True}, {"direct": True}], ids=["plain", "verified", "direct"])
-def test_as_torch_loads_it(threads: int, options: dict[str, Any], saved: Path, lanes: list[int]) -> None:
+def test_load_with_threads_equals_torch_load(
+    threads: int, options: dict[str, Any], saved: Path, lane_counts: list[int]
+) -> None:
     same(torch.load(saved), transload.load(saved, threads=threads, **options))
-    assert lanes == [threads]
+    assert lane_counts == [threads]
 
 
-def test_by_itself_it_takes_threads_where_there_are_cores(
-    saved: Path, lanes: list[int], set_cores: Callable[[int], None]
+def test_default_number_of_threads_is_the_number_of_cores(
+    saved: Path, lane_counts: list[int], set_cores: Callable[[int], None]
 ) -> None:
     set_cores(3)
     same(torch.load(saved), transload.load(saved, direct=False))
-    assert lanes == [3]
+    assert lane_counts == [3]
 
 
 @pytest.mark.parametrize("form", ["legacy", "safetensors", "bytes", "object"])
-def test_other_forms(form: str, saved: Path, tmp_path: Path) -> None:
+def test_other_formats_and_sources_load_with_threads(form: str, saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "x"
     if form == "legacy":
         torch.save(content(), path, _use_new_zipfile_serialization=False)
@@ -95,8 +97,8 @@ def test_other_forms(form: str, saved: Path, tmp_path: Path) -> None:
     elif form == "safetensors":
         tensors = {"a": torch.randn(LONG), "b": torch.randn(3, LONG), "c": torch.ones(3)}
         save_file(tensors, path)
-        made = transload.load(path, threads=3)
-        assert all(torch.equal(made[name], tensors[name]) for name in tensors)
+        loaded = transload.load(path, threads=3)
+        assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     elif form == "bytes":
         same(torch.load(saved), transload.load(saved.read_bytes(), threads=3))
     else:
@@ -104,24 +106,24 @@ def test_other_forms(form: str, saved: Path, tmp_path: Path) -> None:
             same(torch.load(saved), transload.load(file, threads=3))
 
 
-def test_a_function_says_where_things_go(saved: Path) -> None:
+def test_map_location_function_works_with_threads(saved: Path) -> None:
     same(torch.load(saved), transload.load(saved, lambda storage, _: storage, threads=3))
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_progress_comes_to_an_end(threads: int, saved: Path) -> None:
-    told: list[tuple[int, int]] = []
-    transload.load(saved, threads=threads, progress=lambda done, total: told.append((done, total)))
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1]
+def test_progress_increases_to_the_total(threads: int, saved: Path) -> None:
+    reported: list[tuple[int, int]] = []
+    transload.load(saved, threads=threads, progress=lambda done, total: reported.append((done, total)))
+    assert reported == sorted(reported)
+    assert reported[-1][0] == reported[-1][1]
 
 
 class Stop(Exception):  # noqa: N818 - a signal of these tests
-    """What the one who is told raises."""
+    """The error that the progress callback raises."""
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_the_one_who_is_told_stops_it(threads: int, saved: Path) -> None:
+def test_error_in_progress_callback_stops_the_load(threads: int, saved: Path) -> None:
     def stop(*_: int) -> None:
         raise Stop
 
@@ -131,19 +133,17 @@ def test_the_one_who_is_told_stops_it(threads: int, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_memory_is_free_as_soon_as_a_failed_load_is_over(
-    threads: int, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No collector is waited for: it may be the memory of a device."""
+def test_memory_of_a_failed_load_is_freed_at_once(threads: int, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be device memory, which must not wait for the garbage collector."""
     from transload.loading import _Reader
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    true_empty = _Reader._empty
+    real_empty = _Reader._empty
 
-    def kept(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
-        made = true_empty(reader, storage, device)
-        alive.add(made)
-        return made
+    def recorded(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
+        empty = real_empty(reader, storage, device)
+        alive.add(empty)
+        return empty
 
     def stop(*_: int) -> None:
         raise Stop
@@ -155,12 +155,12 @@ def test_memory_is_free_as_soon_as_a_failed_load_is_over(
             return bool(list(alive))
         return False
 
-    monkeypatch.setattr(_Reader, "_empty", kept)
+    monkeypatch.setattr(_Reader, "_empty", recorded)
     gc.collect()
     gc.disable()
     try:
         assert stopped()
-        assert not list(alive)  # some releases of torch do not call back when a storage goes
+        assert not list(alive)  # some releases of torch do not run callbacks when a storage is freed
     finally:
         gc.enable()
 
@@ -176,7 +176,7 @@ def offset_of(path: Path, name: str) -> int:
 
 @pytest.mark.parametrize("name", ["base", "int", "last", "small/250"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_flipped_bit_is_found_when_asked_for(name: str, threads: int, saved: Path, tmp_path: Path) -> None:
+def test_flipped_bit_is_found_with_verify(name: str, threads: int, saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "flipped.pt"
     data = bytearray(saved.read_bytes())
     data[offset_of(saved, name) + 800] ^= 4
@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_found_when_asked_for(name: str, threads: int, saved: P
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
-def test_a_stream_that_is_cut(cut: float, threads: int, tmp_path: Path) -> None:
+def test_truncated_stream_is_a_broken_file_error(cut: float, threads: int, tmp_path: Path) -> None:
     path = tmp_path / "cut.pt"
     torch.save(content(), path, _use_new_zipfile_serialization=False)
     os.truncate(path, int(path.stat().st_size * cut))
@@ -197,53 +197,53 @@ def test_a_stream_that_is_cut(cut: float, threads: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_file_that_is_cut_while_it_is_loaded(threads: int, saved: Path, tmp_path: Path) -> None:
+def test_file_truncated_during_load_is_a_broken_file_error(threads: int, saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.pt"
     path.write_bytes(saved.read_bytes())
-    at = offset_of(saved, "int")
+    offset = offset_of(saved, "int")
 
-    class Wish(dict[str, str]):
-        def get(self, *given: Any) -> Any:
-            os.truncate(path, at + 5_000_000)
-            return super().get(*given)
+    class TruncatingMap(dict[str, str]):
+        def get(self, *args: Any) -> Any:
+            os.truncate(path, offset + 5_000_000)
+            return super().get(*args)
 
     with pytest.raises(BrokenFileError, match=r"int.* after 5,000,000 of 12,000,000|last.* after 0 of"):
-        transload.load(path, Wish({"cuda:0": "cpu"}), threads=threads)
+        transload.load(path, TruncatingMap({"cuda:0": "cpu"}), threads=threads)
 
 
-def test_a_file_that_is_replaced_while_it_is_loaded(saved: Path, tmp_path: Path) -> None:
-    """What was opened is loaded."""
+def test_file_replaced_during_load_still_loads_the_opened_one(saved: Path, tmp_path: Path) -> None:
+    """The file that was opened is loaded."""
     path, other = tmp_path / "x.pt", tmp_path / "y.pt"
     path.write_bytes(saved.read_bytes())
     other.write_bytes(b"something else")
 
-    class Wish(dict[str, str]):
+    class ReplacingMap(dict[str, str]):
         def items(self) -> Any:
             if other.exists():
                 other.replace(path)
             return super().items()
 
-    same(torch.load(saved), transload.load(path, Wish({"cuda:0": "cpu"}), threads=3, direct=True))
+    same(torch.load(saved), transload.load(path, ReplacingMap({"cuda:0": "cpu"}), threads=3, direct=True))
 
 
-def test_there_is_no_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transload.loading import _Reader
 
-    true_empty = _Reader._empty
+    real_empty = _Reader._empty
 
-    def full(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
+    def oversized(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
         if storage.nbytes == 8 * LONG:
-            storage = type(storage)(**{**vars_of(storage), "nbytes": 1 << 55})
-        return true_empty(reader, storage, device)
+            storage = type(storage)(**{**fields_of(storage), "nbytes": 1 << 55})
+        return real_empty(reader, storage, device)
 
-    monkeypatch.setattr(_Reader, "_empty", full)
+    monkeypatch.setattr(_Reader, "_empty", oversized)
     with pytest.raises(DoesNotFitError, match="no memory for int"):
         transload.load(saved, threads=3)
 
 
-def vars_of(made: Any) -> dict[str, Any]:
-    names = getattr(made, "_fields", None) or made.__dataclass_fields__
-    return {name: getattr(made, name) for name in names}
+def fields_of(record: Any) -> dict[str, Any]:
+    names = getattr(record, "_fields", None) or record.__dataclass_fields__
+    return {name: getattr(record, name) for name in names}
 
 
 # -- load_into
@@ -262,7 +262,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("cores", [1, 3])
-def test_into_a_model(cores: int, tmp_path: Path, set_cores: Callable[[int], None]) -> None:
+def test_load_into_fills_a_model_in_place(cores: int, tmp_path: Path, set_cores: Callable[[int], None]) -> None:
     set_cores(cores)
     path = tmp_path / "x.pt"
     torch.save(Model(1).state_dict(), path)
@@ -276,43 +276,45 @@ def test_into_a_model(cores: int, tmp_path: Path, set_cores: Callable[[int], Non
 
 
 @pytest.mark.parametrize("cores", [1, 3])
-def test_a_file_cut_while_it_goes_into_a_model(
+def test_file_truncated_during_load_into_is_a_broken_file_error(
     cores: int, tmp_path: Path, set_cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_cores(cores)
     path = tmp_path / "x.pt"
     torch.save(Model(1).state_dict(), path)
-    at = offset_of(path, "wide.weight")
+    offset = offset_of(path, "wide.weight")
 
-    def cut(jobs: Any, lanes: Any, report_progress: Any = None) -> None:
-        os.truncate(path, at + 5_000_000)
-        work_really(jobs, lanes, report_progress)
+    def truncating_run_lanes(jobs: Any, lanes: Any, report_progress: Any = None) -> None:
+        os.truncate(path, offset + 5_000_000)
+        real_run_lanes(jobs, lanes, report_progress)
 
-    monkeypatch.setattr(engine, "run_lanes", cut)
+    monkeypatch.setattr(engine, "run_lanes", truncating_run_lanes)
     with pytest.raises(BrokenFileError, match=r"wide|tall|tied|norms|count"):
         transload.load_into(Model(2), path)
 
 
-# -- to devices that are not there
+# -- to fake devices
 
 
-def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storages are made in the memory of the host here, and served as a device's."""
+def test_driver_error_is_a_transload_error_and_the_next_load_works(
+    saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storages are allocated in host memory and treated as device memory."""
     from transload.loading import _Reader
     from transload.loading import placement as arrival
 
-    true_empty = _Reader._empty
+    real_empty = _Reader._empty
 
-    def served(reader: Any, storage: Any, device: str = "cpu") -> Any:
-        made = true_empty(reader, storage)
+    def on_device(reader: Any, storage: Any, device: str = "cpu") -> Any:
+        empty = real_empty(reader, storage)
         if device != "cpu":
-            cuda.serves(made.data_ptr(), storage.nbytes, 0)
-        return made
+            cuda.add_memory(empty.data_ptr(), storage.nbytes, 0)
+        return empty
 
-    monkeypatch.setattr(_Reader, "_empty", served)
+    monkeypatch.setattr(_Reader, "_empty", on_device)
     monkeypatch.setattr(arrival.DeviceMap, "planned_device", lambda *_: "cuda:0")
-    found: Any = driver.cuda_driver()
-    assert found is cuda
+    current_driver: Any = driver.cuda_driver()
+    assert current_driver is cuda
     same(torch.load(saved), transload.load(saved, threads=2))
     cuda.fails["copy"] = [cuda.calls["copy"] + 3]
     with pytest.raises(TransloadError, match="copy was told to fail"):
@@ -320,9 +322,9 @@ def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatc
     same(torch.load(saved), transload.load(saved, threads=2))
 
 
-# -- systems that lack things
+# -- systems other than Linux
 
-ELSEWHERE = """
+WITHOUT_LINUX_FEATURES = """
 import mmap, os, sys
 import torch
 for name in ("preadv", "O_DIRECT", "RWF_NOWAIT", "sched_getaffinity", "register_at_fork"):
@@ -341,9 +343,9 @@ assert torch.equal(made["int"], true["int"]) and torch.equal(made["last"], true[
 print("loaded")
 """
 
-work_really = engine.run_lanes  # before a test puts another in its place
+real_run_lanes = engine.run_lanes  # before a test replaces it
 
 
-def test_it_works_without_what_only_linux_has(saved: Path) -> None:
-    made = forks.run("-c", ELSEWHERE, saved)
-    assert made.stdout == "loaded\n", made.stderr
+def test_load_works_without_linux_features(saved: Path) -> None:
+    process = forks.run("-c", WITHOUT_LINUX_FEATURES, saved)
+    assert process.stdout == "loaded\n", process.stderr

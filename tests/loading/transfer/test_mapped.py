@@ -1,4 +1,4 @@
-"""The device fetches from the page cache: pages are pinned for reading, some at a time, and let go."""
+"""The device copies from the page cache: mapped pages are pinned read-only, part by part, and released."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from tests.loading.transfer.fake import CALLS, FakeDriver, Goal
+from tests.loading.transfer.fake import CALLS, FakeDriver, Targets
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
@@ -32,8 +32,8 @@ MIXED = [
 
 
 @pytest.fixture(params=[1, 2], ids=["one core", "two cores"])
-def count(request: pytest.FixtureRequest, set_cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> int:
-    """So few processors that pages are mapped, and a file that is in the cache."""
+def cores(request: pytest.FixtureRequest, set_cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Few enough CPU cores that pages are mapped, and a file that is in the page cache."""
     set_cores(request.param)
     monkeypatch.setattr(engine, "cached_fraction", lambda *_: 1.0)
     return int(request.param)
@@ -41,94 +41,94 @@ def count(request: pytest.FixtureRequest, set_cores: Callable[[int], None], monk
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of one job each: there are many."""
+    """Make parts of one job each, so that there are many."""
     monkeypatch.setattr(engine, "_GROUP", 1)
 
 
-def brought(
+def check_transfer(
     path: Path, blob: bytes, requests: list[ReadRequest], cuda: FakeDriver, checksums: Checksums | None = None
 ) -> Choice:
-    source, goal, told = FileSource(path), Goal(requests, cuda), list[int]()
+    source, targets, reported = FileSource(path), Targets(requests, cuda), list[int]()
     try:
-        choice = read_ranges([source], requests, goal.place, report_progress=told.append, checksums=checksums)
-        goal.check(blob)
+        choice = read_ranges([source], requests, targets.place, report_progress=reported.append, checksums=checksums)
+        targets.check(blob)
     finally:
         source.close()
-    assert sum(told) == sum(request.nbytes for request in requests)
+    assert sum(reported) == sum(request.nbytes for request in requests)
     assert cuda.pending == 0
     return choice
 
 
 def mappings(path: Path) -> int:
-    """Parts of a file that are mapped at the moment."""
+    """The number of parts of a file that are mapped."""
     return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").count(str(path))
 
 
-def let_go(path: Path, cuda: FakeDriver) -> bool:
+def is_released(path: Path, cuda: FakeDriver) -> bool:
     return mappings(path) == 0 and not any(read_only for _, read_only in cuda.pins.values())
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("requests", [LARGE, MIXED], ids=["large", "mixed"])
-def test_pages_are_pinned_fetched_and_let_go(
-    requests: list[ReadRequest], count: int, blob: bytes, blob_path: Path, cuda: FakeDriver
+def test_pages_are_pinned_copied_and_released(
+    requests: list[ReadRequest], cores: int, blob: bytes, blob_path: Path, cuda: FakeDriver
 ) -> None:
-    choice = brought(blob_path, blob, requests, cuda)
-    assert (choice.lanes, choice.mapped) == (count, True)
+    choice = check_transfer(blob_path, blob, requests, cuda)
+    assert (choice.lanes, choice.mapped) == (cores, True)
     assert cuda.calls["pin read-only"] > 0
-    assert let_go(blob_path, cuda)
+    assert is_released(blob_path, cuda)
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_with_one_core_nothing_is_read(
-    count: int, blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+def test_file_is_not_read_with_one_core(
+    cores: int, blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if count == 1:
+    if cores == 1:
         monkeypatch.setattr(FileSource, "readinto", lambda *_: pytest.fail("the file is read"))
-    brought(blob_path, blob, LARGE, cuda)
-    assert cuda.calls["pin"] <= 2 * (count - 1)
+    check_transfer(blob_path, blob, LARGE, cuda)
+    assert cuda.calls["pin"] <= 2 * (cores - 1)
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("count", [1], indirect=True)
-def test_two_parts_are_under_way_at_once(
-    count: int, blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cores", [1], indirect=True)
+def test_two_parts_are_copied_at_once(
+    cores: int, blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part waits for its own event only: the next one is fetched while a third is pinned."""
+    """A part waits only for its own event: the next one is copied while a third is pinned."""
     waited: list[tuple[int, int]] = []
-    true_wait = engine.MappedLane._finish_oldest
+    real_finish = engine.MappedLane._finish_oldest
 
-    def fetched(lane: engine.MappedLane) -> None:
+    def recorded(lane: engine.MappedLane) -> None:
         waited.append((lane._parts[0].event, lane._parts[-1].event if len(lane._parts) > 1 else 0))
-        true_wait(lane)
+        real_finish(lane)
 
-    monkeypatch.setattr(engine.MappedLane, "_finish_oldest", fetched)
-    brought(blob_path, blob, LARGE, cuda)
-    assert len(waited) > 2 * count
+    monkeypatch.setattr(engine.MappedLane, "_finish_oldest", recorded)
+    check_transfer(blob_path, blob, LARGE, cuda)
+    assert len(waited) > 2 * cores
     assert all(first != last for first, last in waited)
 
 
-@pytest.mark.usefixtures("small_parts", "count")
-def test_streams_and_events_are_given_back(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
-    brought(blob_path, blob, LARGE, cuda)
+@pytest.mark.usefixtures("small_parts", "cores")
+def test_streams_and_events_are_not_leaked(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    check_transfer(blob_path, blob, LARGE, cuda)
     streams, events = cuda.streams, cuda.events
     for _ in range(3):
-        brought(blob_path, blob, LARGE, cuda)
-    assert cuda.streams <= streams + 1  # of the lane that is kept, if it had nothing to do the first time
-    assert cuda.events - events <= 3 + 2  # a fence for each load, which are the fake's
+        check_transfer(blob_path, blob, LARGE, cuda)
+    assert cuda.streams <= streams + 1  # for the kept lane, if it had no job the first time
+    assert cuda.events - events <= 3 + 2  # the fake creates a fence for each load
 
 
 @pytest.mark.parametrize("refused", [range(1, 99), [1], [2]], ids=["all", "first", "second"])
-@pytest.mark.usefixtures("small_parts", "count")
+@pytest.mark.usefixtures("small_parts", "cores")
 def test_pages_that_cannot_be_pinned_are_read(
     refused: list[int], blob: bytes, blob_path: Path, cuda: FakeDriver
 ) -> None:
     cuda.fails["pin read-only"] = refused
-    brought(blob_path, blob, MIXED, cuda)
-    assert let_go(blob_path, cuda)
+    check_transfer(blob_path, blob, MIXED, cuda)
+    assert is_released(blob_path, cuda)
 
 
-@pytest.mark.usefixtures("small_parts", "count")
+@pytest.mark.usefixtures("small_parts", "cores")
 def test_pages_that_cannot_be_mapped_are_read(
     blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,15 +136,15 @@ def test_pages_that_cannot_be_mapped_are_read(
         mmap = staticmethod(lambda *_: 2**64 - 1)
 
     monkeypatch.setattr(engine, "libc", Libc)
-    brought(blob_path, blob, MIXED, cuda)
+    check_transfer(blob_path, blob, MIXED, cuda)
     assert cuda.calls["pin read-only"] == 0
 
 
-@pytest.mark.usefixtures("count")
-def test_what_is_to_be_looked_at_is_read(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
-    """Touching a mapped page of a file that was just cut would end the process."""
+@pytest.mark.usefixtures("cores")
+def test_file_is_read_if_checksums_are_needed(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    """Touching a mapped page of a file that was just truncated would kill the process."""
     checksums = Checksums()
-    brought(blob_path, blob, MIXED, cuda, checksums)
+    check_transfer(blob_path, blob, MIXED, cuda, checksums)
     assert cuda.calls["pin read-only"] == 0
     assert checksums.whole(len(MIXED)) == [
         crc32(blob[request.offset : request.offset + request.nbytes]) for request in MIXED
@@ -152,81 +152,83 @@ def test_what_is_to_be_looked_at_is_read(blob: bytes, blob_path: Path, cuda: Fak
 
 
 @pytest.mark.parametrize("cut", [3 * CELL + 5, 5 * CELL + 76])
-@pytest.mark.usefixtures("small_parts", "count")
-def test_a_file_that_was_cut(cut: int, blob: bytes, tmp_path: Path, cuda: FakeDriver) -> None:
-    """The rest of its last page would come as zeros."""
+@pytest.mark.usefixtures("small_parts", "cores")
+def test_truncated_file_is_a_short_read_error(cut: int, blob: bytes, tmp_path: Path, cuda: FakeDriver) -> None:
+    """The rest of its last page would be zeros."""
     path = tmp_path / "cut"
     path.write_bytes(blob)
     source = FileSource(path)
     os.truncate(path, cut)
     with pytest.raises(ShortReadError) as raised:
-        read_ranges([source], LARGE, Goal(LARGE, cuda).place)
+        read_ranges([source], LARGE, Targets(LARGE, cuda).place)
     assert (raised.value.request, raised.value.received) == (0, cut - 77)
-    assert let_go(path, cuda)
+    assert is_released(path, cuda)
     source.close()
 
 
-@pytest.mark.usefixtures("small_parts", "count")
-@pytest.mark.parametrize("count", [1], indirect=True)
+@pytest.mark.usefixtures("small_parts", "cores")
+@pytest.mark.parametrize("cores", [1], indirect=True)
 @pytest.mark.parametrize("number", [1, 6], ids=["first", "last"])
-def test_a_file_that_is_cut_while_it_is_finish_oldest(
+def test_file_truncated_during_the_transfer_is_a_short_read_error(
     number: int, blob: bytes, tmp_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "cut"
     path.write_bytes(blob)
     source = FileSource(path)
     cut = 5 * CELL + 77 - 5
-    true_wait = FakeDriver.wait_event
+    real_wait = FakeDriver.wait_event
 
-    def later(driver: FakeDriver, event: int) -> None:
-        true_wait(driver, event)
+    def truncating_wait(driver: FakeDriver, event: int) -> None:
+        real_wait(driver, event)
         if driver.calls["wait_event"] == number:
             os.truncate(path, cut)
 
-    monkeypatch.setattr(FakeDriver, "wait_event", later)
+    monkeypatch.setattr(FakeDriver, "wait_event", truncating_wait)
     with pytest.raises(ShortReadError) as raised:
-        read_ranges([source], LARGE, Goal(LARGE, cuda).place)
+        read_ranges([source], LARGE, Targets(LARGE, cuda).place)
     assert (raised.value.request, raised.value.received) == (0, 5 * CELL - 5)
-    assert let_go(path, cuda)
+    assert is_released(path, cuda)
     source.close()
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.usefixtures("small_parts")
-def test_a_call_that_fails(call: str, number: int, count: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+def test_failing_call_releases_all_pages_and_the_next_load_works(
+    call: str, number: int, cores: int, blob: bytes, blob_path: Path, cuda: FakeDriver
+) -> None:
     cuda.fails[call] = [number]
-    goal, source = Goal(MIXED, cuda), FileSource(blob_path)
+    targets, source = Targets(MIXED, cuda), FileSource(blob_path)
     with pytest.raises(DriverError, match="told to fail"):
-        read_ranges([source], MIXED, goal.place)
+        read_ranges([source], MIXED, targets.place)
     source.close()
     assert cuda.pending == 0
-    assert let_go(blob_path, cuda)
-    assert len(engine._idle) == count - 1
+    assert is_released(blob_path, cuda)
+    assert len(engine._idle) == cores - 1
     cuda.fails.clear()
-    brought(blob_path, blob, MIXED, cuda)
+    check_transfer(blob_path, blob, MIXED, cuda)
 
 
-@pytest.mark.usefixtures("small_parts", "count")
-def test_pages_that_cannot_be_let_go_stay_and_the_others_do_not(blob: bytes, tmp_path: Path, cuda: FakeDriver) -> None:
+@pytest.mark.usefixtures("small_parts", "cores")
+def test_only_pages_that_cannot_be_unpinned_stay_mapped(blob: bytes, tmp_path: Path, cuda: FakeDriver) -> None:
     path = tmp_path / "x"
     path.write_bytes(blob)
     cuda.fails["unpin"] = [1]
     source = FileSource(path)
     with pytest.raises(DriverError, match="unpin was told to fail"):
-        read_ranges([source], LARGE, Goal(LARGE, cuda).place)
+        read_ranges([source], LARGE, Targets(LARGE, cuda).place)
     source.close()
     assert mappings(path) == sum(read_only for _, read_only in cuda.pins.values()) == 1
 
 
-@pytest.mark.usefixtures("small_parts", "count")
-def test_the_one_who_is_told_interrupts(blob_path: Path, cuda: FakeDriver) -> None:
-    source, goal = FileSource(blob_path), Goal(LARGE, cuda)
+@pytest.mark.usefixtures("small_parts", "cores")
+def test_interrupt_in_progress_callback_releases_all_pages(blob_path: Path, cuda: FakeDriver) -> None:
+    source, targets = FileSource(blob_path), Targets(LARGE, cuda)
 
     def report_progress(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        read_ranges([source], LARGE, goal.place, report_progress=report_progress)
-    assert let_go(blob_path, cuda)
+        read_ranges([source], LARGE, targets.place, report_progress=report_progress)
+    assert is_released(blob_path, cuda)
     source.close()

@@ -1,4 +1,4 @@
-"""The plan: every wanted byte is read once for everyone who wants it, in jobs that fit a slot."""
+"""Planning of jobs: every requested byte is read once for each request, in jobs that fit a slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transload.loading.jobs import CELL, GAP, Job, ReadRequest, jobs
 
 CELLS = st.sampled_from([1, 2, 7, 16, 64])
 GAPS = st.sampled_from([0, 1, 5, 1000])
-WANTS = st.lists(
+REQUESTS = st.lists(
     st.builds(
         ReadRequest,
         st.integers(0, 2),
@@ -24,20 +24,22 @@ WANTS = st.lists(
 )
 
 
-@given(WANTS, CELLS, GAPS)
-def test_every_wanted_byte_comes_once_from_its_place(requests: list[ReadRequest], cell: int, gap: int) -> None:
+@given(REQUESTS, CELLS, GAPS)
+def test_every_requested_byte_is_read_once_from_its_offset(requests: list[ReadRequest], cell: int, gap: int) -> None:
     received: Counter[tuple[int, int]] = Counter()
     for job in jobs(requests, cell, gap):
         for run in job.runs:
             request = requests[run.request]
             assert (request.file, request.device) == (job.file, job.device)
             assert run.offset == request.offset + run.begin
-            received.update((run.request, run.begin + at) for at in range(run.nbytes))
-    assert received == Counter((index, at) for index, request in enumerate(requests) for at in range(request.nbytes))
+            received.update((run.request, run.begin + position) for position in range(run.nbytes))
+    assert received == Counter(
+        (index, position) for index, request in enumerate(requests) for position in range(request.nbytes)
+    )
 
 
-@given(WANTS, CELLS, GAPS)
-def test_a_job_lies_in_one_cell(requests: list[ReadRequest], cell: int, gap: int) -> None:
+@given(REQUESTS, CELLS, GAPS)
+def test_job_lies_in_one_cell(requests: list[ReadRequest], cell: int, gap: int) -> None:
     for job in jobs(requests, cell, gap):
         assert job.begin == min(run.offset for run in job.runs)
         assert job.end == max(run.offset + run.nbytes for run in job.runs)
@@ -46,8 +48,10 @@ def test_a_job_lies_in_one_cell(requests: list[ReadRequest], cell: int, gap: int
         assert all(run.nbytes > 0 for run in job.runs)
 
 
-@given(WANTS, CELLS, GAPS)
-def test_what_nobody_wants_is_read_only_between_neighbours(requests: list[ReadRequest], cell: int, gap: int) -> None:
+@given(REQUESTS, CELLS, GAPS)
+def test_unrequested_bytes_are_read_only_in_gaps_within_the_limit(
+    requests: list[ReadRequest], cell: int, gap: int
+) -> None:
     for job in jobs(requests, cell, gap):
         reach = job.begin
         for run in job.runs:
@@ -55,21 +59,21 @@ def test_what_nobody_wants_is_read_only_between_neighbours(requests: list[ReadRe
             reach = max(reach, run.offset + run.nbytes)
 
 
-@given(WANTS, CELLS)
-def test_memory_is_asked_for_in_the_order_of_the_files(requests: list[ReadRequest], cell: int) -> None:
-    first = dict.fromkeys(run.request for job in jobs(requests, cell) for run in job.runs)
-    places = [requests[index][:2] for index in first]
+@given(REQUESTS, CELLS)
+def test_requests_first_appear_in_file_order(requests: list[ReadRequest], cell: int) -> None:
+    order = dict.fromkeys(run.request for job in jobs(requests, cell) for run in job.runs)
+    places = [requests[index][:2] for index in order]
     assert places == sorted(places)
 
 
-def test_nothing_is_wanted() -> None:
+def test_empty_requests_need_no_jobs() -> None:
     assert list(jobs([])) == []
     assert list(jobs([ReadRequest(0, 5, 0), ReadRequest(0, 5, 0, "cuda:0")])) == []
 
 
-def test_a_large_one_is_cut_where_cells_end() -> None:
-    made = list(jobs([ReadRequest(0, 100, 3 * CELL)]))
-    assert [(job.begin, job.end) for job in made] == [
+def test_large_request_is_split_at_cell_boundaries() -> None:
+    planned = list(jobs([ReadRequest(0, 100, 3 * CELL)]))
+    assert [(job.begin, job.end) for job in planned] == [
         (100, CELL),
         (CELL, 2 * CELL),
         (2 * CELL, 3 * CELL),
@@ -77,20 +81,20 @@ def test_a_large_one_is_cut_where_cells_end() -> None:
     ]
 
 
-def test_many_small_ones_are_read_together() -> None:
-    """20,000 tensors of 64 floats, as torch aligns them."""
-    made = list(jobs([ReadRequest(0, 320 * index, 256) for index in range(20_000)]))
-    assert len(made) == -(-20_000 * 320 // CELL)
-    assert sum(job.wanted for job in made) == 20_000 * 256
+def test_many_small_requests_share_jobs() -> None:
+    """20,000 tensors of 64 floats, with the alignment of torch."""
+    planned = list(jobs([ReadRequest(0, 320 * index, 256) for index in range(20_000)]))
+    assert len(planned) == -(-20_000 * 320 // CELL)
+    assert sum(job.wanted for job in planned) == 20_000 * 256
 
 
-def test_far_ones_are_read_apart() -> None:
+def test_requests_farther_apart_than_the_gap_are_separate_jobs() -> None:
     near, far = ReadRequest(0, 0, 10), ReadRequest(0, 10 + GAP + 1, 10)
     assert len(list(jobs([near, far]))) == 2
     assert len(list(jobs([near, far._replace(offset=10 + GAP)]))) == 1
 
 
-def test_neighbours_on_other_devices_are_other_jobs() -> None:
+def test_neighbouring_requests_for_other_devices_are_separate_jobs() -> None:
     requests = [
         ReadRequest(0, 0, 4),
         ReadRequest(0, 4, 4, "cuda:0"),
@@ -105,22 +109,22 @@ def test_neighbours_on_other_devices_are_other_jobs() -> None:
     ]
 
 
-def test_those_that_overlap_are_all_served() -> None:
+def test_overlapping_requests_are_all_read() -> None:
     requests = [ReadRequest(0, 0, 40), ReadRequest(0, 0, 40), ReadRequest(0, 10, 5), ReadRequest(0, 39, 1)]
-    made = list(jobs(requests, cell=16))
-    assert sum(job.wanted for job in made) == 86
-    assert all(job.end - job.begin <= 16 for job in made)
+    planned = list(jobs(requests, cell=16))
+    assert sum(job.wanted for job in planned) == 86
+    assert all(job.end - job.begin <= 16 for job in planned)
 
 
 @pytest.mark.parametrize("offset", [2**31 - 5, 2**32, 2**63 - 3, 2**64 + 1, 10**30])
-def test_positions_of_any_size(offset: int) -> None:
-    made = list(jobs([ReadRequest(0, offset, CELL + 9)]))
-    assert sum(job.wanted for job in made) == CELL + 9
-    assert made[0].begin == offset
-    assert made[-1].end == offset + CELL + 9
+def test_offsets_of_any_size_are_planned(offset: int) -> None:
+    planned = list(jobs([ReadRequest(0, offset, CELL + 9)]))
+    assert sum(job.wanted for job in planned) == CELL + 9
+    assert planned[0].begin == offset
+    assert planned[-1].end == offset + CELL + 9
 
 
-def test_jobs_are_made_one_by_one() -> None:
-    """A terabyte is not planned before its first byte is read."""
+def test_jobs_are_generated_lazily() -> None:
+    """Planning a huge request must not delay its first job."""
     first = next(jobs([ReadRequest(0, 0, 1 << 62)]))
     assert isinstance(first, Job)
