@@ -1,4 +1,4 @@
-"""What a check says: that load would do what it says, and what is missing on machines of every kind."""
+"""What ``check`` reports: it agrees with ``load``, and names what is missing on machines of every kind."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def valid(result: Check) -> Check:
     return result
 
 
-# -- load does what was said ------------------------------------------------------------------------------------------
+# -- load agrees with check -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def here() -> Machine:
-    """This very machine."""
+def this_machine() -> Machine:
+    """The machine that runs the tests."""
     return probe(sys.executable, torch=False)
 
 
@@ -61,59 +61,57 @@ def loads(path: Path, device: str | None = "auto") -> bool:
         warnings.simplefilter("ignore")
         try:
             load(path, device)
-        except Exception:  # noqa: BLE001  whatever it is, it did not load
+        except Exception:  # noqa: BLE001  any error means that it did not load
             return False
     return True
 
 
 @grouped("paths", FILES, 20)
-def test_load_does_what_check_predicts_for_a_fixture(paths: list[Path], here: Machine) -> None:
-    def agree(path: Path) -> None:
-        result = valid(check(path, machine=here))
+def test_load_does_what_check_predicts_for_a_fixture(paths: list[Path], this_machine: Machine) -> None:
+    def check_agreement(path: Path) -> None:
+        result = valid(check(path, machine=this_machine))
         assert result.ok == loads(path), result.refusal
 
-    for_each(paths, agree)
+    for_each(paths, check_agreement)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda:63", "gpu", None, ["cuda:63", "cpu"], ["gpu"]], ids=str)
-def test_load_does_what_check_predicts_for_a_device(device: Any, here: Machine) -> None:
+def test_load_does_what_check_predicts_for_a_device(device: Any, this_machine: Machine) -> None:
     for path in (TRAIN, DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"):
-        assert check(path, device, machine=here).ok == loads(path, device)
+        assert check(path, device, machine=this_machine).ok == loads(path, device)
 
 
 BODIES = {
     "plain": forge.ordered({"w": forge.tensor()}),
     "dangerous": forge.DANGEROUS,
-    "a name": forge.call(forge.name("models.net", "Net")),
+    "a global": forge.call(forge.name("models.net", "Net")),
     "numpy": forge.call(forge.name("numpy.ma.core", "_mareconstruct")),
-    "a name not called": forge.name("builtins", "getattr"),
+    "a global not called": forge.name("builtins", "getattr"),
     "an old opcode": forge.listing(b"I1\n"),
-    "a lost storage": forge.ordered({"w": forge.tensor("77")}),
-    "an unheard-of device": forge.ordered(
-        {"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "qpu:3"))}
-    ),
+    "a missing storage": forge.ordered({"w": forge.tensor("77")}),
+    "an unknown device": forge.ordered({"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "qpu:3"))}),
 }
 
 
 @pytest.mark.parametrize("title", BODIES)
-def test_load_does_what_check_predicts_for_a_forged_file(title: str, tmp_path: Path, here: Machine) -> None:
+def test_load_does_what_check_predicts_for_a_forged_file(title: str, tmp_path: Path, this_machine: Machine) -> None:
     path = saved(tmp_path, BODIES[title])
-    assert valid(check(path, machine=here)).ok == loads(path)
+    assert valid(check(path, machine=this_machine)).ok == loads(path)
 
 
-def test_torch_is_not_imported_for_it() -> None:
+def test_check_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys; from transload.checking import check; "
         f"print(check({str(TRAIN)!r}).ok, 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["True", "False", "False"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert process.stdout.split() == ["True", "False", "False"]
 
 
 # -- machines ---------------------------------------------------------------------------------------------------------
 
 
-def test_on_a_server_it_stays_where_it_was() -> None:
+def test_storages_stay_on_their_devices_on_a_server() -> None:
     result = valid(check(TRAIN, machine=SERVER))
     assert result.ok
     assert (result.plan.device_of("cuda:0"), result.plan.device_of("cpu")) == ("cuda:0", "cpu")
@@ -121,32 +119,32 @@ def test_on_a_server_it_stays_where_it_was() -> None:
     assert [(finding.code, finding.severity) for finding in result.findings] == [("device-objects", "note")]
 
 
-def test_on_a_laptop_it_lands_on_the_cpu_and_torch_would_fail() -> None:
+def test_storages_go_to_the_cpu_on_a_laptop_where_torch_would_fail() -> None:
     result = valid(check(TRAIN, machine=LAPTOP))
     assert result.ok
     assert result.plan.device_of("cuda:0") == "cpu"
     assert result.torch.text.startswith(
         "Attempting to deserialize object on a CUDA device but torch.cuda.is_available()"
     )
-    found = [(finding.code, finding.severity) for finding in result.findings]
-    assert found == [("device-objects", "warning"), ("tags-elsewhere", "note")]
+    findings = [(finding.code, finding.severity) for finding in result.findings]
+    assert findings == [("device-objects", "warning"), ("tags-elsewhere", "note")]
     assert "it loads" in str(result)
     assert result.torch.text in str(result)
 
 
 @pytest.mark.parametrize("name", ["state_dict_cuda0.pt", "state_dict_cuda1.pt", "state_dict_cuda0_legacy.pth"])
-def test_the_command_that_mends_the_tags_is_printed_and_works(name: str, tmp_path: Path) -> None:
+def test_retag_command_is_printed_and_works(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"it's a {name}"
     path.write_bytes((DATA / "h200" / name).read_bytes())
-    (finding,) = [each for each in check(path, machine=LAPTOP).findings if each.code == "tags-elsewhere"]
+    (finding,) = [candidate for candidate in check(path, machine=LAPTOP).findings if candidate.code == "tags-elsewhere"]
     command = shlex.split(finding.fix[-1].removeprefix("$ transload "))
-    done = subprocess.run([sys.executable, "-m", "transload", *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-m", "transload", *command], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     assert torch.load(path)
     assert "tags-elsewhere" not in codes(check(path, machine=LAPTOP))
 
 
-def test_what_does_not_load_is_not_to_be_retagged() -> None:
+def test_no_retag_advice_for_a_file_that_does_not_load() -> None:
     result = check(DATA / "h200" / "whole_custom_module_cuda0.pt", machine=LAPTOP)
     assert "needs-trust" in codes(result)
     assert "tags-elsewhere" not in codes(result)
@@ -162,39 +160,39 @@ def test_problems_of_the_file_come_before_those_of_the_machine(tmp_path: Path) -
 DOCTOR = "transload doctor shows how to get the GPU to work"
 
 
-def test_the_doctor_is_named_to_those_who_lack_a_gpu(tmp_path: Path) -> None:
+def test_doctor_is_recommended_only_where_a_missing_gpu_matters(tmp_path: Path) -> None:
     machine = no_torch_run(refused(healthy(), 999))
     (tmp_path / "page.pt").write_text("<html><title>404</title></html>")
-    here = DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"
+    cpu_file = DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"
     assert DOCTOR in str(check(TRAIN, machine=machine))
-    assert DOCTOR in str(check(here, "cuda:0", machine=machine))
-    assert DOCTOR not in str(check(here, machine=machine))
+    assert DOCTOR in str(check(cpu_file, "cuda:0", machine=machine))
+    assert DOCTOR not in str(check(cpu_file, machine=machine))
     assert DOCTOR not in str(check(tmp_path / "page.pt", machine=machine))
 
 
-def test_commands_stand_by_themselves(tmp_path: Path) -> None:
+def test_rescue_command_is_printed_once_on_a_separate_line(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(2000), "b": torch.ones(2000)}, path)
     path.write_bytes(path.read_bytes()[:12_000])
-    told = str(check(path, machine=LAPTOP)).split("\n")
-    assert told.count(f"    $ transload rescue {path} NEW.pt") == 1
+    lines = str(check(path, machine=LAPTOP)).split("\n")
+    assert lines.count(f"    $ transload rescue {path} NEW.pt") == 1
 
 
-def test_the_lines_that_allow_names_come_before_the_command_that_needs_none() -> None:
+def test_safe_globals_lines_come_before_the_convert_command() -> None:
     path = DATA / "h200" / "whole_custom_module_cuda0.pt"
-    told = str(check(path, machine=LAPTOP))
-    lines = told.split("\n")
-    assert "Only if you trust the file, from torch 2.5 on:" in told
+    text = str(check(path, machine=LAPTOP))
+    lines = text.split("\n")
+    assert "Only if you trust the file, from torch 2.5 on:" in text
     assert lines.index("import torch") < lines.index(
         f"    $ transload convert {path} {path.with_suffix('.safetensors')}"
     )
 
 
-def test_tags_of_devices_that_are_here_are_not_worth_a_word() -> None:
+def test_tags_of_existing_devices_are_not_reported() -> None:
     assert "tags-elsewhere" not in codes(check(DATA / "h200" / "state_dict_cuda0.pt", machine=SERVER))
 
 
-def test_the_index_that_torch_counts_to_is_in_its_words() -> None:
+def test_predicted_message_has_the_device_index_and_count() -> None:
     result = check(DATA / "h200" / "state_dict_cuda1.pt", None, machine=SERVER)
     assert not result.ok
     assert result.refusal == "there is no cuda:1 here, only cpu and cuda:0"
@@ -202,14 +200,14 @@ def test_the_index_that_torch_counts_to_is_in_its_words() -> None:
     assert codes(result) == ["no-such-device"]
 
 
-def test_a_broken_driver_is_named_with_its_cause() -> None:
+def test_broken_driver_is_reported_with_its_cause() -> None:
     result = check(TRAIN, machine=no_torch_run(refused(healthy(), 999)))
     assert result.ok
     assert result.plan.warning.endswith("]")
     assert "transload doctor" in str(result)
 
 
-def test_a_torch_that_may_or_may_not_see_the_card_has_no_certain_words() -> None:
+def test_prediction_is_not_exact_if_torch_may_not_support_the_gpu() -> None:
     pascal = {"driver__cuda__gpus": (cuda_gpu(0, "NVIDIA GTX 1080", (6, 1)),)}
     nvml = {"driver__nvml__gpus": (nvml_gpu(0, "NVIDIA GTX 1080", (6, 1)),)}
     result = check(TRAIN, machine=changed(SERVER, **pascal, **nvml))
@@ -217,7 +215,7 @@ def test_a_torch_that_may_or_may_not_see_the_card_has_no_certain_words() -> None
     assert not result.torch.exact
 
 
-def test_without_torch_nothing_loads_but_the_plan_is_shown() -> None:
+def test_missing_torch_is_refused_but_the_plan_is_shown() -> None:
     result = valid(check(TRAIN, machine=changed(SERVER, torch=Torch(installs=()))))
     assert not result.ok
     assert result.refusal == "torch is not installed here"
@@ -226,12 +224,12 @@ def test_without_torch_nothing_loads_but_the_plan_is_shown() -> None:
     assert result.torch.outcome == "unknown"
 
 
-def test_something_else_is_imported_as_torch() -> None:
+def test_shadowed_torch_cannot_be_imported() -> None:
     shadow = Torch(installs=(install(),), shadow="/home/user/torch.py", shadow_kind="file")
     assert check(TRAIN, machine=changed(SERVER, torch=shadow)).refusal == "torch cannot be imported here"
 
 
-def test_a_card_that_is_full() -> None:
+def test_full_gpu_has_too_little_memory() -> None:
     full = (replace(nvml_gpu(), free=100),)
     result = valid(check(TRAIN, machine=changed(SERVER, driver__nvml__gpus=full, platform__memory_free=10**9)))
     assert not result.ok
@@ -240,22 +238,22 @@ def test_a_card_that_is_full() -> None:
     assert "map_location='cpu'" in str(result)
 
 
-def test_the_rank_of_another_machine_is_in_its_variables() -> None:
+def test_rank_of_another_machine_comes_from_its_variables() -> None:
     cards = {"driver__cuda__gpus": (cuda_gpu(0), cuda_gpu(1)), "driver__nvml__gpus": (nvml_gpu(0), nvml_gpu(1))}
     machine = changed(SERVER, **cards, driver__cuda__count=2, variables=Variables({"LOCAL_RANK": "1"}))
     assert check(TRAIN, machine=machine).plan.device_of("cuda:0") == "cuda:1"
 
 
-def test_the_rank_here_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_this_machine_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert check(TRAIN).devices.rank == 3
 
 
-# -- what is missing --------------------------------------------------------------------------------------------------
+# -- missing packages -------------------------------------------------------------------------------------------------
 
 
 def with_packages(machine: Machine, folder: Path, *files: str) -> Machine:
-    """The machine with packages in a folder of its path, whatever they are."""
+    """The machine with these files in a folder of its path; importing one would exit."""
     folder.mkdir(exist_ok=True)
     for file in files:
         path = folder / file
@@ -264,7 +262,7 @@ def with_packages(machine: Machine, folder: Path, *files: str) -> Machine:
     return changed(machine, python__path=(*machine.python.path, str(folder)))
 
 
-def test_a_well_known_package_that_is_missing_can_be_installed(tmp_path: Path) -> None:
+def test_missing_well_known_package_gets_a_pip_command(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("flash_attn.modules.mha", "MHA")))
     result = valid(check(path, machine=with_packages(LAPTOP, tmp_path / "site")))
     assert codes(result) == ["needs-trust", "missing-package", "cuda-only-package"]
@@ -277,14 +275,18 @@ def test_a_well_known_package_that_is_missing_can_be_installed(tmp_path: Path) -
 
 
 @each("module, package", [("cv2.cv2", "opencv-python"), ("PIL.Image", "pillow")])
-def test_a_package_has_its_name_on_pypi(module: str, package: str, tmp_path: Path) -> None:
+def test_pip_command_has_the_name_on_pypi(module: str, package: str, tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     path = saved(tmp_path, forge.call(forge.name(module, "Thing")))
-    found = check(path, machine=with_packages(LAPTOP, tmp_path / "site")).findings
-    assert next(each for each in found if each.code == "missing-package").fix[-1].endswith(f"pip install {package}")
+    findings = check(path, machine=with_packages(LAPTOP, tmp_path / "site")).findings
+    assert (
+        next(finding for finding in findings if finding.code == "missing-package")
+        .fix[-1]
+        .endswith(f"pip install {package}")
+    )
 
 
-def test_a_package_that_is_there_is_not_imported(tmp_path: Path) -> None:
+def test_installed_package_is_not_imported(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("flash_attn.modules.mha", "MHA")))
     files = ("flash_attn/__init__.py", "flash_attn/modules/__init__.py", "flash_attn/modules/mha.py")
     machine = with_packages(SERVER, tmp_path / "site", *files)
@@ -292,14 +294,14 @@ def test_a_package_that_is_there_is_not_imported(tmp_path: Path) -> None:
     assert "cuda-only-package" in codes(check(path, machine=with_packages(LAPTOP, tmp_path / "site", *files)))
 
 
-def test_no_pip_command_is_shown_for_a_name_that_anybody_may_own(tmp_path: Path) -> None:
+def test_no_pip_command_for_a_name_that_is_not_well_known(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("utils.layers", "Net")))
     finding = check(path, machine=with_packages(SERVER, tmp_path / "site")).findings[1]
     assert finding.title == "it needs utils, which is not installed"
     assert not any("pip" in line or line.startswith("$") for line in finding.fix)
 
 
-def test_a_module_that_another_release_has(tmp_path: Path) -> None:
+def test_module_that_the_installed_release_lacks_is_reported(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("transformers.models.newest", "Config")))
     machine = with_packages(SERVER, tmp_path / "site", "transformers/__init__.py", "transformers/models/__init__.py")
     titles = [finding.title for finding in check(path, machine=machine).findings]
@@ -307,12 +309,12 @@ def test_a_module_that_another_release_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "loads"), [("f4", True), (object, False)])
-def test_arrays_need_numpy_and_none_of_its_modules(dtype: Any, loads: bool, tmp_path: Path) -> None:
+def test_arrays_need_numpy_but_not_its_internal_modules(dtype: Any, loads: bool, tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     path = tmp_path / "model.pt"
     torch.save({"w": torch.ones(2), "a": numpy.ones(2, dtype)}, path)
-    release_1 = with_packages(SERVER, tmp_path / "site", "numpy/__init__.py", "numpy/core/__init__.py")
-    result = check(path, machine=release_1)
+    numpy_1 = with_packages(SERVER, tmp_path / "site", "numpy/__init__.py", "numpy/core/__init__.py")
+    result = check(path, machine=numpy_1)
     assert codes(result) == ([] if loads else ["needs-trust"])
     missing = check(path, machine=with_packages(SERVER, tmp_path / "none")).findings[-1]
     assert (missing.code, missing.title) == ("missing-package", "it needs numpy, which is not installed")
@@ -325,7 +327,7 @@ def test_names_of_the_saving_script_are_not_a_package(tmp_path: Path) -> None:
     assert [(package.name, package.found) for package in result.packages] == [("__main__", False)]
 
 
-def test_an_editable_package_is_found_by_its_finder(tmp_path: Path) -> None:
+def test_editable_package_is_found_by_its_finder(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("project.net", "Net")))
     site = tmp_path / "site"
     machine = with_packages(SERVER, site)
@@ -334,7 +336,7 @@ def test_an_editable_package_is_found_by_its_finder(tmp_path: Path) -> None:
     assert "missing-package" not in codes(check(path, machine=machine))
 
 
-def test_the_working_directory_counts_as_programs_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path, forge.call(forge.name("zzz_models", "Net")))
     monkeypatch.chdir(tmp_path)
     assert "missing-package" in codes(check(path))
@@ -342,18 +344,18 @@ def test_the_working_directory_counts_as_programs_have_it(tmp_path: Path, monkey
     assert "missing-package" not in codes(check(path))
 
 
-def test_nothing_is_missing_if_the_path_is_not_known(tmp_path: Path) -> None:
+def test_no_package_is_missing_if_the_import_path_is_unknown(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("zzz_models", "Net")))
     assert codes(check(path, machine=changed(SERVER, python__path=()))) == ["needs-trust"]
 
 
 @pytest.mark.parametrize("module", ["../../etc", "a\0b", "a..b", ".", "x" * 5000, "é.ü", "con/../os"])
-def test_odd_module_names_are_only_not_found(module: str, tmp_path: Path) -> None:
+def test_odd_module_names_do_not_break_the_check(module: str, tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name(module, "Net")))
     valid(check(path, machine=with_packages(SERVER, tmp_path / "site")))
 
 
-def test_quantized_weights_need_a_gpu_to_compute_with(tmp_path: Path) -> None:
+def test_bitsandbytes_weights_load_but_need_a_gpu(tmp_path: Path) -> None:
     name = "layers.0.weight.quant_state.bitsandbytes__nf4"
     path = saved(tmp_path, forge.ordered({name: forge.tensor()}))
     for machine, severity in ((SERVER, "note"), (LAPTOP, "warning")):
@@ -362,7 +364,7 @@ def test_quantized_weights_need_a_gpu_to_compute_with(tmp_path: Path) -> None:
         assert check(path, machine=machine).ok
 
 
-def test_a_file_that_names_no_device_was_saved_nowhere(tmp_path: Path) -> None:
+def test_plan_for_a_safetensors_file_says_that_it_names_no_device(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
@@ -373,7 +375,7 @@ def test_a_file_that_names_no_device_was_saved_nowhere(tmp_path: Path) -> None:
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_program_names_its_loader() -> None:
+def test_program_is_reported_with_its_loader() -> None:
     result = check(DATA / "h200" / "torchscript_cuda0.pt", machine=SERVER)
     assert codes(result) == ["is-a-program"]
     assert "torch.jit.load" in result.findings[0].fix[0]
@@ -385,24 +387,24 @@ class Baked(torch.nn.Module):
         return x + torch.zeros(2, device=torch.device("cuda:0"))
 
 
-def test_a_device_in_a_program_is_a_warning_where_it_is_absent(tmp_path: Path) -> None:
+def test_device_in_torchscript_code_is_a_warning_where_it_is_absent(tmp_path: Path) -> None:
     path = str(tmp_path / "baked.pt")
     torch.jit.script(Baked()).save(path)
     for machine, severity in ((SERVER, "note"), (LAPTOP, "warning")):
-        found = {finding.code: finding for finding in check(path, machine=machine).findings}
-        assert found["script-device"].severity == severity
+        findings = {finding.code: finding for finding in check(path, machine=machine).findings}
+        assert findings["script-device"].severity == severity
 
 
-def test_compiled_code_is_compared_with_the_card() -> None:
+def test_compiled_code_is_compared_with_the_gpu() -> None:
     package = DATA / "h200" / "aoti_cuda0.pt2"
     assert codes(check(package, machine=SERVER)) == ["is-a-program"]
     assert codes(check(package, machine=LAPTOP)) == ["is-a-program", "other-architecture"]
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- text, dtypes and sparse tensors ----------------------------------------------------------------------------------
 
 
-def test_hostile_words_are_printed_and_not_obeyed(tmp_path: Path) -> None:
+def test_control_characters_of_a_file_are_not_printed(tmp_path: Path) -> None:
     body = forge.ordered({"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "\x1b[2Jcuda\n"))})
     path = saved(tmp_path, forge.listing(body, forge.call(forge.name("a\x1b[31m", "b\x07"))))
     text = str(check(path, machine=LAPTOP))
@@ -411,7 +413,7 @@ def test_hostile_words_are_printed_and_not_obeyed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("release", "loads"), [("2.1.2+cu121", False), ("2.13.0+cu130", True), ("nonsense", True)])
-def test_dtypes_that_an_old_torch_does_not_have_are_named(release: str, loads: bool) -> None:
+def test_dtypes_that_an_old_torch_lacks_are_named(release: str, loads: bool) -> None:
     path = next(path for path in FILES if "torch-2.6" in str(path) and path.name == "zoo_cuda0.pt")
     result = check(path, machine=changed(no_torch_run(healthy()), torch__installs=(install(release, "12.1"),)))
     assert ("torch-too-old" not in codes(result)) == loads
@@ -421,10 +423,10 @@ def test_dtypes_that_an_old_torch_does_not_have_are_named(release: str, loads: b
 
 
 @pytest.mark.parametrize("index", [2, 3])
-def test_indices_of_sparse_tensors_are_looked_at_as_load_does(tmp_path: Path, here: Machine, index: int) -> None:
-    made = torch.sparse_coo_tensor(torch.tensor([[index]]), torch.ones(1), (3,), check_invariants=False)
-    torch.save({"s": made}, tmp_path / "model.pt")
-    result = valid(check(tmp_path / "model.pt", machine=here))
+def test_sparse_indices_out_of_range_are_refused_as_by_load(tmp_path: Path, this_machine: Machine, index: int) -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[index]]), torch.ones(1), (3,), check_invariants=False)
+    torch.save({"s": tensor}, tmp_path / "model.pt")
+    result = valid(check(tmp_path / "model.pt", machine=this_machine))
     assert result.ok is (index < 3)
     assert ("sparse-outside" in codes(result)) is (index >= 3)
     if result.ok:

@@ -1,4 +1,4 @@
-"""What a file records of where it was saved, beside what is here."""
+"""What a file records about where it was saved, compared with this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transload.judge import judge
 
 
 def notes(*recorded: tuple[str, str]) -> list[str]:
-    read: Checkpoint = read_source(BytesSource(forged()))
-    held = judge(replace(read, written_by=Origin(recorded=recorded)))
-    found = checked(held, judge_machine(healthy()), "auto", {}).findings
-    return [line for finding in found if finding.code == "saved-elsewhere" for line in finding.evidence]
+    parsed: Checkpoint = read_source(BytesSource(forged()))
+    checkpoint = judge(replace(parsed, written_by=Origin(recorded=recorded)))
+    findings = checked(checkpoint, judge_machine(healthy()), "auto", {}).findings
+    return [line for finding in findings if finding.code == "saved-elsewhere" for line in finding.evidence]
 
 
 def version() -> str:
@@ -28,15 +28,15 @@ def version() -> str:
     return first.version
 
 
-def test_a_file_without_a_record_says_nothing() -> None:
+def test_file_without_a_record_gives_no_note() -> None:
     assert notes() == []
 
 
-def test_the_same_torch_is_not_worth_a_word() -> None:
+def test_same_torch_gives_no_note() -> None:
     assert notes(("torch", version())) == []
 
 
 def test_another_torch_and_another_gpu_are_reported() -> None:
-    told = notes(("torch", "1.13.1"), ("gpus", "Made Up 9000 (3.5)"))
-    assert told[0] == f"torch 1.13.1 there, {version()} here"
-    assert told[1].startswith("Made Up 9000 (3.5) there, ")
+    reported = notes(("torch", "1.13.1"), ("gpus", "Made Up 9000 (3.5)"))
+    assert reported[0] == f"torch 1.13.1 there, {version()} here"
+    assert reported[1].startswith("Made Up 9000 (3.5) there, ")

@@ -1,6 +1,6 @@
-"""What people keep in checkpoints: classes of their own, and one object for each ordinary thing to save.
+"""What people keep in checkpoints: user-defined classes, and one object for each ordinary kind of value.
 
-Imported as the top-level module ``belongings``, like somebody's training code, by the tests and by the processes they
+Imported as the top-level module ``belongings``, as user training code would be, by the tests and by the processes they
 start.
 """
 
@@ -70,9 +70,9 @@ class Keywords:
     """Protocol 2 writes it as ``partial(cls.__new__, cls, value=…)()``."""
 
     def __new__(cls, *, value: int = 0) -> Self:
-        made = object.__new__(cls)
-        made.value = value
-        return made
+        instance = object.__new__(cls)
+        instance.value = value
+        return instance
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
         return (), {"value": self.value}
@@ -99,15 +99,15 @@ class Marked(torch.Tensor):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor that wraps another, as quantizing libraries make them."""
+    """A tensor that wraps another, as in quantization libraries."""
 
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls: type[Wrapped], inner: torch.Tensor) -> Wrapped:  # noqa: PYI034 - what torch makes
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
-        return made
+    def __new__(cls: type[Wrapped], inner: torch.Tensor) -> Wrapped:  # noqa: PYI034 - torch returns this type
+        wrapper: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +158,7 @@ def jagged() -> torch.Tensor:
 
 
 def distributed() -> torch.Tensor:
-    """A DTensor over one process that talks to nobody."""
+    """A DTensor over one process, without communication."""
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -240,7 +240,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "metadata": lambda: nn.Transformer(4, 2, 1, 1, 4).state_dict(),
 }
 
-# What torch.load(weights_only=True) refuses, and rightly only asks about.
+# Ordinary objects that torch.load(weights_only=True) refuses: they need trust, but are not dangerous.
 TRUST: dict[str, Callable[[], Any]] = {
     "namespace": lambda: {"args": argparse.Namespace(lr=0.1, device=torch.device("cpu")), "model": net().state_dict()},
     "simple namespace": lambda: types.SimpleNamespace(a=1),
@@ -259,7 +259,7 @@ TRUST: dict[str, Callable[[], Any]] = {
     "defaultdict": lambda: collections.defaultdict(list, a=[1]),
     "deque": lambda: collections.deque([1.5], maxlen=3),
     "frozenset": lambda: frozenset({1}),
-    "nothing in bytes": lambda: b"",
+    "empty bytes": lambda: b"",
     "decimals and fractions": lambda: [decimal.Decimal("1.5"), fractions.Fraction(1, 3)],
     "uuid": lambda: uuid.UUID(int=5),
     "ranges and slices": lambda: [range(3), slice(1, 2)],
@@ -280,8 +280,8 @@ TRUST: dict[str, Callable[[], Any]] = {
     "wrapper subclass": lambda: Wrapped(torch.ones(2)),
     "tensor subclass": lambda: torch.ones(2).as_subclass(Marked),
     "sequential": net,
-    "own module": Block,
-    "own module with a partial": lambda: Block(functools.partial(nn.LayerNorm, eps=1e-6)),
+    "user module": Block,
+    "user module with a partial": lambda: Block(functools.partial(nn.LayerNorm, eps=1e-6)),
     "transformer": lambda: nn.Transformer(4, 2, 1, 1, 4),
     "lstm": lambda: nn.LSTM(2, 3),
     "embedding and attention": lambda: nn.ModuleDict({"e": nn.Embedding(3, 4), "a": nn.MultiheadAttention(4, 2)}),
@@ -290,6 +290,6 @@ TRUST: dict[str, Callable[[], Any]] = {
     "quantized module": quantized,
     "optimizer": lambda: trained()[1],
     "sgd": lambda: torch.optim.SGD(net().parameters(), 0.1, momentum=0.9),
-    "whole scheduler": lambda: torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net().parameters(), 0.1), 3),
+    "scheduler object": lambda: torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net().parameters(), 0.1), 3),
     "everything": lambda: {**training(), "args": argparse.Namespace(a=np.float64(1)), "net": Block(), "c": Colour.RED},
 }  # fmt: skip

@@ -52,34 +52,34 @@ json.dump([allowed, outcomes, pairs, missed[:20]], sys.stdout)
 
 
 class Alone(NamedTuple):
-    """What a process says that has imported torch and nothing else before."""
+    """Answers of a fresh process that has imported nothing but torch."""
 
     allowed: list[str]
-    """The names that ``weights_only`` lets through."""
+    """The names that ``weights_only`` allows."""
     outcomes: dict[str, list[str]]
-    """For each file of ``FILES`` what ``torch.load`` does as it is, and with ``map_location="cpu"``, without a GPU."""
+    """Outcome of ``torch.load`` without a GPU for each file of ``FILES``: plain, and with ``map_location="cpu"``."""
     pairs: int
-    """Modules found as attributes of modules of Python, torch and numpy, under the names they have there."""
+    """The number of modules that are attributes of other modules of Python, torch and numpy."""
     missed: list[list[str]]
-    """Dangerous names that are reached through such a module, and not judged so."""
+    """Dangerous names reached through such an attribute that are not classified as dangerous (at most 20)."""
 
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """One process for several questions: to import torch costs the most."""
+    """One process answers several questions, because importing torch takes most of the time."""
 
-    def ask(_: Path) -> object:
+    def query(_: Path) -> object:
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         names = json.dumps([str(path) for path in FILES])
-        done = forks.run("-c", ALONE, stdin=names, env={**env, "PYTHONPATH": str(forks.SOURCE)})
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        process = forks.run("-c", ALONE, stdin=names, env={**env, "PYTHONPATH": str(forks.SOURCE)})
+        assert process.returncode == 0, process.stderr
+        return json.loads(process.stdout)
 
-    return Alone(*once(tmp_path_factory, "alone", ask)[1])
+    return Alone(*once(tmp_path_factory, "alone", query)[1])
 
 
 def torch_zip(pickle: bytes, storages: Mapping[str, bytes] | None = None) -> bytes:
-    """An archive as ``torch.save`` lays it out, around any pickle."""
+    """An archive in the layout of ``torch.save``, around any pickle."""
     records = {"data.pkl": pickle, "byteorder": b"little", "version": b"3\n"}
     records |= {f"data/{key}": raw for key, raw in (storages or {}).items()}
     out = io.BytesIO()

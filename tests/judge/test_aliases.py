@@ -1,4 +1,4 @@
-"""Names that reach a module through another one that has imported it: judged by where they end, without an import."""
+"""Names that reach a module through another module are judged by what they resolve to, without importing anything."""
 
 from __future__ import annotations
 
@@ -36,44 +36,46 @@ NESTED = [
 
 
 @pytest.mark.parametrize(("module", "name"), HIDDEN)
-def test_a_name_that_passes_through_a_module_is_judged_by_where_it_ends(module: str, name: str) -> None:
+def test_dangerous_name_reached_through_another_module_is_dangerous(module: str, name: str) -> None:
     assert classify(module, name)[0] == "dangerous"
 
 
-def test_every_module_that_a_module_of_python_torch_or_numpy_has(alone: Alone) -> None:
-    """The real ones, under the names they have there."""
+def test_no_module_attribute_of_python_torch_or_numpy_hides_a_dangerous_name(alone: Alone) -> None:
+    """Checks the modules that are really imported, under their real aliases."""
     assert alone.pairs > 1000
     assert alone.missed == []
 
 
 @pytest.mark.parametrize(("module", "name"), NESTED)
-def test_a_class_in_a_class_is_a_matter_of_trust_and_can_be_allowed(module: str, name: str) -> None:
+def test_nested_class_is_unknown_and_can_be_allowed(module: str, name: str) -> None:
     assert classify(module, name)[0] == "unknown"
     assert safe_globals_lines([GlobalUse(module, name, "unknown", "")])[-2].startswith("with torch.serialization.safe")
 
 
 @pytest.mark.parametrize("name", ["np.load", "net.block", "function.attribute", "_os.system", "F.relu"])
-def test_no_line_allows_what_is_reached_through_no_class(name: str) -> None:
+def test_no_safe_globals_lines_for_attributes_of_non_classes(name: str) -> None:
     assert safe_globals_lines([GlobalUse("mymodel", name, "unknown", "")]) == ()
 
 
-def test_a_name_that_never_ends() -> None:
+def test_dotted_name_with_100_000_parts_is_dangerous() -> None:
     assert classify("random", "random." * 100_000 + "x")[0] == "dangerous"
     assert classify("mymodel", "A." * 100_000 + "x")[0] == "dangerous"
 
 
 @pytest.mark.parametrize(("module", "name"), HIDDEN)
-def test_inspect_and_load_say_so_and_print_no_line_that_allows_it(
+def test_hidden_module_is_reported_and_never_allowed_or_imported(
     module: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = forge.text(module) + forge.text(name) + b"\x93"  # STACK_GLOBAL
     (tmp_path / "x.pt").write_bytes(forge.checkpoint(forge.pickled(forge.dictionary({"w": body}), 4)))
     before = set(sys.modules)
     assert main(["inspect", str(tmp_path / "x.pt")]) == 1
-    shown = capsys.readouterr().out
-    assert "dangerous" in shown
-    assert "safe_globals" not in shown
+    output = capsys.readouterr().out
+    assert "dangerous" in output
+    assert "safe_globals" not in output
     with pytest.raises(transload.TransloadError) as caught:
         transload.load(tmp_path / "x.pt")
     assert "safe_globals" not in str(caught.value)
-    assert not {each for each in set(sys.modules) - before if each.startswith(("six", "mymodel", "package"))}
+    assert not {
+        imported for imported in set(sys.modules) - before if imported.startswith(("six", "mymodel", "package"))
+    }

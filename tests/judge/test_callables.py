@@ -1,4 +1,4 @@
-"""No line allows what runs code, opens files or reaches further names; one allows what models are made of."""
+"""No safe_globals line is printed for names that run code, open files or reach other names; model classes get one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DANGEROUS = [
     *(("yaml", "unsafe_load"), ("yaml", "load"), ("sympy", "sympify"), ("sympy.parsing.sympy_parser", "parse_expr")),
     *(("pandas", "eval"), ("PIL.Image", "open"), ("jsonpickle", "decode"), ("mymodel", "yaml.unsafe_load")),
 ]
-CLOSED = [
+NOT_ALLOWABLE = [
     *(("torch", "vmap"), ("torch.some.thing", "evaluate"), ("torch", "Tensor.backward"), ("operator", "itemgetter")),
     *(("torch.nn.modules.module", "Module.apply"), ("torch.nn.functional", "torch"), ("torch.nn.functional", "math")),
     *(("torch.nn.functional", "handle_torch_function"), ("torch.nn.functional", "boolean_dispatch")),
@@ -44,7 +44,7 @@ CLOSED = [
     *(("torch.fx.graph_module", "reduce_package_graph_module"), ("torch.jit._script", "unpackage_script_module")),
     *(("timm", "create_model"), ("transformers.dynamic_module_utils", "get_class_from_dynamic_module")),
 ]
-OPEN = [
+ALLOWABLE = [
     *(("torch.nn.modules.linear", "Linear"), ("torch.optim.adamw", "AdamW"), ("torch.optim.lr_scheduler", "StepLR")),
     *(
         ("torch.nn.functional", "relu"),
@@ -73,38 +73,38 @@ OPEN = [
 
 
 @each(("module", "name"), DANGEROUS)
-def test_what_runs_code_or_opens_files_is_dangerous(module: str, name: str) -> None:
+def test_name_that_runs_code_or_opens_files_is_dangerous(module: str, name: str) -> None:
     assert classify(module, name)[0] == "dangerous"
 
 
-@each(("module", "name"), [*DANGEROUS, *CLOSED])
-def test_no_line_allows_it(module: str, name: str) -> None:
+@each(("module", "name"), [*DANGEROUS, *NOT_ALLOWABLE])
+def test_no_safe_globals_line_for_names_that_cannot_be_allowed(module: str, name: str) -> None:
     assert not can_be_allowed(module, name)
     body = forge.text(module) + forge.text(name) + b"\x93"  # STACK_GLOBAL
     data = forge.checkpoint(forge.pickled(forge.dictionary({"w": body}), 4))
-    shown = [line for finding in transload.inspect(data).findings for line in finding.fix]
-    assert not any("safe_globals" in line for line in shown)
+    fix_lines = [line for finding in transload.inspect(data).findings for line in finding.fix]
+    assert not any("safe_globals" in line for line in fix_lines)
     with pytest.raises(transload.TransloadError) as caught:
         transload.load(data)
     assert "safe_globals" not in str(caught.value)
 
 
-@each(("module", "name"), CLOSED)
-def test_what_is_not_known_is_no_alarm_and_the_reason_is_said(module: str, name: str) -> None:
+@each(("module", "name"), NOT_ALLOWABLE)
+def test_name_that_cannot_be_allowed_is_unknown_and_the_fix_says_so(module: str, name: str) -> None:
     assert classify(module, name)[0] == "unknown"
     data = forge.checkpoint(forge.pickled(f"c{module}\n{name}\n".encode()))
     (fix,) = (finding.fix for finding in transload.inspect(data).findings if finding.code == "needs-trust")
     assert fix[0].startswith(f"There is no line to allow {module}.{name}")
 
 
-@each(("module", "name"), OPEN)
-def test_a_line_allows_what_models_are_made_of(module: str, name: str) -> None:
+@each(("module", "name"), ALLOWABLE)
+def test_safe_globals_lines_exist_for_names_that_models_use(module: str, name: str) -> None:
     assert classify(module, name)[0] in ("unknown", "harmless")
     assert safe_globals_lines([GlobalUse(module, name, "unknown", "")])
 
 
-# What `import torch` has imported, and modules that do much.
-IMPORTED = """
+# Checks the modules that `import torch` imports, and some with many functions.
+CHECK_SCRIPT = """
 import json, runpy, sys, warnings
 warnings.simplefilter("ignore")
 import torch, torch.utils.data, torch.distributed, torch.fx, numpy
@@ -117,11 +117,11 @@ json.dump([len(found), [each[:3] for each in found if each.why]], sys.stdout)
 
 
 @pytest.mark.skipif(RELEASE != (2, 13), reason="the table is for torch 2.13")
-def test_none_that_can_be_allowed_runs_code_or_opens_files() -> None:
-    """As ``scripts/callables.py --check`` does for every module there is."""
+def test_no_allowable_callable_runs_code_or_opens_files() -> None:
+    """``scripts/callables.py --check`` does the same for every module."""
     env = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
-    done = forks.run("-c", IMPORTED, ROOT / "scripts" / "callables.py", env=env)
-    assert done.returncode == 0, done.stderr
-    allowed, wrong = json.loads(done.stdout)
+    process = forks.run("-c", CHECK_SCRIPT, ROOT / "scripts" / "callables.py", env=env)
+    assert process.returncode == 0, process.stderr
+    allowed, wrong = json.loads(process.stdout)
     assert allowed > 500
     assert wrong == []

@@ -1,4 +1,4 @@
-"""Values of a program's own classes beside the weights: each class is listed by its name, and the printed lines do."""
+"""User-defined classes saved beside the weights: each is listed by name, and the printed lines load the file."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Frozen:
 
 
 class Attributes(dict[str, Any]):
-    """As easydict, addict and yacs have it: items that are attributes, too."""
+    """A dict whose items are also attributes, as in easydict, addict and yacs."""
 
-    def __init__(self, held: dict[str, Any] | None = None) -> None:
+    def __init__(self, items: dict[str, Any] | None = None) -> None:
         super().__init__()
-        for key, value in (held or {}).items():
+        for key, value in (items or {}).items():
             self[key] = value
             setattr(self, key, value)
 
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Any, set[str]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _restore_safe_globals() -> Iterator[None]:
     before = torch.serialization.get_safe_globals()
     yield
     torch.serialization.clear_safe_globals()
@@ -75,41 +75,47 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_class_is_named_and_can_be_allowed(case: str) -> None:
+def test_user_classes_are_listed_and_the_printed_lines_load_them(case: str) -> None:
     value, names = CASES[case]
-    held = io.BytesIO()
-    torch.save({"w": torch.ones(2), "value": value}, held)
-    told = transload.inspect(held.getvalue())
-    asked = {use.name for use in told.globals if use.verdict != "data"} - {"getattr"}  # which Python 3.11 needs
-    assert (told.safety, asked) == ("needs-trust", names)
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2), "value": value}, file)
+    checkpoint = transload.inspect(file.getvalue())
+    untrusted = {use.name for use in checkpoint.globals if use.verdict != "data"} - {"getattr"}  # for enums
+    assert (checkpoint.safety, untrusted) == ("needs-trust", names)
     with pytest.raises(transload.UnsafeError, match=f"GLOBAL .*({'|'.join(names)}|getattr) was not"):
-        transload.load(held.getvalue())
-    (fix,) = (finding.fix for finding in told.findings if finding.code == "needs-trust")
-    if case == "attributes":  # torch puts items into no class of its own
+        transload.load(file.getvalue())
+    (fix,) = (finding.fix for finding in checkpoint.findings if finding.code == "needs-trust")
+    if case == "attributes":  # torch sets no items on user classes
         assert fix[0].startswith("Allowing the names is not enough")
         torch.serialization.add_safe_globals([Attributes])
-        assert transload.load(held.getvalue())["value"] == value
+        assert transload.load(file.getvalue())["value"] == value
         return
     lines = [line for line in fix if not line.startswith(("$", "This extracts"))]
     for load in (torch.load, transload.load):
-        names_there: dict[str, Any] = {"load": load, "path": io.BytesIO(held.getvalue())}
-        exec("\n".join(lines).replace("torch.load", "load"), names_there)  # noqa: S102 - what we print to paste
-        assert names_there["obj"]["value"] == value
+        namespace: dict[str, Any] = {"load": load, "path": io.BytesIO(file.getvalue())}
+        exec("\n".join(lines).replace("torch.load", "load"), namespace)  # noqa: S102 - the lines we tell users to paste
+        assert namespace["obj"]["value"] == value
 
 
-def test_the_lines_for_a_protocol_that_torch_does_not_know_use_transload() -> None:
-    held = io.BytesIO()
-    torch.save({"w": torch.ones(2), "value": Settings()}, held, pickle_protocol=4)
-    lines = _lines(held)
-    names_there: dict[str, Any] = {"path": io.BytesIO(held.getvalue())}
-    exec("\n".join(lines), names_there)  # noqa: S102 - what we print to paste
-    assert names_there["obj"]["value"] == Settings()
+def test_printed_lines_use_transload_for_a_protocol_torch_cannot_read() -> None:
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2), "value": Settings()}, file, pickle_protocol=4)
+    lines = _printed_lines(file)
+    namespace: dict[str, Any] = {"path": io.BytesIO(file.getvalue())}
+    exec("\n".join(lines), namespace)  # noqa: S102 - the lines we tell users to paste
+    assert namespace["obj"]["value"] == Settings()
     assert lines[:2] == ["import torch", "import transload"]
-    held = io.BytesIO()
-    torch.save(np.array([1, None], dtype=object), held, pickle_protocol=4)
-    assert _lines(held)[0].startswith("Allowing the names is not enough: it holds a numpy array of objects")
+    file = io.BytesIO()
+    torch.save(np.array([1, None], dtype=object), file, pickle_protocol=4)
+    assert _printed_lines(file)[0].startswith("Allowing the names is not enough: it holds a numpy array of objects")
 
 
-def _lines(held: io.BytesIO) -> list[str]:
-    found = transload.inspect(held.getvalue()).findings
-    return [line for each in found if each.code == "needs-trust" for line in each.fix if line[:2] not in ("$ ", "Th")]
+def _printed_lines(file: io.BytesIO) -> list[str]:
+    findings = transload.inspect(file.getvalue()).findings
+    return [
+        line
+        for finding in findings
+        if finding.code == "needs-trust"
+        for line in finding.fix
+        if line[:2] not in ("$ ", "Th")
+    ]

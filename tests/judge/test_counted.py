@@ -1,4 +1,4 @@
-"""The calls that every tensor makes: each is counted, and an odd one among them is found."""
+"""Calls that every tensor makes: each is counted, and an unusual one among them is reported."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ def change_args(**places: object) -> Change:
     return change
 
 
-# What is changed in one of three tensors, and the codes of the findings that it must lead to.
+# The change made to one of three tensors, and the codes of the findings it must cause.
 CHANGES: dict[str, tuple[Change, list[str]]] = {
     "nothing": (lambda *_: None, []),
     "items in a tensor": (lambda call, *_: setattr(call, "items", [1, 2]), ["dangerous-use"]),
     "values in a tensor": (lambda call, *_: setattr(call, "appended", [1]), ["dangerous-use"]),
     "a state for a tensor": (lambda call, *_: setattr(call, "states", [Dict([])]), ["trusted-use"]),
     "keywords": (lambda call, *_: setattr(call, "kwargs", Dict(["a", 1])), ["trusted-use"]),
-    "no keywords": (lambda call, *_: setattr(call, "kwargs", Dict([])), []),
+    "empty keywords": (lambda call, *_: setattr(call, "kwargs", Dict([])), []),
     "too many arguments": (lambda call, *_: setattr(call, "args", (*call.args, 1, 2)), ["odd-use"]),
-    "no tuple": (lambda call, *_: setattr(call, "args", [1]), ["odd-use"]),
-    "a flag that is none": (change_args(_4=1), ["trusted-use"]),
-    "hooks that are none": (change_args(_5=None), []),
-    "hooks that are odd": (change_args(_5=3), ["trusted-use"]),
+    "arguments not in a tuple": (lambda call, *_: setattr(call, "args", [1]), ["odd-use"]),
+    "requires_grad is a number": (change_args(_4=1), ["trusted-use"]),
+    "hooks are None": (change_args(_5=None), []),
+    "hooks are a number": (change_args(_5=3), ["trusted-use"]),
     "hooks with items": (lambda _, hooks, __: setattr(hooks, "items", [1, 2]), ["trusted-use"]),
     "hooks with a state": (lambda _, hooks, __: setattr(hooks, "states", [Dict(["a", 1])]), ["trusted-use"]),
     "hooks with values": (lambda _, hooks, __: setattr(hooks, "appended", [1]), ["odd-use", "trusted-use"]),
     "hooks with arguments": (lambda _, hooks, __: setattr(hooks, "args", ([[1, 2]],)), ["trusted-use"]),
-    "hooks made by another": (lambda _, hooks, other: setattr(hooks, "callee", other), ["trusted-use"]),
-    "a tensor made by another": (lambda call, _, other: setattr(call, "callee", other), []),
-    "a tensor made by what was computed": (
+    "hooks made by another callable": (lambda _, hooks, other: setattr(hooks, "callee", other), ["trusted-use"]),
+    "a tensor made by another callable": (lambda call, _, other: setattr(call, "callee", other), []),
+    "a tensor made by a computed callable": (
         lambda call, hooks, _: setattr(call, "callee", hooks),
         ["dangerous-use"],
     ),
 }
 
 
-def changed(change: Change) -> Pickle:
+def pickle_with(change: Change) -> Pickle:
     pickle = Pickle("data.pkl")
     names = (("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"), ("os", "system"))
     tensor, ordered, other = (pickle.globals.setdefault(name, Global(*name, 0)) for name in names)
@@ -67,22 +67,22 @@ def changed(change: Change) -> Pickle:
 
 
 @each("name", list(CHANGES))
-def test_one_odd_tensor_among_ordinary_ones_is_found_and_all_are_counted(name: str) -> None:
+def test_one_unusual_tensor_is_reported_and_all_calls_are_counted(name: str) -> None:
     change, expected = CHANGES[name]
-    judgement = judge_pickles([changed(change)])
+    judgement = judge_pickles([pickle_with(change)])
     assert [finding.code for finding in judgement.findings if finding.code != "dangerous-globals"] == expected
     assert sum(use.called for use in judgement.globals) == (5 if "computed" in name else 6)
 
 
 @each("name", list(CHANGES))
-def test_nothing_odd_is_ordinary(name: str) -> None:
-    pickle = changed(CHANGES[name][0])
+def test_judge_ordinary_declines_a_pickle_with_an_unusual_call(name: str) -> None:
+    pickle = pickle_with(CHANGES[name][0])
     assert judge_ordinary([pickle]) is None  # it names os.system
     del pickle.globals["os", "system"]
     assert judge_ordinary([pickle]) == (judge_pickles([pickle]) if name == "nothing" else None)
 
 
-def test_attributes_of_a_dictionary_are_ordinary_if_they_are_metadata() -> None:
+def test_state_of_an_ordered_dict_is_ordinary_only_if_it_is_metadata() -> None:
     for state, expected in (
         (Dict(["_metadata", 1]), True),
         (Dict(["items", 1]), False),
@@ -91,21 +91,21 @@ def test_attributes_of_a_dictionary_are_ordinary_if_they_are_metadata() -> None:
     ):
         pickle = Pickle("data.pkl")
         ordered = pickle.globals["collections", "OrderedDict"] = Global("collections", "OrderedDict", 0)
-        made = Call(ordered, (), "reduce", 0)
-        made.states = [state]
-        pickle.calls.append(made)
+        call = Call(ordered, (), "reduce", 0)
+        call.states = [state]
+        pickle.calls.append(call)
         assert judge_ordinary([pickle]) == (judge_pickles([pickle]) if expected else None)
 
 
-def test_ordinary_files_are_judged_as_all_others_are() -> None:
-    found = []
+def test_judge_ordinary_agrees_with_judge_pickles_on_the_fixtures() -> None:
+    ordinary_files = []
 
-    def is_judged_alike(path: Path) -> None:
+    def check_agreement(path: Path) -> None:
         pickles = read_source(FileSource(path)).pickles
         ordinary = judge_ordinary(pickles)
         if ordinary is not None and pickles:
-            found.append(path)
+            ordinary_files.append(path)
             assert ordinary == judge_pickles(pickles)
 
-    for_each(sorted(DATA.rglob("*.pt")), is_judged_alike)
-    assert len(found) > 10
+    for_each(sorted(DATA.rglob("*.pt")), check_agreement)
+    assert len(ordinary_files) > 10

@@ -1,4 +1,4 @@
-"""An archive with a password is what it is, and no attack."""
+"""An encrypted archive is reported as password-protected, not as dangerous."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def encrypted(method: int) -> bytes:
     out, directory = io.BytesIO(), b""
     for name, data in RECORDS.items():
         crc, at = zlib.crc32(data), out.tell()
-        packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-        packed = packer.compress(data) + packer.flush() if method else data
-        body = encrypt(bytes(11) + bytes([crc >> 24]) + packed, b"secret")
+        compressor = zlib.compressobj(9, zlib.DEFLATED, -15)
+        compressed = compressor.compress(data) + compressor.flush() if method else data
+        body = encrypt(bytes(11) + bytes([crc >> 24]) + compressed, b"secret")
         numbers = struct.pack("<HHHHIIIH", 1, method, 0, 33, crc, len(body), len(data), len(name))
         out.write(b"PK\3\4" + struct.pack("<H", 20) + numbers + bytes(2) + name.encode() + body)
         directory += (
@@ -61,7 +61,7 @@ def encrypted(method: int) -> bytes:
 
 
 @pytest.mark.parametrize("method", [0, 8])
-def test_a_password_is_named(method: int) -> None:
+def test_encrypted_archive_is_reported_as_password_protected(method: int) -> None:
     data = encrypted(method)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.read("archive/data.pkl", pwd=b"secret") == RECORDS["archive/data.pkl"]
@@ -75,8 +75,8 @@ def test_a_password_is_named(method: int) -> None:
         transload.load(data)
 
 
-def test_an_entry_that_only_claims_to_be_shorter_is_still_two_readings() -> None:
-    """Stored, not encrypted, and of another size than it says."""
+def test_stored_entry_with_two_different_sizes_is_dangerous() -> None:
+    """Neither compressed nor flagged as encrypted, so both sizes should be equal."""
     data = encrypted(0)
     data = data.replace(b"PK\1\2\x14\0\x14\0\1\0", b"PK\1\2\x14\0\x14\0\0\0").replace(
         b"PK\3\4\x14\0\1\0", b"PK\3\4\x14\0\0\0"

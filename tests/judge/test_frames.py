@@ -1,4 +1,4 @@
-"""Streams whose frames are irregular: the names that each of CPython's unpicklers asks for are in the list."""
+"""Pickles with irregular frames: every name that one of CPython's unpicklers looks up is listed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def frame(length: int, body: bytes = b"") -> bytes:
     return b"\x95" + length.to_bytes(8, "little") + body
 
 
-def asked(unpickler: Any, file: Any) -> set[tuple[str, str]]:
-    """The names that an unpickler of CPython asks for, before any error."""
+def looked_up(unpickler: Any, file: Any) -> set[tuple[str, str]]:
+    """The names that an unpickler of CPython looks up before it ends or fails."""
     names = set()
 
     class Recorder(unpickler):
@@ -41,7 +41,7 @@ def asked(unpickler: Any, file: Any) -> set[tuple[str, str]]:
         def persistent_load(self, _: object) -> _Stub:
             return _Stub()
 
-    with suppress(Exception):  # what it says of a broken stream does not matter
+    with suppress(Exception):  # the error for a broken stream does not matter
         Recorder(file).load()
     return names
 
@@ -66,45 +66,54 @@ def listed(data: bytes) -> set[tuple[str, str]]:
     return set(pickle_machine.run(data).globals)
 
 
-def check(data: bytes) -> None:
+def check_all_listed(data: bytes) -> None:
     files = [io.BytesIO(data), _Unbuffered(data), io.BufferedReader(io.BytesIO(data))]
     for file in files:
-        assert asked(pickle.Unpickler, file) <= listed(data)
-    assert asked(pickle._Unpickler, io.BytesIO(data)) <= listed(data)
+        assert looked_up(pickle.Unpickler, file) <= listed(data)
+    assert looked_up(pickle._Unpickler, io.BytesIO(data)) <= listed(data)
 
 
 STREAMS = {
-    "a name": (b"\x80\x05" + frame(4) + b"cmacos\nsystem\n.", {("macos", "system"), ("os", "system")}),
-    "the second line": (b"\x80\x05" + frame(6) + b"cos\nmysystem\n.", {("os", "mysystem"), ("os", "system")}),
-    "a text": (
+    "frame ends in the module name": (
+        b"\x80\x05" + frame(4) + b"cmacos\nsystem\n.",
+        {("macos", "system"), ("os", "system")},
+    ),
+    "frame ends in the attribute name": (
+        b"\x80\x05" + frame(6) + b"cos\nmysystem\n.",
+        {("os", "mysystem"), ("os", "system")},
+    ),
+    "frame ends after a text": (
         b"\x80\x05" + frame(4) + b"\x8c\x02os\x8c\x06system\x93.",
         {("os", "system")},
     ),
-    "a frame in a frame": (
+    "frame in a frame": (
         b"\x80\x05" + frame(20) + frame(4) + b"cmacos\nsystem\n" + bytes(9) + b".",
         {("macos", "system")},
     ),
-    "an instance": (b"\x80\x05(" + frame(4) + b"imacos\nsystem\n.", {("macos", "system"), ("os", "system")}),
+    "frame ends in the module name of INST": (
+        b"\x80\x05(" + frame(4) + b"imacos\nsystem\n.",
+        {("macos", "system"), ("os", "system")},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_both_readings_are_listed(name: str) -> None:
+def test_names_of_both_readings_are_listed(name: str) -> None:
     data, names = STREAMS[name]
     assert names <= listed(data)
-    check(data)
+    check_all_listed(data)
 
 
-def test_what_only_one_reading_has_is_shown(tmp_path: Path) -> None:
-    checkpoint = transload.inspect(forge.checkpoint(STREAMS["a name"][0]))
+def test_inspect_reports_names_that_only_one_reading_has(tmp_path: Path) -> None:
+    checkpoint = transload.inspect(forge.checkpoint(STREAMS["frame ends in the module name"][0]))
     assert checkpoint.safety == "dangerous"
     assert {"os.system", "macos.system"} <= {use.full_name for use in checkpoint.globals}
-    (tmp_path / "x.pkl").write_bytes(STREAMS["a name"][0])
+    (tmp_path / "x.pkl").write_bytes(STREAMS["frame ends in the module name"][0])
     assert "os.system" in {use.full_name for use in transload.inspect(tmp_path / "x.pkl").globals}
 
 
-def test_bytes_are_put_together_from_both_sides() -> None:
-    check(b"\x80\x05" + frame(4) + b"C\x04abcdcos\nsystem\n.")
+def test_bytes_split_by_the_end_of_a_frame() -> None:
+    check_all_listed(b"\x80\x05" + frame(4) + b"C\x04abcdcos\nsystem\n.")
 
 
 OPCODES = [
@@ -144,11 +153,11 @@ OPCODES = [
         max_size=25,
     )
 )
-def test_frames_of_any_length_anywhere(parts: list[bytes]) -> None:
-    check(b"\x80\x05" + b"".join(parts) + b".")
+def test_random_frames_hide_no_name(parts: list[bytes]) -> None:
+    check_all_listed(b"\x80\x05" + b"".join(parts) + b".")
 
 
-def test_the_second_reading_costs_no_more_than_the_first() -> None:
+def test_20_000_irregular_frames_are_read() -> None:
     data = b"\x80\x05" + (frame(3) + b"cmacos\nsystem\n") * 20_000 + b"."
-    found = pickle_machine.run(data)
-    assert {("macos", "system"), ("acos", "system")} & set(found.globals)
+    result = pickle_machine.run(data)
+    assert {("macos", "system"), ("acos", "system")} & set(result.globals)

@@ -1,4 +1,4 @@
-"""What a file finds inside a class by ``getattr``: nested classes, and methods that make objects."""
+"""What a file reaches inside a class with ``getattr``: nested classes, and methods that create objects."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ WHEN = dt.datetime(2024, 1, 2, 3, 4, tzinfo=zoneinfo.ZoneInfo("UTC"))
 ZONED = [dt.datetime, zoneinfo.ZoneInfo, getattr(zoneinfo.ZoneInfo, "_unpickle")]  # noqa: B009 - not in the stubs
 CASES: dict[str, tuple[Any, list[Any]]] = {
     "nested": (Outer.Inner(), [Outer, Outer.Inner]),
-    "twice": (Outer.Inner.Innermost(), [Outer, Outer.Inner.Innermost]),
-    "made": (Outer(3), [Outer, Outer.make]),
-    "zone": (WHEN, ZONED),
+    "nested twice": (Outer.Inner.Innermost(), [Outer, Outer.Inner.Innermost]),
+    "class method": (Outer(3), [Outer, Outer.make]),
+    "time zone": (WHEN, ZONED),
     "in a state dict": ({"w": torch.ones(2), "when": WHEN}, ZONED),
 }
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _restore_safe_globals() -> Iterator[None]:
     before = torch.serialization.get_safe_globals()
     sys.modules.setdefault(__name__, sys.modules[Outer.__module__])
     yield
@@ -65,32 +65,32 @@ def saved(name: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_a_matter_of_trust_and_no_alarm(name: str) -> None:
+def test_getattr_on_a_class_needs_trust(name: str) -> None:
     checkpoint = transload.inspect(saved(name))
     assert checkpoint.safety == "needs-trust"
     (evidence,) = (finding.evidence for finding in checkpoint.findings if finding.code == "needs-trust")
     last = CASES[name][1][-1]
     assert any(f"{last.__qualname__}: called, found inside a class" in line for line in evidence)
     if last is ZONED[-1]:
-        return  # transload.load makes it itself
+        return  # transload.load builds it without trust
     with pytest.raises(transload.UnsafeError, match="not allowed"):
         transload.load(saved(name))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_program_has_allowed_is_loaded(name: str) -> None:
+def test_load_after_add_safe_globals_equals_torch(name: str) -> None:
     torch.serialization.add_safe_globals([getattr, *CASES[name][1]])
     expected = torch.load(io.BytesIO(saved(name)), weights_only=True)
-    found = transload.load(saved(name))
-    assert type(found) is type(expected)
-    assert getattr(found, "__dict__", 0) == getattr(expected, "__dict__", 0)
-    if name == "zone":
-        assert found == expected == WHEN
+    loaded = transload.load(saved(name))
+    assert type(loaded) is type(expected)
+    assert getattr(loaded, "__dict__", 0) == getattr(expected, "__dict__", 0)
+    if name == "time zone":
+        assert loaded == expected == WHEN
 
 
-@pytest.mark.parametrize("name", ["nested", "twice", "made"])
-def test_getattr_alone_is_not_enough(name: str) -> None:
-    """What it finds must be allowed itself, as torch has it."""
+@pytest.mark.parametrize("name", ["nested", "nested twice", "class method"])
+def test_allowing_getattr_alone_is_not_enough(name: str) -> None:
+    """As in torch, what ``getattr`` returns must be allowed too."""
     torch.serialization.add_safe_globals([getattr, *CASES[name][1][:-1]])
     with pytest.raises(Exception, match=r"not in allowed|Trying to call|create new object"):
         torch.load(io.BytesIO(saved(name)), weights_only=True)
@@ -98,13 +98,13 @@ def test_getattr_alone_is_not_enough(name: str) -> None:
         transload.load(saved(name))
 
 
-@pytest.mark.parametrize("name", ["nested", "twice", "made", "zone"])
-def test_the_printed_lines_are_enough(name: str) -> None:
+@pytest.mark.parametrize("name", ["nested", "nested twice", "class method", "time zone"])
+def test_printed_lines_load_the_file(name: str) -> None:
     (fix,) = (finding.fix for finding in transload.inspect(saved(name)).findings if finding.code == "needs-trust")
     lines = [line for line in fix if not line.startswith(("$", "This extracts"))]
     for load in (torch.load, transload.load):
         code = "\n".join(lines).replace("torch.load", "load")
-        exec(code, {"load": load, "path": io.BytesIO(saved(name))})  # noqa: S102 - what we print for people to paste
+        exec(code, {"load": load, "path": io.BytesIO(saved(name))})  # noqa: S102 - the lines we tell users to paste
 
 
 def getattr_of(module: str, name: str, *attributes: str) -> bytes:
@@ -132,8 +132,6 @@ def getattr_of(module: str, name: str, *attributes: str) -> bytes:
         ("mymodel", "Net", ("A",) * 12),
     ],
 )
-def test_a_call_of_anything_else_that_is_found_is_dangerous(
-    module: str, name: str, attributes: tuple[str, ...]
-) -> None:
+def test_call_of_any_other_attribute_is_dangerous(module: str, name: str, attributes: tuple[str, ...]) -> None:
     data = forge.checkpoint(forge.pickled(getattr_of(module, name, *attributes) + b")R"))
     assert transload.inspect(data).safety == "dangerous"

@@ -1,6 +1,6 @@
-"""Names: N1 to N16 are the known ways to hide a callable from a scanner, each with the advisory that told of it.
+"""Names: N1 to N16 are the known ways to hide a callable from a scanner, each with its advisory.
 
-Where a row names a real function, the file calls it; nothing here ever runs one.
+Where a row names a real function, the file calls it, but no test loads the file.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def use_of(checkpoint: Checkpoint, full_name: str) -> GlobalUse:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is for torch 2.13")
-def test_torch_lets_through_what_we_think(alone: Alone) -> None:
+def test_torch_default_equals_torchs_allow_list(alone: Alone) -> None:
     """Names allowed by default, and those that ``import torch`` registers beside them."""
     assert set(alone.allowed) == TORCH_DEFAULT
 
 
 @pytest.mark.skipif(not hasattr(weights_only, "NAME_MAPPING"), reason="this torch has no NAME_MAPPING")
-def test_torch_translates_what_we_think() -> None:
+def test_torch_spelling_matches_torchs_name_mapping() -> None:
     pairs = {*NAME_MAPPING, *((module, "anything") for module in IMPORT_MAPPING), ("torch.tensor", "x"), ("a.b", "c")}
     for module, name in pairs:
         renamed = weights_only.NAME_MAPPING.get((module, name))
@@ -49,7 +49,7 @@ def test_torch_translates_what_we_think() -> None:
         assert torch_spelling(module, name) == ".".join(expected)
 
 
-def test_only_names_of_torchs_table_are_data() -> None:
+def test_only_names_on_torchs_allow_list_are_data() -> None:
     for full in TORCH_DEFAULT:
         module, _, name = full.rpartition(".")
         assert classify(module, name)[0] == "data", full
@@ -123,7 +123,7 @@ N1_TO_N10 = {
 
 
 @each("row", N1_TO_N10)
-def test_a_call_of_a_name_on_the_never_list_is_dangerous(row: str, inspect_zip: InspectZip) -> None:
+def test_call_of_a_name_on_the_never_list_is_dangerous(row: str, inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(call(*N1_TO_N10[row]))
     assert checkpoint.safety == "dangerous"
     use = use_of(checkpoint, ".".join(N1_TO_N10[row]))
@@ -131,15 +131,15 @@ def test_a_call_of_a_name_on_the_never_list_is_dangerous(row: str, inspect_zip: 
 
 
 @each("row", N1_TO_N10)
-def test_a_name_on_the_never_list_is_dangerous_even_if_nobody_calls_it(row: str, inspect_zip: InspectZip) -> None:
+def test_name_on_the_never_list_is_dangerous_even_if_not_called(row: str, inspect_zip: InspectZip) -> None:
     module, name = N1_TO_N10[row]
     assert inspect_zip(f"c{module}\n{name}\n".encode()).safety == "dangerous"
 
 
 UNKNOWN = {
     "N1 unlisted module": ("nobody_knows", "this"),
-    "N6 torch earns no trust": ("torch.some.thing", "evaluate"),
-    "N6 numpy earns no trust": ("numpy.some.thing", "evaluate"),
+    "N6 unlisted torch name": ("torch.some.thing", "evaluate"),
+    "N6 unlisted numpy name": ("numpy.some.thing", "evaluate"),
     "N12 dotted": ("collections", "OrderedDict.fromkeys"),
     "N12 dotted torch": ("torch", "nn.parameter.Parameter"),
     "N14 a foreign storage": ("nobody_knows", "FloatStorage"),
@@ -152,15 +152,15 @@ UNKNOWN = {
 
 
 @each("row", UNKNOWN)
-def test_any_other_name_needs_trust(row: str, inspect_zip: InspectZip) -> None:
+def test_unlisted_name_needs_trust(row: str, inspect_zip: InspectZip) -> None:
     module, name = UNKNOWN[row]
     assert inspect_zip(f"c{module}\n{name}\n".encode()).safety == "needs-trust"
-    # Where the name would make a tensor, one without arguments is broken besides.
+    # A tensor that is rebuilt without arguments is broken as well.
     assert inspect_zip(call(module, name)).safety in ("needs-trust", "unknown")
 
 
 @each("row", [*N1_TO_N10, *UNKNOWN])
-def test_a_bare_pickle_is_never_data(row: str) -> None:
+def test_bare_pickle_is_never_data(row: str) -> None:
     module, name = {**N1_TO_N10, **UNKNOWN}[row]
     for raw in (call(module, name) + b".", b"\x80\x02" + call(module, name) + b"."):
         assert transload.inspect(raw).safety in ("unknown", "dangerous")
@@ -178,7 +178,7 @@ N11 = {
 
 
 @each("trick", N11)
-def test_n11_a_change_of_a_global_is_dangerous(trick: str, inspect_zip: InspectZip) -> None:
+def test_n11_changing_a_global_is_dangerous(trick: str, inspect_zip: InspectZip) -> None:
     """modelscan#330, #85."""
     checkpoint = inspect_zip(N11[trick])
     assert checkpoint.safety == "dangerous"
@@ -189,14 +189,14 @@ def test_n11_a_change_of_a_global_is_dangerous(trick: str, inspect_zip: InspectZ
     "name",
     ["OrderedDict.__init__.__globals__", "OrderedDict.__reduce_ex__", "OrderedDict.__class__.__base__.__subclasses__"],
 )
-def test_n12_a_name_that_walks_through_an_object_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
+def test_n12_dunder_path_through_an_object_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
     """GHSA-5j3x-jp52-966f: also without a call."""
     body = b"\x8c\x0bcollections" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
     assert inspect_zip(body, protocol=4).safety == "dangerous"
 
 
 @each("name", ["os", "os.getcwd", "sys.modules", "subprocess.check_output", "builtins"])
-def test_n12_a_module_found_in_another_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
+def test_n12_module_reached_through_another_module_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
     """``torch.serialization.os`` is ``os``."""
     assert inspect_zip(f"ctorch.serialization\n{name}\n".encode(), protocol=4).safety == "dangerous"
 
@@ -214,7 +214,7 @@ N13 = {
 
 @each("spelling", N13, ids=".".join)
 @each("protocol", [0, 2, 4])
-def test_n13_names_of_python_2_are_what_they_become(
+def test_n13_python_2_name_is_judged_by_its_python_3_name(
     spelling: tuple[str, str], protocol: int, inspect_zip: InspectZip
 ) -> None:
     checkpoint = inspect_zip(call(*spelling), protocol=protocol)
@@ -223,22 +223,24 @@ def test_n13_names_of_python_2_are_what_they_become(
 
 
 @pytest.mark.parametrize("spelling", [("__builtin__", "set"), ("UserDict", "OrderedDict"), ("UserString", "Counter")])
-def test_n13_from_protocol_3_on_python_translates_nothing(spelling: tuple[str, str], inspect_zip: InspectZip) -> None:
-    """A module ``UserDict`` of today is not Python 2's, and is nobody's to trust."""
+def test_n13_python_2_name_is_not_translated_from_protocol_3_on(
+    spelling: tuple[str, str], inspect_zip: InspectZip
+) -> None:
+    """A module named ``UserDict`` today is not the one of Python 2, and is not trusted."""
     assert inspect_zip(call(*spelling), protocol=2).safety == "data-only"
     checkpoint = inspect_zip(call(*spelling), protocol=3)
     assert checkpoint.safety != "data-only"
     assert use_of(checkpoint, ".".join(spelling)).verdict in ("unknown", "dangerous")
 
 
-def test_n13_every_spelling_leads_where_pickle_leads() -> None:
+def test_n13_canonical_matches_the_name_mapping_of_pickle() -> None:
     for module, name in NAME_MAPPING:
         assert canonical(module, name) == NAME_MAPPING[module, name]
     for module, moved in IMPORT_MAPPING.items():
         assert canonical(module, "anything") == (moved, "anything")
 
 
-def test_n14_a_storage_of_a_foreign_module_is_named_as_foreign(inspect_zip: InspectZip) -> None:
+def test_n14_storage_class_of_an_unknown_module_needs_trust(inspect_zip: InspectZip) -> None:
     """torch takes any name with "Storage" in it for a storage type, and imports nothing."""
     pid = b"(Vstorage\ncnobody_knows\nFloatStorage\nV0\nVcpu\nK\x01tQ"
     body = b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + b"K\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
@@ -267,7 +269,7 @@ def test_n14_a_storage_of_a_foreign_module_is_named_as_foreign(inspect_zip: Insp
         "breakpoint",
     ],
 )
-def test_n15_builtins_that_run_reach_or_call_are_on_the_never_list(name: str) -> None:
+def test_n15_builtins_that_run_code_or_reach_names_are_dangerous(name: str) -> None:
     assert is_dangerous("builtins", name)
 
 
@@ -289,10 +291,10 @@ def test_n15_builtins_that_run_reach_or_call_are_on_the_never_list(name: str) ->
         ("types", "SimpleNamespace"),
     ],
 )
-def test_names_that_only_look_like_it_are_no_alarm(module: str, name: str) -> None:
+def test_harmless_name_that_resembles_a_dangerous_one_is_not_dangerous(module: str, name: str) -> None:
     assert classify(module, name)[0] in ("unknown", "harmless")
 
 
 @each("row", [row for row in N1_TO_N10 if row.startswith("N8") and row != "N8 datapipes"])
-def test_n8_loaders_are_known_as_such(row: str) -> None:
+def test_n8_loaders_are_reported_as_loaders(row: str) -> None:
     assert is_dangerous(*N1_TO_N10[row]).startswith("loads another")

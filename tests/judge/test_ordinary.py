@@ -1,7 +1,7 @@
-"""No false alarm, and no false comfort: ordinary checkpoints against what torch itself does with them.
+"""Ordinary checkpoints: the verdict and the prediction are compared with what torch does.
 
-Every object of ``belongings`` is saved in each form there is, judged, and loaded by torch with ``weights_only=True`` in
-a fresh process, which has imported nothing but torch, as is and after the lines that we print for people who trust a
+Every object of ``belongings`` is saved in every format, judged, and loaded by torch with ``weights_only=True`` in a
+fresh process that has imported nothing but torch: as is, and after the lines that we print for users who trust the
 file.
 """
 
@@ -31,7 +31,7 @@ from transload.judge.safety import safe_globals_lines
 
 HERE = Path(__file__).parent
 
-# What torch does has been compared with what is predicted from this release on.
+# Predictions have been compared with torch from this release on.
 pytestmark = needs_torch(2, 11)
 
 
@@ -54,7 +54,7 @@ FORMS: dict[str, dict[str, Any]] = {
 NEW = ("protocol 4", "protocol 5")
 
 # The newer protocols have opcodes for these, so there is no name to trust.
-PLAIN_IN_NEW = {"frozenset", "nothing in bytes"}
+PLAIN_IN_NEW = {"frozenset", "empty bytes"}
 
 # From this release on torch refuses nested tensors, and writes the jagged ones without the class that needs trust.
 REFUSES_NESTED = RELEASE >= (2, 15)
@@ -66,25 +66,25 @@ TORCH_FAILS = {
     ("generator", "legacy"): "it uses the state before it has read the storage that holds it",
     ("nested", "legacy"): "the same with the sizes",
 }
-# What they do depends on what lies in memory: nested tensors may crash, so they are not even tried.
+# Undefined behaviour: nested tensors may crash the process, so they are not tried.
 UNDEFINED = {("nested", "legacy"), ("generator", "legacy")}
 NOT_TRIED = ("nested", "legacy")
 
 # No list of names makes weights_only=True load these.
-NEVER = {
+NEVER_LOADS = {
     "defaultdict": "items",
     "deque": "items",
     "dictionary subclass": "items",
     "keyword arguments": "keyword arguments",
     "optimizer": "items",
 }
-NEVER_LEGACY = {
+NEVER_LOADS_LEGACY = {
     *(
         "classes and functions",
         "partial",
         "sequential",
-        "own module",
-        "own module with a partial",
+        "user module",
+        "user module with a partial",
         "transformer",
         "lstm",
     ),
@@ -101,8 +101,8 @@ class Case(NamedTuple):
         return f"{self.name} {self.form}.pt".replace(" ", "_")
 
 
-def is_hopeless(case: Case) -> bool:
-    return case.name in NEVER or (case.form == "legacy" and case.name in NEVER_LEGACY)
+def never_loads(case: Case) -> bool:
+    return case.name in NEVER_LOADS or (case.form == "legacy" and case.name in NEVER_LOADS_LEGACY)
 
 
 ENGINE = working_engine()
@@ -116,13 +116,13 @@ TRUST = [Case(name, form) for name in belongings.TRUST if name in BELONGINGS for
 
 def save_all(folder: Path) -> None:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")  # torch has something to say about most of these
+        warnings.simplefilter("ignore")  # torch warns about most of these
         if ENGINE:
             patch.setattr(torch.backends.quantized, "engine", ENGINE)
         for name, make in BELONGINGS.items():
-            made = make()
-            for form, how in FORMS.items():
-                torch.save(made, folder / Case(name, form).file, **how)
+            value = make()
+            for form, options in FORMS.items():
+                torch.save(value, folder / Case(name, form).file, **options)
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +131,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judged(folder: Path) -> dict[str, Checkpoint]:
+def checkpoints(folder: Path) -> dict[str, Checkpoint]:
     return {path.name: transload.inspect(path) for path in folder.glob("*.pt")}
 
 
-# Two processes, one for each half: what a file makes torch import must not help the next. Both begin with the same
-# import of torch, which costs the most.
+# Two processes, one for each half: what one half makes torch import must not help the other. They share one import of
+# torch, which takes most of the time.
 LOADER = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")
@@ -171,34 +171,36 @@ json.dump(out, sys.stdout)
 
 
 def lines_for(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Those that allow the names; behind them may be the way that needs none of it."""
+    """The lines that allow the names, without the alternative that runs no code."""
     fix = next((finding.fix for finding in checkpoint.findings if finding.code == "needs-trust"), ())
     return fix[: fix.index(WITHOUT_CODE)] if WITHOUT_CODE in fix else fix
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path, judged: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What torch says of each file, empty if it loads; and under ``name!`` once our lines have been run."""
+def torch_errors(
+    folder: Path, checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """The error of torch for each file, empty if it loads; under ``name!`` after our lines have been run."""
     plain: dict[str, tuple[str, tuple[str, ...]]] = {
-        file: (file, ()) for file in judged if file != Case(*NOT_TRIED).file
+        file: (file, ()) for file in checkpoints if file != Case(*NOT_TRIED).file
     }
     marked = {}
     for case in TRUST:
-        checkpoint = judged[case.file]
+        checkpoint = checkpoints[case.file]
         lines = lines_for(checkpoint)
-        if is_hopeless(case):  # what they would be
+        if never_loads(case):  # the lines that would be printed
             lines = safe_globals_lines([use for use in checkpoint.globals if use.verdict in ("unknown", "harmless")])
         marked[f"{case.file}!"] = (case.file, lines)
 
-    def ask(_: Path) -> Any:
+    def query(_: Path) -> Any:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-        done = forks.run("-c", LOADER, folder, ENGINE, stdin=json.dumps([plain, marked]), env=env)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        process = forks.run("-c", LOADER, folder, ENGINE, stdin=json.dumps([plain, marked]), env=env)
+        assert process.returncode == 0, process.stderr
+        return json.loads(process.stdout)
 
-    answer: dict[str, str] = once(tmp_path_factory, "loaded", ask)[1]
-    assert set(answer) == {*plain, *marked}
-    return answer
+    errors: dict[str, str] = once(tmp_path_factory, "loaded", query)[1]
+    assert set(errors) == {*plain, *marked}
+    return errors
 
 
 def case_id(case: Case) -> str:
@@ -206,47 +208,51 @@ def case_id(case: Case) -> str:
 
 
 @each("case", DATA, ids=case_id)
-def test_what_torch_loads_is_data(case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]) -> None:
-    checkpoint = judged[case.file]
+def test_file_that_torch_loads_is_data_only(
+    case: Case, checkpoints: dict[str, Checkpoint], torch_errors: dict[str, str]
+) -> None:
+    checkpoint = checkpoints[case.file]
     assert checkpoint.safety == "data-only"
     assert checkpoint.ok or case in TORCH_FAILS
     if case.form in NEW:
-        assert "Unsupported operand 149" in loaded[case.file]  # FRAME; prediction says so
+        assert "Unsupported operand 149" in torch_errors[case.file]  # FRAME; prediction says so
     elif case in TORCH_FAILS:
-        assert case in UNDEFINED or loaded[case.file] != ""
+        assert case in UNDEFINED or torch_errors[case.file] != ""
     elif case.name == "nested" and REFUSES_NESTED:
-        assert "Unsupported global" in loaded[case.file]
+        assert "Unsupported global" in torch_errors[case.file]
     else:
-        assert loaded[case.file] == ""
+        assert torch_errors[case.file] == ""
 
 
 @each("case", TRUST, ids=case_id)
-def test_what_torch_refuses_needs_trust_and_no_more(
-    case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]
+def test_file_that_torch_refuses_needs_trust_and_is_not_dangerous(
+    case: Case, checkpoints: dict[str, Checkpoint], torch_errors: dict[str, str]
 ) -> None:
     plain = (case.form in NEW and case.name in PLAIN_IN_NEW) or (case.name == "jagged" and REFUSES_NESTED)
-    checkpoint = judged[case.file]
+    checkpoint = checkpoints[case.file]
     assert checkpoint.safety == ("data-only" if plain else "needs-trust"), [f.evidence for f in checkpoint.findings]
-    assert loaded[case.file] != ""
+    assert torch_errors[case.file] != ""
 
 
 @each("case", [case for case in TRUST if case.form in ("zip", "legacy")], ids=case_id)
-def test_the_printed_lines_make_torch_load_it(
-    case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]
+def test_printed_lines_make_torch_load_the_file(
+    case: Case, checkpoints: dict[str, Checkpoint], torch_errors: dict[str, str]
 ) -> None:
-    lines = lines_for(judged[case.file])
+    lines = lines_for(checkpoints[case.file])
     if case.name == "jagged" and REFUSES_NESTED:
         pytest.skip("judged data-only: no lines are printed")
-    if is_hopeless(case):
-        assert loaded[f"{case.file}!"] != ""
+    if never_loads(case):
+        assert torch_errors[f"{case.file}!"] != ""
         assert lines[0].startswith("Allowing the names is not enough")
     else:
         assert lines[0] == "import torch"
-        assert case in UNDEFINED or (loaded[f"{case.file}!"] == "") is (case not in TORCH_FAILS), lines
+        assert case in UNDEFINED or (torch_errors[f"{case.file}!"] == "") is (case not in TORCH_FAILS), lines
 
 
 @each("case", [case for case in (*DATA, *TRUST) if case != NOT_TRIED], ids=case_id)
-def test_the_prediction_is_what_torch_does(case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]) -> None:
-    said = judged[case.file].prediction
-    loads = said.startswith("torch.load loads it") and not (REFUSES_NESTED and "from 2.15 on it refuses" in said)
-    assert loads == (loaded[case.file] == ""), said
+def test_prediction_matches_torch(case: Case, checkpoints: dict[str, Checkpoint], torch_errors: dict[str, str]) -> None:
+    prediction = checkpoints[case.file].prediction
+    loads = prediction.startswith("torch.load loads it") and not (
+        REFUSES_NESTED and "from 2.15 on it refuses" in prediction
+    )
+    assert loads == (torch_errors[case.file] == ""), prediction

@@ -1,4 +1,4 @@
-"""Which torch wrote a file: the true release lies in the range, for files of ten real ones."""
+"""The torch release that wrote a file: the reported range contains the real release."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GPU_FILES = sorted(path for path in (DATA / "h200").iterdir() if path.suffix in 
 GPU_RELEASE = "2.11"
 
 
-def order(release: str) -> tuple[int, int]:
-    """Major and minor; the patch does not show."""
+def major_minor(release: str) -> tuple[int, int]:
+    """Major and minor number; a file does not show the patch number."""
     major, minor = release.split(".")[:2]
     return int(major), int(minor)
 
 
 def release_of(path: Path) -> str:
-    """From the record the writer left."""
+    """The release recorded when the fixture was written."""
     if path.parent.name == "h200":
         return GPU_RELEASE
     version: str = json.loads((path.parent / "expected.json").read_text(encoding="utf-8"))["torch"]
@@ -40,53 +40,51 @@ def file_id(path: Path) -> str:
 
 
 @each("path", [*FILES, *GPU_FILES], ids=file_id)
-def test_the_true_release_lies_in_the_range(path: Path) -> None:
+def test_real_release_is_in_the_reported_range(path: Path) -> None:
     origin = transload.inspect(path).written_by
-    release = order(release_of(path))
-    assert order(origin.oldest or "0.0") <= release, origin
-    if (
-        origin.newest and not origin.note
-    ):  # a note says that a later release may have been asked to write the old format
-        assert release <= order(origin.newest), origin
+    release = major_minor(release_of(path))
+    assert major_minor(origin.oldest or "0.0") <= release, origin
+    if origin.newest and not origin.note:  # a note means that a newer release may have written the old format
+        assert release <= major_minor(origin.newest), origin
     assert origin.evidence or path.suffix == ".pt2"
 
 
 @each("path", [*FILES, *GPU_FILES], ids=file_id)
-def test_what_is_cut_off_proves_nothing(path: Path) -> None:
-    """The true release lies in the range however little is left of a file."""
-    whole, release = path.read_bytes(), order(release_of(path))
+def test_real_release_is_in_the_range_of_a_truncated_file(path: Path) -> None:
+    """However little is left of the file."""
+    data, release = path.read_bytes(), major_minor(release_of(path))
     for part in (2, 10, 40, 70, 95):
-        origin = transload.inspect(whole[: len(whole) * part // 100]).written_by
-        assert order(origin.oldest or "0.0") <= release, (part, origin)
+        origin = transload.inspect(data[: len(data) * part // 100]).written_by
+        assert major_minor(origin.oldest or "0.0") <= release, (part, origin)
         if origin.newest and not origin.note:
-            assert release <= order(origin.newest), (part, origin)
+            assert release <= major_minor(origin.newest), (part, origin)
 
 
-def test_an_archive_cut_early_is_not_said_to_lack_a_record() -> None:
+def test_record_cut_off_by_truncation_is_not_evidence_of_its_absence() -> None:
     out = io.BytesIO()
     torch.save({"a": torch.ones(4000)}, out)
     data = out.getvalue()
-    left = transload.inspect(data[: data.index(b"PK\x03\x04", 4)])
-    assert any(record.name == "data.pkl" for record in left.records)
-    assert (left.written_by.oldest, left.written_by.newest) == ("", "")
+    checkpoint = transload.inspect(data[: data.index(b"PK\x03\x04", 4)])
+    assert any(record.name == "data.pkl" for record in checkpoint.records)
+    assert (checkpoint.written_by.oldest, checkpoint.written_by.newest) == ("", "")
 
 
 @each("path", FILES, ids=file_id)
-def test_the_range_says_something(path: Path) -> None:
+def test_range_has_a_lower_bound_and_before_2_1_an_upper_bound(path: Path) -> None:
     origin = transload.inspect(path).written_by
     assert origin.oldest
-    assert origin.newest or order(origin.oldest) >= (2, 1)
+    assert origin.newest or major_minor(origin.oldest) >= (2, 1)
 
 
-def test_there_are_files_of_many_releases() -> None:
+def test_fixtures_cover_eight_releases() -> None:
     assert len({release_of(path) for path in FILES}) == 8
     assert len(FILES) > 80
     assert len(GPU_FILES) > 8
 
 
-def saved(value: object, **how: Any) -> Checkpoint:
+def save_and_inspect(value: object, **options: Any) -> Checkpoint:
     out = io.BytesIO()
-    torch.save(value, out, **how)
+    torch.save(value, out, **options)
     return transload.inspect(out.getvalue())
 
 
@@ -96,47 +94,47 @@ RECORDED: dict[str, tuple[object, dict[str, str]]] = {
     "lightning": ({"pytorch-lightning_version": "2.4.0", "epoch": 1}, {"lightning": "2.4.0"}),
     "deepspeed": ({"ds_version": "0.14", "module": {}}, {"deepspeed": "0.14"}),
     "nothing": ({"version": "9"}, {}),
-    "no text": ({"torch_version": 2}, {}),
+    "not a text": ({"torch_version": 2}, {}),
     "a long text": ({"torch_version": "2" * 500}, {"torch": "2" * 80}),
 }
 
 
 @each("case", RECORDED)
-def test_versions_that_somebody_recorded(case: str) -> None:
+def test_recorded_versions_are_reported(case: str) -> None:
     value, recorded = RECORDED[case]
-    assert dict(saved(value).written_by.recorded) == recorded
+    assert dict(save_and_inspect(value).written_by.recorded) == recorded
 
 
-def test_a_recorded_torch_is_what_is_told() -> None:
-    assert saved({"torch_version": "2.1.0"}).written_by.text == "torch 2.1.0 (recorded in the file)"
+def test_recorded_torch_version_is_shown() -> None:
+    assert save_and_inspect({"torch_version": "2.1.0"}).written_by.text == "torch 2.1.0 (recorded in the file)"
 
 
 @each("version", ["2.", ".2", "2", "2.x", "2.٣", "2." + "9" * 5000])
-def test_a_recorded_torch_that_is_not_a_release(version: str) -> None:
+def test_recorded_version_that_is_not_a_release_is_no_evidence(version: str) -> None:
     record = json.dumps({"schema": 1, "torch": version}).encode()
     data = archive([*entries(), Entry(b"archive/.transload/origin.json", record)])
     assert "transload recorded it" not in transload.inspect(data).written_by.evidence
 
 
-def test_todays_files_are_of_today() -> None:
-    origin = saved(torch.ones(1)).written_by
-    assert order(origin.oldest) <= order(torch.__version__)
+def test_range_of_a_new_file_contains_the_running_torch() -> None:
+    origin = save_and_inspect(torch.ones(1)).written_by
+    assert major_minor(origin.oldest) <= major_minor(torch.__version__)
     assert (origin.newest == "") is (RELEASE > (2, 6))
-    assert not origin.newest or order(origin.newest) >= RELEASE
+    assert not origin.newest or major_minor(origin.newest) >= RELEASE
 
 
-def test_the_older_format_may_come_from_a_later_torch() -> None:
-    origin = saved(torch.ones(1), _use_new_zipfile_serialization=False).written_by
+def test_legacy_format_may_come_from_a_newer_torch() -> None:
+    origin = save_and_inspect(torch.ones(1), _use_new_zipfile_serialization=False).written_by
     assert "asked to write the old format" in origin.text
 
 
-def test_a_trait_of_later_releases_overrules_the_older_format() -> None:
+def test_feature_of_newer_releases_outweighs_the_legacy_format() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.mine = True
-    origin = saved(parameter, _use_new_zipfile_serialization=False).written_by
+    origin = save_and_inspect(parameter, _use_new_zipfile_serialization=False).written_by
     assert (origin.oldest, origin.newest) == ("2.0", "")
 
 
-def test_files_of_python_2_are_told(data: Path) -> None:
+def test_evidence_names_python_2(data: Path) -> None:
     folder = data / "torch-releases" / "torch-1.0.0-py2.7.18"
     assert any("Python 2" in line for line in transload.inspect(folder / "train_cuda0.ckpt").written_by.evidence)

@@ -1,4 +1,4 @@
-"""What we say torch.load will do, against what it does, on a machine without a GPU."""
+"""The predicted outcome of torch.load compared with the real one, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.release import RELEASE, needs_torch
 
 import transload
 
-# What torch does has been compared with what is predicted from this release on.
+# Predictions have been compared with torch from this release on.
 pytestmark = needs_torch(2, 11)
 
 
@@ -22,30 +22,30 @@ def file_id(path: Path) -> str:
 
 
 @each("path", FILES, ids=file_id)
-def test_torch_does_what_was_predicted(path: Path, alone: Alone) -> None:
-    said = transload.inspect(path).prediction.removeprefix("torch.load ")
+def test_prediction_matches_torch(path: Path, alone: Alone) -> None:
+    prediction = transload.inspect(path).prediction.removeprefix("torch.load ")
     plain, on_cpu = alone.outcomes[str(path)]
-    if said.startswith("loads it anywhere"):
+    if prediction.startswith("loads it anywhere"):
         assert (plain, on_cpu) == ("loads", "loads")
-    elif said.startswith("needs cuda:"):
+    elif prediction.startswith("needs cuda:"):
         assert (plain, on_cpu) == ("needs", "loads")
-    elif said.startswith("refuses it"):
-        assert plain in ("refuses", "needs")  # whichever it meets first
+    elif prediction.startswith("refuses it"):
+        assert plain in ("refuses", "needs")  # whichever comes first in the file
         assert on_cpu == "refuses"
-        assert ("needs cuda:" in said) == ("cuda" in path.name)
+        assert ("needs cuda:" in prediction) == ("cuda" in path.name)
     else:
-        assert said.startswith("fails")
+        assert prediction.startswith("fails")
         assert plain not in ("loads", "needs")
         assert on_cpu != "loads"
 
 
-def test_the_files_show_every_outcome(alone: Alone) -> None:
+def test_fixtures_cover_every_outcome(alone: Alone) -> None:
     plain = [first for first, _ in alone.outcomes.values()]
     for outcome in ("loads", "needs", "refuses"):
         assert plain.count(outcome) > 3, outcome
 
 
-def test_nested_tensors_are_refused_by_the_newest_torch() -> None:
+def test_prediction_says_that_torch_2_15_refuses_nested_tensors() -> None:
     file = io.BytesIO()
     torch.save(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), file)
     assert "from 2.15 on" in transload.inspect(file.getvalue()).prediction
@@ -54,7 +54,7 @@ def test_nested_tensors_are_refused_by_the_newest_torch() -> None:
     assert transload.inspect(file.getvalue()).prediction == "torch.load loads it anywhere"
 
 
-def test_older_releases_cannot_rebuild_a_jagged_tensor_of_the_newest() -> None:
+def test_prediction_says_that_older_torch_fails_on_new_jagged_tensors() -> None:
     values, offsets = torch.ones(6, 3), torch.tensor([0, 2, 6])
     plain = torch.nested.nested_tensor_from_jagged(values, offsets)
     bounded = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
@@ -63,8 +63,10 @@ def test_older_releases_cannot_rebuild_a_jagged_tensor_of_the_newest() -> None:
     for value, fails in ((plain, False), (bounded, True)):
         file = io.BytesIO()
         torch.save(value, file)
-        said = transload.inspect(file.getvalue()).prediction
-        assert said.startswith("torch.load fails up to torch 2.14" if fails else "torch.load loads it up to torch 2.14")
+        prediction = transload.inspect(file.getvalue()).prediction
+        assert prediction.startswith(
+            "torch.load fails up to torch 2.14" if fails else "torch.load loads it up to torch 2.14"
+        )
         file.seek(0)
         if RELEASE < (2, 15) and fails:
             with pytest.raises(AttributeError, match="_dynamo_dynamic_range"):
@@ -73,20 +75,20 @@ def test_older_releases_cannot_rebuild_a_jagged_tensor_of_the_newest() -> None:
             torch.load(file)
 
 
-SPOILT = {
-    "cut": lambda whole: whole[: len(whole) // 2],
-    "cut in its header": lambda whole: whole[:60],
-    "longer": lambda whole: whole + b"junk",
+DAMAGES = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "truncated header": lambda data: data[:60],
+    "trailing bytes": lambda data: data + b"junk",
 }
 
 
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_damaged_safetensors_file_fails(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_prediction_says_that_a_damaged_safetensors_file_fails(damage: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
     safetensors.save_file({"a": torch.ones(300)}, path)
     assert "load_file" in transload.inspect(path).prediction
-    path.write_bytes(SPOILT[how](path.read_bytes()))
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
     with pytest.raises(Exception, match="deserializing header"):
         safetensors.load_file(path)
     assert transload.inspect(path).prediction.startswith("torch.load fails, and so does safetensors")

@@ -1,4 +1,4 @@
-"""The verdict on a file: how names are used, what streams hide, and what is printed for people who trust one."""
+"""The verdict on a file: how names are used, what streams hide, and the lines printed for users who trust it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def evidence(checkpoint: Checkpoint) -> str:
     return "\n".join(line for finding in checkpoint.findings for line in finding.evidence)
 
 
-# -- names that are computed -------------------------------------------------------------------------------------------
+# -- computed names ----------------------------------------------------------------------------------------------------
 
-TRUSTED = {
+NEEDS_TRUST = {
     "an enumeration of Python 3.11": getattr_of(CLASS, "RED"),
     "a bound method": getattr_of(CLASS + b")R", "method"),
     "a call of a method of a class": getattr_of(CLASS, "method") + b")R",
@@ -65,9 +65,9 @@ DANGEROUS = {
     "N3 a call of a bound method": getattr_of(CLASS + b")R", "method") + b")R",
     "N3 a double underscore": getattr_of(CLASS, "__globals__"),
     "N3 a double underscore of an object": getattr_of(CLASS + b")R", "__class__"),
-    "N3 a name that is computed": name("builtins", "getattr") + CLASS + CLASS + b")R\x86R",
+    "N3 a computed name": name("builtins", "getattr") + CLASS + CLASS + b")R\x86R",
     "N3 a default": name("builtins", "getattr") + CLASS + text("a") + b"N\x87R",
-    "N3 of a number": name("builtins", "getattr") + b"K\x01" + text("a") + b"\x86R",
+    "N3 getattr of a number": name("builtins", "getattr") + b"K\x01" + text("a") + b"\x86R",
     "N3 a state": getattr_of(CLASS, "a") + b"}b",
     "N3 OBJ": b"(" + getattr_of(CLASS, "Inner") + b"o",
     "N3 NEWOBJ of a chain": getattr_of(getattr_of(CLASS, "a"), "B") + b")\x81",
@@ -89,21 +89,21 @@ DANGEROUS = {
     "P9 EXT, not called": b"\x82\x01",
     "P9 EXT, built": b"\x82\x01}b",
     "P2 a computed name": CLASS + b")R" + text("x") + b"\x93",
-    "a class that is made": name("builtins", "type") + text("X") + b")}\x87R",
-    "a class that is replaced": CLASS + b")RN}" + text("__class__") + CLASS + b"s\x86b",
+    "a class created by type()": name("builtins", "type") + text("X") + b")}\x87R",
+    "a replaced __class__": CLASS + b")RN}" + text("__class__") + CLASS + b"s\x86b",
 }
 
 
-@each("case", TRUSTED)
-def test_what_ordinary_objects_look_like_needs_trust_and_no_more(case: str, inspect_zip: InspectZip) -> None:
-    assert judge_pickles([run(TRUSTED[case] + b".")]).safety == "needs-trust"
+@each("case", NEEDS_TRUST)
+def test_ordinary_object_needs_trust_and_is_not_dangerous(case: str, inspect_zip: InspectZip) -> None:
+    assert judge_pickles([run(NEEDS_TRUST[case] + b".")]).safety == "needs-trust"
     if "older format" not in case:
-        checkpoint = inspect_zip(TRUSTED[case])
+        checkpoint = inspect_zip(NEEDS_TRUST[case])
         assert checkpoint.safety == "needs-trust", evidence(checkpoint)
 
 
 @each("case", DANGEROUS)
-def test_names_that_are_computed_are_dangerous(case: str, inspect_zip: InspectZip) -> None:
+def test_computed_name_is_dangerous(case: str, inspect_zip: InspectZip) -> None:
     assert inspect_zip(DANGEROUS[case]).safety == "dangerous"
 
 
@@ -127,30 +127,30 @@ STREAMS = {
 
 
 @each("case", STREAMS)
-def test_nothing_in_a_stream_hides_a_call(case: str, archive_of: Callable[[bytes], bytes]) -> None:
+def test_call_cannot_be_hidden_in_a_stream(case: str, archive_of: Callable[[bytes], bytes]) -> None:
     assert judge_pickles(run_all(STREAMS[case])).safety == "dangerous" or "P6" in case
-    if "P4" not in case:  # torch.load reads one pickle there, and trailing bytes are told
+    if "P4" not in case:  # torch.load reads one pickle there, and trailing bytes are reported
         assert transload.inspect(archive_of(b"\x80\x02" + STREAMS[case])).safety == "dangerous"
     bare = transload.inspect(b"\x80\x02" + STREAMS[case])
     assert bare.safety == "dangerous"
 
 
 @each("position", range(5))
-def test_c20_a_call_in_any_of_the_five_pickles_of_the_older_format(position: int) -> None:
+def test_c20_call_in_any_of_the_five_legacy_pickles_is_dangerous(position: int) -> None:
     out = io.BytesIO()
     torch.save({"a": 1}, out, _use_new_zipfile_serialization=False)
     raw = out.getvalue()
-    starts = [found.start for found in run_all(raw)]
-    at = starts[position] + 2  # after PROTO
-    checkpoint = transload.inspect(raw[:at] + PAYLOAD + b"0" + raw[at:])
+    starts = [stream.start for stream in run_all(raw)]
+    offset = starts[position] + 2  # after PROTO
+    checkpoint = transload.inspect(raw[:offset] + PAYLOAD + b"0" + raw[offset:])
     assert checkpoint.safety == "dangerous"
     assert "os.getcwd" in [use.full_name for use in checkpoint.globals]
 
 
-def test_damage_after_a_call_never_makes_a_file_better() -> None:
+def test_truncation_after_a_call_does_not_hide_it() -> None:
     raw = b"\x80\x02" + PAYLOAD + b"0}" + (text("key") + text("value") + b"s") * 3 + b"."
-    least = 2 + len(PAYLOAD)
-    for cut in range(least, len(raw)):
+    end_of_call = 2 + len(PAYLOAD)
+    for cut in range(end_of_call, len(raw)):
         assert judge_pickles([run(raw[:cut])]).safety == "dangerous"
 
 
@@ -160,7 +160,7 @@ def test_every_use_is_counted() -> None:
     assert (use.imported, use.called, use.built, use.stream) == (2, 2, 1, "data.pkl")
 
 
-def test_no_pickles_are_only_data() -> None:
+def test_no_pickles_is_data_only() -> None:
     assert judge_pickles([]).safety == "data-only"
 
 
@@ -170,12 +170,12 @@ INNER = b"\x80\x02" + name("nobody", "inside") + b")R."
 
 
 def as_bytes(raw: bytes) -> bytes:
-    """BINBYTES, as protocol 3 has it."""
+    """BINBYTES, as in protocol 3."""
     return b"B" + len(raw).to_bytes(4, "little") + raw
 
 
 def as_text(raw: bytes) -> bytes:
-    """``_codecs.encode(text, "latin1")``, as protocol 2 has it."""
+    """``_codecs.encode(text, "latin1")``, as in protocol 2."""
     latin = raw.decode("latin-1").encode()
     return name("_codecs", "encode") + b"X" + len(latin).to_bytes(4, "little") + latin + text("latin1") + b"\x86R"
 
@@ -184,10 +184,10 @@ def loads(raw: bytes, module: str = "pickle", attribute: str = "loads") -> bytes
     return name(module, attribute) + raw + b"\x85R"
 
 
-def saved(**how: bool) -> bytes:
-    """A checkpoint of torch whose pickle asks for a name."""
+def saved(**options: bool) -> bytes:
+    """A torch checkpoint whose pickle uses a global."""
     out = io.BytesIO()
-    torch.save(ValueError, out, **how)
+    torch.save(ValueError, out, **options)
     return out.getvalue()
 
 
@@ -214,8 +214,8 @@ NESTED = {
 
 
 @each("case", NESTED)
-def test_n8_names_inside_the_bytes_of_a_loader_are_reported(case: str, inspect_zip: InspectZip) -> None:
-    """GHSA-84r2-jw7c-4r5q and kin."""
+def test_n8_names_inside_bytes_passed_to_a_loader_are_reported(case: str, inspect_zip: InspectZip) -> None:
+    """GHSA-84r2-jw7c-4r5q and similar."""
     body, inside = NESTED[case]
     checkpoint = inspect_zip(body, protocol=3)
     assert checkpoint.safety == "dangerous"
@@ -223,15 +223,15 @@ def test_n8_names_inside_the_bytes_of_a_loader_are_reported(case: str, inspect_z
     assert use.stream.startswith("data.pkl › nested")
 
 
-def test_n8_a_saved_storage_is_told_for_what_it_is(inspect_zip: InspectZip) -> None:
-    """``pickle.dumps(storage)`` writes this; torch.load of it runs with every check off."""
+def test_n8_pickled_storage_is_dangerous(inspect_zip: InspectZip) -> None:
+    """``pickle.dumps(storage)`` writes this; loading it calls torch.load with weights_only=False."""
     raw = pickle.dumps(torch.ones(2).untyped_storage(), 2)
     checkpoint = inspect_zip(raw[2:-1])
     assert checkpoint.safety == "dangerous"
     assert {use.stream for use in checkpoint.globals} == {"data.pkl", "data.pkl › nested"}
 
 
-def test_n8_bytes_that_no_loader_is_given_are_bytes(inspect_zip: InspectZip) -> None:
+def test_n8_bytes_not_passed_to_a_loader_are_data(inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(as_text(INNER))
     assert checkpoint.safety == "data-only"
     assert [use.full_name for use in checkpoint.globals] == ["_codecs.encode"]
@@ -245,38 +245,38 @@ def nest(depth: int) -> bytes:
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 50])
-def test_n8_pickles_in_pickles_are_followed_so_far_and_no_further(depth: int) -> None:
+def test_n8_nested_pickles_are_followed_down_to_max_depth(depth: int) -> None:
     judgement = judge_pickles([run(nest(depth), name="x")])
     names = {use.full_name for use in judgement.globals}
     assert ("nobody.inside" in names) == (depth <= MAX_DEPTH)
-    told = any("more nested pickles than are read" in line for f in judgement.findings for line in f.evidence)
-    assert told == (depth > MAX_DEPTH)
+    reported = any("more nested pickles than are read" in line for f in judgement.findings for line in f.evidence)
+    assert reported == (depth > MAX_DEPTH)
     assert judgement.safety == "dangerous"
 
 
-def test_n8_the_same_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte that is named a thousand times must not be read a thousand times."""
+def test_n8_bytes_shared_by_many_calls_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte referenced a thousand times must not be read a thousand times."""
     from transload.formats import pickle_streams
 
     filler = b"\x80\x02" + b"N0" * 5000 + INNER[2:]
     latin = filler.decode("latin-1").encode()
     raw = b"\x80\x02X" + len(latin).to_bytes(4, "little") + latin + b"q\x00"
-    each = name("pickle", "loads") + name("_codecs", "encode") + b"h\x00" + text("latin1") + b"\x86R\x85R0"
-    found = run(raw + each * 300 + b".")
+    loads_call = name("pickle", "loads") + name("_codecs", "encode") + b"h\x00" + text("latin1") + b"\x86R\x85R0"
+    parsed = run(raw + loads_call * 300 + b".")
     sizes: list[int] = []
     real = pickle_streams.run_all
 
-    def counting(data: bytes, name: str = "") -> object:
+    def counting_run_all(data: bytes, name: str = "") -> object:
         sizes.append(len(data))
         return real(data, name)
 
-    monkeypatch.setattr(pickle_streams, "run_all", counting)
-    judgement = judge_pickles([found])
+    monkeypatch.setattr(pickle_streams, "run_all", counting_run_all)
+    judgement = judge_pickles([parsed])
     assert "nobody.inside" in {use.full_name for use in judgement.globals}
     assert sizes == [len(filler)]
 
 
-# -- the lines for people who trust a file -----------------------------------------------------------------------------
+# -- lines printed for users who trust a file --------------------------------------------------------------------------
 
 
 def use(module: str, attribute: str, spelling: str = "") -> GlobalUse:
@@ -296,12 +296,12 @@ def use(module: str, attribute: str, spelling: str = "") -> GlobalUse:
         ("a", "<lambda>"),
     ],
 )
-def test_no_lines_are_printed_for_names_that_are_none(hostile: tuple[str, str]) -> None:
-    """Somebody pastes these lines into a shell."""
+def test_no_lines_are_printed_for_invalid_names(hostile: tuple[str, str]) -> None:
+    """Users paste these lines into a shell."""
     assert safe_globals_lines([use("argparse", "Namespace"), use(*hostile)]) == ()
 
 
-def test_names_that_are_alike_do_not_shadow_each_other() -> None:
+def test_equal_names_get_distinct_aliases() -> None:
     names = [("a", "Config"), ("b", "Config"), ("c", "torch"), ("d", "Outer.Inner"), ("e", "int"), ("builtins", "int")]
     lines = safe_globals_lines(use(*name) for name in names)
     assert lines == (
@@ -316,7 +316,7 @@ def test_names_that_are_alike_do_not_shadow_each_other() -> None:
     )
 
 
-def test_names_go_by_what_the_file_calls_them() -> None:
+def test_lines_allow_names_as_the_file_spells_them() -> None:
     lines = safe_globals_lines(
         [
             use("numpy.core.multiarray", "scalar"),
@@ -343,12 +343,12 @@ def test_names_go_by_what_the_file_calls_them() -> None:
     )
 
 
-def test_a_dangerous_file_gets_no_lines(inspect_zip: InspectZip) -> None:
+def test_dangerous_file_gets_no_safe_globals_lines(inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(PAYLOAD + b"0" + CLASS)
     assert [finding.fix for finding in checkpoint.findings if finding.code == "needs-trust"] == [()]
     assert not any("safe_globals" in line for finding in checkpoint.findings for line in finding.fix)
 
 
-def test_p17_no_advice_leads_to_weights_only_false_for_a_dangerous_file(inspect_zip: InspectZip) -> None:
+def test_p17_no_fix_suggests_weights_only_false_for_a_dangerous_file(inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(PAYLOAD)
     assert not any("weights_only=False" in line for finding in checkpoint.findings for line in finding.fix)

@@ -1,7 +1,6 @@
-"""Argument shapes: what ``weights_only`` allows by name is data only in the shape that checkpoints have (N16 and kin).
+"""Argument shapes: a call that ``weights_only`` allows is data only with arguments as in real checkpoints (N16 etc.).
 
-Each case is opcodes of a protocol 2 pickle in a torch archive. Payloads are harmless; sizes are small, and nothing is
-made.
+Each case is opcodes of a protocol 2 pickle in a torch archive. Payloads are harmless, and sizes are small.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ NESTED = b")" + b"\x85" * 100_000
 HOOKS = name("collections", "OrderedDict") + b")R"
 SOME_HOOKS = name("collections", "OrderedDict") + b")RK\x01" + name("torch", "Size") + b"s"
 STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
-PLACE = STORAGE + b"K\x00K\x02\x85K\x01\x85"
+LAYOUT = STORAGE + b"K\x00K\x02\x85K\x01\x85"
 UTILS = "torch._utils._rebuild_"
-TENSOR = call(UTILS + "tensor_v2", PLACE, NO, HOOKS)
+TENSOR = call(UTILS + "tensor_v2", LAYOUT, NO, HOOKS)
 BYTES = call("_codecs.encode", text("x"), text("latin1"))
 FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 V2 = name("torch._utils", "_rebuild_tensor_v2")
-V2_ARGS = b"(" + PLACE + NO + HOOKS + b"t"
+V2_ARGS = b"(" + LAYOUT + NO + HOOKS + b"t"
 PLAIN = name("torch", "Tensor")
 TEN = b"J\x0a\x00\x00\x00"
 
@@ -67,7 +66,7 @@ SHAPES: dict[str, dict[str, bytes]] = {
     "data-only": {
         "encode latin1": BYTES,
         "encode latin-1": call("_codecs.encode", text("x"), text("latin-1")),
-        "bytearray of nothing": call("builtins.bytearray"),
+        "empty bytearray": call("builtins.bytearray"),
         "bytearray of bytes": call("builtins.bytearray", BYTES),
         "bytearray of Python 2": call("__builtin__.bytearray", text("x"), text("latin-1")),
         "set of a list": call("builtins.set", b"](K\x01K\x02e"),
@@ -82,16 +81,16 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "device by text": call("torch.device", text("cpu")),
         "layout": call("torch.serialization._get_layout", text("torch.strided")),
         "dtype": name("torch", "float16"),
-        "tensor v1": call(UTILS + "tensor", PLACE),
+        "tensor v1": call(UTILS + "tensor", LAYOUT),
         "tensor v2": TENSOR,
         "tensor v2 with empty pairs for hooks": call(
-            UTILS + "tensor_v2", PLACE, NO, call("collections.OrderedDict", b"]")
+            UTILS + "tensor_v2", LAYOUT, NO, call("collections.OrderedDict", b"]")
         ),
-        "tensor v2 with no hooks": call(UTILS + "tensor_v2", PLACE, NO, NONE),
-        "tensor v2 with flags": call(UTILS + "tensor_v2", PLACE, NO, HOOKS, dictionary(neg=YES)),
+        "tensor v2 with no hooks": call(UTILS + "tensor_v2", LAYOUT, NO, NONE),
+        "tensor v2 with flags": call(UTILS + "tensor_v2", LAYOUT, NO, HOOKS, dictionary(neg=YES)),
         "parameter": call(UTILS + "parameter", TENSOR, YES, HOOKS),
         "parameter with state": call(UTILS + "parameter_with_state", TENSOR, YES, HOOKS, dictionary(mine=YES)),
-        "parameter of old": call("torch.nn.parameter.Parameter", TENSOR, YES),
+        "old parameter": call("torch.nn.parameter.Parameter", TENSOR, YES),
         "tensor with attributes": call(FROM_TYPE, V2, PLAIN, V2_ARGS, dictionary(mine=YES)),
         "parameter with attributes": call(
             FROM_TYPE, V2, name("torch.nn.parameter", "Parameter"), V2_ARGS, dictionary(mine=YES)
@@ -115,18 +114,18 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "Size of text": call("torch.Size", text("12")),
         "device of a tensor": call("torch.device", TENSOR),
         "layout of a number": call("torch.serialization._get_layout", b"K\x01"),
-        "P18 hooks": call(UTILS + "tensor_v2", PLACE, NO, SOME_HOOKS),
+        "P18 hooks": call(UTILS + "tensor_v2", LAYOUT, NO, SOME_HOOKS),
         "P18 hooks of a parameter": call(UTILS + "parameter", TENSOR, YES, SOME_HOOKS),
-        "P18 hooks that are no dictionary": call(UTILS + "tensor_v2", PLACE, NO, call("torch.Size", b")")),
-        "requires_grad of text": call(UTILS + "tensor_v2", PLACE, text("yes"), HOOKS),
-        "metadata of text": call(UTILS + "tensor_v2", PLACE, NO, HOOKS, dictionary(conj=text("yes"))),
-        "metadata of a list": call(UTILS + "tensor_v2", PLACE, NO, HOOKS, b"]"),
-        "a tensor that is built": TENSOR + b"(" + PLACE + b"tb",
-        "a tensor given attributes": TENSOR + dictionary(mine=YES) + b"b",
+        "P18 hooks that are not a dictionary": call(UTILS + "tensor_v2", LAYOUT, NO, call("torch.Size", b")")),
+        "requires_grad of text": call(UTILS + "tensor_v2", LAYOUT, text("yes"), HOOKS),
+        "metadata of text": call(UTILS + "tensor_v2", LAYOUT, NO, HOOKS, dictionary(conj=text("yes"))),
+        "metadata of a list": call(UTILS + "tensor_v2", LAYOUT, NO, HOOKS, b"]"),
+        "BUILD of a tensor with a layout": TENSOR + b"(" + LAYOUT + b"tb",
+        "BUILD of a tensor with attributes": TENSOR + dictionary(mine=YES) + b"b",
         "a tensor class of a list": call("torch.FloatTensor", b"](K\x01e"),
-        "a place for a tensor of torch 0.1": name("torch", "FloatTensor") + b")\x81(" + PLACE + b"tb",
+        "a layout for a tensor of torch 0.1": name("torch", "FloatTensor") + b")\x81(" + LAYOUT + b"tb",
         "an odd state of torch 0.1": name("torch", "FloatTensor") + b")\x81" + dictionary(a=b"N") + b"b",
-        "an attribute that is there already": call(FROM_TYPE, V2, PLAIN, V2_ARGS, dictionary(data=TENSOR)),
+        "an attribute that already exists": call(FROM_TYPE, V2, PLAIN, V2_ARGS, dictionary(data=TENSOR)),
         "a parameter with data as attribute": call(
             UTILS + "parameter_with_state", TENSOR, YES, HOOKS, dictionary(data=TENSOR)
         ),
@@ -134,12 +133,12 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "from_type with a class that is not a tensor": call(
             FROM_TYPE, V2, name("collections", "OrderedDict"), V2_ARGS, b"}"
         ),
-        "from_type with hooks inside": call(FROM_TYPE, V2, PLAIN, b"(" + PLACE + NO + SOME_HOOKS + b"t", b"}"),
+        "from_type with hooks inside": call(FROM_TYPE, V2, PLAIN, b"(" + LAYOUT + NO + SOME_HOOKS + b"t", b"}"),
         "from_type with a list for a state": call(FROM_TYPE, V2, PLAIN, V2_ARGS, b"]"),
     },
     "unknown": {
         "a dtype that is called": call("torch.float32"),
-        "too few arguments": call(UTILS + "tensor_v2", PLACE, NO),
+        "too few arguments": call(UTILS + "tensor_v2", LAYOUT, NO),
         "too many arguments": call(UTILS + "parameter", TENSOR, YES, HOOKS, NONE),
         "from_type with too few arguments": call(FROM_TYPE, V2, PLAIN, V2_ARGS),
         "from_type with too few arguments inside": call(FROM_TYPE, V2, PLAIN, b")", b"}"),
@@ -159,11 +158,11 @@ SHAPES: dict[str, dict[str, bytes]] = {
     "dangerous": {
         "N16 another codec": call("_codecs.encode", text("x"), text("rot13")),
         "N16 no codec": call("_codecs.encode", text("x")),
-        "N16 a codec that is computed": call("_codecs.encode", text("x"), BYTES),
-        "N16 a number of bytes": call("builtins.bytearray", TEN),
-        "N16 a huge number of bytes": call("builtins.bytearray", b"\x8a\x06" + bytes(5) + b"\x01"),
-        "N16 bytes of a list": call("builtins.bytearray", b"](K\x01e"),
-        "N16 as many bytes as a tensor says": call("builtins.bytearray", TENSOR),
+        "N16 a computed codec": call("_codecs.encode", text("x"), BYTES),
+        "N16 bytearray of a number": call("builtins.bytearray", TEN),
+        "N16 bytearray of a huge number": call("builtins.bytearray", b"\x8a\x06" + bytes(5) + b"\x01"),
+        "N16 bytearray of a list": call("builtins.bytearray", b"](K\x01e"),
+        "N16 bytearray of a tensor": call("builtins.bytearray", TENSOR),
         "N16 FloatTensor(n)": call("torch.FloatTensor", TEN),
         "N16 FloatTensor(a, b)": call("torch.FloatTensor", TEN, TEN),
         "N16 FloatTensor(Size)": call("torch.FloatTensor", call("torch.Size", b"K\x01\x85")),
@@ -194,7 +193,7 @@ CASES = [(verdict, case) for verdict, cases in SHAPES.items() for case in cases]
 
 
 @each(("verdict", "case"), CASES, ids=[case for _, case in CASES])
-def test_the_shape_of_a_call_decides(verdict: str, case: str, inspect_zip: InspectZip) -> None:
+def test_verdict_depends_on_the_arguments_of_a_call(verdict: str, case: str, inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(SHAPES[verdict][case], {"0": bytes(16)})
     evidence = [line for finding in checkpoint.findings if finding.severity != "note" for line in finding.evidence]
     assert checkpoint.safety == verdict, evidence
@@ -202,7 +201,7 @@ def test_the_shape_of_a_call_decides(verdict: str, case: str, inspect_zip: Inspe
 
 
 @each("case", SHAPES["data-only"])
-def test_torch_loads_what_is_data(case: str, archive_of: Callable[[bytes, dict[str, bytes]], bytes]) -> None:
+def test_torch_loads_the_data_only_cases(case: str, archive_of: Callable[[bytes, dict[str, bytes]], bytes]) -> None:
     raw = archive_of(b"\x80\x02" + SHAPES["data-only"][case] + b".", {"0": bytes(16)})
     try:
         torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
@@ -215,9 +214,9 @@ def test_torch_loads_what_is_data(case: str, archive_of: Callable[[bytes, dict[s
 @pytest.mark.parametrize(
     "kwargs", [b"}(" + text("errors") + text("strict") + b"u", b"K\x01"], ids=["keywords", "a number"]
 )
-def test_keyword_arguments_are_no_data(kwargs: bytes) -> None:
-    found = run(name("_codecs", "encode") + b"(" + text("x") + text("latin1") + b"t" + kwargs + b"\x92.")
-    complaint = check_call("_codecs.encode", found.calls[0])
+def test_keyword_arguments_need_trust(kwargs: bytes) -> None:
+    parsed = run(name("_codecs", "encode") + b"(" + text("x") + text("latin1") + b"t" + kwargs + b"\x92.")
+    complaint = check_call("_codecs.encode", parsed.calls[0])
     assert complaint == ("needs-trust", "_codecs.encode is called with keyword arguments")
 
 
@@ -231,17 +230,17 @@ SHARED = {
 }
 
 
-@each("what", SHARED)
-def test_what_many_calls_share_is_not_looked_through_for_each(what: str) -> None:
+@each("case", SHARED)
+def test_object_shared_by_many_calls_is_not_scanned_for_each_call(case: str) -> None:
     """A small file can hold a million calls that share one object of a million items."""
-    callee, shared, use = SHARED[what]
-    callee = name(FROM_TYPE.rpartition(".")[0], "_rebuild_from_type_v2") if what == "attributes" else callee
+    callee, shared, use = SHARED[case]
+    callee = name(FROM_TYPE.rpartition(".")[0], "_rebuild_from_type_v2") if case == "attributes" else callee
     callee = callee.removesuffix(b"(tR")
 
     def work(calls: int) -> int:
-        found = run(b"\x80\x02" + shared + b"0" + (callee + use) * calls + b"N.")
-        assert len(found.calls) >= calls
-        return count_instructions(lambda: judge_pickles([found]))
+        parsed = run(b"\x80\x02" + shared + b"0" + (callee + use) * calls + b"N.")
+        assert len(parsed.calls) >= calls
+        return count_instructions(lambda: judge_pickles([parsed]))
 
     assert work(220) - work(20) < 200 * 3000
 
@@ -265,8 +264,8 @@ def count_instructions(work: Callable[[], object]) -> int:
     return count
 
 
-def test_every_allowed_name_has_a_rule_that_looks_at_a_call() -> None:
-    """An allowed name that nobody looks at would be a hole: a call with a number must be a complaint for each."""
+def test_every_allowed_name_has_a_rule_that_checks_its_calls() -> None:
+    """An allowed name without a rule would be a hole: a call with a number must be rejected for each of them."""
     unchecked = set()
     for full in TORCH_DEFAULT:
         module, _, attribute = full.rpartition(".")
@@ -283,7 +282,7 @@ def test_every_allowed_name_has_a_rule_that_looks_at_a_call() -> None:
     }
 
 
-def test_every_rebuild_function_has_its_signature() -> None:
+def test_table_of_rebuild_functions_matches_torchs_signatures() -> None:
     import inspect
 
     for full, rebuild in _REBUILDS.items():
@@ -300,7 +299,7 @@ def test_every_rebuild_function_has_its_signature() -> None:
     assert all(hasattr(Rebuilder, f"_{name.rpartition('.')[2].lstrip('_').lower()}") for name in REBUILDS)
 
 
-def test_what_may_not_be_shadowed_is_there() -> None:
+def test_attributes_that_must_not_be_shadowed_exist_on_tensors() -> None:
     tensor = torch.ones(1)
     optional = {"_grad", "_post_accumulate_grad_hooks", "_backward_hooks"}
     assert [attribute for attribute in _SHADOWED - optional if not hasattr(tensor, attribute)] == []

@@ -1,4 +1,4 @@
-"""``transload.load_into``: what torch.load and load_state_dict do together, with no second copy and plainer words."""
+"""``transload.load_into``: torch.load and load_state_dict in one call, with no second copy and clearer errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests import forge
 from tests.loading.equal import same
-from tests.opening.test_open import Counting, raw
+from tests.opening.test_open import CountingFile, raw
 from tests.quantized import working_engine
 from torch import nn
 
@@ -29,7 +29,7 @@ RELEASES = sorted((Path(__file__).parent.parent / "data" / "torch-releases").glo
 
 
 class Net(nn.Module):
-    """Tied weights, the buffers of a norm, a parameter that is not contiguous, a scalar, and a buffer never saved."""
+    """Tied weights, the buffers of a norm, a non-contiguous parameter, a scalar, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ def meta(kind: Callable[[], nn.Module] = Net) -> nn.Module:
 
 
 def file_of(value: Any, **options: Any) -> io.BytesIO:
-    held = io.BytesIO()
-    torch.save(value, held, **options)
-    return held
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:
@@ -72,7 +72,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+def cloned_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -84,9 +84,9 @@ def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
 State = dict[str, torch.Tensor]
 
 
-class TestWhereItIsFound:
+class TestFindingTheStateDict:
     @pytest.mark.parametrize(
-        ("wrap", "place"),
+        ("wrap", "path"),
         [
             (lambda state: state, ""),
             (lambda state: {"state_dict": state, "epoch": 3}, "state_dict"),
@@ -98,20 +98,20 @@ class TestWhereItIsFound:
             (lambda state: {"a": {"x": torch.ones(1)}, "b": {"c": {"d": state}}}, "b/c/d"),
         ],
     )
-    def test_bare_or_below(self, wrap: Callable[[State], Any], place: str) -> None:
+    def test_state_dict_is_found_at_any_depth(self, wrap: Callable[[State], Any], path: str) -> None:
         model = made(1)
         result = load_into(model, file_of(wrap(made().state_dict())))
-        assert (result, result.found, result.notes) == (([], []), place, ())
+        assert (result, result.found, result.notes) == (([], []), path, ())
         assert_same(model, made())
 
-    def test_nested_dictionaries_joined_by_dots(self) -> None:
+    def test_nested_dictionaries_are_joined_by_dots(self) -> None:
         model = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Linear(2, 3)))
         tree = {"params": {"a": dict(nn.Linear(2, 2).state_dict()), "b": dict(nn.Linear(2, 3).state_dict())}}
         assert load_into(model, file_of(tree)).found == "params"
         assert torch.equal(model[1].weight, tree["params"]["b"]["weight"])
 
-    def test_two_that_fit_are_not_chosen_between(self) -> None:
-        model, before = made(1), copied(made(1))
+    def test_two_state_dicts_that_fit_equally_well_are_ambiguous(self) -> None:
+        model, before = made(1), cloned_state(made(1))
         file = file_of({"model": made(2).state_dict(), "ema": made(3).state_dict()})
         with pytest.raises(UsageError) as caught:
             load_into(model, file)
@@ -125,47 +125,45 @@ class TestWhereItIsFound:
         assert load_into(model, file, prefix="ema").found == "ema"
         assert_same(model, made(3))
 
-    def test_the_one_that_fits_better(self) -> None:
+    def test_state_dict_that_fits_better_is_used(self) -> None:
         model, state = made(1), made(2).state_dict()
         part = {name: tensor for name, tensor in made(3).state_dict().items() if "running" not in name}
         assert load_into(model, file_of({"ema": part, "model": state})).found == "model"
         assert_same(model, made(2))
 
-    def test_a_prefix_may_end_inside_the_keys(self) -> None:
+    def test_prefix_may_end_inside_a_key(self) -> None:
         model = nn.Linear(2, 2)
         state = {f"backbone.fc.{name}": tensor for name, tensor in nn.Linear(2, 2).state_dict().items()}
         for prefix in ("state_dict/backbone.fc.", "state_dict/backbone.fc"):
             assert load_into(model, file_of({"state_dict": state}), prefix=prefix) == ([], [])
             assert torch.equal(model.weight, state["backbone.fc.weight"])
 
-    def test_a_prefix_that_is_not_there(self) -> None:
+    def test_unknown_prefix_is_an_error(self) -> None:
         with pytest.raises(UsageError) as caught:
             load_into(made(), file_of({"model": made().state_dict(), "x": [torch.ones(1)]}), prefix="nett")
-        wrong, there_is = str(caught.value).split("\n")
-        assert wrong == "<file object>: no tensor name begins with the prefix 'nett'"
-        assert there_is == "There are tensors below: model, x"
+        problem, hint = str(caught.value).split("\n")
+        assert problem == "<file object>: no tensor name begins with the prefix 'nett'"
+        assert hint == "There are tensors below: model, x"
 
-    def test_the_root_as_a_prefix(self) -> None:
+    def test_empty_prefix_selects_the_root(self) -> None:
         file = file_of({**nn.Linear(2, 2).state_dict(), "inner": nn.Linear(2, 2).state_dict()})
         result = load_into(nn.Linear(2, 2), file, prefix="", strict=False)
         assert result.unexpected_keys == ["inner"]
 
-    def test_a_pickled_module_without_running_it(self, data: Path) -> None:
-        with zipfile.ZipFile(data / "h200" / "whole_module_cuda0.pt"):
-            model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
-        wanted = torch.load(data / "h200" / "whole_module_cuda0.pt", map_location="cpu", weights_only=False)
-        model = type(wanted)(
-            *(type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m for m in wanted)
+    def test_pickled_module_is_read_without_unpickling(self, data: Path) -> None:
+        expected = torch.load(data / "h200" / "whole_module_cuda0.pt", map_location="cpu", weights_only=False)
+        model = type(expected)(
+            *(type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m for m in expected)
         )
         load_into(model, data / "h200" / "whole_module_cuda0.pt")
-        assert_same(model, wanted)
+        assert_same(model, expected)
 
-    def test_what_state_dict_leaves_out_of_a_pickled_module_is_not_expected(self) -> None:
-        wanted, model = made(1), made()  # with a buffer that is never saved
-        wanted.mask = torch.ones(3)
-        for value in (wanted, {"model": wanted}):
+    def test_other_attributes_of_a_pickled_module_are_not_unexpected_keys(self) -> None:
+        expected, model = made(1), made()  # with a non-persistent buffer
+        expected.mask = torch.ones(3)
+        for value in (expected, {"model": expected}):
             assert not load_into(model, file_of(value)).unexpected_keys
-        assert_same(model, wanted)
+        assert_same(model, expected)
 
 
 class TestPrefixes:
@@ -179,7 +177,7 @@ class TestPrefixes:
             ("_orig_mod.module.model.{}", "removed '_orig_mod.module.model.' from 12 keys"),
         ],
     )
-    def test_what_wrappers_leave(self, rename: str, note: str) -> None:
+    def test_wrapper_prefix_is_removed_with_a_warning(self, rename: str, note: str) -> None:
         model = made(1)
         file = file_of({"state_dict": {rename.format(name): t for name, t in made().state_dict().items()}, "epoch": 1})
         with pytest.warns(KeysWarning, match=note) as caught:
@@ -189,7 +187,7 @@ class TestPrefixes:
         assert repr(result) == f"<All keys matched successfully; found in state_dict; {note}>"
         assert_same(model, made())
 
-    def test_what_a_trainer_keeps_beside_the_model_is_left_out_and_told(self) -> None:
+    def test_keys_beside_the_model_are_left_out_with_a_warning(self) -> None:
         model = made(1)
         state = {f"model.{name}": tensor for name, tensor in made().state_dict().items()}
         file = file_of({"state_dict": {**state, "loss.weight": torch.ones(3), "steps_done": 4}})
@@ -197,47 +195,47 @@ class TestPrefixes:
             assert load_into(model, file) == ([], [])
         assert_same(model, made())
 
-    def test_what_a_wrapper_does_not_wrap_is_not_expected(self) -> None:
+    def test_key_without_the_wrapper_prefix_is_unexpected(self) -> None:
         state = {f"module.{name}": tensor for name, tensor in made().state_dict().items()}
         with pytest.raises(MismatchError, match="only in the file: loss"):
             load_into(made(1), file_of({**state, "loss": torch.ones(3)}))
 
-    def test_a_wrapped_model_gets_them_put_before(self) -> None:
+    def test_wrapper_prefix_is_added_for_a_wrapped_model(self) -> None:
         model = nn.DataParallel(made(1))
         with pytest.warns(KeysWarning, match=r"put 'module\.' before 12 keys"):
             load_into(model, file_of(made().state_dict()))
         assert_same(model.module, made())
 
-    def test_one_for_the_other(self) -> None:
+    def test_wrapper_prefix_is_replaced_by_another(self) -> None:
         model = nn.DataParallel(made(1))
         with pytest.warns(KeysWarning, match=r"replaced '_orig_mod\.' by 'module\.' in 12 keys"):
             load_into(model, file_of({f"_orig_mod.{name}": t for name, t in made().state_dict().items()}))
         assert_same(model.module, made())
 
-    def test_a_part_that_was_compiled(self) -> None:
+    def test_wrapper_name_of_a_compiled_submodule_is_removed(self) -> None:
         model = made(1)
         state = {name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in made().state_dict().items()}
         with pytest.warns(KeysWarning, match="removed the names of wrappers from 7 keys"):
             load_into(model, file_of(state))
         assert_same(model, made())
 
-    def test_a_model_that_is_compiled(self) -> None:
+    def test_wrapper_prefix_is_added_for_a_compiled_model(self) -> None:
         model = made(1)
         try:
             compiled = torch.compile(model, backend="eager")
         except RuntimeError as error:
-            pytest.skip(str(error))  # this release does not do it on this Python
+            pytest.skip(str(error))  # this release does not support it on this Python
         with pytest.warns(KeysWarning, match=r"put '_orig_mod\.' before 12 keys"):
             load_into(compiled, file_of(made().state_dict()))
         assert_same(model, made())
 
-    def test_a_model_whose_own_keys_begin_so(self) -> None:
+    def test_prefix_that_the_model_also_has_is_kept(self) -> None:
         model = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
         other = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
         assert load_into(model, file_of(other.state_dict())).notes == ()
         assert_same(model, other)
 
-    def test_a_body_into_a_model_around_it(self) -> None:
+    def test_prefix_is_added_for_a_model_around_the_saved_body(self) -> None:
         model = nn.ModuleDict({"model": nn.Linear(2, 2), "lm_head": nn.Linear(2, 3)})
         body = nn.Linear(2, 2)
         with pytest.warns(KeysWarning, match=r"put 'model\.' before 2 keys"):
@@ -247,7 +245,7 @@ class TestPrefixes:
 
 
 class Encoder(nn.Module):
-    """A body with its own name for a layer, a norm and a value that is not a tensor."""
+    """An encoder with an embedding, a norm and linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +255,7 @@ class Encoder(nn.Module):
 
 
 class Classifier(nn.Module):
-    """What BertForSequenceClassification is to BertModel."""
+    """A model around an Encoder, like BertForSequenceClassification around BertModel."""
 
     def __init__(self, labels: int = 2) -> None:
         super().__init__()
@@ -278,7 +276,7 @@ class TestRenaming:
         ids=["keys", "prefixes", "patterns", "compiled", "function"],
     )
     @pytest.mark.parametrize("nested", [False, True])
-    def test_each_form(self, rename: Any, nested: bool) -> None:
+    def test_rename_in_every_form(self, rename: Any, nested: bool) -> None:
         saved, model = Classifier(), Classifier()
         state = saved.state_dict()
         for key in list(state):
@@ -288,14 +286,14 @@ class TestRenaming:
         assert result == ([], [])
         assert_same(model, saved)
 
-    def test_one_pair(self) -> None:
+    def test_rename_with_one_pattern(self) -> None:
         model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
         state = {f"old_{name}": tensor for name, tensor in saved.state_dict().items()}
         load_into(model, file_of(state), rename=("^old_(.*)", r"\1"))
         assert_same(model, saved)
 
     @pytest.mark.parametrize("rename", [{"loss.": None, "x": None}, lambda key: None if key[0] in "lx" else key])
-    def test_what_is_left_out(self, rename: Any) -> None:
+    def test_rename_to_none_leaves_keys_out(self, rename: Any) -> None:
         model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
         state = {**saved.state_dict(), "loss.weight": torch.ones(1), "x": 4}
         assert load_into(model, file_of(state), rename=rename) == ([], [])
@@ -303,14 +301,14 @@ class TestRenaming:
         nested = {**saved.state_dict(), "loss": {"weight": torch.ones(1), "n": 1}, "x": 4}
         assert load_into(model, file_of(nested), rename=rename) == ([], [])
 
-    def test_what_wrappers_leave_is_undone_after_it(self) -> None:
+    def test_wrapper_prefix_is_removed_after_renaming(self) -> None:
         model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
         state = {f"old.{name}": tensor for name, tensor in saved.state_dict().items()}
         with pytest.warns(KeysWarning, match=r"removed 'module\.' from 2 keys"):
             load_into(model, file_of(state), rename={"old.": "module."})
         assert_same(model, saved)
 
-    def test_below_a_prefix(self) -> None:
+    def test_rename_below_a_prefix(self) -> None:
         model, saved = nn.ModuleDict({"b": nn.Linear(2, 2)}), nn.Linear(2, 2)
         file = file_of({"ema": {f"a.{name}": tensor for name, tensor in saved.state_dict().items()}, "model": {}})
         load_into(model, file, prefix="ema", rename={"a.": "b."})
@@ -323,19 +321,19 @@ class TestRenaming:
         assert load_into(model, file_of(state), rename={"a.": "b."}) == ([], [])
         assert model["b"].get_extra_state() == saved.get_extra_state()
 
-    def test_a_module_with_its_own_way(self) -> None:
+    def test_rename_for_a_module_with_custom_loading(self) -> None:
         model, saved = nn.ModuleDict({"b": Renaming()}), Renaming()
         state = {f"a.{name}": value for name, value in saved.state_dict().items()}
         assert load_into(model, file_of(state), rename={"a.": "b."}) == ([], [])
         assert_same(model["b"], saved)
 
-    def test_two_keys_of_one_name(self) -> None:
+    def test_rename_of_two_keys_to_one_name_is_an_error(self) -> None:
         state = {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2)}
         with pytest.raises(UsageError, match="several keys of the file the same name: weight"):
             load_into(nn.Linear(2, 2, bias=False), file_of(state), rename=("^[ab].", ""))
 
     @pytest.mark.parametrize(
-        ("rename", "said"),
+        ("rename", "message"),
         [
             (3, "rename is of type int"),
             ({1: "a"}, "rename has 1: 'a'"),
@@ -347,15 +345,15 @@ class TestRenaming:
             (lambda _: 7, "the function given as rename returned int for 'weight'"),
         ],
     )
-    def test_what_is_no_renaming(self, rename: Any, said: str) -> None:
-        with pytest.raises(UsageError, match=said):
+    def test_invalid_rename_is_an_error(self, rename: Any, message: str) -> None:
+        with pytest.raises(UsageError, match=message):
             load_into(nn.Linear(2, 2), file_of(nn.Linear(2, 2).state_dict()), rename=rename)
 
 
-class TestABodyIntoAClassifier:
-    def test_the_error_names_the_call_that_works(self) -> None:
+class TestEncoderIntoClassifier:
+    def test_error_suggests_the_call_that_works(self) -> None:
         saved, model = Encoder(), Classifier()
-        before = copied(model)
+        before = cloned_state(model)
         with pytest.raises(MismatchError) as caught:
             load_into(model, file_of(saved.state_dict()))
         assert_untouched(model, before)
@@ -364,17 +362,17 @@ class TestABodyIntoAClassifier:
         assert result == (["classifier.weight", "classifier.bias"], [])
         assert_same(model.bert, saved)
 
-    @pytest.mark.parametrize("lead", ["module.", "deberta."])
-    def test_also_where_the_file_has_another_prefix(self, lead: str) -> None:
+    @pytest.mark.parametrize("prefix", ["module.", "deberta."])
+    def test_suggestion_replaces_another_prefix_of_the_file(self, prefix: str) -> None:
         saved, model = Encoder(), Classifier()
-        state = {lead + name: tensor for name, tensor in saved.state_dict().items()}
+        state = {prefix + name: tensor for name, tensor in saved.state_dict().items()}
         with pytest.raises(MismatchError) as caught:
             load_into(model, file_of({"model": state}), strict=False)
-        assert f'rename={{"{lead}": "bert."}}, strict=False' in caught.value.fix
-        load_into(model, file_of({"model": state}), rename={lead: "bert."}, strict=False)
+        assert f'rename={{"{prefix}": "bert."}}, strict=False' in caught.value.fix
+        load_into(model, file_of({"model": state}), rename={prefix: "bert."}, strict=False)
         assert_same(model.bert, saved)
 
-    def test_what_fits_already_keeps_its_name(self) -> None:
+    def test_suggestion_keeps_names_that_already_fit(self) -> None:
         saved, model = Classifier(), Classifier()
         state = {name.removeprefix("bert."): tensor for name, tensor in saved.state_dict().items()}
         with pytest.raises(MismatchError) as caught:
@@ -383,14 +381,14 @@ class TestABodyIntoAClassifier:
         load_into(model, file_of(state), rename={"": "bert.", "classifier.": "classifier."})
         assert_same(model, saved)
 
-    def test_nothing_is_proposed_that_gives_two_keys_one_name(self) -> None:
+    def test_no_suggestion_that_gives_two_keys_one_name(self) -> None:
         state = Encoder().state_dict()
         state |= {f"bert.{name}": tensor for name, tensor in state.items() if name.startswith("layers.0")}
         with pytest.raises(MismatchError) as caught:
             load_into(Classifier(), file_of(state))
         assert caught.value.fix == "strict=False loads what fits."
 
-    def test_all_that_is_needed_is_named(self) -> None:
+    def test_suggestion_names_every_option_that_is_needed(self) -> None:
         saved, model = Encoder().half(), Classifier()
         state = {**saved.state_dict(), "embeddings.weight": torch.ones(7, 3, dtype=torch.float16)}
         with pytest.raises(MismatchError) as caught:
@@ -404,7 +402,7 @@ class TestABodyIntoAClassifier:
 
 
 class Rotary(nn.Module):
-    """Buffers that the model computes and no state dict holds, as the rotary embedding of Llama has them."""
+    """A module with a buffer that is computed and not saved, like the rotary embedding of Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +411,7 @@ class Rotary(nn.Module):
 
 
 class TestLeftOnMeta:
-    def test_buffers_that_no_file_holds_are_named(self) -> None:
+    def test_buffers_missing_in_the_file_are_named(self) -> None:
         saved = nn.Sequential(Rotary(), Rotary())
         with torch.device("meta"):
             model = nn.Sequential(Rotary(), Rotary())
@@ -424,13 +422,13 @@ class TestLeftOnMeta:
         assert (result, result.notes) == (([], []), (note,))
         assert model[0].inv_freq.is_meta
 
-    def test_what_is_of_another_shape_is_named_too(self) -> None:
+    def test_parameter_of_another_shape_is_named(self) -> None:
         with torch.device("meta"):
             model = Classifier(2)
         with pytest.warns(KeysWarning), pytest.warns(LandingWarning, match="meta device.*: classifier.weight"):
             load_into(model, file_of(Classifier(3).state_dict()), ignore_mismatched_sizes=True)
 
-    def test_no_word_where_they_are_made_or_meta_was_asked_for(self) -> None:
+    def test_no_warning_for_a_real_model_or_a_requested_meta_device(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             load_into(Rotary(), file_of(Rotary().state_dict()))
@@ -440,10 +438,10 @@ class TestLeftOnMeta:
 
 
 class TestMismatchedSizes:
-    def test_they_are_left_as_they_are_and_named(self) -> None:
+    def test_mismatched_parameters_are_kept_and_named(self) -> None:
         saved, model = Classifier(3), Classifier(2)
         saved.classifier.bias = model.classifier.bias
-        before = copied(model.classifier)
+        before = cloned_state(model.classifier)
         differing = "classifier.weight ([3, 3] in the file, [2, 3] in the model)"
         note = f"left 1 key of another shape as in the model: {differing}"
         with pytest.warns(KeysWarning, match=re.escape(note)):
@@ -452,14 +450,14 @@ class TestMismatchedSizes:
         assert_same(model.bert, saved.bert)
         assert_untouched(model.classifier, before)
 
-    def test_keys_and_dtypes_must_still_fit(self) -> None:
+    def test_keys_and_dtypes_must_still_match(self) -> None:
         state = Classifier(3).state_dict()
         with pytest.raises(MismatchError, match="only in the file: x"):
             load_into(Classifier(), file_of({**state, "x": torch.ones(1)}), ignore_mismatched_sizes=True)
         with pytest.raises(MismatchError, match="of another dtype, 9 keys"):
             load_into(Classifier(), file_of(Classifier(3).half().state_dict()), ignore_mismatched_sizes=True)
 
-    def test_one_of_two_that_are_tied_fits(self) -> None:
+    def test_tied_weight_is_loaded_under_the_name_that_fits(self) -> None:
         state = {**made().state_dict(), "head.weight": torch.ones(3, 4)}
         model = made(1)
         with pytest.warns(KeysWarning, match="head.weight"):
@@ -467,33 +465,33 @@ class TestMismatchedSizes:
         assert torch.equal(model.head.weight, made().embed.weight)
 
 
-class TestWhereItGoes:
-    def test_parameters_stay_the_same_objects_in_the_same_memory(self) -> None:
+class TestTargets:
+    def test_parameters_keep_their_identity_and_memory(self) -> None:
         model = made(1)
         before = {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
         load_into(model, file_of(made().state_dict()))
         assert {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == before
         assert_same(model, made())
 
-    def test_autograd_notices(self) -> None:
+    def test_autograd_detects_the_change(self) -> None:
         model = nn.Linear(2, 2)
         out = model(torch.ones(1, 2).requires_grad_()).pow(2).sum()
         load_into(model, file_of(nn.Linear(2, 2).state_dict()))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.backward()
 
-    def test_every_layout_on_both_sides(self) -> None:
+    def test_every_layout_in_file_and_model(self) -> None:
         base = torch.arange(24.0).view(2, 3, 4)
-        forms = [base, base.permute(2, 0, 1).contiguous().permute(1, 2, 0), torch.arange(48.0)[::2].view(2, 3, 4)]
-        forms.append(torch.zeros(2, 3, 4).copy_(base)[:, :, :].transpose(0, 1).contiguous().transpose(0, 1))
-        for mine in forms:
-            for theirs in forms:
-                module = nn.ParameterDict({"w": nn.Parameter(torch.empty_strided(mine.shape, mine.stride()))})
-                load_into(module, file_of({"w": theirs}))
-                assert torch.equal(module["w"], theirs)
-                assert module["w"].stride() == mine.stride()
+        layouts = [base, base.permute(2, 0, 1).contiguous().permute(1, 2, 0), torch.arange(48.0)[::2].view(2, 3, 4)]
+        layouts.append(torch.zeros(2, 3, 4).copy_(base)[:, :, :].transpose(0, 1).contiguous().transpose(0, 1))
+        for in_model in layouts:
+            for in_file in layouts:
+                module = nn.ParameterDict({"w": nn.Parameter(torch.empty_strided(in_model.shape, in_model.stride()))})
+                load_into(module, file_of({"w": in_file}))
+                assert torch.equal(module["w"], in_file)
+                assert module["w"].stride() == in_model.stride()
 
-    def test_meta_parameters_are_made_and_ties_kept(self) -> None:
+    def test_meta_parameters_are_materialized_and_stay_tied(self) -> None:
         model = meta()
         model.head.weight = model.embed.weight
         model.scale.requires_grad = False
@@ -508,13 +506,13 @@ class TestWhereItGoes:
         assert {str(t.device) for t in model.state_dict().values()} == {"cpu"}
 
     @pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
-    def test_only_meta_parameters_ask_where_to_land(self, data: Path) -> None:
+    def test_real_parameters_are_filled_from_a_file_of_an_absent_device(self, data: Path) -> None:
         state = torch.load(data / "h200" / "state_dict_cuda1.pt", map_location="cpu")
         model = nn.Conv2d(*reversed(state["conv.weight"].shape[:2]), state["conv.weight"].shape[2:])
         assert load_into(model, data / "h200" / "state_dict_cuda1.pt", prefix="conv") == ([], [])
         assert torch.equal(model.weight, state["conv.weight"])
 
-    def test_meta_parameters_of_a_tagged_file_land_with_a_warning(self, data: Path) -> None:
+    def test_meta_parameters_filled_from_a_file_of_an_absent_device_warn(self, data: Path) -> None:
         state = torch.load(data / "h200" / "state_dict_cuda1.pt", map_location="cpu")
         size = state["fc.weight"].shape
         model = nn.Linear(size[1], size[0], device="meta")
@@ -524,28 +522,28 @@ class TestWhereItGoes:
         load_into(quiet, data / "h200" / "state_dict_cuda1.pt", prefix="fc", device="cpu")
         assert torch.equal(quiet.weight, state["fc.weight"])
 
-    def test_a_tie_that_the_file_has_under_one_name_only(self) -> None:
+    def test_tied_weight_saved_under_one_name(self) -> None:
         model, state = made(1), made().state_dict()
         del state["head.weight"]
         assert load_into(model, file_of(state)) == ([], [])
         assert_same(model, made())
 
-    def test_a_tie_in_the_model_alone_takes_the_last_as_torch_does(self) -> None:
+    def test_weight_tied_only_in_the_model_takes_the_last_value_like_torch(self) -> None:
         model, other, state = made(1), made(1), made().state_dict()
         state["embed.weight"], state["head.weight"] = torch.zeros(10, 4), torch.ones(10, 4)
         load_into(model, file_of(state))
         other.load_state_dict(state)
         assert_same(model, other)
 
-    def test_a_tie_in_the_file_alone(self) -> None:
+    def test_weights_tied_only_in_the_file_stay_separate(self) -> None:
         weight = torch.randn(2, 2)
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         load_into(model, file_of({"0.weight": weight, "1.weight": weight}))
         assert torch.equal(model[0].weight, model[1].weight)
         assert model[0].weight is not model[1].weight
 
-    def test_tied_bytes_are_read_once(self) -> None:
-        file = Counting()
+    def test_tied_weight_is_read_once(self) -> None:
+        file = CountingFile()
         torch.save({"0.weight": torch.ones(1000, 1000), "1.weight": torch.ones(1000, 1000)}, file)
         model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
         model[1].weight = model[0].weight
@@ -554,8 +552,8 @@ class TestWhereItGoes:
 
 
 class TestDtypes:
-    def test_are_cast_only_when_asked(self) -> None:
-        model, before = made(1), copied(made(1))
+    def test_dtypes_are_converted_only_with_cast(self) -> None:
+        model, before = made(1), cloned_state(made(1))
         file = file_of({name: t.half() if t.is_floating_point() else t for name, t in made().state_dict().items()})
         with pytest.raises(MismatchError) as caught:
             load_into(model, file)
@@ -568,7 +566,7 @@ class TestDtypes:
         for name, tensor in made().state_dict().items():
             assert torch.equal(model.state_dict()[name], tensor.half().to(tensor.dtype))
 
-    def test_meta_parameters_too(self) -> None:
+    def test_dtypes_of_meta_parameters_are_converted_only_with_cast(self) -> None:
         model = nn.Linear(3, 3, device="meta", dtype=torch.bfloat16)
         state = nn.Linear(3, 3).state_dict()
         with pytest.raises(MismatchError, match="float32 in the file, bfloat16 in the model"):
@@ -577,36 +575,36 @@ class TestDtypes:
         assert torch.equal(model.weight, state["weight"].bfloat16())
 
     @pytest.mark.parametrize("name", ["float8_e4m3fn", "bool", "complex64", "uint8", "int16", "float64"])
-    def test_of_every_size(self, name: str) -> None:
+    def test_dtypes_of_every_size(self, name: str) -> None:
         dtype = getattr(torch, name)
-        wanted = torch.arange(12).view(3, 4).to(dtype)
+        expected = torch.arange(12).view(3, 4).to(dtype)
         try:
-            file = file_of({"w": wanted})
+            file = file_of({"w": expected})
         except KeyError:
             pytest.skip("this torch cannot save it")
         for stride in ((4, 1), (1, 3), (8, 2)):
             module = nn.Module()
             module.register_buffer("w", torch.empty_strided((3, 4), stride, dtype=dtype))
             load_into(module, file)
-            assert raw(module.w) == raw(wanted)
+            assert raw(module.w) == raw(expected)
             assert module.w.stride() == stride
 
 
 class TestMismatches:
-    def fails(self, model: nn.Module, state: Any, **options: Any) -> MismatchError:
-        before = copied(model)
+    def mismatch_error(self, model: nn.Module, state: Any, **options: Any) -> MismatchError:
+        before = cloned_state(model)
         with pytest.raises(MismatchError) as caught:
             load_into(model, file_of(state), **options)
         assert_untouched(model, before)
         assert isinstance(caught.value, RuntimeError)
         return caught.value
 
-    def test_a_renamed_part(self) -> None:
+    def test_renamed_part_is_recognized(self) -> None:
         def net(name: str, deep: int) -> nn.Module:
             body = nn.Sequential(*(nn.Linear(3, 3) for _ in range(deep)))
             return nn.ModuleDict({name: body, "head": nn.Linear(3, 2)})
 
-        error = self.fails(net("backbone", 60), {"state_dict": net("encoder", 60).state_dict()})
+        error = self.mismatch_error(net("backbone", 60), {"state_dict": net("encoder", 60).state_dict()})
         assert str(error) == (
             "<file object> › state_dict: it does not fit ModuleDict: it has 2 of the model's 122 keys\n"
             "probably the same under other names:\n"
@@ -616,13 +614,13 @@ class TestMismatches:
         assert len(error.missing_keys) == len(error.unexpected_keys) == 120
         assert error.missing_keys[0] == "backbone.0.weight"
 
-    def test_a_part_of_a_larger_model(self) -> None:
+    def test_part_of_a_larger_model_is_recognized(self) -> None:
         backbone = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
         state = {
             **{f"backbone.{name}": t for name, t in backbone.state_dict().items()},
             "head.weight": torch.ones(2, 5),
         }
-        error = self.fails(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), {"state_dict": state})
+        error = self.mismatch_error(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), {"state_dict": state})
         assert str(error).splitlines()[1:] == [
             "probably the same under other names:",
             "  backbone.* in the file ↔ * in the model: 4 keys",
@@ -633,10 +631,10 @@ class TestMismatches:
         load_into(model, file_of({"state_dict": state}), prefix="state_dict/backbone.")
         assert_same(model, backbone)
 
-    def test_shapes_as_a_table(self) -> None:
+    def test_shapes_are_shown_as_a_table(self) -> None:
         state = made().state_dict()
         state["stem.0.weight"], state["steps"] = torch.ones(4, 1, 3, 3), torch.ones(2, dtype=torch.int64)
-        error = self.fails(made(1), state, strict=False)
+        error = self.mismatch_error(made(1), state, strict=False)
         assert str(error).splitlines()[1:] == [
             "of another shape, 2 keys:",
             "  key            file          model",
@@ -644,17 +642,17 @@ class TestMismatches:
             "  stem.0.weight  [4, 1, 3, 3]  [4, 3, 3, 3]",
             "ignore_mismatched_sizes=True leaves them as they are in the model.",
         ]
-        assert [tuple(each) for each in error.shapes] == [
+        assert [tuple(mismatch) for mismatch in error.shapes] == [
             ("steps", "[2]", "[]"),
             ("stem.0.weight", "[4, 1, 3, 3]", "[4, 3, 3, 3]"),
         ]
 
-    def test_many_are_grouped_and_not_a_wall_of_names(self) -> None:
+    def test_many_keys_are_grouped(self) -> None:
         model = nn.ModuleDict(
             {"encoder": nn.Sequential(*(nn.Linear(2, 2) for _ in range(200))), "head": nn.Linear(2, 2)}
         )
         state = {f"other.{i}.table": torch.ones(i + 1) for i in range(300)} | nn.Linear(2, 2).state_dict()
-        error = self.fails(
+        error = self.mismatch_error(
             model, {f"head.{name}" if name in ("weight", "bias") else name: t for name, t in state.items()}
         )
         assert str(error).splitlines()[1:] == [
@@ -663,39 +661,39 @@ class TestMismatches:
             "strict=False loads what fits.",
         ]
 
-    def test_many_shapes_are_cut_short(self) -> None:
+    def test_many_shapes_are_abbreviated(self) -> None:
         model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(50))
-        error = self.fails(model, {str(i): torch.ones(3) for i in range(50)})
+        error = self.mismatch_error(model, {str(i): torch.ones(3) for i in range(50)})
         assert len(str(error).splitlines()) == 17
         assert str(error).splitlines()[-2] == "  and 38 more"
         assert len(error.shapes) == 50
 
-    def test_nothing_fits_even_when_not_strict(self) -> None:
-        error = self.fails(made(), {"a": torch.ones(1), "b": torch.ones(2)}, strict=False)
+    def test_no_common_key_is_an_error_even_when_not_strict(self) -> None:
+        error = self.mismatch_error(made(), {"a": torch.ones(1), "b": torch.ones(2)}, strict=False)
         assert str(error).startswith("<file object>: it does not fit Net: it has 0 of the model's 12 keys\n")
 
-    def test_a_file_without_tensors(self) -> None:
-        assert len(self.fails(nn.Linear(1, 1), {"epoch": 3}).missing_keys) == 2
+    def test_file_without_tensors_is_an_error(self) -> None:
+        assert len(self.mismatch_error(nn.Linear(1, 1), {"epoch": 3}).missing_keys) == 2
 
-    def test_values_among_the_weights(self) -> None:
+    def test_values_among_the_weights_are_unexpected_keys(self) -> None:
         state = {**nn.Linear(2, 2).state_dict(), "epoch": 3, "extra": {"a": [torch.ones(1)]}}
-        error = self.fails(nn.Linear(2, 2), state)
+        error = self.mismatch_error(nn.Linear(2, 2), state)
         assert (error.missing_keys, sorted(error.unexpected_keys)) == ([], ["epoch", "extra"])
 
-    def test_bytes_that_are_not_there(self) -> None:
+    def test_truncated_file_changes_nothing(self) -> None:
         data = forge.legacy()
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
         with pytest.raises(BrokenFileError, match="the bytes of w1 are incomplete"):
             load_into(model, data[:-8])
         assert model["w0"].tolist() == [0.0] * 4
 
-    def test_reading_that_fails_half_way_is_told(self) -> None:
+    def test_error_while_reading_says_that_the_model_may_be_partly_filled(self) -> None:
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
         records = forge.remade(forge.entries(method=8), "data/1", raw=b"\xff" * 20)
         with pytest.raises(BrokenFileError, match="The model may be partly filled"):
             load_into(model, forge.archive(records))
 
-    def test_no_checkpoint(self, tmp_path: Path) -> None:
+    def test_file_that_is_not_a_checkpoint_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "x.pt").write_text("<html>")
         with pytest.raises(NotACheckpointError):
             load_into(made(), tmp_path / "x.pt")
@@ -703,34 +701,36 @@ class TestMismatches:
 
 class TestNotStrict:
     @pytest.mark.parametrize("drop", ["stem.0.bias", "scale", "head.weight embed.weight", "steps"])
-    def test_the_same_keys_as_torch(self, drop: str) -> None:
+    def test_missing_and_unexpected_keys_equal_torch(self, drop: str) -> None:
         state = made().state_dict()
         for name in drop.split():
             del state[name]
         state["new.weight"], state["other"] = torch.ones(1), torch.ones(2)
         model, other = made(1), made(1)
-        result, wanted = load_into(model, file_of(state), strict=False), other.load_state_dict(state, strict=False)
-        assert (sorted(result.missing_keys), sorted(result.unexpected_keys)) == tuple(map(sorted, wanted))
+        result, expected = load_into(model, file_of(state), strict=False), other.load_state_dict(state, strict=False)
+        assert (sorted(result.missing_keys), sorted(result.unexpected_keys)) == tuple(map(sorted, expected))
         assert_same(model, other)
 
-    def test_the_result_is_a_pair(self) -> None:
+    def test_result_unpacks_as_a_pair(self) -> None:
         missing, unexpected = load_into(
             nn.Linear(2, 2), file_of({"weight": torch.ones(2, 2), "x": torch.ones(1)}), strict=False
         )
         assert (missing, unexpected) == (["bias"], ["x"])
         assert repr(Loaded(missing, unexpected)) == "<missing_keys=['bias'], unexpected_keys=['x']>"
 
-    def test_a_norm_of_an_old_file(self) -> None:
+    def test_batch_norm_of_an_old_file(self) -> None:
         state = made().state_dict()
         del state["stem.1.num_batches_tracked"]
         model, other = made(1), made(1)
-        with pytest.raises(MismatchError, match=r"num_batches_tracked"):  # its versions say that it should be there
+        with pytest.raises(
+            MismatchError, match=r"num_batches_tracked"
+        ):  # its version metadata says that the key must be there
             load_into(model, file_of(state))
         plain = dict(state)
         assert load_into(model, file_of(plain)) == other.load_state_dict(plain) == ([], [])
         assert_same(model, other)
 
-    def test_a_scalar_of_torch_0_3(self) -> None:
+    def test_one_element_tensor_of_torch_0_3_fills_a_scalar(self) -> None:
         state = {**made().state_dict(), "scale": torch.tensor([5.0])}
         model = made(1)
         load_into(model, file_of(state))
@@ -749,7 +749,7 @@ class Extra(nn.Linear):
         self.extra = state
 
 
-class Odd(torch.Tensor):
+class Uncopyable(torch.Tensor):
     """A tensor that cannot be written into."""
 
     @classmethod
@@ -759,9 +759,9 @@ class Odd(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def test_a_parameter_that_takes_nothing() -> None:
+def test_buffer_that_rejects_copy_is_an_error() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
-    model.register_buffer("b", torch.zeros(2).as_subclass(Odd))
+    model.register_buffer("b", torch.zeros(2).as_subclass(Uncopyable))
     with pytest.raises(LoadError, match="what was read for b cannot be copied into it: nobody writes into me"):
         load_into(model, file_of({"a": torch.ones(2), "b": torch.ones(2)}))
 
@@ -771,7 +771,7 @@ class TestExtraState:
         "value",
         [7, "text", None, b"raw", {"a": [1, 2.5], "t": torch.arange(3)}, torch.ones(3), OrderedDict(x=(1, 2)), {}, []],
     )
-    def test_is_given_as_it_was(self, value: Any) -> None:
+    def test_extra_state_equals_torch(self, value: Any) -> None:
         source, target = nn.Sequential(Extra(), Extra()), nn.Sequential(Extra(), Extra())
         source[1].extra = value
         file = file_of({"model": source.state_dict()})
@@ -779,17 +779,17 @@ class TestExtraState:
         assert target[0].extra is None
         same(target[1].extra, torch.load(io.BytesIO(file.getvalue()))["model"]["1._extra_state"])
 
-    def test_by_a_prefix(self) -> None:
+    def test_extra_state_below_a_prefix(self) -> None:
         source, target = Extra(), Extra()
         source.extra = {"a": 1}
         assert load_into(target, file_of({"x": {"y": source.state_dict()}}), prefix="x/y") == ([], [])
         assert target.extra == {"a": 1}
 
-    def test_missing(self) -> None:
+    def test_missing_extra_state_is_an_error(self) -> None:
         with pytest.raises(MismatchError, match="missing in the file: _extra_state"):
             load_into(Extra(), file_of(nn.Linear(2, 2).state_dict()))
 
-    def test_what_takes_trust_is_refused_before_anything_is_changed(self) -> None:
+    def test_extra_state_that_needs_trust_is_refused_before_any_change(self) -> None:
         source, target = Extra(), Extra()
         source.extra = io.BytesIO(b"x")
         before = target.weight.clone()
@@ -799,7 +799,7 @@ class TestExtraState:
 
 
 class Renaming(nn.Module):
-    """A module that reads its older files by code of its own."""
+    """A module with custom code that loads its older files."""
 
     _version = 2
 
@@ -815,31 +815,31 @@ class Renaming(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-class TestModulesWithTheirOwnWay:
-    def test_older_names(self) -> None:
+class TestModulesWithCustomLoading:
+    def test_older_key_names(self) -> None:
         source = Renaming()
         state = {name.replace("proj", "linear"): tensor for name, tensor in source.state_dict().items()}
         model, other = nn.Sequential(nn.Linear(2, 2), Renaming()), nn.Sequential(nn.Linear(2, 2), Renaming())
-        whole = {
+        full_state = {
             **{f"0.{n}": t for n, t in nn.Linear(2, 2).state_dict().items()},
             **{f"1.{n}": t for n, t in state.items()},
         }
-        assert load_into(model, file_of(whole)) == other.load_state_dict(whole) == ([], [])
+        assert load_into(model, file_of(full_state)) == other.load_state_dict(full_state) == ([], [])
         assert_same(model, other)
 
-    def test_newer_names(self) -> None:
+    def test_current_key_names(self) -> None:
         model, source = nn.Sequential(Renaming()), nn.Sequential(Renaming())
         assert load_into(model, file_of(source.state_dict())) == ([], [])
         assert_same(model, source)
 
-    def test_on_the_meta_device(self) -> None:
+    def test_custom_loading_on_the_meta_device(self) -> None:
         source = nn.Sequential(Renaming())
         with torch.device("meta"):
             model = nn.Sequential(Renaming())
         assert load_into(model, file_of(source.state_dict())) == ([], [])
         assert_same(model, source)
 
-    def test_their_complaints(self) -> None:
+    def test_errors_of_custom_loading_are_reported(self) -> None:
         model = nn.Sequential(Renaming())
         state = model.state_dict()
         del state["0.norm.bias"]
@@ -849,7 +849,7 @@ class TestModulesWithTheirOwnWay:
         assert caught.value.missing_keys == ["0.norm.bias"]
         assert "size mismatch for 0.norm.weight" in str(caught.value)
 
-    def test_a_hook_before_loading(self) -> None:
+    def test_load_state_dict_pre_hook(self) -> None:
         def rename(module: Any, state: Any, prefix: str, *_: Any) -> None:  # noqa: ARG001 - as torch calls it
             for key in list(state):
                 if key.startswith(f"{prefix}old_"):
@@ -860,7 +860,7 @@ class TestModulesWithTheirOwnWay:
         load_into(model, file_of({f"0.old_{name}": tensor for name, tensor in source.state_dict().items()}))
         assert_same(model[0], source)
 
-    def test_a_norm_of_weights_as_older_releases_named_it(self) -> None:
+    def test_weight_norm_with_key_names_of_older_releases(self) -> None:
         model, source = (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))) for _ in range(2))
         state = source.state_dict()
         state["0.weight_g"] = state.pop("0.parametrizations.weight.original0")
@@ -868,7 +868,7 @@ class TestModulesWithTheirOwnWay:
         assert load_into(model, file_of(state)) == ([], [])
         assert_same(model, source)
 
-    def test_a_tie_with_a_module_that_makes_its_own(self) -> None:
+    def test_weight_tied_to_a_module_with_custom_loading(self) -> None:
         def net() -> nn.Module:
             model = nn.ModuleDict({"body": Renaming(), "head": nn.Linear(2, 2)})
             model["head"].weight = model["body"].proj.weight
@@ -895,7 +895,7 @@ class TestModulesWithTheirOwnWay:
         assert torch.equal(model[0].weight().int_repr(), source[0].weight().int_repr())
         assert torch.equal(model(torch.ones(1, 4)), source(torch.ones(1, 4)))
 
-    def test_parameters_that_are_not_made_yet(self) -> None:
+    def test_lazy_parameters(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
@@ -903,35 +903,35 @@ class TestModulesWithTheirOwnWay:
         load_into(model, file_of(source.state_dict()))
         assert_same(model, source)
 
-    def test_a_hook_afterwards_may_strike_keys_off(self) -> None:
+    def test_load_state_dict_post_hook_may_clear_missing_keys(self) -> None:
         seen: list[Any] = []
 
-        def forgive(module: nn.Module, keys: Any) -> None:
+        def clear_missing_keys(module: nn.Module, keys: Any) -> None:
             seen.append(module)
             keys.missing_keys.clear()
 
         model = nn.Sequential(nn.Linear(2, 2))
-        model.register_load_state_dict_post_hook(forgive)
+        model.register_load_state_dict_post_hook(clear_missing_keys)
         assert load_into(model, file_of({"0.weight": torch.ones(2, 2)})) == ([], [])
         assert seen == [model]
         assert model[0].weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
-class TestForms:
+class TestFormats:
     @pytest.mark.parametrize("legacy", [False, True])
-    def test_both_of_torch(self, legacy: bool) -> None:
+    def test_zip_and_legacy(self, legacy: bool) -> None:
         model = made(1)
         load_into(model, file_of(made().state_dict(), _use_new_zipfile_serialization=not legacy))
         assert_same(model, made())
 
     def test_safetensors(self, tmp_path: Path) -> None:
         save_model = pytest.importorskip("safetensors.torch").save_model
-        save_model(made(), str(tmp_path / "x.safetensors"))  # without the second name of what is tied
+        save_model(made(), str(tmp_path / "x.safetensors"))  # without the second name of the tied weight
         model = made(1)
         load_into(model, tmp_path / "x.safetensors")
         assert_same(model, made())
 
-    def test_shards(self, tmp_path: Path) -> None:
+    def test_sharded_checkpoint(self, tmp_path: Path) -> None:
         state = made().state_dict()
         names = list(state)
         for number in (1, 2):
@@ -944,7 +944,7 @@ class TestForms:
         load_into(model, tmp_path)
         assert_same(model, made())
 
-    def test_a_distributed_checkpoint(self, tmp_path: Path) -> None:
+    def test_distributed_checkpoint(self, tmp_path: Path) -> None:
         if not hasattr(dcp := pytest.importorskip("torch.distributed.checkpoint"), "save"):
             pytest.skip("this torch has no dcp.save")
         with warnings.catch_warnings():
@@ -955,7 +955,7 @@ class TestForms:
             load_into(model, tmp_path / "x")
         assert_same(model, made())
 
-    def test_an_unpacked_archive(self, tmp_path: Path) -> None:
+    def test_extracted_archive(self, tmp_path: Path) -> None:
         torch.save(made().state_dict(), tmp_path / "x.zip")
         shutil.unpack_archive(tmp_path / "x.zip", tmp_path / "out", "zip")
         model = made(1)
@@ -963,7 +963,7 @@ class TestForms:
         assert_same(model, made())
 
     @pytest.mark.parametrize("name", ["torchscript_cuda0.pt", "export_cuda0.pt2"])
-    def test_programs(self, data: Path, name: str) -> None:
+    def test_torchscript_and_exported_program(self, data: Path, name: str) -> None:
         state = torch.load(data / "h200" / "state_dict_cuda0.pt", map_location="cpu")
         model = Fixture(state)
         result = load_into(model, data / "h200" / name, strict=False)
@@ -971,14 +971,14 @@ class TestForms:
         for key, tensor in state.items():
             assert torch.equal(model.state_dict()[key], tensor)
 
-    def test_the_constants_of_a_program_are_not_expected(self) -> None:
-        model, wanted, program = nn.Linear(2, 2), nn.Linear(2, 2), io.BytesIO()
+    def test_constants_of_a_program_are_not_unexpected_keys(self) -> None:
+        model, expected, program = nn.Linear(2, 2), nn.Linear(2, 2), io.BytesIO()
         with zipfile.ZipFile(program, "w") as archive:
             archive.writestr("serialized_exported_program.json", "{}")
-            archive.writestr("serialized_state_dict.pt", file_of(dict(wanted.state_dict())).getvalue())
+            archive.writestr("serialized_state_dict.pt", file_of(dict(expected.state_dict())).getvalue())
             archive.writestr("serialized_constants.pt", file_of({"k": torch.ones(2)}).getvalue())
         assert not load_into(model, program).unexpected_keys
-        assert_same(model, wanted)
+        assert_same(model, expected)
 
     def test_bytes(self) -> None:
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
@@ -987,7 +987,7 @@ class TestForms:
 
 
 class Fixture(nn.Module):
-    """The model whose state the fixtures hold."""
+    """The model saved in the fixture files."""
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -1001,7 +1001,7 @@ class Fixture(nn.Module):
 
 @pytest.mark.parametrize("folder", RELEASES, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("file", ["state_dict_cuda7.pt", "train_cuda0.ckpt", "whole_custom_cuda0.pt"])
-def test_files_of_every_release_as_torch_loads_them(folder: Path, file: str) -> None:
+def test_files_of_every_release_load_like_torch(folder: Path, file: str) -> None:
     state = torch.load(folder / "state_dict_cuda7.pt", map_location="cpu")
     model, other = Fixture(state), Fixture(state)
     other.load_state_dict(state, strict=False)
@@ -1012,8 +1012,8 @@ def test_files_of_every_release_as_torch_loads_them(folder: Path, file: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
-def test_no_second_copy_is_made() -> None:
-    """Of a model in memory, reading allocates nothing of the size of a tensor."""
+def test_load_into_allocates_no_second_copy() -> None:
+    """Reading into a model in memory allocates nothing as large as a tensor."""
     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3)))
     file = file_of({"state_dict": model.state_dict()})
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -1021,8 +1021,8 @@ def test_no_second_copy_is_made() -> None:
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) < 100_000
 
 
-def test_a_dictionary_is_no_module(tmp_path: Path) -> None:
+def test_dictionary_is_not_a_module(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
-    held: Any = {"w": torch.zeros(2)}
+    target: Any = {"w": torch.zeros(2)}
     with pytest.raises(UsageError, match="expected a module, not dict"):
-        load_into(held, tmp_path / "model.pt")
+        load_into(target, tmp_path / "model.pt")

@@ -1,4 +1,4 @@
-"""What an open checkpoint shares with the process: torch's modes, interrupts, other threads and processes."""
+"""An open checkpoint and its process: torch's modes, interrupts, other threads and processes."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class Buffers(torch.nn.Module):
 
 
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["meta", "inference"])
-def test_what_has_to_be_converted_is_read_in_any_mode(mode: Callable[[], AbstractContextManager[Any]]) -> None:
-    """The buffer between is on the CPU, whatever new tensors are on by default."""
+def test_conversion_works_in_any_torch_mode(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """The intermediate buffer is on the CPU, whatever the default device is."""
     data = io.BytesIO(saved({"a": VALUE, "b": VALUE[:, ::2]}))
     model = Buffers(a=torch.zeros(8, 8, dtype=torch.float64), b=torch.zeros(8, 4, dtype=torch.float64))
     with mode(), open_(data, dtype=torch.float64) as handle:
-        found = dict(handle)
+        tensors = dict(handle)
         load_into(model, data, cast=True)
-    for read in (found, dict(model.named_buffers())):
-        assert torch.equal(read["a"], VALUE.double())
-        assert torch.equal(read["b"], VALUE[:, ::2].double())
+    for result in (tensors, dict(model.named_buffers())):
+        assert torch.equal(result["a"], VALUE.double())
+        assert torch.equal(result["b"], VALUE[:, ::2].double())
 
 
-def test_pieces_are_put_together_in_any_mode(tmp_path: Path) -> None:
+def test_pieces_are_joined_under_a_meta_default_device(tmp_path: Path) -> None:
     from tests.opening.test_open import save_pieces
 
     save_pieces(tmp_path, "w", VALUE, {(0, 0): VALUE[:4], (4, 0): VALUE[4:]})
     with torch.device("meta"), open_(tmp_path) as handle:
-        found = handle["w"]
-    assert torch.equal(found, VALUE)
+        tensor = handle["w"]
+    assert torch.equal(tensor, VALUE)
 
 
-def test_tensors_that_are_only_pretended() -> None:
+def test_fake_tensor_mode_gives_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     if not hasattr(torch._guards, "active_fake_mode"):
@@ -66,23 +66,23 @@ def test_tensors_that_are_only_pretended() -> None:
         load_into(model, data)
         for dtype in (None, torch.float64):
             with open_(data, dtype=dtype) as handle:
-                found = handle["weight"]
-            assert type(found) is FakeTensor
-            assert (found.shape, found.dtype, found.device.type) == ((8, 8), dtype or torch.float32, "cpu")
+                tensor = handle["weight"]
+            assert type(tensor) is FakeTensor
+            assert (tensor.shape, tensor.dtype, tensor.device.type) == ((8, 8), dtype or torch.float32, "cpu")
 
 
-# -- memory that is not yet the number
+# -- lazily conjugated and negated buffers
 
 
-def test_a_buffer_that_is_conjugated_when_it_is_read() -> None:
-    wanted = torch.complex(VALUE, -VALUE)
+def test_load_into_a_lazily_conjugated_buffer() -> None:
+    expected = torch.complex(VALUE, -VALUE)
     model = Buffers(a=torch.zeros(8, 8, dtype=torch.complex64).conj())
-    load_into(model, io.BytesIO(saved({"a": wanted})))
+    load_into(model, io.BytesIO(saved({"a": expected})))
     assert model.a.is_conj()
-    assert torch.equal(model.a.resolve_conj(), wanted)
+    assert torch.equal(model.a.resolve_conj(), expected)
 
 
-def test_a_buffer_that_is_negated_when_it_is_read() -> None:
+def test_load_into_a_lazily_negated_buffer() -> None:
     model = Buffers(a=torch.zeros(8, 8, dtype=torch.complex64).conj().imag)
     load_into(model, io.BytesIO(saved({"a": VALUE})))
     assert model.a.is_neg()
@@ -92,10 +92,10 @@ def test_a_buffer_that_is_negated_when_it_is_read() -> None:
 # -- interrupts, other threads and processes
 
 
-def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes when some bytes are unpacked and not counted yet: that is where the time goes."""
-    value, packed = torch.arange(600_000.0), io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved({"a": value}))) as old, zipfile.ZipFile(packed, "w", 8) as new:
+def test_reads_after_an_interrupt_are_correct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes after bytes are decompressed and before they are counted, where most of the time is spent."""
+    value, compressed = torch.arange(600_000.0), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved({"a": value}))) as old, zipfile.ZipFile(compressed, "w", 8) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
 
@@ -114,23 +114,23 @@ def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.Monke
                 yield piece
 
     monkeypatch.setattr("transload.tensors.content.Inflating", Interrupted)
-    with open_(packed) as handle:
+    with open_(compressed) as handle:
         with pytest.raises(KeyboardInterrupt):
             handle["a"]
         assert torch.equal(handle.slice("a")[400_000:], value[400_000:])
         assert torch.equal(handle["a"], value)
 
 
-@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_an_open_checkpoint_stays_in_its_process(copied: Callable[[object], object]) -> None:
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_open_checkpoint_cannot_be_pickled_or_copied(duplicate: Callable[[object], object]) -> None:
     with open_(saved({"a": VALUE})) as handle:
-        for each in (handle, handle.slice("a")) if copied is not copy.copy else (handle,):
+        for original in (handle, handle.slice("a")) if duplicate is not copy.copy else (handle,):
             with pytest.raises(UsageError, match="cannot be pickled or copied\nPass its path"):
-                copied(each)
+                duplicate(original)
 
 
-def test_nothing_is_opened_after_closing(tmp_path: Path) -> None:
-    """Not even by a reader that had begun when another thread closed it."""
+def test_no_file_is_opened_after_close(tmp_path: Path) -> None:
+    """Not even by a read that began before another thread closed it."""
     with zipfile.ZipFile(io.BytesIO(saved({"a": VALUE}))) as archive:
         archive.extractall(tmp_path)
     handle = open_(tmp_path)

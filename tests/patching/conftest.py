@@ -18,22 +18,22 @@ SOURCE = Path(transload.__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def _unpatched() -> Iterator[None]:
-    """Every test begins and ends without a patch, with nothing told and nothing counted."""
+    """Every test starts and ends unpatched, with no warnings, queries or device counts remembered."""
 
-    def forget() -> None:
+    def reset() -> None:
         transload.unpatch()
-        for kept in (devices._counts, devices._final_counts, devices._substitutes, devices.warned, devices.asked):
-            kept.clear()
+        for memory in (devices._counts, devices._final_counts, devices._substitutes, devices.warned, devices.asked):
+            memory.clear()
         devices.noted.clear()
         devices.answered.clear()
 
-    forget()
+    reset()
     yield
-    forget()
+    reset()
 
 
 class Python(Protocol):
-    """Runs Python in a process of its own, with us on its path."""
+    """Runs Python in a separate process, with transload on its path."""
 
     def __call__(
         self, *arguments: str | Path, cwd: Path | None = ..., stdin: str = ..., **env: str
@@ -60,7 +60,7 @@ def python() -> Python:
 
 
 class Cards:
-    """A machine with so many GPUs, as far as torch can be asked without touching one."""
+    """Makes torch report this many GPUs, as far as it can be queried without touching one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -79,8 +79,8 @@ class Cards:
         }
         for name, answer in answers.items():
             self.monkeypatch.setattr(torch.cuda, name, answer)
-        for kept in (devices._counts, devices._final_counts, devices._substitutes):
-            kept.clear()
+        for memory in (devices._counts, devices._final_counts, devices._substitutes):
+            memory.clear()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_a_child_is_told_what_its_parent_does() -> None:
+def test_preparation_data_passes_the_patch_to_a_spawned_child() -> None:
     assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
     with transload.patch("cpu"):
         devices.warned.add("cuda to cpu")
@@ -31,22 +31,22 @@ def test_a_child_is_told_what_its_parent_does() -> None:
     assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
 
 
-def test_a_server_of_children_is_told_in_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has the ``repr`` of the path of the main module, that the server imports since Python 3.14."""
+def test_forkserver_gets_the_patch_through_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the ``repr`` of the path of the main module, which the server imports since Python 3.14."""
     prepared = {"init_main_from_path": "a 'b'.py"}
     monkeypatch.setattr(multiprocessing.spawn, "get_preparation_data", lambda _: prepared)
     with transload.patch("cpu"):
         path = multiprocessing.spawn.get_preparation_data("ignore")["init_main_from_path"]
-        written, pickled = repr(path), pickle.dumps(path)
+        path_repr, pickled = repr(path), pickle.dumps(path)
     assert devices.requested == ""
     assert type(pickle.loads(pickled)) is str
     assert pickle.loads(pickled) == path == "a 'b'.py"
     assert devices.requested == ""
-    assert eval(written) == "a 'b'.py"  # noqa: S307
+    assert eval(path_repr) == "a 'b'.py"  # noqa: S307
     assert devices.requested == "cpu"
 
 
-def test_a_child_that_cannot_find_us_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_that_cannot_import_transload_starts_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     with transload.patch():
         prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])
     with monkeypatch.context() as patched:
@@ -94,14 +94,14 @@ if __name__ == "__main__":
 """
 
 
-def test_every_kind_of_child_is_covered(tmp_path: Path, data: Path) -> None:
+def test_patch_works_in_children_of_every_start_method(tmp_path: Path, data: Path) -> None:
     (tmp_path / "parent.py").write_text(SCRIPT, encoding="utf-8")
     weights = data / "h200" / "state_dict_cuda1.pt"
     env = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
-    done = forks.run("-m", "transload", "run", "parent.py", weights, "word", cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    *children, batch = done.stdout.splitlines()
+    process = forks.run("-m", "transload", "run", "parent.py", weights, "word", cwd=tmp_path, env=env)
+    assert process.returncode == 0, process.stderr
+    *children, batch = process.stdout.splitlines()
     methods = multiprocessing.get_all_start_methods()
     assert children == [f"{method} {number} word cpu cpu" for number, method in enumerate(methods)]
     assert batch == "[[0], [1]]"
-    assert done.stderr.count("LandingWarning") == 1
+    assert process.stderr.count("LandingWarning") == 1

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_cards")
 patched = pytest.mark.usefixtures("_patched")
 
 X = torch.ones(3)
-SENT: dict[str, Callable[[], Any]] = {
+CALLS: dict[str, Callable[[], Any]] = {
     "to": lambda: X.to("cuda:1"),
     "to-device": lambda: X.to(torch.device("cuda:1")),
     "to-index": lambda: X.to(1),
@@ -41,7 +41,7 @@ SENT: dict[str, Callable[[], Any]] = {
     "frequencies": lambda: torch.fft.fftfreq(4, device="cuda:1"),
     "module": lambda: torch.nn.Linear(2, 2).to("cuda:1").weight,
     "module-cuda": lambda: torch.nn.Linear(2, 2).cuda(1).bias,
-    "module-made-there": lambda: torch.nn.Linear(2, 2, device="cuda:1").weight,
+    "module-created-there": lambda: torch.nn.Linear(2, 2, device="cuda:1").weight,
     "module-to-empty": lambda: torch.nn.Linear(2, 2, device="meta").to_empty(device="cuda:1").weight,
     "parameter": lambda: torch.nn.Parameter(torch.ones(2)).cuda(),
     "storage": lambda: X.untyped_storage().cuda(1),
@@ -50,31 +50,31 @@ SENT: dict[str, Callable[[], Any]] = {
 
 
 @patched
-@pytest.mark.parametrize("send", SENT.values(), ids=SENT)
-def test_what_is_sent_to_an_absent_device_lands(send: Callable[[], Any]) -> None:
-    assert str(send().device) == "cpu"
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_call_with_an_absent_device_uses_the_cpu(call: Callable[[], Any]) -> None:
+    assert str(call().device) == "cpu"
 
 
-@pytest.mark.parametrize("send", SENT.values(), ids=SENT)
-def test_without_a_patch_each_of_these_fails(send: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_call_with_an_absent_device_fails_without_the_patch(call: Callable[[], Any]) -> None:
     with pytest.raises((RuntimeError, AssertionError, TypeError)):
-        send()
+        call()
 
 
 @patched
-def test_dtypes_and_the_rest_of_the_arguments_are_kept() -> None:
+def test_other_arguments_are_kept() -> None:
     assert X.to("cuda:1", torch.float64).dtype == torch.float64
     assert X.to(device="cuda:1", dtype=torch.float16, copy=True).data_ptr() != X.data_ptr()
     assert X.to(torch.int8).dtype == torch.int8
     assert X.to(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
     assert X.to("cuda:1") is X
-    made = torch.full((2, 3), 7, dtype=torch.int16, device="cuda:1", requires_grad=False)
-    assert made.tolist() == [[7] * 3] * 2
+    tensor = torch.full((2, 3), 7, dtype=torch.int16, device="cuda:1", requires_grad=False)
+    assert tensor.tolist() == [[7] * 3] * 2
     assert torch.rand(2, device="cuda:1", requires_grad=True).requires_grad
 
 
 @patched
-def test_the_gradient_flows_through() -> None:
+def test_gradients_flow_through_patched_calls() -> None:
     weight = torch.ones(3, requires_grad=True)
     (weight.to("cuda:1") * weight.cuda()).sum().backward()
     assert weight.grad is not None
@@ -82,7 +82,7 @@ def test_the_gradient_flows_through() -> None:
 
 
 @patched
-def test_a_default_device_lands() -> None:
+def test_absent_default_device_becomes_the_cpu() -> None:
     with torch.device("cuda:1"):
         assert torch.zeros(2).device.type == "cpu"
     torch.set_default_device("cuda:1")
@@ -95,7 +95,7 @@ def test_a_default_device_lands() -> None:
 
 
 @patched
-def test_choosing_a_gpu_that_is_absent_does_nothing() -> None:
+def test_selecting_an_absent_gpu_does_nothing() -> None:
     torch.cuda.set_device(1)
     torch.cuda.set_device("cuda:1")
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def test_choosing_a_gpu_that_is_absent_does_nothing() -> None:
 
 
 @patched
-def test_a_subclass_of_tensor_keeps_its_ways() -> None:
+def test_tensor_subclass_keeps_its_torch_function() -> None:
     seen = []
 
     class Logged(torch.Tensor):  # type: ignore[name-defined]
@@ -119,7 +119,7 @@ def test_a_subclass_of_tensor_keeps_its_ways() -> None:
 
 
 @patched
-def test_a_mode_sees_what_lands() -> None:
+def test_torch_function_mode_sees_the_substituted_device() -> None:
     from torch.overrides import TorchFunctionMode
 
     seen = []
@@ -136,7 +136,7 @@ def test_a_mode_sees_what_lands() -> None:
 
 
 @patched
-def test_functions_pickle_and_tell_what_they_are() -> None:
+def test_patched_functions_can_be_pickled_and_keep_their_metadata() -> None:
     assert pickle.loads(pickle.dumps(torch.zeros)) is torch.zeros
     assert copy.deepcopy(torch.zeros) is torch.zeros
     assert (torch.zeros.__name__, torch.zeros.__module__) == ("zeros", "torch")
@@ -147,7 +147,7 @@ def test_functions_pickle_and_tell_what_they_are() -> None:
 
 @patched
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_function_is_scripted_as_ever(tmp_path: Path) -> None:
+def test_patched_functions_can_be_scripted(tmp_path: Path) -> None:
     source = tmp_path / "scripted.py"  # TorchScript reads the source of what it compiles
     source.write_text(
         "import torch\n\n\ndef total(n: int):\n"
@@ -159,14 +159,14 @@ def test_a_function_is_scripted_as_ever(tmp_path: Path) -> None:
     assert torch.jit.script(names["total"])(3).tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_program_compiles_before_in_and_after() -> None:
+def test_compile_works_with_and_after_the_patch() -> None:
     def moved(x: Any) -> Any:
         return torch.zeros(3, device="cpu") + x.to("cpu") + torch.ones_like(x, device=x.device)
 
     def compiled() -> list[float]:
         torch._dynamo.reset()
-        made: list[float] = torch.compile(moved, backend="eager", fullgraph=True)(X).tolist()
-        return made
+        result: list[float] = torch.compile(moved, backend="eager", fullgraph=True)(X).tolist()
+        return result
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -178,19 +178,19 @@ def test_a_program_compiles_before_in_and_after() -> None:
 
 
 @patched
-def test_torchscript_lands(data: Path) -> None:
+def test_torchscript_file_of_an_absent_device_loads_on_the_cpu(data: Path) -> None:
     path = data / "h200" / "torchscript_cuda0.pt"
     for location in (None, "cuda:1", torch.device("cuda:0"), "cpu"):
         loaded = torch.jit.load(path, map_location=location)
-        assert {str(each.device) for each in loaded.parameters()} == {"cpu"}
+        assert {str(parameter.device) for parameter in loaded.parameters()} == {"cpu"}
     with path.open("rb") as file:
-        assert {str(each.device) for each in torch.jit.load(file, "cuda:1").parameters()} == {"cpu"}
+        assert {str(parameter.device) for parameter in torch.jit.load(file, "cuda:1").parameters()} == {"cpu"}
 
 
-LACKING = SimpleNamespace()  # of what this release does not have
+LACKING = SimpleNamespace()  # stands for what this release does not have
 
 
-def found(path: str) -> Any:
+def resolve(path: str) -> Any:
     import_module("torch.utils._device")
     owner = torch
     for part in path.split(".")[1:]:
@@ -198,44 +198,46 @@ def found(path: str) -> Any:
     return owner
 
 
-def test_everything_is_put_back() -> None:
+def test_unpatch_restores_every_attribute() -> None:
     paths = [(path, name) for _, path, names in _REPLACED for name in names.split()]
-    before = {(path, name): getattr(found(path), name, None) for path, name in paths}
-    own = {(path, name): name in vars(found(path)) for path, name in paths}
+    before = {(path, name): getattr(resolve(path), name, None) for path, name in paths}
+    defined = {(path, name): name in vars(resolve(path)) for path, name in paths}
     table = dict(torch.jit._builtins._get_builtin_table())
     with transload.patch():
         assert torch.zeros is not before["torch", "zeros"]
-    assert {(path, name): getattr(found(path), name, None) for path, name in paths} == before
-    assert {(path, name): name in vars(found(path)) for path, name in paths} == own
+    assert {(path, name): getattr(resolve(path), name, None) for path, name in paths} == before
+    assert {(path, name): name in vars(resolve(path)) for path, name in paths} == defined
     assert torch.jit._builtins._get_builtin_table() == table
 
 
 @needs_torch(2, 11)
-def test_most_of_what_we_replace_is_there() -> None:
-    """A name that torch has never had would be a slip of ours; some have come and gone."""
-    missing = [(path, name) for _, path, names in _REPLACED for name in names.split() if not hasattr(found(path), name)]
+def test_replaced_names_exist_in_torch() -> None:
+    """A name that torch never had would be a mistake; a few exist only in some releases."""
+    missing = [
+        (path, name) for _, path, names in _REPLACED for name in names.split() if not hasattr(resolve(path), name)
+    ]
     assert len(missing) <= 2, missing
 
 
-def test_every_constructor_that_torch_knows_is_replaced() -> None:
+def test_every_device_constructor_of_torch_is_replaced() -> None:
     from torch.utils._device import _device_constructors
 
-    ours = {getattr(found(path), name, None) for _, path, names in _REPLACED for name in names.split()}
-    missing = {each.__name__ for each in _device_constructors() if each not in ours}
-    assert missing <= {"fill", "normal", "vander"}  # which older releases list, and which take no device
+    replaced = {getattr(resolve(path), name, None) for _, path, names in _REPLACED for name in names.split()}
+    missing = {constructor.__name__ for constructor in _device_constructors() if constructor not in replaced}
+    assert missing <= {"fill", "normal", "vander"}  # listed by older releases; they take no device
 
 
-def test_what_somebody_laid_over_ours_stays_and_still_works() -> None:
+def test_wrapper_around_a_patched_function_survives_unpatch() -> None:
     real = torch.zeros
     with transload.patch():
-        ours = torch.zeros
+        patched_zeros = torch.zeros
 
-        def theirs(*args: Any, **kwargs: Any) -> Any:
-            return ours(*args, **kwargs)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return patched_zeros(*args, **kwargs)
 
-        torch.zeros = theirs
+        torch.zeros = wrapper
     try:
-        assert torch.zeros is theirs
+        assert torch.zeros is wrapper
         assert torch.zeros(2).tolist() == [0, 0]
         with pytest.raises((RuntimeError, AssertionError)):
             torch.zeros(2, device="cuda:1")
@@ -243,15 +245,15 @@ def test_what_somebody_laid_over_ours_stays_and_still_works() -> None:
         torch.zeros = real
 
 
-def test_where_the_gpu_exists_torch_is_called_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_unchanged_where_the_gpu_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    called = []
-    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: called.append((args, kwargs)))
-    monkeypatch.setattr(torch.cuda, "set_device", called.append)
-    monkeypatch.setattr(torch.Tensor, "to", lambda _, *args, **kwargs: called.append((args, kwargs)), raising=False)
+    calls = []
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.Tensor, "to", lambda _, *args, **kwargs: calls.append((args, kwargs)), raising=False)
     with transload.patch():
         torch.zeros(2, device="cuda:1")
         torch.cuda.set_device(1)
         X.to("cuda:1", non_blocking=True)
-    assert called == [((2,), {"device": "cuda:1"}), 1, (("cuda:1",), {"non_blocking": True})]
+    assert calls == [((2,), {"device": "cuda:1"}), 1, (("cuda:1",), {"non_blocking": True})]

@@ -13,7 +13,7 @@ from transload import patching
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that can be imported, and is not yet."""
+    """The name of a module that can be imported and is not imported yet."""
     (tmp_path / "invented_module.py").write_text("value = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "invented_module"
@@ -21,7 +21,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     patching.undo()
 
 
-def test_something_is_done_right_after_the_import(name: str) -> None:
+def test_callback_runs_once_right_after_the_import(name: str) -> None:
     seen: list[int] = []
     patching.when_imported(name, lambda module: seen.append(module.value))
     assert seen == []
@@ -35,14 +35,14 @@ def test_something_is_done_right_after_the_import(name: str) -> None:
     assert module.__spec__.loader is module.__loader__
 
 
-def test_something_is_done_at_once_if_it_is_imported(name: str) -> None:
+def test_callback_runs_at_once_for_an_imported_module(name: str) -> None:
     import_module(name)
     seen: list[ModuleType] = []
     patching.when_imported(name, seen.append)
     assert [module.__name__ for module in seen] == [name]
 
 
-def test_an_import_that_fails_may_be_tried_again(name: str, tmp_path: Path) -> None:
+def test_callback_runs_when_a_failed_import_is_retried(name: str, tmp_path: Path) -> None:
     seen: list[int] = []
     patching.when_imported(name, lambda module: seen.append(module.value))
     good = (tmp_path / f"{name}.py").read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def test_an_import_that_fails_may_be_tried_again(name: str, tmp_path: Path) -> N
     assert seen == [1]
 
 
-def test_a_module_that_is_not_there_stays_so() -> None:
+def test_missing_module_is_still_an_error() -> None:
     patching.when_imported("no_such_module_at_all", lambda _: None)
     try:
         with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
@@ -63,7 +63,7 @@ def test_a_module_that_is_not_there_stays_so() -> None:
         patching.undo()
 
 
-def test_what_is_forgotten_is_not_done(name: str) -> None:
+def test_callback_does_not_run_after_undo(name: str) -> None:
     seen: list[ModuleType] = []
     patching.when_imported(name, seen.append)
     patching.undo()

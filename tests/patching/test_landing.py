@@ -26,7 +26,7 @@ def _quiet() -> Any:
 @pytest.mark.parametrize(
     "device", ["cuda", "cuda:0", "cuda:1", 0, 7, -1, "xpu:1", "hpu", "mtia:0", torch.device("cuda:3")], ids=str
 )
-def test_what_is_absent_lands_on_the_cpu(device: Any) -> None:
+def test_absent_device_is_replaced_by_the_cpu(device: Any) -> None:
     with transload.patch():
         assert substitute(device) == torch.device("cpu")
 
@@ -37,22 +37,22 @@ def test_what_is_absent_lands_on_the_cpu(device: Any) -> None:
     ["cpu", "cpu:0", "meta", "nonsense", "cuda:x", "cuda:", "npu:0", "", None, -2, True, 1.5, torch.float16],
     ids=str,
 )
-def test_what_is_here_or_no_device_we_know_is_left_to_torch(device: Any) -> None:
+def test_present_or_unknown_device_is_left_to_torch(device: Any) -> None:
     with transload.patch():
         assert substitute(device) is device
 
 
-def test_a_tensor_is_no_device() -> None:
+def test_tensor_is_not_a_device() -> None:
     tensor = torch.ones(2)
     with transload.patch():
         assert substitute(tensor) is tensor
 
 
-def test_unpatched_nothing_lands() -> None:
+def test_no_substitution_without_the_patch() -> None:
     assert substitute("cuda:7") == "cuda:7"
 
 
-def test_where_the_device_exists_nothing_changes(cards: Cards) -> None:
+def test_existing_device_is_unchanged(cards: Cards) -> None:
     cards(2)
     with transload.patch():
         for device in ("cuda", "cuda:0", "cuda:1", 1, torch.device("cuda:1"), torch.device("cuda")):
@@ -60,19 +60,19 @@ def test_where_the_device_exists_nothing_changes(cards: Cards) -> None:
 
 
 @pytest.mark.parametrize(
-    ("current", "rank", "landing"), [(0, "", 0), (1, "", 1), (0, "1", 1), (0, "3", 1), (1, "0", 1)]
+    ("current", "rank", "expected"), [(0, "", 0), (1, "", 1), (0, "1", 1), (0, "3", 1), (1, "0", 1)]
 )
-def test_an_absent_index_lands_on_the_gpu_of_this_process(
-    cards: Cards, monkeypatch: pytest.MonkeyPatch, current: int, rank: str, landing: int
+def test_absent_index_is_replaced_by_the_gpu_of_this_process(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch, current: int, rank: str, expected: int
 ) -> None:
     cards(2, current)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    with transload.patch(), pytest.warns(transload.LandingWarning, match=f"no cuda:5 here.* goes to cuda:{landing}"):
-        assert substitute("cuda:5") == torch.device("cuda", landing)
+    with transload.patch(), pytest.warns(transload.LandingWarning, match=f"no cuda:5 here.* goes to cuda:{expected}"):
+        assert substitute("cuda:5") == torch.device("cuda", expected)
 
 
-def test_the_landing_of_a_process_does_not_wander(cards: Cards) -> None:
-    """A model and its inputs shall meet, whatever device was made the current one between."""
+def test_substitute_stays_the_same_within_a_process(cards: Cards) -> None:
+    """A model and its inputs must be on one device, whichever device became current in between."""
     cards(2, 0)
     with transload.patch():
         with pytest.warns(transload.LandingWarning):
@@ -81,7 +81,9 @@ def test_the_landing_of_a_process_does_not_wander(cards: Cards) -> None:
         assert substitute("cuda:5") == first
 
 
-def test_devices_are_counted_again_when_a_program_hides_some(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_again_when_cuda_visible_devices_changes(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cards(2)
     with transload.patch():
         assert substitute("cuda:1") == "cuda:1"
@@ -92,9 +94,7 @@ def test_devices_are_counted_again_when_a_program_hides_some(cards: Cards, monke
             assert substitute("cuda:1") == torch.device("cuda:0")
 
 
-def test_devices_that_a_program_has_touched_are_not_counted_again(
-    cards: Cards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_are_not_counted_again_once_cuda_is_initialized(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     cards(2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with transload.patch():
@@ -104,7 +104,7 @@ def test_devices_that_a_program_has_touched_are_not_counted_again(
         assert substitute("cuda:1") == "cuda:1"
 
 
-def test_a_wish_is_for_what_is_absent_only(cards: Cards) -> None:
+def test_requested_device_replaces_absent_devices_only(cards: Cards) -> None:
     cards(2)
     with transload.patch("cpu"):
         assert substitute("cuda:1") == "cuda:1"
@@ -112,25 +112,25 @@ def test_a_wish_is_for_what_is_absent_only(cards: Cards) -> None:
             assert substitute("cuda:2") == torch.device("cpu")
 
 
-def test_a_forked_process_that_cannot_use_cuda_hears_so_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_substitution_in_a_forked_process_that_cannot_use_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with transload.patch():
         assert substitute("cuda:1") == "cuda:1"
 
 
 @pytest.mark.usefixtures("no_cards")
-def test_one_warning_at_the_line_of_the_program_for_all_of_a_kind(data: Path) -> None:
-    with transload.patch(), warnings.catch_warnings(record=True) as told:
+def test_all_absent_cuda_devices_give_one_warning_at_the_callers_line(data: Path) -> None:
+    with transload.patch(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.nn.Linear(2, 2).to("cuda:1")
         torch.load(data / "h200" / "state_dict_cuda1.pt")
         torch.zeros(2, device="cuda:3").cuda()
-    assert [(warning.category, warning.filename) for warning in told] == [(transload.LandingWarning, __file__)]
-    assert str(told[0].message).startswith("there is no cuda:1 here; ")
+    assert [(warning.category, warning.filename) for warning in caught] == [(transload.LandingWarning, __file__)]
+    assert str(caught[0].message).startswith("there is no cuda:1 here; ")
 
 
 @pytest.mark.parametrize("device", ["", ":", "cuda:", "cuda:x", "the gpu", 3, None])
-def test_a_wish_that_is_no_device_is_refused(device: Any) -> None:
+def test_patch_with_an_invalid_device_is_an_error(device: Any) -> None:
     if device is None:
         device = ":1"
     with pytest.raises(transload.UsageError, match="is not a device"):

@@ -14,7 +14,7 @@ KNOWN = "Torch not compiled with CUDA enabled"
 
 
 class Shell:
-    """What of IPython's shell is used."""
+    """The part of IPython's shell that is used."""
 
     def __init__(self) -> None:
         self.custom: tuple[Any, Any] = ((), None)
@@ -23,11 +23,11 @@ class Shell:
     def set_custom_exc(self, kinds: Any, handler: Any) -> None:
         self.custom = kinds, handler
 
-    def showtraceback(self, told: Any, tb_offset: Any = None) -> None:
-        self.shown.append((*told[:2], tb_offset))
+    def showtraceback(self, exc_tuple: Any, tb_offset: Any = None) -> None:
+        self.shown.append((*exc_tuple[:2], tb_offset))
 
 
-def test_the_extension_patches_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ipython_extension_patches_and_explains_errors(capsys: pytest.CaptureFixture[str]) -> None:
     shell = Shell()
     transload.load_ipython_extension(shell)
     assert devices.requested == "auto"
@@ -53,11 +53,11 @@ shell.run_cell("from transload.patching import devices; print(devices.requested 
 """
 
 
-def test_in_real_ipython(python: Python) -> None:
+def test_extension_in_real_ipython(python: Python) -> None:
     pytest.importorskip("IPython")
     pytest.importorskip("torch")
-    done = python("-W", "ignore", "-c", CELLS)
-    assert done.returncode == 0, done.stderr
-    assert "cpu\n" in done.stdout or "cuda:0\n" in done.stdout
-    assert "build for the CPU" in done.stderr + done.stdout
-    assert done.stdout.rstrip().endswith("True")
+    process = python("-W", "ignore", "-c", CELLS)
+    assert process.returncode == 0, process.stderr
+    assert "cpu\n" in process.stdout or "cuda:0\n" in process.stdout
+    assert "build for the CPU" in process.stderr + process.stdout
+    assert process.stdout.rstrip().endswith("True")

@@ -29,31 +29,31 @@ LOCATIONS: dict[str, Any] = {
     "mapping-of-others": {"cuda:0": "cpu"},
     "function-to-gpu": lambda storage, _: storage.cuda(1),
     "function-to-device": lambda storage, _: storage.to(device="cuda:1"),
-    "function-that-declines": lambda *_: None,
+    "function-returning-none": lambda *_: None,
 }
 
 
 @patched
 @pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
 @pytest.mark.parametrize("name", ["h200/state_dict_cuda1.pt", "h200/state_dict_cuda0_legacy.pth"])
-def test_what_is_absent_lands_however_it_is_named(data: Path, name: str, location: Any) -> None:
+def test_absent_device_loads_on_the_cpu_with_any_map_location(data: Path, name: str, location: Any) -> None:
     if not hasattr(torch.UntypedStorage, "to") and location is LOCATIONS["function-to-device"]:
         pytest.skip("this torch has no UntypedStorage.to")
     state = torch.load(data / name, map_location=location)
     assert devices(state) == {"cpu"}
-    there = torch.load(data / name, map_location="cpu")
-    assert all(torch.equal(state[key], there[key]) for key in there)
+    expected = torch.load(data / name, map_location="cpu")
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 @patched
 @pytest.mark.parametrize("location", ["meta", "cpu"])
-def test_a_location_that_is_here_is_respected(data: Path, location: str) -> None:
+def test_map_location_that_exists_is_respected(data: Path, location: str) -> None:
     assert devices(torch.load(data / "h200" / "state_dict_cuda1.pt", map_location=location)) == {location}
 
 
 @patched
 @pytest.mark.parametrize("location", ["nonsense", "cuda:x"])
-def test_a_location_that_is_no_device_stays_an_error(data: Path, location: str) -> None:
+def test_invalid_map_location_is_still_an_error(data: Path, location: str) -> None:
     with pytest.raises((RuntimeError, ValueError, AssertionError)):
         torch.load(data / "h200" / "state_dict_cuda1.pt", map_location=location + "!")
 
@@ -77,25 +77,25 @@ def test_other_arguments_reach_torch(data: Path) -> None:
 
 
 @patched
-def test_sharing_survives(data: Path) -> None:
+def test_shared_storage_stays_shared(data: Path) -> None:
     state = torch.load(data / "h200" / "state_dict_cuda1.pt")
     assert state["fc.weight"].data_ptr() == state["head.weight"].data_ptr()
 
 
 @patched
-def test_a_tensor_in_a_plain_pickle_lands_too(data: Path) -> None:
+def test_load_from_bytes_replaces_an_absent_device_by_the_cpu(data: Path) -> None:
     blob = (data / "h200" / "data_cuda0.pt").read_bytes()
     assert {str(tensor.device) for tensor in torch.storage._load_from_bytes(blob)} == {"cpu"}
 
 
-beyond_hpu = pytest.mark.skipif(
-    torch.__version__.startswith(("2.0.", "2.1.")), reason="this torch asks for the hpu module whatever the tag"
+not_before_torch_2_2 = pytest.mark.skipif(
+    torch.__version__.startswith(("2.0.", "2.1.")), reason="this torch needs the hpu module for any tag"
 )
 
 
 @patched
-@beyond_hpu
-def test_a_tag_that_only_a_package_knows_lands(tmp_path: Path) -> None:
+@not_before_torch_2_2
+def test_tag_of_an_uninstalled_device_package_loads_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "npu.pt"
     torch.save(OrderedDict(weight=torch.ones(2)), path)
     transload.retag(path, "npu:0")
@@ -106,15 +106,15 @@ def test_a_tag_that_only_a_package_knows_lands(tmp_path: Path) -> None:
 
 
 @patched
-@beyond_hpu
-def test_a_package_that_restores_a_tag_itself_is_asked_first(tmp_path: Path) -> None:
+@not_before_torch_2_2
+def test_registered_device_package_restores_its_tag(tmp_path: Path) -> None:
     path = tmp_path / "own.pt"
     torch.save(OrderedDict(weight=torch.ones(2)), path)
     transload.retag(path, "npu:0")
-    asked = []
+    locations = []
 
     def restore(storage: Any, location: str) -> Any:
-        asked.append(location)
+        locations.append(location)
         return storage if location == "npu:0" else None
 
     registry = torch.serialization._package_registry
@@ -124,20 +124,18 @@ def test_a_package_that_restores_a_tag_itself_is_asked_first(tmp_path: Path) -> 
         torch.load(path)
     finally:
         registry[:] = before
-    assert asked == ["npu:0"]
+    assert locations == ["npu:0"]
 
 
-def test_on_a_machine_with_gpus_storages_go_where_torch_would_put_them(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for torch's own entry of the registry tells what it is asked for."""
+def test_storages_are_restored_to_their_tag_where_the_gpu_exists(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch's entry in the registry records the requested locations."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    asked = []
+    locations = []
     real = torch.serialization.default_restore_location
 
     def restore(storage: Any, location: str) -> Any:
-        asked.append(location)
+        locations.append(location)
         return storage if location.startswith("cuda") else None
 
     torch.serialization.register_package(-5, lambda _: None, restore)
@@ -147,11 +145,11 @@ def test_on_a_machine_with_gpus_storages_go_where_torch_would_put_them(
     finally:
         registry = torch.serialization._package_registry
         registry[:] = [entry for entry in registry if entry[2] is not restore]
-    assert set(asked) == {"cuda:1"}
+    assert set(locations) == {"cuda:1"}
     assert torch.serialization.default_restore_location is real
 
 
-def test_the_registry_is_left_as_it_was(data: Path) -> None:
+def test_unpatch_restores_the_package_registry(data: Path) -> None:
     before = list(torch.serialization._package_registry)
     with transload.patch():
         assert len(torch.serialization._package_registry) == len(before) + 2
@@ -161,6 +159,6 @@ def test_the_registry_is_left_as_it_was(data: Path) -> None:
 
 
 @patched
-def test_what_is_saved_is_tagged_as_ever(tmp_path: Path) -> None:
+def test_saved_tensors_are_tagged_with_their_real_device(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2).to("cuda:1")}, tmp_path / "x.pt")
     assert {storage.device for storage in transload.inspect(tmp_path / "x.pt").storages} == {"cpu"}

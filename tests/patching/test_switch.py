@@ -16,7 +16,7 @@ def fail() -> NoReturn:
     raise ValueError("no")
 
 
-def test_it_is_on_until_it_is_undone() -> None:
+def test_patch_lasts_until_unpatch() -> None:
     assert devices.requested == ""
     transload.patch()
     assert devices.requested == "auto"
@@ -26,7 +26,7 @@ def test_it_is_on_until_it_is_undone() -> None:
     transload.unpatch()
 
 
-def test_a_block_puts_back_what_was_before() -> None:
+def test_with_block_restores_the_previous_patch() -> None:
     with transload.patch() as outer:
         assert repr(outer) == "transload.patch(device='auto')"
         with transload.patch("cpu"):
@@ -35,34 +35,34 @@ def test_a_block_puts_back_what_was_before() -> None:
     assert devices.requested == ""
 
 
-def test_a_block_that_is_left_by_an_exception_is_undone() -> None:
+def test_with_block_is_undone_after_an_exception() -> None:
     with pytest.raises(ValueError, match="no"), transload.patch():
         fail()
     assert devices.requested == ""
 
 
-def test_a_block_inside_a_patched_program_leaves_it_patched() -> None:
+def test_with_block_leaves_a_patched_program_patched() -> None:
     transload.patch()
     with transload.patch():
         pass
     assert devices.requested == "auto"
 
 
-def test_the_hook_of_uncaught_exceptions_comes_and_goes() -> None:
+def test_excepthook_is_installed_and_restored() -> None:
     before = sys.excepthook
     with transload.patch():
         assert sys.excepthook is not before
     assert sys.excepthook is before
 
 
-def test_nothing_of_ours_stays_on_the_path_of_imports() -> None:
+def test_meta_path_is_restored() -> None:
     before = list(sys.meta_path)
     with transload.patch():
         pass
     assert sys.meta_path == before
 
 
-AFTER = """
+IMPORT_AFTER_PATCH = """
 import sys, transload
 transload.patch()
 assert "torch" not in sys.modules
@@ -75,14 +75,14 @@ print(len([entry for entry in torch.serialization._package_registry if "transloa
 """
 
 
-def test_torch_may_be_imported_after(python: Python) -> None:
-    """Before, it is in every other test here."""
+def test_torch_may_be_imported_after_the_patch(python: Python) -> None:
+    """In the other tests, torch is imported before."""
     pytest.importorskip("torch")
-    done = python("-W", "ignore", "-c", AFTER)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() in (["cpu", "0"], ["cuda", "0"])
+    process = python("-W", "ignore", "-c", IMPORT_AFTER_PATCH)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() in (["cpu", "0"], ["cuda", "0"])
 
 
 def test_patching_does_not_import_torch(python: Python) -> None:
-    done = python("-c", "import sys, transload; transload.patch(); print('torch' in sys.modules)")
-    assert (done.stdout, done.stderr) == ("False\n", "")
+    process = python("-c", "import sys, transload; transload.patch(); print('torch' in sys.modules)")
+    assert (process.stdout, process.stderr) == ("False\n", "")

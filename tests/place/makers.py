@@ -1,4 +1,4 @@
-"""Checkpoints and machines for the placing tests: only what placing looks at."""
+"""Checkpoints and machines for the placement tests, with only the parts that placement uses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def checkpoint(*tagged: tuple[str, int], dtype: str = "float32", format: str = "
 
 
 def gpus(*free: int, rank: int | None = None, current: int = 0, cpu: int = 1000 * GB) -> Devices:
-    """A machine with a card for each number of free bytes."""
-    cards = (Device(f"cuda:{index}", room, 80 * GB, "NVIDIA A100") for index, room in enumerate(free))
+    """A machine with a GPU for each number of free bytes."""
+    cards = (Device(f"cuda:{index}", nbytes, 80 * GB, "NVIDIA A100") for index, nbytes in enumerate(free))
     return Devices((Device("cpu", cpu, 2000 * GB), *cards), f"cuda:{current}" if free else "", rank)

@@ -1,4 +1,4 @@
-"""Devices as the doctor found them."""
+"""Devices derived from the doctor's diagnosis of a machine."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ def devices(machine: Machine, **environ: str) -> Devices:
     return devices_of(judge_machine(no_torch_run(machine)), environ)
 
 
-def test_a_healthy_machine_has_its_card_and_what_is_free_of_it() -> None:
+def test_healthy_machine_lists_its_gpu_with_free_memory() -> None:
     machine = changed(healthy(), platform__memory=64, platform__memory_free=32)
-    found = devices(machine, LOCAL_RANK="0")
-    assert found.available == (
+    result = devices(machine, LOCAL_RANK="0")
+    assert result.available == (
         Device("cpu", 32, 64),
         Device("cuda:0", 150_000_000_000, 150_110_011_392, "NVIDIA H200"),
     )
-    assert (found.current, found.own, found.rank, found.absent) == ("cuda:0", "cuda:0", 0, "")
+    assert (result.current, result.own, result.rank, result.absent) == ("cuda:0", "cuda:0", 0, "")
 
 
-def test_cards_are_told_apart_by_their_id_and_not_by_their_place() -> None:
+def test_free_memory_is_matched_by_gpu_id_and_not_by_index() -> None:
     cards = (cuda_gpu(0), cuda_gpu(1))
     seen = (replace(nvml_gpu(1), free=11), replace(nvml_gpu(0), free=10), replace(nvml_gpu(7), free=17))
     machine = changed(healthy(), driver__cuda__gpus=cards, driver__cuda__count=2, driver__nvml__gpus=seen)
     assert [device.free for device in devices(machine).available[1:]] == [10, 11]
 
 
-def test_without_a_gpu_there_is_the_cpu_and_the_reason() -> None:
-    found = devices(bare())
-    assert [device.name for device in found.available] == ["cpu"]
-    assert (found.current, found.absent) == ("", "no GPU works here")
+def test_machine_without_a_gpu_lists_the_cpu_and_the_reason() -> None:
+    result = devices(bare())
+    assert [device.name for device in result.available] == ["cpu"]
+    assert (result.current, result.absent) == ("", "no GPU works here")
 
 
-def test_a_gpu_that_does_not_work_is_not_there_and_its_cause_is_named() -> None:
-    found = devices(refused(healthy(), 999))
-    assert [device.name for device in found.available] == ["cpu"]
-    assert found.absent.endswith("]")
+def test_broken_gpu_is_not_listed_and_its_cause_is_named() -> None:
+    result = devices(refused(healthy(), 999))
+    assert [device.name for device in result.available] == ["cpu"]
+    assert result.absent.endswith("]")
 
 
-def test_a_torch_without_cuda_cannot_use_the_card() -> None:
+def test_gpu_is_not_listed_for_a_torch_without_cuda() -> None:
     machine = changed(healthy(), torch=Torch(installs=(install("2.13.0+cpu", ""),)))
-    found = devices(machine)
-    assert [device.name for device in found.available] == ["cpu"]
-    assert "CUDA" in found.absent or "CPU" in found.absent
+    result = devices(machine)
+    assert [device.name for device in result.available] == ["cpu"]
+    assert "CUDA" in result.absent or "CPU" in result.absent
 
 
-def test_where_no_torch_is_installed_the_driver_has_the_word() -> None:
-    found = devices(changed(healthy(), torch=Torch(installs=())))
-    assert [device.name for device in found.available] == ["cpu", "cuda:0"]
+def test_gpus_of_the_driver_are_listed_without_torch() -> None:
+    result = devices(changed(healthy(), torch=Torch(installs=())))
+    assert [device.name for device in result.available] == ["cpu", "cuda:0"]
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,22 @@ def test_where_no_torch_is_installed_the_driver_has_the_word() -> None:
         ("npu", {}, ["cpu"]),
     ],
 )
-def test_other_accelerators_count_where_torch_is_built_for_them(
+def test_accelerators_are_listed_only_if_torch_is_built_for_them(
     kind: str, build: dict[str, str], names: list[str]
 ) -> None:
-    two = (Accelerator(kind, "one", usable=True), Accelerator(kind, "two", usable=True), Accelerator(kind, "dead"))
+    accelerators = (
+        Accelerator(kind, "one", usable=True),
+        Accelerator(kind, "two", usable=True),
+        Accelerator(kind, "dead"),
+    )
     torch = Torch(installs=(replace(install("2.13.0", ""), **build),))  # type: ignore[arg-type]
-    found = devices(changed(bare(), accelerators=two, torch=torch))
-    assert [device.name for device in found.available] == names
-    assert bool(found.absent) == (names == ["cpu"])
+    result = devices(changed(bare(), accelerators=accelerators, torch=torch))
+    assert [device.name for device in result.available] == names
+    assert bool(result.absent) == (names == ["cpu"])
 
 
 @pytest.mark.parametrize(
     ("text", "rank"), [("0", 0), ("12", 12), ("", None), ("-1", None), ("one", None), ("9" * 5000, None), ("²", None)]
 )
-def test_a_rank_is_a_small_number(text: str, rank: int | None) -> None:
+def test_local_rank_must_be_a_small_number(text: str, rank: int | None) -> None:
     assert local_rank({"LOCAL_RANK": text}) == rank

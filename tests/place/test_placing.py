@@ -1,4 +1,4 @@
-"""Where storages land: the rules one by one, and what holds whatever the machine and the checkpoint."""
+"""Where storages are placed: each rule, and properties that hold for every machine and checkpoint."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ CPU_ONLY = Devices((Device("cpu", 1000 * GB),), absent="torch is built without C
 MAC = Devices((Device("cpu"), Device("mps")), "mps")
 
 
-def landed(plan: Plan) -> dict[str, str]:
+def placements(plan: Plan) -> dict[str, str]:
     return {move.tag: move.device for move in plan.moves}
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_here_stays_and_the_cpu_is_never_dragged_along() -> None:
+def test_storages_of_existing_devices_stay_there() -> None:
     plan = place(checkpoint(("cuda:1", 8), ("cpu", 8), ("meta", 0)), gpus(GB, GB))
-    assert landed(plan) == {"cuda:1": "cuda:1", "cpu": "cpu", "meta": "meta"}
+    assert placements(plan) == {"cuda:1": "cuda:1", "cpu": "cpu", "meta": "meta"}
     assert (plan.ok, plan.surprising, plan.warning) == (True, False, "")
 
 
 @pytest.mark.parametrize(
     "tag", ["cuda:3", "xpu:0", "npu:1", "mps", "hpu", "maia:0", "cuda:abc", "", "cuda:" + "9" * 5000]
 )
-def test_what_is_not_here_goes_to_the_current_gpu(tag: str) -> None:
+def test_absent_device_is_replaced_by_the_current_gpu(tag: str) -> None:
     plan = place(checkpoint((tag, 8)), gpus(GB, GB, current=1))
-    assert landed(plan) == {tag: "cuda:1"}
+    assert placements(plan) == {tag: "cuda:1"}
     assert plan.ok
     assert plan.moves[0].why.startswith("there is no ")
 
 
-def test_without_a_gpu_it_goes_to_the_cpu_and_says_why() -> None:
+def test_absent_gpu_is_replaced_by_the_cpu_with_the_reason() -> None:
     plan = place(checkpoint(("cuda:0", 8), ("cuda:1", 4), ("cpu", 4)), CPU_ONLY)
-    assert landed(plan) == {"cuda:0": "cpu", "cuda:1": "cpu", "cpu": "cpu"}
+    assert placements(plan) == {"cuda:0": "cpu", "cuda:1": "cpu", "cpu": "cpu"}
     assert plan.warning == (
         "2 tensors saved on cuda:0 and cuda:1 land on cpu: there is no cuda:0 or cuda:1 here; "
         "torch is built without CUDA [B01]"
     )
 
 
-def test_without_cuda_another_accelerator_takes_it() -> None:
-    assert landed(place(checkpoint(("cuda:0", 8), ("mps", 8)), MAC)) == {"cuda:0": "mps", "mps": "mps"}
+def test_absent_cuda_is_replaced_by_another_accelerator() -> None:
+    assert placements(place(checkpoint(("cuda:0", 8), ("mps", 8)), MAC)) == {"cuda:0": "mps", "mps": "mps"}
     intel = Devices((Device("cpu"), Device("xpu:0")), "xpu:0")
-    assert landed(place(checkpoint(("cuda:0", 8), ("xpu", 8)), intel)) == {"cuda:0": "xpu:0", "xpu": "xpu:0"}
+    assert placements(place(checkpoint(("cuda:0", 8), ("xpu", 8)), intel)) == {"cuda:0": "xpu:0", "xpu": "xpu:0"}
 
 
-def test_mps_has_no_float64_so_that_tag_lands_on_the_cpu_as_a_whole() -> None:
+def test_float64_is_placed_on_the_cpu_instead_of_mps() -> None:
     plan = place(checkpoint(("cuda:0", 8), dtype="float64"), MAC)
-    assert landed(plan) == {"cuda:0": "cpu"}
+    assert placements(plan) == {"cuda:0": "cpu"}
     assert plan.moves[0].why == "mps cannot hold float64"
 
 
-def test_a_tag_without_an_index_is_the_current_device_and_has_not_moved() -> None:
+def test_tag_without_an_index_is_the_current_device_without_a_warning() -> None:
     plan = place(checkpoint(("cuda", 8)), gpus(GB, GB, current=1))
-    assert (landed(plan), plan.warning) == ({"cuda": "cuda:1"}, "")
+    assert (placements(plan), plan.warning) == ({"cuda": "cuda:1"}, "")
     assert place(checkpoint(("mps:0", 8)), MAC).warning == ""
 
 
-def test_a_tensor_that_is_rebuilt_on_its_device_takes_room_there() -> None:
+def test_tensor_rebuilt_on_its_device_counts_there() -> None:
     inner = Tensor(("t",), "t", "float32", (25,), (1,), "cpu", "0")
-    held = checkpoint(("cpu", 100))
+    contents = checkpoint(("cpu", 100))
     rebuilt = inner._replace(device="xla:0", kind="device", parts=(inner,), storage=None)
-    plan = place(Checkpoint("m.pt", "torch-zip", 1, tensors=(rebuilt,), storages=held.storages), gpus(GB))
+    plan = place(Checkpoint("m.pt", "torch-zip", 1, tensors=(rebuilt,), storages=contents.storages), gpus(GB))
     assert {move.tag: (move.device, move.nbytes) for move in plan.moves} == {
         "cpu": ("cpu", 100),
         "xla:0": ("cuda:0", 100),
@@ -87,59 +87,59 @@ def test_a_tensor_that_is_rebuilt_on_its_device_takes_room_there() -> None:
 # -- several devices --------------------------------------------------------------------------------------------------
 
 
-def test_a_spread_is_kept_where_its_devices_are() -> None:
+def test_spread_over_existing_devices_is_kept() -> None:
     spread = checkpoint(("cuda:0", 30), ("cuda:1", 20), ("cuda:2", 10))
-    assert landed(place(spread, gpus(99, 99, 99))) == {"cuda:0": "cuda:0", "cuda:1": "cuda:1", "cuda:2": "cuda:2"}
+    assert placements(place(spread, gpus(99, 99, 99))) == {"cuda:0": "cuda:0", "cuda:1": "cuda:1", "cuda:2": "cuda:2"}
 
 
-def test_a_spread_over_fewer_goes_where_room_is_left_the_largest_first() -> None:
+def test_spread_over_fewer_devices_fills_free_memory_largest_first() -> None:
     spread = checkpoint(("cuda:0", 30), ("cuda:1", 20), ("cuda:2", 25), ("cuda:3", 15))
     plan = place(spread, gpus(100, 100))
     # 30 and 20 stay; 25 goes where 80 is left, 15 where then 70 is left and not 55
-    assert landed(plan) == {"cuda:0": "cuda:0", "cuda:1": "cuda:1", "cuda:2": "cuda:1", "cuda:3": "cuda:0"}
+    assert placements(plan) == {"cuda:0": "cuda:0", "cuda:1": "cuda:1", "cuda:2": "cuda:1", "cuda:3": "cuda:0"}
     assert plan.ok
 
 
-def test_one_absent_device_of_a_spread_goes_to_the_roomier_card_not_to_the_first() -> None:
-    assert landed(place(checkpoint(("cuda:0", 60), ("cuda:5", 40)), gpus(90, 90)))["cuda:5"] == "cuda:1"
+def test_absent_device_of_a_spread_goes_to_the_gpu_with_most_free_memory() -> None:
+    assert placements(place(checkpoint(("cuda:0", 60), ("cuda:5", 40)), gpus(90, 90)))["cuda:5"] == "cuda:1"
     alone = place(checkpoint(("cuda:5", 40)), gpus(50, 90))
-    assert landed(alone) == {"cuda:5": "cuda:0"}, "one device is no spread: it goes where programs compute"
+    assert placements(alone) == {"cuda:5": "cuda:0"}, "one device is not a spread: it goes to the current device"
 
 
-def test_a_spread_is_balanced_where_free_memory_is_not_known() -> None:
+def test_spread_is_balanced_when_free_memory_is_unknown() -> None:
     spread = checkpoint(*((f"cuda:{index}", 10) for index in range(2, 6)))
-    assert sorted(landed(place(spread, gpus(-1, -1))).values()) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert sorted(placements(place(spread, gpus(-1, -1))).values()) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_every_rank_lands_on_its_own_device(rank: int) -> None:
+def test_every_rank_uses_its_own_gpu(rank: int) -> None:
     plan = place(checkpoint(("cuda:0", 16), ("cuda:7", 12), ("cpu", 8)), gpus(GB, GB, GB, GB, rank=rank))
-    assert landed(plan) == {"cuda:0": f"cuda:{rank}", "cuda:7": f"cuda:{rank}", "cpu": "cpu"}
+    assert placements(plan) == {"cuda:0": f"cuda:{rank}", "cuda:7": f"cuda:{rank}", "cpu": "cpu"}
     assert f"local rank {rank}" in plan.moves[0].why
 
 
-def test_a_rank_that_sees_only_its_own_card_takes_that() -> None:
-    assert landed(place(checkpoint(("cuda:0", 8)), gpus(GB, rank=3))) == {"cuda:0": "cuda:0"}
+def test_rank_that_sees_one_gpu_uses_it() -> None:
+    assert placements(place(checkpoint(("cuda:0", 8)), gpus(GB, rank=3))) == {"cuda:0": "cuda:0"}
 
 
-def test_more_ranks_than_cards_share_them() -> None:
+def test_more_ranks_than_gpus_share_them() -> None:
     assert [gpus(1, 1, rank=rank).own for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 
 
-def test_a_device_that_the_program_has_chosen_counts_more_than_its_rank() -> None:
+def test_current_device_takes_precedence_over_the_rank() -> None:
     assert gpus(GB, GB, GB, rank=0, current=2).own == "cuda:2"
 
 
-def test_ranks_without_a_gpu_land_on_the_cpu() -> None:
-    assert landed(place(checkpoint(("cuda:0", 8)), gpus(rank=1))) == {"cuda:0": "cpu"}
+def test_ranks_without_a_gpu_use_the_cpu() -> None:
+    assert placements(place(checkpoint(("cuda:0", 8)), gpus(rank=1))) == {"cuda:0": "cpu"}
 
 
-# -- wishes, which mean what they mean to torch -----------------------------------------------------------------------
+# -- map_location, which means the same as in torch -------------------------------------------------------------------
 
-WISHES: list[tuple[Any, dict[str, str]]] = [
+LOCATIONS: list[tuple[Any, dict[str, str]]] = [
     (None, {"cuda:0": "cuda:0", "cuda:1": "cuda:1", "cpu": "cpu", "meta": "meta"}),
     ("cpu", {"cuda:0": "cpu", "cuda:1": "cpu", "cpu": "cpu", "meta": "meta"}),
     ("cuda", {"cuda:0": "cuda:1", "cuda:1": "cuda:1", "cpu": "cuda:1", "meta": "meta"}),
@@ -161,22 +161,27 @@ WISHES: list[tuple[Any, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("wish", "expected"), WISHES, ids=lambda value: getattr(value, "__name__", None) or str(value)[:30]
+    ("map_location", "expected"), LOCATIONS, ids=lambda value: getattr(value, "__name__", None) or str(value)[:30]
 )
-def test_a_wish_is_granted(wish: Any, expected: dict[str, str]) -> None:
-    plan = place(checkpoint(("cuda:0", 8), ("cuda:1", 8), ("cpu", 8), ("meta", 0)), gpus(GB, GB, current=1), wish)
-    assert landed(plan) == expected
-    assert (plan.ok, plan.warning) == (True, ""), "what was asked for needs no warning"
+def test_map_location_is_honoured(map_location: Any, expected: dict[str, str]) -> None:
+    plan = place(
+        checkpoint(("cuda:0", 8), ("cuda:1", 8), ("cpu", 8), ("meta", 0)), gpus(GB, GB, current=1), map_location
+    )
+    assert placements(plan) == expected
+    assert (plan.ok, plan.warning) == (True, ""), "a requested device needs no warning"
 
 
 @pytest.mark.parametrize(
-    ("wish", "refused"),
+    ("map_location", "refused"),
     [
         (None, "there is no cuda:5 here, only cpu and cuda:0"),
         ("cuda:7", "there is no cuda:7 here, only cpu and cuda:0"),
         ("gpu", "there is no gpu here, only cpu and cuda:0"),
         ({"cuda:5": "cuda:6"}, "there is no cuda:6 here, only cpu and cuda:0"),
-        ({torch.device("cuda:5"): "cpu"}, "there is no cuda:5 here, only cpu and cuda:0"),  # nor does torch find it
+        (
+            {torch.device("cuda:5"): "cpu"},
+            "there is no cuda:5 here, only cpu and cuda:0",
+        ),  # torch does not match it either
         (1, "map_location is of type int, which does not name a device"),
         (1.5, "map_location is of type float, which does not name a device"),
         (["cuda:7", "xpu:0"], "there is no cuda:7 or xpu:0 here, only cpu and cuda:0"),
@@ -184,45 +189,45 @@ def test_a_wish_is_granted(wish: Any, expected: dict[str, str]) -> None:
         (["cuda:7", None], "the list of devices has NoneType in it, which does not name a device"),
     ],
 )
-def test_a_wish_that_cannot_be_granted_is_refused_with_a_fix(wish: Any, refused: str) -> None:
-    plan = place(checkpoint(("cuda:5", 8), ("cuda:0", 8)), gpus(GB), wish)
+def test_invalid_map_location_is_refused_with_a_fix(map_location: Any, refused: str) -> None:
+    plan = place(checkpoint(("cuda:5", 8), ("cuda:0", 8)), gpus(GB), map_location)
     assert (plan.ok, plan.refused) == (False, refused)
     assert plan.fix
 
 
-@pytest.mark.parametrize(("asked", "meant"), [("gpu", "cuda"), ("cuda1", "cuda:1"), ("CUDA:0", "cuda:0")])
-def test_what_is_not_a_device_but_near_to_one(asked: str, meant: str) -> None:
-    plan = place(checkpoint(("cuda:5", 8)), gpus(GB), asked)
-    assert f"Did you mean map_location={meant!r}?" in plan.fix[0]
+@pytest.mark.parametrize(("map_location", "suggestion"), [("gpu", "cuda"), ("cuda1", "cuda:1"), ("CUDA:0", "cuda:0")])
+def test_misspelled_device_gets_a_suggestion(map_location: str, suggestion: str) -> None:
+    plan = place(checkpoint(("cuda:5", 8)), gpus(GB), map_location)
+    assert f"Did you mean map_location={suggestion!r}?" in plan.fix[0]
 
 
-def test_a_number_is_told_the_name_it_means() -> None:
+def test_number_as_map_location_gets_a_suggestion() -> None:
     assert place(checkpoint(("cuda:0", 8)), gpus(GB), 1).fix == ("Pass map_location='cuda:1'.",)
 
 
-def test_float64_asked_onto_mps_is_refused() -> None:
+def test_float64_requested_on_mps_is_refused() -> None:
     plan = place(checkpoint(("cpu", 8), dtype="float64"), MAC, "mps")
     assert plan.refused == "it holds float64, which mps does not have"
 
 
-def test_none_of_a_list_takes_it_and_each_reason_is_named() -> None:
+def test_refusal_of_a_list_of_devices_names_every_reason() -> None:
     plan = place(checkpoint(("cpu", 8), dtype="float64"), MAC, ["cuda:1", "mps"])
     assert plan.refused == "there is no cuda:1 here, only cpu and mps; it holds float64, which mps does not have"
 
 
-def test_the_reason_for_a_missing_gpu_is_in_the_refusal() -> None:
+def test_refusal_names_the_reason_for_a_missing_gpu() -> None:
     plan = place(checkpoint(("cuda:0", 8)), CPU_ONLY, None)
     assert plan.refused == "there is no cuda:0 here, only cpu; torch is built without CUDA [B01]"
 
 
-# -- room -------------------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
+def test_shortage_says_how_much_is_missing_and_what_would_fit() -> None:
     plan = place(checkpoint(("cuda:0", 14 * GB)), gpus(10 * GB, 20 * GB, cpu=64 * GB))
-    (short,) = plan.shortages
-    assert (short.device, short.needed, short.free, short.missing) == ("cuda:0", 14 * GB, 10 * GB, 4 * GB)
-    assert short.instead == (
+    (shortage,) = plan.shortages
+    assert (shortage.device, shortage.needed, shortage.free, shortage.missing) == ("cuda:0", 14 * GB, 10 * GB, 4 * GB)
+    assert shortage.instead == (
         "map_location='cuda:1', which has 20.0 GB free",
         "map_location='cpu', which has 64.0 GB free",
         "as bfloat16 it would take 7.00 GB",
@@ -231,41 +236,41 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     assert not plan.refused
 
 
-def test_a_file_larger_than_memory_can_be_mapped_if_its_format_allows() -> None:
+def test_mmap_is_offered_for_a_large_file_if_the_format_allows() -> None:
     mapped = "map_location='cpu' with mmap=True, which reads what is touched"
     for form, offered in (("torch-zip", True), ("torch-legacy", False)):
         plan = place(checkpoint(("cpu", 40 * GB), dtype="int64", format=form), gpus(cpu=16 * GB))
         assert (plan.shortages[0].instead == (mapped,)) == offered
 
 
-def test_everything_on_a_device_counts_together() -> None:
-    held = checkpoint(("cuda:0", 6), ("cuda:1", 6))
-    assert place(held, gpus(12)).ok
-    assert [short.needed for short in place(held, gpus(11)).shortages] == [12]
+def test_storages_on_one_device_are_added_up() -> None:
+    contents = checkpoint(("cuda:0", 6), ("cuda:1", 6))
+    assert place(contents, gpus(12)).ok
+    assert [shortage.needed for shortage in place(contents, gpus(11)).shortages] == [12]
 
 
-def test_equal_storages_each_take_their_room() -> None:
-    """An odd byte is lost in each of them when it is halved."""
-    held = checkpoint(*[("cpu", 5)] * 3, ("cuda:0", 7))
-    (shortage,) = place(held, Devices((Device("cpu", 6, 10), Device("cuda:0", 9)), "cuda:0")).shortages
+def test_equal_storages_are_each_counted() -> None:
+    """Each odd size is rounded down when it is halved."""
+    contents = checkpoint(*[("cpu", 5)] * 3, ("cuda:0", 7))
+    (shortage,) = place(contents, Devices((Device("cpu", 6, 10), Device("cuda:0", 9)), "cuda:0")).shortages
     assert (shortage.needed, shortage.instead[-1]) == (15, "as bfloat16 it would take 6 B")
-    assert [(move.tag, move.tensors, move.nbytes) for move in place(held, Devices()).moves] == [
+    assert [(move.tag, move.tensors, move.nbytes) for move in place(contents, Devices()).moves] == [
         ("cpu", 3, 15),
         ("cuda:0", 1, 7),
     ]
 
 
-def test_the_tags_of_storages_and_of_tensors() -> None:
-    held = checkpoint(("cuda:1", 4), ("cpu", 4), ("cuda:1", 4))
+def test_tags_of_storages_and_tensors() -> None:
+    contents = checkpoint(("cuda:1", 4), ("cpu", 4), ("cuda:1", 4))
     alone = Tensor(("m",), "m", "float32", (2,), (1,), "meta", None, kind="meta")
-    assert tags_of(replace(held, tensors=(*held.tensors, alone))) == ["cuda:1", "cpu", "meta"]
+    assert tags_of(replace(contents, tensors=(*contents.tensors, alone))) == ["cuda:1", "cpu", "meta"]
 
 
-def test_unknown_room_is_no_shortage() -> None:
+def test_unknown_free_memory_is_not_a_shortage() -> None:
     assert place(checkpoint(("cuda:0", 10**15)), gpus(-1)).ok
 
 
-# -- whatever the machine and the checkpoint --------------------------------------------------------------------------
+# -- properties for every machine and checkpoint ----------------------------------------------------------------------
 
 TAGS = st.sampled_from(["cpu", "meta", "cuda", "mps", "xpu:0", "npu:3", "weird", *(f"cuda:{n}" for n in range(10))])
 CHECKPOINTS = st.lists(st.tuples(TAGS, st.integers(0, 200)), max_size=12).map(lambda tagged: checkpoint(*tagged))
@@ -279,21 +284,21 @@ MACHINES = st.builds(
 
 @settings(max_examples=200 * FUZZ, deadline=None)
 @given(CHECKPOINTS, MACHINES)
-def test_every_storage_lands_once_where_it_can(held: Checkpoint, devices: Devices) -> None:
-    plan = place(held, devices)
+def test_every_storage_is_placed_once_on_an_existing_device(contents: Checkpoint, devices: Devices) -> None:
+    plan = place(contents, devices)
     tags = Counter(move.tag for move in plan.moves)
     assert set(tags.values()) <= {1}
-    assert {storage.device for storage in held.storages} == set(tags)
-    assert sum(move.nbytes for move in plan.moves) == held.tensor_nbytes
-    assert sum(move.tensors for move in plan.moves) == len(held.tensors)
-    here = {device.name for device in devices.available} | {"meta"}
-    assert {plan.device_of(storage.device) for storage in held.storages} <= here
+    assert {storage.device for storage in contents.storages} == set(tags)
+    assert sum(move.nbytes for move in plan.moves) == contents.tensor_nbytes
+    assert sum(move.tensors for move in plan.moves) == len(contents.tensors)
+    existing = {device.name for device in devices.available} | {"meta"}
+    assert {plan.device_of(storage.device) for storage in contents.storages} <= existing
 
 
 @settings(max_examples=200 * FUZZ, deadline=None)
 @given(CHECKPOINTS, MACHINES)
-def test_auto_refuses_nothing_and_leaves_the_cpu_alone(held: Checkpoint, devices: Devices) -> None:
-    plan = place(held, devices, AUTO)
+def test_auto_refuses_nothing_and_keeps_storages_on_the_cpu(contents: Checkpoint, devices: Devices) -> None:
+    plan = place(contents, devices, AUTO)
     assert not plan.refused
     assert plan.device_of("cpu") == "cpu"
     assert bool(plan.warning) == plan.surprising == any(move.moved for move in plan.moves)
@@ -303,22 +308,26 @@ def test_auto_refuses_nothing_and_leaves_the_cpu_alone(held: Checkpoint, devices
 
 @settings(max_examples=200 * FUZZ, deadline=None)
 @given(CHECKPOINTS, MACHINES, st.sampled_from([AUTO, None, "cpu", "cuda", "cuda:1", "meta"]))
-def test_a_plan_that_fits_takes_no_more_than_is_free(held: Checkpoint, devices: Devices, wish: str | None) -> None:
-    plan = place(held, devices, wish)
-    taken: Counter[str] = Counter()
-    for storage in held.storages:
-        taken[plan.device_of(storage.device)] += storage.nbytes
-    over = {d.name for d in devices.available if 0 <= d.free < taken[d.name]}
+def test_shortages_are_the_devices_with_too_little_free_memory(
+    contents: Checkpoint, devices: Devices, map_location: str | None
+) -> None:
+    plan = place(contents, devices, map_location)
+    used: Counter[str] = Counter()
+    for storage in contents.storages:
+        used[plan.device_of(storage.device)] += storage.nbytes
+    overfull = {d.name for d in devices.available if 0 <= d.free < used[d.name]}
     if not plan.refused:
-        assert {short.device for short in plan.shortages} == over
-    assert plan.ok == (not plan.refused and not over)
+        assert {shortage.device for shortage in plan.shortages} == overfull
+    assert plan.ok == (not plan.refused and not overfull)
 
 
 @settings(max_examples=50 * FUZZ, deadline=None)
 @given(CHECKPOINTS, MACHINES)
-def test_the_same_question_has_the_same_answer_and_it_is_json(held: Checkpoint, devices: Devices) -> None:
-    plan = place(held, devices)
-    shuffled = Checkpoint(held.path, held.format, 1, tensors=held.tensors[::-1], storages=held.storages[::-1])
+def test_plan_does_not_depend_on_order_and_is_json(contents: Checkpoint, devices: Devices) -> None:
+    plan = place(contents, devices)
+    shuffled = Checkpoint(
+        contents.path, contents.format, 1, tensors=contents.tensors[::-1], storages=contents.storages[::-1]
+    )
     assert place(shuffled, devices) == plan
     assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
     assert str(plan)

@@ -1,4 +1,4 @@
-"""``transload.save_async``: what is saved is what was there at the call; order; errors; the end of the program."""
+"""``transload.save_async``: it saves the state at the time of the call; order; errors; the end of the program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transload.saving.background import MAX_IN_FLIGHT, Saving, background
 
 
 @pytest.fixture(autouse=True)
-def settled() -> Iterator[None]:
+def no_pending_saves() -> Iterator[None]:
     yield
     background.wait()
     background.take_unseen()
@@ -34,16 +34,16 @@ def settled() -> Iterator[None]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """While it is shut, no file is written."""
+    """While it is not set, no file is written."""
     opened = threading.Event()
-    true = Saving.run
-    monkeypatch.setattr(Saving, "run", lambda self: (opened.wait(30), true(self)))
+    original_run = Saving.run
+    monkeypatch.setattr(Saving, "run", lambda self: (opened.wait(30), original_run(self)))
     yield opened
     opened.set()
     background.wait()
 
 
-def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
+def test_changes_after_the_call_are_not_saved(tmp_path: Path, gate: threading.Event) -> None:
     torch.default_generator.manual_seed(0)
     model = nn.Linear(700, 800)
     optimizer = torch.optim.Adam(model.parameters())
@@ -64,23 +64,23 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, gate: threadin
     assert one[: one.index(b".transload")] == two[: two.index(b".transload")]
 
 
-def test_storages_of_every_size(tmp_path: Path) -> None:
+def test_storages_of_every_size_are_saved(tmp_path: Path) -> None:
     value = [torch.rand(size) for size in (0, 1, 4000, 5000, 100_000, 3_000_000, 20_000_000)]
     save_async(value, tmp_path / "a.pt").result(60)
     for one, two in zip(value, torch.load(tmp_path / "a.pt"), strict=True):
         assert torch.equal(one, two)
 
 
-def test_views_are_cut_out_of_what_is_copied(tmp_path: Path) -> None:
+def test_compact_saves_only_the_bytes_of_the_views(tmp_path: Path) -> None:
     base = torch.arange(1_000_000.0)
     save_async({"a": base[5:9], "b": base[100_000:200_000]}, tmp_path / "a.pt", compact=True).result(30)
-    again = torch.load(tmp_path / "a.pt")
-    assert again["a"].tolist() == [5, 6, 7, 8]
-    assert torch.equal(again["b"], base[100_000:200_000])
+    loaded = torch.load(tmp_path / "a.pt")
+    assert loaded["a"].tolist() == [5, 6, 7, 8]
+    assert torch.equal(loaded["b"], base[100_000:200_000])
     assert (tmp_path / "a.pt").stat().st_size < 500_000
 
 
-def test_the_last_of_many_to_one_path_stays(tmp_path: Path) -> None:
+def test_last_of_many_saves_to_one_path_wins(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     for number in range(10):
         future = save_async({"n": torch.tensor(number)}, path)
@@ -92,7 +92,7 @@ def test_the_last_of_many_to_one_path_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.pt"]  # noqa: PTH208 - names only
 
 
-def test_a_plain_save_waits_for_those_to_its_path_by_any_name(tmp_path: Path, gate: threading.Event) -> None:
+def test_save_waits_for_background_saves_to_the_same_file(tmp_path: Path, gate: threading.Event) -> None:
     path, link = tmp_path / "a.pt", tmp_path / "link.pt"
     link.symlink_to(path)
     save_async({"n": torch.tensor(1)}, path)
@@ -102,27 +102,27 @@ def test_a_plain_save_waits_for_those_to_its_path_by_any_name(tmp_path: Path, ga
     assert int(torch.load(path)["n"]) == 2
 
 
-def test_few_are_in_flight(tmp_path: Path, gate: threading.Event) -> None:
+def test_number_of_saves_in_flight_is_limited(tmp_path: Path, gate: threading.Event) -> None:
     for number in range(MAX_IN_FLIGHT):
         save_async({}, tmp_path / f"{number}.pt")
     threading.Timer(0.3, gate.set).start()
-    begun = time.monotonic()
+    started = time.monotonic()
     save_async({}, tmp_path / "last.pt").result(30)
-    assert time.monotonic() - begun > 0.2
+    assert time.monotonic() - started > 0.2
     assert len(list(tmp_path.iterdir())) == MAX_IN_FLIGHT + 1
 
 
-def test_the_future_raises_what_went_wrong(tmp_path: Path) -> None:
+def test_future_raises_the_error(tmp_path: Path) -> None:
     future = save_async({}, tmp_path / "gone" / "a.pt")
     with pytest.raises(NoDirectoryError):
         future.result(30)
     assert isinstance(future.exception(), NoDirectoryError)
     assert not future.cancel()
-    save({}, tmp_path / "a.pt")  # it has been told
+    save({}, tmp_path / "a.pt")  # the error has been seen
 
 
 @pytest.mark.parametrize("call", [save, save_async], ids=["save", "save_async"])
-def test_an_error_nobody_has_seen_is_raised_by_the_next_call(tmp_path: Path, call: Any) -> None:
+def test_unseen_error_is_raised_by_the_next_call(tmp_path: Path, call: Any) -> None:
     save_async({}, tmp_path / "gone" / "a.pt")
     background.wait()
     with pytest.raises(SaveError, match="an earlier save in the background failed") as caught:
@@ -134,7 +134,7 @@ def test_an_error_nobody_has_seen_is_raised_by_the_next_call(tmp_path: Path, cal
     assert (tmp_path / "b.pt").exists()
 
 
-def test_what_is_wrong_at_once_is_raised_at_once(tmp_path: Path) -> None:
+def test_usage_and_pickling_errors_are_raised_by_the_call(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         save_async({}, tmp_path / "a.pt", device="tpu")
     with pytest.raises(SaveError):
@@ -143,79 +143,79 @@ def test_what_is_wrong_at_once_is_raised_at_once(tmp_path: Path) -> None:
         save_async(torch.rand(1_000_000)[:3], tmp_path / "a.pt").result(30)
 
 
-def test_to_a_file_object(tmp_path: Path) -> None:
+def test_save_async_to_a_file_object(tmp_path: Path) -> None:
     with (tmp_path / "a.pt").open("wb") as file:
         save_async({"n": torch.tensor(3)}, file).result(30)
     assert int(torch.load(tmp_path / "a.pt")["n"]) == 3
 
 
-def test_a_plain_save_waits_for_those_to_its_file_object(gate: threading.Event) -> None:
-    held = io.BytesIO()
-    save_async({"n": torch.tensor(1)}, held)
+def test_save_waits_for_background_saves_to_the_same_file_object(gate: threading.Event) -> None:
+    file = io.BytesIO()
+    save_async({"n": torch.tensor(1)}, file)
     threading.Timer(0.2, gate.set).start()
-    save({"n": torch.tensor(2)}, held)
-    length = held.getvalue().rindex(b"PK\x05\x06") - held.getvalue().index(b"PK\x05\x06")
-    assert torch.load(io.BytesIO(held.getvalue()[:-length]))["n"] == 1
-    assert torch.load(io.BytesIO(held.getvalue()[-length:]))["n"] == 2
+    save({"n": torch.tensor(2)}, file)
+    length = file.getvalue().rindex(b"PK\x05\x06") - file.getvalue().index(b"PK\x05\x06")
+    assert torch.load(io.BytesIO(file.getvalue()[:-length]))["n"] == 1
+    assert torch.load(io.BytesIO(file.getvalue()[-length:]))["n"] == 2
 
 
-def test_a_function_that_is_called_when_a_save_is_done_may_save(tmp_path: Path, gate: threading.Event) -> None:
-    """It runs in the thread that writes: what it waits for, nobody else would write."""
+def test_done_callback_may_save(tmp_path: Path, gate: threading.Event) -> None:
+    """It runs in the writing thread, so no other thread would write what it waits for."""
     called: list[str] = []
     first = save_async({"n": torch.tensor(0)}, tmp_path / "a.pt")
     save_async({"n": torch.tensor(1)}, tmp_path / "a.pt")
 
-    def more(_: Any) -> None:
+    def save_more(_: Any) -> None:
         for number in range(2, 5):
             save_async({"n": torch.tensor(number)}, tmp_path / "b.pt")
         save({"n": torch.tensor(5)}, tmp_path / "b.pt")
         save({"n": torch.tensor(6)}, tmp_path / "a.pt")
         called.append("done")
 
-    first.add_done_callback(more)
+    first.add_done_callback(save_more)
     gate.set()
     background.wait()
     assert called == ["done"]
     assert (int(torch.load(tmp_path / "a.pt")["n"]), int(torch.load(tmp_path / "b.pt")["n"])) == (6, 5)
 
 
-def test_a_function_that_is_told_the_progress_may_save(tmp_path: Path, gate: threading.Event) -> None:
-    def more(_: int, __: int) -> None:
+def test_progress_callback_may_save(tmp_path: Path, gate: threading.Event) -> None:
+    def save_more(_: int, __: int) -> None:
         save({"n": torch.tensor(2)}, tmp_path / "b.pt")
 
-    save_async({"n": torch.tensor(0)}, tmp_path / "a.pt", progress=more)
+    save_async({"n": torch.tensor(0)}, tmp_path / "a.pt", progress=save_more)
     save_async({"n": torch.tensor(1)}, tmp_path / "b.pt")
     gate.set()
     background.wait()
     assert int(torch.load(tmp_path / "b.pt")["n"]) == 2
 
 
-def test_a_save_that_failed_holds_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Copies(list[Any]):
-        """A list that can be referred to weakly."""
+        """A list that can be referenced weakly."""
 
-    made: list[weakref.ref[Copies]] = []
+    references: list[weakref.ref[Copies]] = []
 
-    def noted(storages: Any) -> Copies:
-        found = Copies(snapshot_of(storages))
-        made.append(weakref.ref(found))
-        return found
+    def recording_snapshot_of(storages: Any) -> Copies:
+        copies = Copies(snapshot_of(storages))
+        references.append(weakref.ref(copies))
+        return copies
 
-    monkeypatch.setattr(module, "snapshot_of", noted)
+    monkeypatch.setattr(module, "snapshot_of", recording_snapshot_of)
     gc.disable()
     try:
         future = save_async({"w": torch.rand(10)}, tmp_path / "gone" / "a.pt")
         assert isinstance(future.exception(30), NoDirectoryError)
         background.wait()
-        assert made[0]() is None
+        assert references[0]() is None
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit])
-def test_a_function_that_fails_stops_nothing(kind: Any, tmp_path: Path, gate: threading.Event) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_failing_done_callback_does_not_stop_other_saves(error: Any, tmp_path: Path, gate: threading.Event) -> None:
     def fail(_: Any) -> None:
-        raise kind
+        raise error
 
     save_async({}, tmp_path / "a.pt").add_done_callback(fail)
     last = save_async({}, tmp_path / "b.pt")
@@ -223,7 +223,7 @@ def test_a_function_that_fails_stops_nothing(kind: Any, tmp_path: Path, gate: th
     last.result(30)
 
 
-def test_without_threads_the_caller_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caller_saves_when_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -234,7 +234,7 @@ def test_without_threads_the_caller_saves(tmp_path: Path, monkeypatch: pytest.Mo
         save_async({}, tmp_path / "gone" / "a.pt").result(0)
 
 
-def test_no_thread_stays(tmp_path: Path) -> None:
+def test_no_thread_remains_after_saving(tmp_path: Path) -> None:
     save_async({"n": torch.rand(3_000_000)}, tmp_path / "a.pt").result(30)
     background.wait()
     deadline = time.monotonic() + 10
@@ -260,23 +260,23 @@ atexit.register(lambda: save_async({"w": torch.full((2_000_000,), 2.0)}, sys.arg
 """
 
 
-def test_what_a_program_saves_is_there_when_it_has_ended(tmp_path: Path) -> None:
-    """Before it ends, and while it does."""
-    source = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
-    done = subprocess.run(
+def test_saves_before_and_during_exit_are_completed(tmp_path: Path) -> None:
+    """Saves started before exit, and by a function registered with atexit."""
+    env = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
+    process = subprocess.run(
         [sys.executable, "-c", f"{AT_EXIT}{ENDING}", "ending.pt", "at_exit.pt"],
-        capture_output=True, text=True, check=False, timeout=120, env=source, cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=120, env=env, cwd=tmp_path,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
     for name in ("ending.pt", "at_exit.pt"):
         assert float(torch.load(tmp_path / name)["w"][-1]) == 2.0
 
 
-def test_a_program_that_ends_tells_what_failed(tmp_path: Path) -> None:
-    """Before it ends, and while it does."""
-    done = run(f"{AT_EXIT}save_async({{}}, sys.argv[1])", tmp_path / "gone" / "a.pt")
-    assert done.stderr.count("an earlier save in the background failed") == 2
-    assert done.stderr.count("its directory does not exist") == 2
+def test_failures_before_and_during_exit_are_printed(tmp_path: Path) -> None:
+    """Saves started before exit, and by a function registered with atexit."""
+    process = run(f"{AT_EXIT}save_async({{}}, sys.argv[1])", tmp_path / "gone" / "a.pt")
+    assert process.stderr.count("an earlier save in the background failed") == 2
+    assert process.stderr.count("its directory does not exist") == 2
 
 
 IMPORTING = """
@@ -294,34 +294,32 @@ print(*found)
 """
 
 
-def test_nothing_is_imported_in_a_thread(tmp_path: Path) -> None:
-    """A child that is forked meanwhile would wait for ever where it imports the same."""
-    done = run(IMPORTING, tmp_path / "a.pt")
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "\n")
+def test_background_threads_import_nothing(tmp_path: Path) -> None:
+    """A child forked meanwhile would wait forever when it imports the same module."""
+    process = run(IMPORTING, tmp_path / "a.pt")
+    assert (process.returncode, process.stderr, process.stdout) == (0, "", "\n")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_process_has_a_background_of_its_own(tmp_path: Path, gate: threading.Event) -> None:
+def test_forked_child_saves_in_its_own_background(tmp_path: Path, gate: threading.Event) -> None:
     save_async({"n": torch.tensor(1)}, tmp_path / "parent.pt")
     child = os.fork()
     if not child:
-        answer = 1
+        exit_code = 1
         try:
             gate.set()
             save_async({"n": torch.tensor(2)}, tmp_path / "child.pt").result(20)
-            answer = 0
+            exit_code = 0
         finally:
-            os._exit(answer)
+            os._exit(exit_code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     gate.set()
     background.wait()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["child.pt", "parent.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child.pt", "parent.pt"]
 
 
-def test_a_path_is_meant_from_where_the_program_is_when_it_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_path_is_resolved_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "one")

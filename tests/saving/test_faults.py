@@ -1,4 +1,4 @@
-"""A save that fails, or is killed, at every call of the system it makes: the old file or the new one is whole."""
+"""A save that fails or is killed at any of its system calls leaves the old or the new file intact."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from transload.formats import zip_writer as archive
 from transload.saving import save
 
 CALLS = ("open", "fstat", "fchmod", "fchown", "writev", "fsync", "replace", "close")
-"""What the system is asked for, from the hidden file to the flushed directory."""
+"""The system calls of a save, from opening the hidden file to flushing the directory."""
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((5000,), float(step)), "b": torch.full((3,), float(step)), "v": torch.full((20_000,), step)}
 
 
-def whole(path: Path) -> int:
-    """Which of the two files is there, every number of it."""
-    found = torch.load(path)
-    step = int(found["b"][0])
+def intact_step(path: Path) -> int:
+    """Which of the two files is there; every number of it is checked."""
+    loaded = torch.load(path)
+    step = int(loaded["b"][0])
     for name, value in state(step).items():
-        assert torch.equal(found[name], value)
+        assert torch.equal(loaded[name], value)
     return step
 
 
 class Faults:
-    """The calls of the system, counted; at a number it fails, or the process is killed."""
+    """Counts the system calls; the one with number ``at`` fails, or the process is killed."""
 
     def __init__(self, at: int, then: Callable[[], None]) -> None:
         self.count = 0
@@ -50,29 +50,29 @@ class Faults:
         for name in CALLS:
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name), half=half))
 
-    def _wrapped(self, name: str, true: Any, *, half: bool) -> Any:
+    def _wrapped(self, name: str, original: Any, *, half: bool) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             self.count += 1
             if self.count == self.at:
                 if half and name == "writev":
-                    true(arguments[0], [bytes(arguments[1][0])[: len(arguments[1][0]) // 2]])
+                    original(arguments[0], [bytes(arguments[1][0])[: len(arguments[1][0]) // 2]])
                 self.then()
-            return true(*arguments, **options)
+            return original(*arguments, **options)
 
         return call
 
 
 @pytest.fixture(autouse=True)
 def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a few kilobytes were many megabytes, so that there are many writes."""
+    """Small pieces, so that a few kilobytes need many writes."""
     for module, name, value in (
         (archive, "PIECE", 4096), (archive, "SMALL", 1024), (saving, "PIECE", 4096), (saving, "SMALL", 1024),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
 
-def points(tmp_path: Path) -> int:
-    """Calls that a save to a place with an old file makes."""
+def count_calls(tmp_path: Path) -> int:
+    """The number of system calls of a save over an old file."""
     path = tmp_path / "counted.pt"
     save(state(1), path)
     faults = Faults(-1, lambda: None)
@@ -83,28 +83,28 @@ def points(tmp_path: Path) -> int:
     return faults.count
 
 
-def no_room() -> None:
+def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["nothing of it done", "half of it done"])
-def test_a_failure_at_every_call(tmp_path: Path, half: bool) -> None:
+@pytest.mark.parametrize("half", [False, True], ids=["nothing written", "half written"])
+def test_failure_at_any_system_call_leaves_an_intact_file(tmp_path: Path, half: bool) -> None:
     path = tmp_path / "a.pt"
     save(state(1), path)
-    count = points(tmp_path)
-    print(f"{count} calls of the system")  # noqa: T201 - shown by pytest -s
+    count = count_calls(tmp_path)
+    print(f"{count} system calls")  # noqa: T201 - shown by pytest -s
     assert count > 40
     for at in range(1, count + 1):
         with pytest.MonkeyPatch.context() as patch:
-            Faults(at, no_room).into(patch, half=half)
+            Faults(at, disk_full).into(patch, half=half)
             try:
                 save(state(2), path)
                 failed = False
             except CannotWriteError:
                 failed = True
-        step = whole(path)
-        assert step == 1 or not failed or at >= count - 3, at  # once it is renamed, it is the new file
-        assert [each.name for each in tmp_path.iterdir() if "part" in each.name] == [] or at == 1
+        step = intact_step(path)
+        assert step == 1 or not failed or at >= count - 3, at  # after the rename, it is the new file
+        assert [entry.name for entry in tmp_path.iterdir() if "part" in entry.name] == [] or at == 1
         save(state(1), path)
         assert os.listdir(tmp_path) == ["a.pt"]  # noqa: PTH208 - names only
 
@@ -143,16 +143,16 @@ for at in range(1, count + 1):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs os.fork")
-def test_a_kill_at_every_call(tmp_path: Path) -> None:
+def test_kill_at_any_system_call_leaves_an_intact_file(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    count = points(tmp_path)
+    count = count_calls(tmp_path)
     path = tmp_path / "there" / "a.pt"
     path.parent.mkdir()
     save(state(1), path)
     environ = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
-    done = forks.run("-c", KILL_AT_EACH, path, str(count), env=environ)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    process = forks.run("-c", KILL_AT_EACH, path, str(count), env=environ)
+    assert process.returncode == 0, process.stderr
+    lines = [line.split() for line in process.stdout.splitlines()]
     print(f"killed at {len(lines)} calls")  # noqa: T201 - shown by pytest -s
     assert len(lines) == count
     assert {line[1] for line in lines[:-1]} == {"True"}
@@ -162,69 +162,69 @@ def test_a_kill_at_every_call(tmp_path: Path) -> None:
     assert max(int(line[3]) for line in lines) == 2  # the hidden file beside the old one
 
 
-# -- real refusals -----------------------------------------------------------------------------------------------------
+# -- real errors of the system -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def no_more_than() -> Any:
-    """A limit for files of this process."""
+def limit_file_size() -> Any:
+    """Limits the size of the files that this process writes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_file_that_becomes_too_large(tmp_path: Path, no_more_than: Any) -> None:
+def test_file_size_limit_keeps_the_old_file(tmp_path: Path, limit_file_size: Any) -> None:
     path = tmp_path / "a.pt"
     save(state(1), path)
-    no_more_than(50_000)
+    limit_file_size(50_000)
     with pytest.raises(FullDiskError, match="larger than this system allows") as caught:
         save(state(2), path)
     assert isinstance(caught.value, OSError)
     assert caught.value.errno == errno.EFBIG
-    no_more_than(-1)
-    assert whole(path) == 1
+    limit_file_size(-1)
+    assert intact_step(path) == 1
     assert os.listdir(tmp_path) == ["a.pt"]  # noqa: PTH208 - names only
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    there = tmp_path / "small disk"
-    there.mkdir()
+def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
+    folder = tmp_path / "small disk"
+    folder.mkdir()
     mount, umount = shutil.which("mount"), shutil.which("umount")
     if not mount or not umount:
         pytest.skip("needs mount(8)")
-    made = [mount, "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(there)]
-    if subprocess.run(made, capture_output=True, check=False).returncode:
+    command = [mount, "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("only root can mount a small file system")
     try:
-        path = there / "a.pt"
+        path = folder / "a.pt"
         save({"w": torch.zeros(40_000)}, path)
         with pytest.raises(FullDiskError, match="the disk is full"):
             save({"w": torch.ones(60_000)}, path)
         assert not torch.load(path)["w"].any()
-        assert os.listdir(there) == ["a.pt"]  # noqa: PTH208 - names only
+        assert os.listdir(folder) == ["a.pt"]  # noqa: PTH208 - names only
         save({"w": torch.ones(10_000)}, path)
     finally:
-        subprocess.run([umount, str(there)], check=True)
+        subprocess.run([umount, str(folder)], check=True)
 
 
-def test_a_directory_that_goes_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    true = os.fsync
+def test_directory_removed_while_writing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    original_fsync = os.fsync
 
-    def gone(descriptor: int) -> None:
-        true(descriptor)
-        for each in there.iterdir():
-            each.unlink()
-        there.rmdir()
+    def fsync_and_remove_folder(descriptor: int) -> None:
+        original_fsync(descriptor)
+        for entry in folder.iterdir():
+            entry.unlink()
+        folder.rmdir()
 
-    monkeypatch.setattr(os, "fsync", gone)
+    monkeypatch.setattr(os, "fsync", fsync_and_remove_folder)
     with pytest.raises(NoDirectoryError):
-        save(state(1), there / "a.pt")
+        save(state(1), folder / "a.pt")
 
 
-def test_errors_are_ours_without_atomicity_too(tmp_path: Path) -> None:
+def test_non_atomic_save_raises_transload_errors(tmp_path: Path) -> None:
     with pytest.raises(NoDirectoryError):
         save(state(1), tmp_path / "gone" / "a.pt", atomic=False)
     if os.path.exists("/dev/full"):  # noqa: PTH110 - not a path to look into

@@ -1,4 +1,4 @@
-"""``transload.save`` against ``torch.save``: everything in the zoo, in every protocol, and by every way of loading."""
+"""``transload.save`` compared with ``torch.save``: the whole zoo, in every protocol, and with every loader."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ ZIPS = [form for form in FORMS if form.startswith("zip")]
 
 
 @functools.cache
-def made(name: str) -> Any:
+def specimen(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ZOO[name].make()
 
 
-def theirs(name: str, protocol: int = 2) -> bytes:
-    return saved(torch.save, made(name), pickle_protocol=protocol)
+def saved_by_torch(name: str, protocol: int = 2) -> bytes:
+    return saved(torch.save, specimen(name), pickle_protocol=protocol)
 
 
-def ours(name: str, protocol: int = 2, **options: Any) -> bytes:
-    return saved(save, made(name), pickle_protocol=protocol, **options)
+def saved_by_transload(name: str, protocol: int = 2, **options: Any) -> bytes:
+    return saved(save, specimen(name), pickle_protocol=protocol, **options)
 
 
-def saved(by: Any, value: Any, **options: Any) -> bytes:
-    """A file. Some objects make tensors up while they are saved."""
-    held = io.BytesIO()
+def saved(save_function: Any, value: Any, **options: Any) -> bytes:
+    """A file. The seed is fixed because some objects create random tensors while they are saved."""
+    file = io.BytesIO()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        by(value, held, **options)
-    return held.getvalue()
+        save_function(value, file, **options)
+    return file.getvalue()
 
 
 def records(data: bytes) -> dict[str, bytes]:
@@ -54,107 +54,111 @@ def records(data: bytes) -> dict[str, bytes]:
         return {info.filename.partition("/")[2]: archive.read(info) for info in archive.infolist()}
 
 
-OWN = {".transload/origin.json", ".data/serialization_id", ".format_version", ".storage_alignment", "byteorder"}
-"""Records that torch of some release does not write, or whose content is not determined."""
+VARYING = {".transload/origin.json", ".data/serialization_id", ".format_version", ".storage_alignment", "byteorder"}
+"""Records that some releases of torch do not write, or whose content is not determined."""
 
 
 @grouped("names", ZOO)
-def test_the_records_are_those_of_torch_to_the_byte(names: list[str]) -> None:
+def test_records_equal_those_of_torch_to_the_byte(names: list[str]) -> None:
     def check(case: tuple[str, int]) -> None:
-        mine, other = records(ours(*case)), records(theirs(*case))
-        assert [each for each in mine if each not in OWN] == sorted(
-            (each for each in other if each not in OWN), key=list(mine).index
+        actual, expected = records(saved_by_transload(*case)), records(saved_by_torch(*case))
+        assert [name for name in actual if name not in VARYING] == sorted(
+            (name for name in expected if name not in VARYING), key=list(actual).index
         )
-        assert {key: value for key, value in mine.items() if key not in OWN} == {
-            key: value for key, value in other.items() if key not in OWN
+        assert {key: value for key, value in actual.items() if key not in VARYING} == {
+            key: value for key, value in expected.items() if key not in VARYING
         }
 
     for_each(itertools.product(names, [2, 3, 4, 5]), check)
 
 
 @grouped("names", ZOO, 20)
-def test_what_is_loaded_is_what_torch_saves(names: list[str]) -> None:
+def test_loaded_objects_equal_those_saved_by_torch(names: list[str]) -> None:
     def check(name: str) -> None:
-        mine, other = ours(name), theirs(name)
-        same(torch.load(io.BytesIO(other), weights_only=False), torch.load(io.BytesIO(mine), weights_only=False))
-        same(torch.load(io.BytesIO(other), weights_only=False), load(mine, weights_only=False))
+        our_file, torch_file = saved_by_transload(name), saved_by_torch(name)
+        same(
+            torch.load(io.BytesIO(torch_file), weights_only=False), torch.load(io.BytesIO(our_file), weights_only=False)
+        )
+        same(torch.load(io.BytesIO(torch_file), weights_only=False), load(our_file, weights_only=False))
 
     for_each(names, check)
 
 
 @grouped("names", [name for name in ZOO if name not in BUILT_FROM_BYTES], 20)
-def test_the_legacy_form_is_loaded_as_that_of_torch(names: list[str]) -> None:
+def test_legacy_files_load_like_those_of_torch(names: list[str]) -> None:
     def check(name: str) -> None:
-        other = saved(torch.save, made(name), _use_new_zipfile_serialization=False)
-        mine = saved(save, made(name), _use_new_zipfile_serialization=False)
+        torch_file = saved(torch.save, specimen(name), _use_new_zipfile_serialization=False)
+        our_file = saved(save, specimen(name), _use_new_zipfile_serialization=False)
         try:
-            expected = torch.load(io.BytesIO(other), weights_only=False)
-        except AttributeError:  # storages without a type, which torch writes and does not read
+            expected = torch.load(io.BytesIO(torch_file), weights_only=False)
+        except AttributeError:  # storages without a type, which torch writes but cannot read
             with pytest.raises(AttributeError):
-                torch.load(io.BytesIO(mine), weights_only=False)
+                torch.load(io.BytesIO(our_file), weights_only=False)
         else:
-            same(expected, torch.load(io.BytesIO(mine), weights_only=False))
-            same(torch.load(io.BytesIO(other), weights_only=False), load(mine, weights_only=False))
+            same(expected, torch.load(io.BytesIO(our_file), weights_only=False))
+            same(torch.load(io.BytesIO(torch_file), weights_only=False), load(our_file, weights_only=False))
 
     for_each(names, check)
 
 
 @grouped("names", [name for name in ZOO if ZOO[name].safe], 20)
-def test_data_is_loaded_as_data(names: list[str]) -> None:
-    for_each(names, loads_as_data)
+def test_safe_objects_load_with_weights_only(names: list[str]) -> None:
+    for_each(names, check_weights_only)
 
 
-def loads_as_data(name: str) -> None:
+def check_weights_only(name: str) -> None:
     with allowed(ZOO[name]):
         try:
-            other = torch.load(io.BytesIO(theirs(name)), weights_only=True)
-        except Exception as error:  # noqa: BLE001 - whatever torch has against it, it has against ours
+            expected = torch.load(io.BytesIO(saved_by_torch(name)), weights_only=True)
+        except Exception as error:  # noqa: BLE001 - our file must raise the same error
             with pytest.raises(type(error)):
-                torch.load(io.BytesIO(ours(name)), weights_only=True)
+                torch.load(io.BytesIO(saved_by_transload(name)), weights_only=True)
         else:
-            same(other, torch.load(io.BytesIO(ours(name)), weights_only=True))
+            same(expected, torch.load(io.BytesIO(saved_by_transload(name)), weights_only=True))
 
 
 @grouped("names", ZOO, 20)
-def test_a_mapped_file_is_the_same(names: list[str], tmp_path: Path) -> None:
-    for_each(names, lambda name: maps_alike(name, tmp_path / f"{names.index(name)}"))
+def test_mapped_files_load_like_those_of_torch(names: list[str], tmp_path: Path) -> None:
+    for_each(names, lambda name: check_mapped(name, tmp_path / f"{names.index(name)}"))
 
 
-def maps_alike(name: str, folder: Path) -> None:
+def check_mapped(name: str, folder: Path) -> None:
     folder.mkdir()
-    mine, other = folder / "mine.pt", folder / "other.pt"
-    mine.write_bytes(ours(name))
-    other.write_bytes(theirs(name))
+    our_file, torch_file = folder / "mine.pt", folder / "other.pt"
+    our_file.write_bytes(saved_by_transload(name))
+    torch_file.write_bytes(saved_by_torch(name))
     try:
-        expected = torch.load(str(other), mmap=True, weights_only=False)
+        expected = torch.load(str(torch_file), mmap=True, weights_only=False)
     except RuntimeError as error:
         with pytest.raises(type(error)):
-            torch.load(str(mine), mmap=True, weights_only=False)
+            torch.load(str(our_file), mmap=True, weights_only=False)
     else:
-        same(expected, torch.load(str(mine), mmap=True, weights_only=False))
+        same(expected, torch.load(str(our_file), mmap=True, weights_only=False))
 
 
-def sum_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """All plain tensors in an object, by the way."""
+def tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """All tensors in nested dictionaries, lists and tuples."""
     if id(value) in seen:
         return []
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         return [value]
-    held = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
-    return [tensor for each in held for tensor in sum_of(each, seen)]
+    children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    return [tensor for child in children for tensor in tensors_in(child, seen)]
 
 
-@grouped("names", [name for name in ZOO if name != "trusted: objects"], 20)  # whose numbers are others each time
-def test_a_compact_file_has_the_same_numbers(names: list[str]) -> None:
-    for_each(names, has_the_same_numbers_compact)
+@grouped("names", [name for name in ZOO if name != "trusted: objects"], 20)  # its numbers differ each time
+def test_compact_files_have_the_same_numbers(names: list[str]) -> None:
+    for_each(names, check_compact)
 
 
-def has_the_same_numbers_compact(name: str) -> None:
-    mine = torch.load(io.BytesIO(ours(name, compact=True)), weights_only=False)
-    other = torch.load(io.BytesIO(theirs(name)), weights_only=False)
-    assert len(ours(name, compact=True, origin=False)) <= len(ours(name, origin=False)) + 4096
-    pairs = zip(sum_of(mine, set()), sum_of(other, set()), strict=True)
+def check_compact(name: str) -> None:
+    actual = torch.load(io.BytesIO(saved_by_transload(name, compact=True)), weights_only=False)
+    expected = torch.load(io.BytesIO(saved_by_torch(name)), weights_only=False)
+    assert (
+        len(saved_by_transload(name, compact=True, origin=False)) <= len(saved_by_transload(name, origin=False)) + 4096
+    )
+    pairs = zip(tensors_in(actual, set()), tensors_in(expected, set()), strict=True)
     for one, two in pairs:
         assert type(one) is type(two)
         assert (one.dtype, one.device, one.layout, one.requires_grad) == (
@@ -172,6 +176,6 @@ def has_the_same_numbers_compact(name: str) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.dequantize() if tensor.is_quantized else tensor.detach().resolve_conj().resolve_neg()
-    held = io.BytesIO()
-    torch.save(plain.clone(memory_format=torch.contiguous_format), held)
-    return records(held.getvalue()).get("data/0", b"")
+    file = io.BytesIO()
+    torch.save(plain.clone(memory_format=torch.contiguous_format), file)
+    return records(file.getvalue()).get("data/0", b"")
